@@ -8,6 +8,7 @@ from cyclopts import App
 from pipefit.errors import PipefitError
 
 MODULES = {
+    "cut-cost": "benchmarks.cut_cost",
     "ddp": "benchmarks.ddp",
     "hub-folder": "benchmarks.hub_folder",
     "hybrid": "benchmarks.hybrid",

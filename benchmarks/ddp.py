@@ -1,7 +1,7 @@
 """Data parallelism as a program compared with torch's DistributedDataParallel: the same model, data and optimizer.
 
-Both live in the same two processes and take turns, a few updates each, so that whatever slows the machine down slows
-both; the ratio of each turn is taken, and the median of the ratios is the answer.
+Both run in the same two processes and alternate, a few updates each, so that other programs on the machine affect both
+alike. The result is the median of the ratios of all repetitions.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ranks as devices of one and the same speed, when there are more of them than cores.
+"""Ranks as devices of equal speed, when there are more of them than cores.
 
-Ranks that share a core would each have all of it while the others wait for the network: the strategy that waits most
+A rank that shares a core would have all of it while the others wait for the network: the strategy that waits most
 would seem to compute fastest. So every rank gets a fixed share of one core, and never more, by a control group with a
-quota (cgroup v1 or v2). Where every rank has a core of its own, nothing is capped.
+quota (cgroup v1 or v2). Where every rank has its own core, nothing is capped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each rank reads of a model's folder, and the memory it takes: a random Llama of 1 GB in several files."""
+"""Bytes that each rank reads of a model's folder, and its memory: a random Llama of 1 GB in several files."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Predicted and measured seconds of tensor, pipeline and data parallelism on two processes, and of 2-1 on three.
 
-    (2, 1, 1)   tensor parallelism: every layer divided          messages inside layers, two all-reduces per block
+    (2, 1, 1)   tensor parallelism: every layer sharded          messages inside layers, two all-reduces per block
     (1, 2, 1)   a pipeline of two stages                         an activation and its gradient per micro-batch
     (1, 1, 2)   data parallelism                                 one reduction of all gradients
     2-1         three processes, the first stage on two of them
 
 Each is (t, p, d): tensor width, pipeline depth, data width. Contestants alternate inside the same processes, and
-medians are taken. Predictions know the layers as they were measured here, whole or sharded, the
-links, the cores, the reductions, and every sum inside the layers as it was measured among processes at work.
+medians are taken. Predictions use the measured layers (whole or sharded), links, cores and reductions, and every sum
+inside the layers as measured among busy processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Executor overhead: stages with next to no work, so that all the time is the runtime's own.
+"""Executor overhead: stages with almost no work, so that all the time is the runtime's own.
 
 All contestants run in the same two processes, alternating; medians are taken.
 """

@@ -1,15 +1,15 @@
-"""A GPT that one device has no room for: three ways to train it there, side by side.
+"""A GPT that does not fit on one device, trained there in three ways, side by side.
 
-    resident   everything on the device, whatever that takes: what the others are measured by
-    spilled    under a cap: stages come from the host's memory and go back, double-buffered, as the planner cuts them
+    resident   everything on the device, without a cap: the baseline
+    spilled    under a cap: stages are fetched from the host's memory and written back, double-buffered, by a plan
     offloaded  torch's FSDP2 in one process: weights, gradients and Adam's states on the host, which steps; each block
-               comes when it is needed, and is replayed in the backward, as the stages of a spilled run are
+               is fetched when it is needed, and replayed in the backward, as the stages of a spilled run are
 
-All compute in bfloat16 over float32 weights, and step with torch's fused Adam. Each way has a process of its own for
-each number of tokens: its peak is its own, and whoever runs out of memory leaves the others alone.
+All compute in bfloat16 over float32 weights, and step with torch's fused Adam. Each way has its own process for each
+number of tokens, so peaks are separate, and one that runs out of memory does not affect the others.
 
-The device is meant to be a GPU. On a CPU the same code runs, which tests it and says nothing about speed: there a peak
-is the process's resident memory, and the cap is on what the plan holds.
+The device should be a GPU. On a CPU the same code runs, which tests it but does not measure its speed: there a peak is
+the process's resident memory, and the cap applies to the tensors of the plan.
 """
 
 from __future__ import annotations

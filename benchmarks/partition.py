@@ -1,4 +1,4 @@
-"""How long PipeDream's partitioner takes, and how that grows."""
+"""Seconds of PipeDream's partitioner, and their growth with layers and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How accurate predictions are: two ranks, each on a core of its own, and models that are limited by arithmetic.
+"""Accuracy of predictions: two ranks, each on its own core, and models that are limited by arithmetic.
 
 Comparisons like any other (`pipefit.compare`), with ranks that stay on their cores. Each number of micro-batches is
 measured in a comparison of its own.

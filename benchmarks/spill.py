@@ -1,9 +1,9 @@
-"""Spilling measured: a model larger than the memory allowed, and the price of spilling where it is not needed.
+"""Spilling measured: a model larger than the memory allowed, and the cost of spilling where it is not needed.
 
 Two parts. `large` trains a GPT of about a billion parameters with Adam in a process of its own, whose highest resident
 memory is read from the kernel and compared with a cap. `speed` trains a smaller one that also fits: resident, spilled
-to disk with synchronous loads, with double buffering, with that and replays, spilled to the host's memory, and spilled
-to disk as the planner chooses for half of what the resident one takes, alternating.
+to disk with synchronous loads, with double buffering, with double buffering and replays, spilled to the host's memory,
+and spilled to disk by a plan for half the bytes of the resident one, alternating.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Fine-tunes a language model: `pipefit run -n 2 examples/finetune.py MODEL TEXT OUT`.
 
-MODEL is a folder with a causal language model and its tokenizer, such as SmolLM2-135M; OUT becomes one like it.
+MODEL is a folder with a causal language model and its tokenizer, such as SmolLM2-135M; OUT becomes a folder of the same
+kind.
 """
 
 import sys

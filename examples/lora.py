@@ -1,6 +1,6 @@
 """Trains LoRA adapters over a frozen language model: `pipefit run -n 2 examples/lora.py MODEL OUT`.
 
-MODEL is a folder with a causal language model and its tokenizer; OUT gets what `PeftModel.from_pretrained` reads.
+MODEL is a folder with a causal language model and its tokenizer; OUT becomes a folder for `PeftModel.from_pretrained`.
 """
 
 import sys

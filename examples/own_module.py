@@ -1,4 +1,4 @@
-"""Trains a module of one's own, with branches: `pipefit run -n 2 examples/own_module.py`."""
+"""Trains a module of your own, with branches: `pipefit run -n 2 examples/own_module.py`."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Which strategies are set against each other: data parallelism, the best straight pipeline, the best hybrid."""
+"""Choice of the compared strategies: data parallelism, the best straight pipeline, the best hybrid."""
 
 from __future__ import annotations
 

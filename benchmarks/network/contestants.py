@@ -1,4 +1,4 @@
-"""Strategies at work on a rank: torch's data parallelism, and programs of pipefit."""
+"""Strategies as they run on a rank: torch's data parallelism, and programs of pipefit."""
 
 from __future__ import annotations
 

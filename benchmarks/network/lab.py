@@ -2,11 +2,11 @@
 
     host 0  eth0 ═══ p0 ┐
     host 1  eth0 ═══ p1 ├ br0     one namespace per host, one for the switch; ═ is a veth pair,
-    host 2  eth0 ═══ p2 ┘         held to the rate at both ends: up and down, as a full-duplex port
+    host 2  eth0 ═══ p2 ┘         limited to the rate at both ends: each way, like a full-duplex port
 
-Nothing is made in the namespace of the machine itself, so the end of the namespaces is the end of everything: veth
-pairs, bridge and queues go with them. Their names hold the process that made them, so that what a killed run left
-behind is known, and removed, by the next.
+Nothing is made in the namespace of the machine itself, so removing the namespaces removes everything: veth pairs,
+bridge and queues. Their names hold the number of the process that made them, so that the next run finds and removes
+those of a killed run.
 """
 
 from __future__ import annotations

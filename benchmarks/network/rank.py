@@ -1,4 +1,4 @@
-"""A rank in its namespace: it profiles, plans, trains by every strategy, and counts bytes."""
+"""A rank in its namespace: profiles, plans, trains by every strategy, and counts bytes."""
 
 from __future__ import annotations
 

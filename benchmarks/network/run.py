@@ -1,7 +1,7 @@
-"""Data parallelism against pipelines and hybrids, by real processes on a network as slow as PipeDream's was.
+"""Data parallelism compared with pipelines and hybrids, by real processes on a network as slow as PipeDream's was.
 
-This side builds the laboratory and starts the ranks, each in a namespace of its own, as torchrun would start one on
-each host; their work is in `rank`.
+This module builds the laboratory and starts the ranks, each in its own namespace, as torchrun would start one on each
+host; their work is in `rank`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Settings and results, and the ratio that makes a small network like the paper's.
 
-The figure to keep is ρ: the seconds of one gradient reduction over those of one mini-batch's computation on a device,
+The ratio to reproduce is ρ: seconds of one gradient reduction over seconds of one mini-batch's computation on a device,
 
     ρ = 2(m−1)/m · W/B / C      m devices, W bytes of weights, B bytes/s of a device's link, C seconds.
 

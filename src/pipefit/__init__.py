@@ -1,6 +1,6 @@
 """pipefit: pipeline-parallel training for PyTorch, with schedules as programs.
 
-The torch half loads when it is first used; `import pipefit` alone needs neither torch nor numpy.
+The torch half loads when it is first used; `import pipefit` needs neither torch nor numpy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every mistake a user can make, as one kind of exception.
+"""Errors that a user's mistake raises, as one family of exceptions.
 
-A `PipefitError` says what was expected, what came, and what to do. The command line prints it as one message
-and leaves with exit code 2; it never shows a traceback for one.
+The message of a `PipefitError` gives the expected input, the actual one, and a remedy. The command line prints it as
+one message and exits with code 2; it never shows a traceback for one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class PlanError(PipefitError):
 
 
 class InfeasibleError(PipefitError):
-    """No plan fits; the message says what is missing and the cheapest change that would help."""
+    """No plan fits; the message names the missing memory and the cheapest change that would help."""
 
 
 class ScheduleError(PipefitError):
-    """An unknown schedule, or a shape the schedule has no meaning for."""
+    """An unknown schedule, or a shape that the schedule does not support."""
 
 
 class ProgramError(PipefitError):
@@ -52,23 +52,23 @@ class ModelError(PipefitError):
 
 
 class DataError(PipefitError):
-    """Data is missing, empty, or cannot be cut into micro-batches."""
+    """Data is missing, empty, or cannot be split into micro-batches."""
 
 
 class NonFiniteLossError(PipefitError):
-    """The loss became NaN or infinite: every rank raises, once the step is done."""
+    """The loss became NaN or infinite: every rank raises this after the step."""
 
 
 class TierError(PipefitError):
-    """Host memory or a disk cannot take or give what a spilled run keeps there; what it held last stays there."""
+    """Host memory or a disk cannot store or return the records of a spilled run; the last committed ones stay there."""
 
 
 class DamageError(TierError):
-    """A record or document on a tier is not what was written there; the message names the file."""
+    """A record or document on a tier differs from the one written; the message names the file."""
 
 
 class CommunicationError(RuntimeError):
-    """A peer died, hung or sent what was not expected: not the user's mistake, but never silent."""
+    """A peer died, hung or sent something unexpected: not the user's mistake, but never silent."""
 
 
 def check_figures(of: object, error: type[PipefitError], place: str = "", **least: float) -> None:
@@ -77,7 +77,7 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
     Args:
         of: the object whose attributes they are.
         error: the kind of error.
-        place: of the object in what the user wrote, such as "levels[0].".
+        place: of the object in the user's input, such as "levels[0].".
         least: the smallest number that each may be, by name; `ABOVE_0`: any number above 0.
     """
     for name, bound in least.items():
@@ -88,7 +88,7 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence that helps whoever mistyped `name`: the nearest known names, else all of them."""
+    """A hint for a mistyped `name`: the nearest known names, else all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"

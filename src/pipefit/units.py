@@ -70,7 +70,7 @@ def format_bytes(num_bytes: float, up: bool = False) -> str:
 
     Args:
         num_bytes: how many, 0 or more if rounded up.
-        up: never fewer, for what people will ask for.
+        up: round up, for figures that a user will request.
     """
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
@@ -79,7 +79,7 @@ def format_bytes(num_bytes: float, up: bool = False) -> str:
         size /= 1024
     shown = f"{size:.4g}"
     if up and float(shown) < size:
-        # One more in the last of the four digits.
+        # Add one in the last of the four digits.
         shown = f"{float(shown) + 10.0 ** (math.floor(math.log10(size)) - 3):.4g}"
     return f"{shown} {unit}"
 

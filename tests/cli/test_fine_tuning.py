@@ -81,7 +81,7 @@ def test_a_resumed_fine_tuning_ends_where_a_straight_one_does(folder, tmp_path, 
         (("--patience", "2"), "give --evaluate-every"),
         (("--lora", "r=4,targets=x"), "unknown setting 'targets'"),
         (("--option", "hidden_size=3"), "its configuration is in config.json"),
-        (("--batch", "50"), "batch must lie between 1 and the 36 samples"),
+        (("--batch", "50"), "batch must be between 1 and the 36 samples"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_message(words, told, folder, capsys):

@@ -83,10 +83,10 @@ def test_a_killed_run_goes_on_with_the_losses_it_would_have_had(tmp_path, capsys
     killed(words(tier, data, more=["-o", str(out)]))
     assert main(words(tier, data)) == 2
     told = capsys.readouterr().err
-    assert f"{tier} holds step 4 of a run that was cut off: resume with --resume {tier}" in told
+    assert f"{tier} holds step 4 of an interrupted run: resume with --resume {tier}" in told
     assert main(words(tier, data, more=["--resume", str(tier), "--lr", "0.1", "--seed", "1"])) == 2
     told = capsys.readouterr().err
-    assert "--lr was 0.002, is 0.1; --seed was 0, is 1; ask for the same" in told and "Traceback" not in told
+    assert "--lr was 0.002, is 0.1; --seed was 0, is 1; give the same options" in told and "Traceback" not in told
     assert losses_of(capsys, *words(tier, data, more=["--resume", str(tier), "-o", str(out)])) == losses[4:]
     assert not list(tier.iterdir())
     told = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -109,7 +109,7 @@ def test_a_disk_that_is_no_folder_is_refused_in_one_message(cap, capsys):
     ("words", "told"),
     [
         ("--keep all --step-on host", "--step-on and --keep: nothing is spilled; give --device-memory"),
-        ("--host-memory 1GiB --commit-every 2", "only what lies on a disk outlasts the run; give --disk as well"),
+        ("--host-memory 1GiB --commit-every 2", "only records on a disk outlast the run; give --disk as well"),
         ("--disk x --step-on host", "from a disk they would all have to be read"),
     ],
 )

@@ -219,7 +219,7 @@ def test_adapters_train_as_in_one_process_and_are_saved_as_peft_reads_them(tmp_p
 def test_a_sequence_of_layers_has_no_folder_of_transformers(tmp_path):
     pipe = pf.Pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), loss=nn.functional.mse_loss,
                        optimizer=torch.optim.SGD, stages=2)  # fmt: skip
-    with pytest.raises(ModelError, match="is no model of transformers"):
+    with pytest.raises(ModelError, match="is not a model of transformers"):
         pipe.save_pretrained(tmp_path)
 
 

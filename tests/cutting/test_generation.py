@@ -230,12 +230,12 @@ SEQUENCES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads":
         (
             "RwkvForCausalLM",
             {"hidden_size": 32, "num_hidden_layers": 2},
-            "RwkvForCausalLM keeps earlier tokens in a way",
+            "RwkvForCausalLM keeps earlier tokens in its own format",
         ),
         (
             "RecurrentGemmaForCausalLM",
             {**TEXT, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 8},
-            r"RecurrentGemmaForCausalLM keeps earlier tokens in a way.*layers 0, 1, 3",
+            r"RecurrentGemmaForCausalLM keeps earlier tokens in its own.*layers 0, 1, 3",
         ),
     ],
 )

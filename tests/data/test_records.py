@@ -73,7 +73,7 @@ def test_parquet_has_the_same_records(tmp_path, tokenizer):
         ('{"question": "x"}', r"line 2 of .*: expected 'text', .* got question"),
         ('{"prompt": "x"}', "got prompt"),
         ('"words"', "got str"),
-        ("{", "line 2 of .* is no JSON"),
+        ("{", "line 2 of .* is not JSON"),
         ('{"messages": [{"role": 3}]}', "the chat template cannot use"),
         (json.dumps({"text": "long " * 99}), r"record 2 of .* tokens, more than the context of 64; .*--pack"),
     ],

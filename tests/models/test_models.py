@@ -389,7 +389,7 @@ def test_options_of_a_users_factory_are_read_by_its_signature(factories):
         ("own_models:module", r"give example=.*a factory returns \(model, loss, example\)"),
         ("own_models:empty", "the model has no layers"),
         ("own_models:no_modules", "layer 1: expected an nn.Module or .*'relu'"),
-        ("own_models:constant", "is no function but int"),
+        ("own_models:constant", "is not a function but int"),
         ("no_such_package.models:make", "there is no module 'no_such_package'"),
         ("broken_models:make", "raised ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("unreadable_models:f", r"SyntaxError: .*unreadable_models\.py, line 1"),

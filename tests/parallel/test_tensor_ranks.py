@@ -138,7 +138,7 @@ def test_what_cannot_be_divided_is_refused_alike_on_every_process() -> None:
         "layer 0 (Linear) has no tensor rule",
         "heads=1 is no multiple of tensor=2",
         "vocab=13 is no multiple of tensor=2",
-        "sequence parallelism divides the sequence by tensor=2, but an input has shape [4, 5]",
+        "sequence parallelism splits the sequence by tensor=2, but an input has shape [4, 5]",
         "replicas [2, 1] need 3 ranks, there are 1",
     ]
     for told, word in zip(first, words, strict=True):

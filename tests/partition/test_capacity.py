@@ -72,7 +72,7 @@ def test_with_a_double_buffer_each_shard_fits_beside_any_other_being_loaded(prof
 
 def test_the_capacity_it_names_works():
     profile = chain([1] * 3, outputs=[5, 6, 7], weights=[10, 20, 30], saved=[1, 2, 3])
-    with pytest.raises(InfeasibleError, match=r"layer 2 \(layer2\) alone needs 136 B") as caught:
+    with pytest.raises(InfeasibleError, match=r"layer 2 \(layer2\) needs 136 B in isolation") as caught:
         hydra(profile, 100)
     named = float(re.search(r"works is ([\d.]+) B", str(caught.value)).group(1))
     assert hydra(profile, named).num_layers == 3

@@ -159,7 +159,7 @@ def test_plain_data_parallelism_is_preferred_inside_the_margin_only():
 def test_what_fits_nowhere_is_an_answer_that_says_what_is_missing():
     result = pipedream(chain([1, 1], weights=[10, 1]), topology((2, 1.0)), memory_bytes=20)
     assert result.partition is None and result.configuration == "none"
-    assert "layer 0 (layer0) alone needs 30 B" in result.why and "20 B" in result.why
+    assert "layer 0 (layer0) needs 30 B" in result.why and "20 B" in result.why
 
 
 def test_flat_search_finds_what_levels_cannot():

@@ -112,7 +112,7 @@ def test_a_rank_that_stays_outside_the_program_is_named():
 
 def test_ranks_that_do_not_meet_in_a_process_group_are_ended_and_told():
     """Torch would wait for half an hour, without a word."""
-    with pytest.raises(LaunchError, match=r"rank [01] does not meet the others: making process groups with the others"):
+    with pytest.raises(LaunchError, match=r"rank [01] does not join the others: making process groups with the others"):
         launch(jobs.train_where_one_rank_makes_no_groups, 2, quiet=True, deadline_s=1.5)
 
 
@@ -149,7 +149,7 @@ def test_the_report_follows_the_chain_to_the_rank_that_waits_for_nobody():
     program = _chain()
     positions = {r: _at(program, r, Op.FWD, 0) for r in range(3)}
     page = hang_report(2, program, positions, 61.0, 60.0, 3)
-    assert page.startswith("rank 0 does not go on, though it waits for no other rank: at 'fwd s0 m0")
+    assert page.startswith("rank 0 does not continue, though it waits for no other rank: at 'fwd s0 m0")
     assert "rank 2 waits for" in page and "rank 1 waits for" in page
 
 

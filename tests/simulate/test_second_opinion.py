@@ -245,6 +245,14 @@ def test_a_reduction_and_a_message_that_want_a_port_at_one_moment_are_a_tie():
         agree(program, with_ports(cost, program.header))
 
 
+def test_a_reduction_that_waits_for_another_takes_its_port_when_it_is_ready_not_when_that_is_known():
+    program = generate("pipedream-2bw", Shape(2, 4, num_steps=2, replicas=(2, 2), clip=True, ties=((0, 1),)))
+    cost = CostModel(
+        (0, 0), (0, 0), (0, 0), weight_bytes=(12, 0), bandwidth_bytes_per_s=Fraction(1, 2), latency_s=1, overhead_s=1
+    )
+    agree(program, with_ports(cost, program.header))
+
+
 @given(shaken(), st.data())
 def test_the_critical_path_is_without_gaps_and_as_long_as_the_makespan(program, data):
     cost = data.draw(costs(program.header))

@@ -356,9 +356,9 @@ def test_a_hang_names_what_waits_for_what():
         simulate(program, unit(program.header))
     assert str(caught.value).splitlines() == [
         "the program hangs:",
-        "  rank 0 stands at instruction 3 (bwd s0 m0 w0) and waits for recv s0 m0 grad <1, "
+        "  rank 0 is at instruction 3 (bwd s0 m0 w0) and waits for recv s0 m0 grad <1, "
         "which rank 1 has not reached (its instruction 5: send s0 m0 grad >0)",
-        "  rank 1 stands at instruction 2 (fwd s1 m0 w0) and waits for recv s0 m0 act <0, "
+        "  rank 1 is at instruction 2 (fwd s1 m0 w0) and waits for recv s0 m0 act <0, "
         "which rank 0 has not reached (its instruction 4: send s0 m0 act >1)",
     ]
 

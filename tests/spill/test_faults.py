@@ -142,7 +142,7 @@ def test_a_step_that_others_have_not_committed_can_be_passed_over(tmp_path):
     tier.close()
     tier = TierStore(tmp_path)
     assert found(tier) == (3, {"at": "again"}) and read(tier, A, 13) == (33, 33)
-    with pytest.raises(TierError, match="step 1 is needed, the first that is there is 2"):
+    with pytest.raises(TierError, match="step 1 is needed, the first one there is 2"):
         tier.recover(at_most=1)
     tier.close()
 

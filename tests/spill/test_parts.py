@@ -135,7 +135,7 @@ def test_a_plan_that_spills_to_disk_asks_for_a_folder():
     plan = host.plan
     told = plan.spill.__class__(tier="disk", device_bytes=plan.spill.device_bytes)
     host.close()
-    with pytest.raises(PlanError, match="say where, by --disk FOLDER"):
+    with pytest.raises(PlanError, match="name a folder by --disk FOLDER"):
         Pipeline(
             nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))),
             **grouped(plan=plan.__class__(**_fields(plan, told)), **more),

@@ -367,9 +367,9 @@ def test_another_run_is_told_what_differs(tmp_path, changes, told):
 
 def test_where_nothing_was_committed_there_is_nothing_to_go_on_from(tmp_path):
     assert committed_step(tmp_path / "tier") is None
-    with pytest.raises(TierError, match="no step was committed there; begin anew"):
+    with pytest.raises(TierError, match="no step was committed there; start a new run"):
         pipeline(tmp_path / "tier", resume=True)
-    with pytest.raises(PipefitError, match="needs the disk="):
+    with pytest.raises(PipefitError, match="needs disk="):
         pipeline(resume=True)
 
 
@@ -389,7 +389,7 @@ def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypat
     monkeypatch.setattr(committed, "optimization_of", reason)
     cut_off(tmp_path / "tier")
     assert committed_step(tmp_path / "tier") is None
-    with pytest.raises(TierError, match=r"step 3 cannot be resumed from: its schedule .* resume from a checkpoint"):
+    with pytest.raises(TierError, match=r"no run can resume from step 3: its schedule .* resume from a checkpoint"):
         pipeline(tmp_path / "tier", resume=True)
 
 

@@ -52,7 +52,7 @@ def test_trials_take_what_is_shared_then_their_own_then_the_grid():
         ({"grid": {"lr": []}}, r"grid: lr: expected a list of values, .* got \[\]"),
         ({"grid": {"lr": {"a": [1]}}}, "grid: lr: expected a list of values"),
         ({"grid": {"options": [{"width": 8}]}}, "grid: options: .* as in options.width = "),
-        ({"grid": {"lr.x": [1]}}, "grid: lr.x: options of the model stand by name"),
+        ({"grid": {"lr.x": [1]}}, "grid: lr.x: options of the model are given by name"),
         ({"grid": {"lr": ["a"]}}, "trial lr=a: lr: expected a number"),
         ({"grid": {"lr": [0.1, 0.2, 0.1]}}, "t00-lr=0.1 and t02-lr=0.1 are the same training: change a value, or"),
         ({"trials": [{"name": "a", "lr": 0.1}, {"name": "b", "lr": 0.1}]}, "a and b are the same training"),

@@ -100,7 +100,7 @@ def test_patience_counts_steps_without_a_better_evaluation(tmp_path):
 @pytest.mark.parametrize(
     ("trials", "stop", "words"),
     [
-        ((own("a", 0.1), replace(own("b", 0.1), evaluate=0, held_out=None)), None, "say it for all"),
+        ((own("a", 0.1), replace(own("b", 0.1), evaluate=0, held_out=None)), None, "set it for all"),
         ((replace(own("a", 0.1), evaluate=0, held_out=None),), "patience", "needs trials that evaluate"),
         ((own("a", 0.1, evaluate=4),), "halving", "evaluate must divide it"),
     ],

@@ -261,7 +261,7 @@ def test_a_full_tier_ends_the_study_in_one_message_and_loses_nothing(tmp_path, m
         return real(file, data, position)
 
     monkeypatch.setattr(TierFile, "write", write)
-    with pytest.raises(TierError, match="what was committed is kept: repair that, and resume the study"):
+    with pytest.raises(TierError, match="all committed state is kept: repair that, and resume the study"):
         study(given, tmp_path / "s").run()
     monkeypatch.setattr(TierFile, "write", real)
     result = study(given, tmp_path / "s").run(resume=True)

@@ -38,7 +38,7 @@ def test_a_chosen_trial_must_be_judged_as_the_others_are(tmp_path):
         [], define=lambda values: define(values) if values else 17, search=search, output=tmp_path / "s", workers=1
     )
     assert [row.status for row in result.trials] == ["finished", "failed", "failed"]
-    assert "say it for all" in result.trials[1].reason
+    assert "set it for all" in result.trials[1].reason
     assert result.trials[2].reason == "define must give a Trial, got int"
 
 

@@ -252,7 +252,7 @@ def test_a_capacity_is_for_the_states_of_the_optimizer_too(capsys):
     words += ["-m", "2", "--layers", "3,2,2,3", "--candidates", "50"]
     # 78 million parameters on the first rank: 0.3 GiB of weights and gradients; six times the weights for Adam.
     assert main([*words, "--capacity", "2GiB"]) != 0
-    assert "no order keeps the limit" in capsys.readouterr().err
+    assert "no order respects the limit" in capsys.readouterr().err
     assert main([*words, "--capacity", "3GiB"]) == 0
 
 

@@ -105,7 +105,7 @@ def test_a_stage_may_not_leave_while_autograd_keeps_a_view_of_its_slot():
     forward = own.index(parse_instruction("fwd s0 m1 w0"))
     own[forward + 1 : forward + 1] = map(parse_instruction, ["drop s0 w0", "fetch s0 weights w0 host @0"])
     (message,) = told(program.with_ranks([own, list(program.ranks[1])]))
-    assert message == "what autograd keeps of m0, m1 is in this slot and goes too: replay stage 0 before its backward"
+    assert message == "tensors saved by autograd for m0, m1 leave with this slot: replay stage 0 before its backward"
 
 
 def test_a_stage_that_keeps_what_autograd_saved_may_leave_but_must_be_back_for_its_backward():
@@ -115,7 +115,7 @@ def test_a_stage_that_keeps_what_autograd_saved_may_leave_but_must_be_back_for_i
     assert verify(program).ok
     without_leave = type(program)(replace(program.header, spill=Spill.of(3)), program.ranks)
     (message,) = told(without_leave)
-    assert message == "what autograd keeps of m0 is in this slot and goes too: replay stage 0 before its backward"
+    assert message == "tensors saved by autograd for m0 leave with this slot: replay stage 0 before its backward"
     back, backward = map(parse_instruction, ["fetch s0 weights w0 host @0", "bwd s0 m0 w0"])
     own.reverse()  # the second of its fetches
     own.remove(back)

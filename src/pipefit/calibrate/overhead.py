@@ -1,4 +1,4 @@
-"""Costs of the executor on this machine, measured by a pipeline that has next to nothing to compute."""
+"""Costs of the executor on this machine, measured by a pipeline with almost no computation."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _CACHE = 1 << 19
 _HALVINGS = 8
 
 Seconds = Mapping[tuple[str, int], float]
-"""By the name of an operation and its stage."""
+"""Seconds by the name of an operation and its stage."""
 
 
 def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
-    """Measures, in a few seconds; all ranks call it and get the figures of the first.
+    """Measures the costs in a few seconds; all ranks call it and get the figures of the first.
 
-    A pipeline of tiny layers runs 1F1B. The cost of an operation is its time in the executor less the time of the
-    same layer in the profiler. The time that the simulation of these passes then still lacks is the cost of messages
-    that have arrived: on few cores the threads that carry them have none of their own.
+    A pipeline of tiny layers runs 1F1B. The cost of an operation is its time in the executor minus the time of the
+    same layer in the profiler. The remaining difference between the simulation and these passes is the cost of arrived
+    messages: with few cores the threads that carry them have no core of their own.
 
     Args:
         session: of the run.
@@ -52,7 +52,7 @@ def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
         x = torch.randn(_MICROBATCHES, _WIDTH)
         layers = [_Layer() for _ in range(session.num_ranks)]
     pipe = Pipeline(
-        # A rank lets go of the layers of other stages, and the profiler needs all.
+        # A rank frees the layers of other stages, but the profiler needs all.
         nn.Sequential(*copy.deepcopy(layers)),
         loss=nn.functional.mse_loss,
         optimizer=_sgd,
@@ -61,7 +61,7 @@ def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
         stages=[1] * len(layers),
         parallelism=Parallelism(device="cpu"),
     )
-    # Shapes are agreed on, and process groups meet, in the first passes.
+    # Shapes are agreed on, and process groups are made, in the first passes.
     pipe.fit([(x, x)] * _PASSES)
     rounds = [_round(pipe, layers, x, topology) for _ in range(_ROUNDS)]
     figures = {name: median(getattr(one, name) for one in rounds) for name in RuntimeCosts._fields if name != "host_s"}
@@ -76,14 +76,14 @@ def _round(pipe: Pipeline, layers: Sequence[nn.Module], x: torch.Tensor, topolog
     pipe.fit([(x, x)] * _PASSES)
     timeline = pipe.timeline(last=_PASSES)
     kinds = {key: item.median_s for key, item in by_kind(timeline).items()}
-    # Between two passes all ranks are at work at once, and the simulation lets them share the cores.
+    # Between two passes all ranks compute at once, and the simulation lets them share the cores.
     crowd = per_core(topology, len(layers))
     costs = _costs(kinds, profile)._replace(pass_s=_between_s(timeline) / crowd)
     return costs._replace(arrival_s=arrival_s(timeline, kinds, costs, pipe, profile, topology))
 
 
 def _costs(kinds: Seconds, profile: Profile) -> RuntimeCosts:
-    """Costs by operation: seconds in the executor less those of the layers, the mean of the stages."""
+    """Costs by operation: seconds in the executor minus those of the layers, the mean of the stages."""
     layers = list(enumerate(profile.layers))
     work: dict[tuple[str, int], float] = {(Op.LOSS.value, -1): profile.loss_s}
     work |= {(Op.FWD.value, stage): layer.forward_s for stage, layer in layers}
@@ -108,7 +108,7 @@ def _between_s(timeline: Timeline) -> float:
 def arrival_s(
     timeline: Timeline, kinds: Seconds, costs: RuntimeCosts, pipe: Pipeline, profile: Profile, topology: Topology
 ) -> float:
-    """Seconds of each arrived message with which a simulated pass takes as long as a measured one.
+    """Seconds of each arrived message for which a simulated pass takes as long as a measured one.
 
     Args:
         timeline: of the passes.
@@ -148,7 +148,7 @@ def _pass_s(timeline: Timeline) -> float:
 
 
 class _Layer(nn.Module):
-    """A linear layer, and some work after which the caches hold other data and code, as after a real model's layer."""
+    """A linear layer, and work after which the caches hold other data and code, as after a real model's layer."""
 
     def __init__(self) -> None:
         super().__init__()

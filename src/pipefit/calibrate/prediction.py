@@ -20,14 +20,14 @@ def costs_on_ranks(
     state_per_weight: float,
     runtime: RuntimeCosts | None = None,
 ) -> CostModel:
-    """Returns the costs that a plan has on these ranks; all of them call it alike.
+    """Returns the costs of a plan on these ranks; all of them make the same call.
 
     Args:
         plan: the plan.
         profile: of the whole model at the plan's micro-batch size.
         topology: the links between the processes of the run.
         session: of the run.
-        work: the model and its training; under tensor parallelism its layers are measured once more, as split.
+        work: the model and its training; under tensor parallelism its sharded layers are measured too.
         state_per_weight: bytes of optimizer states per byte of weights.
         runtime: costs of the executor; None: measured now.
     """

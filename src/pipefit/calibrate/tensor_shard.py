@@ -1,12 +1,11 @@
 """Seconds of a process of a tensor-parallel rank: the work of its shards, measured, then every exchange.
 
-The work is measured in a rehearsal, where nobody waits. Each kind and size of exchange found in it is measured among
-all processes, between stretches of work as long as those of the layers: the longer partners have worked, the less they
-arrive at the same time and with warm caches.
+The work is measured in a rehearsal, without waits. Each kind and size of exchange found in it is measured among all
+processes, between stretches of work as long as those of the layers: after longer work, processes arrive at more
+different times and with colder caches.
 
-A profile holds seconds of a process on a core of its own, and the simulation lets processes share cores. So the seconds
-measured while n processes shared c cores are multiplied by c/n: in a simulation of all processes they come out again as
-they were measured.
+A profile holds seconds of a process on its own core, and the simulation lets processes share cores. So seconds measured
+while n processes shared c cores are multiplied by c/n: a simulation of all processes then gives the measured seconds.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ Ways = tuple[list[Exchange], list[Exchange]]
 def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Topology) -> Profile:
     """Measures one process's shard of each layer, with its exchanges with the other processes of the rank.
 
-    All processes of the run call it alike, with whole layers, and get the figures of the first one; the layers are
-    afterwards as before.
+    All processes of the run make the same call, with whole layers, and get the figures of the first one; the layers are
+    restored afterwards.
 
     Args:
         work: the whole model and its training.
         plan: its tensor width, and whether the sequence is sharded.
         session: the processes of the run.
-        topology: the links between them, and the cores that they share, as the plan is simulated with.
+        topology: the links between them, and the cores that they share, as in the simulation of the plan.
 
     Raises:
-        PipefitError: the processes do not fit the plan, or the model or its input cannot be sharded so.
+        PipefitError: the processes do not fit the plan, or the model or its input cannot be sharded.
     """
     layers, example = work.layers, work.batch("measuring the layers")
     device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
@@ -84,7 +83,7 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
 
 @contextmanager
 def _rehearsed(layers: Sequence[NamedLayer], rehearsal: Rehearsal) -> Iterator[Mesh]:
-    """The layers sharded as in a region, among processes that are not there."""
+    """The context of layers that are sharded as in a run, without the other processes."""
     wholes = [(p, p.data) for layer in layers for p in layer.module.parameters()]
     mesh = Mesh(rehearsal.size, 0, rehearsal)
     shard_layers(layers, mesh)
@@ -124,7 +123,7 @@ def _both_ways(
 
 
 def _matrix_products(seconds: float, clock: Clock, session: Session) -> Callable[[], None]:
-    """Matrix products that take about so many seconds, as many on every process."""
+    """A function that runs matrix products for about so many seconds, the same number on every process."""
     one = torch.ones(_WORK, _WORK, device=clock.device)
     fastest_s = min(clock.seconds(lambda: one @ one) for _ in range(5))
     count = from_first(session, lambda: max(round(seconds / fastest_s), 1))
@@ -149,12 +148,12 @@ def _samples_s(exchange: Exchange, among: Region, work: Callable[[], None], cloc
 
 
 def added_s(together: Sequence[float], alone: Sequence[float], crowd: float) -> float:
-    """Returns the seconds that an exchange adds to a process that has a core of its own.
+    """Returns the seconds that an exchange adds to a process on its own core.
 
     Args:
         together: seconds of work and exchange, of processes that share cores.
         alone: seconds of the same work without the exchange.
-        crowd: processes for each core meanwhile, at least 1.
+        crowd: processes per core meanwhile, at least 1.
 
     >>> added_s([6.0] * 20, [2.0] * 20, crowd=2)
     2.0

@@ -1,9 +1,9 @@
-"""Saving: every rank writes its own file into a fresh directory, which gets its name only when all is on the disk.
+"""Saving: every rank writes its own file into a new directory, which gets its name only when all is on the disk.
 
     temporary directory ─► rank files, each forced to disk ─► all ranks report ─► any error: no commit
                         ─► manifest, forced to disk ─► rename ─► parent forced to disk ─► older checkpoints to the trash
 
-A run killed anywhere leaves either no new checkpoint or a whole one, and never touches those before.
+A run killed at any point leaves either no new checkpoint or a whole one, and never changes earlier ones.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _log = logging.getLogger("pipefit.checkpoint")
 def save(
     pipeline: Trained, directory: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None
 ) -> Path:
-    """Saves a run: weights, optimizer states and where the training stands. Every rank must call it.
+    """Saves a run: weights, optimizer states and the position of the training. Every rank must call it.
 
     Args:
         pipeline: between two steps.
         directory: of the run, on a file system that all ranks see; the checkpoint is `step-000300` inside it.
-        extra: JSON data of the caller's, given back by `load`: the position in the data, say. That of rank 0 counts.
-        keep: how many of the newest checkpoints stay; None: all.
+        extra: JSON data of the caller, returned by `load`, such as the position in the data. That of rank 0 counts.
+        keep: number of the newest checkpoints that stay; None: all.
 
     Returns:
         The directory of the new checkpoint.
@@ -74,7 +74,7 @@ def save(
 
 
 def _begin(place: Path, step: int, extra: dict[str, Any] | None, keep: int | None) -> str:
-    """Makes the temporary directory and sweeps what killed runs have left."""
+    """Makes the temporary directory and removes those of killed runs."""
     if keep is not None and keep < 1:
         raise PipefitError(f"keep: expected at least 1 checkpoint, got {keep}")
     try:
@@ -94,14 +94,14 @@ def _begin(place: Path, step: int, extra: dict[str, Any] | None, keep: int | Non
 
 
 def make_folder(place: Path) -> None:
-    """Makes a directory and its parents, so that they last."""
+    """Makes a directory and its parents durably."""
     if not place.is_dir():
         place.mkdir(parents=True, exist_ok=True)
         sync_folder(place.parent)
 
 
 def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
-    """Writes the files of this process's ranks; the facts of them that the manifest needs."""
+    """Writes the files of this process's ranks; returns the facts about them for the manifest."""
     files: list[FileEntry] = []
     optimization: list[Optimization] = []
     aliases: dict[str, str] = {}
@@ -125,7 +125,7 @@ def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
 
 
 def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], extra: dict[str, Any]) -> str:
-    """Rank 0: manifest and rename. Gives the checkpoint's name."""
+    """On rank 0: writes the manifest and renames the directory; returns the checkpoint's name."""
     data = {
         "step": pipeline.num_updates,
         "ordinal": pipeline.loop.next_ordinal,
@@ -155,7 +155,7 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
 
 
 def _retain(place: Path, newest: Path, keep: int) -> None:
-    """Takes the oldest checkpoints away: by a rename first, so that none is ever half there."""
+    """Removes the oldest checkpoints: by a rename first, so that none is ever incomplete."""
     others = [path for path in candidates(place) if path != newest]
     for path in others[keep - 1 :]:
         trash = place / f"{_TRASH}{path.name}-{uuid.uuid4().hex[:8]}"
@@ -173,7 +173,7 @@ def explained(problem: OSError, path: Path, num_bytes: int | None = None) -> Pip
         with contextlib.suppress(OSError):
             needed += f", {shutil.disk_usage(path.parent).free} bytes are free"
         return PipefitError(
-            f"{path}: the disk is full{needed}; nothing was saved, nothing is lost: earlier checkpoints still stand"
+            f"{path}: the disk is full{needed}; nothing was saved, nothing is lost: earlier checkpoints are unchanged"
         )
     if problem.errno in (errno.EEXIST, errno.ENOTDIR):
         return PipefitError(f"{path}: expected a directory for checkpoints, found a file in its place")

@@ -1,7 +1,7 @@
-"""The state that a disk tier commits with each step: all that its records do not hold and a resumed run needs.
+"""The state that a disk tier commits with each step: the state of a resumed run that its records do not hold.
 
-The numbers (where the training stands, learning-rate schedules and the like) are JSON data of the commit. Buffers,
-weights that stages share, and whatever else stays on the device are copied into records of their own.
+The numbers (position of the training, learning-rate schedules and the like) are JSON data of the commit. Buffers,
+weights that stages share, and other tensors that stay on the device are copied into separate records.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from pipefit.spill.tiers import Key
 
 _RESIDENT = "resident"
 _RECORD_BYTES = 16 << 20
-"""Bytes of what stays on the device that a record takes: few copies of such size are in memory at a time."""
+"""Bytes of resident tensors in one record: only few copies of this size are in memory at a time."""
 
 
 class RankState(msgspec.Struct, frozen=True):
     """The numbers of a rank after a step.
 
     Attributes:
-        reason: why a run cannot resume from here; "": it can.
+        reason: the reason why a run cannot resume from here; "": it can.
         ordinal: micro-batches seen, which seeds the next one's random numbers.
         loss_scale: its value and history; None: the loss is not scaled.
         optimization: of each stage.
         known: of each spilled stage, the states that its optimizer has made.
         resident: (stage, names of its tensors) of each record of those that stay on the device.
         places: of these records, as `ParkedTensors.describe` gives them.
-        extra: the caller's own data, such as the position in the training data.
+        extra: the caller's data, such as the position in the training data.
     """
 
     reason: str = ""
@@ -57,18 +57,16 @@ class RankState(msgspec.Struct, frozen=True):
 
 
 def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None, now: bool = False) -> None:
-    """Between two steps: starts to commit the records that this process's ranks have written.
+    """Between two steps: starts to commit the records that this process's ranks have written, if it is due.
 
-    Nothing is done where that is not due yet.
-
-    Where there are several ranks this waits until their own is committed. So none begins to overwrite its records of
-    the step before while another could still have to go back to it: whatever reaches a rank in the next step comes from
-    ranks that have committed this one.
+    With several ranks this waits until this rank's commit is done. So no rank overwrites its records of the step before
+    while another might have to resume from it: every message of the next step comes from a rank that has committed this
+    one.
 
     Args:
-        pipeline: that has come to a step.
+        pipeline: between two steps.
         extra: the caller's data.
-        now: whether or not it is due; a step that is committed already is not again.
+        now: commit even if it is not due; a committed step is not committed again.
     """
     spillings = [(worker, worker.spilling) for worker in pipeline.workers if worker.spilling is not None]
     for worker, spilling in spillings:
@@ -87,7 +85,7 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
 def _state_of(
     pipeline: Trained, worker: Worker, spilling: Spilling, extra: Callable[[], Mapping[str, Any]] | None
 ) -> RankState:
-    """A rank's numbers; the writes of the tensors that its records do not hold have begun."""
+    """A rank's numbers; starts the writes of the tensors that its records do not hold."""
     try:
         return RankState(
             ordinal=pipeline.loop.next_ordinal,
@@ -105,7 +103,7 @@ def _state_of(
 
 
 def _write_resident(worker: Worker, spilling: Spilling) -> list[tuple[int, list[str]]]:
-    """Starts to write the tensors that no record holds; stage and names of each record."""
+    """Starts to write the tensors that no record holds; returns stage and names of each new record."""
     found = list(_resident(worker, spilling))
     starts = accumulate((tensor.nbytes for _, _, tensor in found), initial=0)
     rows: list[tuple[int, list[str]]] = []
@@ -117,7 +115,7 @@ def _write_resident(worker: Worker, spilling: Spilling) -> list[tuple[int, list[
 
 
 def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[int, str, Tensor]]:
-    """Weights, buffers and states that no record holds, with stage and name; one of several names comes once."""
+    """Weights, buffers and states that no record holds, with stage and name; a tensor with several names comes once."""
     passed = {address for store in spilling.stores.values() for address in store.stand_ins}
     for stage in worker.stages:
         weights = ((name, tensor) for name, _, tensor in weights_of(worker, stage))
@@ -128,7 +126,7 @@ def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[int, str, Te
 
 
 def rank_state(commit: Commit) -> RankState:
-    """The numbers that a step was committed with.
+    """The numbers that were committed with a step.
 
     Raises:
         TierError: they are of another form.
@@ -142,7 +140,7 @@ def rank_state(commit: Commit) -> RankState:
 
 
 def resume_records(pipeline: Trained) -> dict[str, Any]:
-    """Puts the ranks of this process where their tiers' records stand, before the first step.
+    """Restores the ranks of this process from their tiers' records, before the first step.
 
     Returns:
         The caller's data that was committed with the step.
@@ -179,7 +177,7 @@ def _restore(worker: Worker, spilling: Spilling, state: RankState) -> None:
     for number, (stage, names) in enumerate(state.resident):
         copy, read = spilling.resident.read(Key(stage, f"{_RESIDENT} {number}"))
         copy.wait()
-        # Copies: what was read is not to be taken for what is written next.
+        # Copies, because the buffers of reads are used again for writes.
         tensors[stage] |= {name: tensor.clone() for name, tensor in zip(names, read(), strict=True)}
     for stage, mine in tensors.items():
         for name, _, tensor in weights_of(worker, stage):
@@ -197,7 +195,7 @@ def restore_states(
     known: Iterable[int],
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Puts the optimizer of a stage, and its learning-rate schedule, where a commit left them.
+    """Restores the optimizer of a stage, and its learning-rate schedule, from a commit.
 
     Args:
         worker: the rank.

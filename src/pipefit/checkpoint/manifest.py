@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: written last, it names every file with its checksum, and vouches for itself."""
+"""The manifest of a checkpoint: written last, it names every file with its checksum, and has a checksum too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Optimization(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         optimizer: name of its class.
         groups: [{"parameters": names, "options": {…}}].
-        values: what the optimizer keeps per parameter that is not a tensor, by parameter and key.
+        values: the optimizer's states per parameter that are not tensors, by parameter and key.
         scheduler: name of the schedule's class; "" without one.
         schedule: its state.
     """
@@ -46,8 +46,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files: all of them.
         aliases: further names of tied weights, each with the name it is saved under.
         optimization: of each stage.
-        extra: the caller's own data, such as the position in the training data.
-        loss_scale: its value and how it came to be; None: the loss was not scaled.
+        extra: the caller's data, such as the position in the training data.
+        loss_scale: its value and history; None: the loss was not scaled.
     """
 
     step: int
@@ -73,7 +73,7 @@ def read_manifest(directory: Path) -> Manifest:
     try:
         data = read_sealed(path, "pipefit.checkpoint/1")
     except (FileNotFoundError, IsADirectoryError):
-        raise PipefitError(f"{directory}: no {MANIFEST}, so this is no finished checkpoint") from None
+        raise PipefitError(f"{directory}: no {MANIFEST}, so this is not a finished checkpoint") from None
     return decode("checkpoint", data, Manifest, PipefitError, str(path))
 
 

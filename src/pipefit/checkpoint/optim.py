@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules: their tensors and numbers, taken apart and put together by parameter."""
+"""Optimizers and learning-rate schedules: their tensors and numbers, saved and restored by parameter."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from pipefit.runtime.worker import Worker
 from pipefit.stage.training import Owned
 
 OPTIM = "optim/"
-"""Begins the names of states in a file: "optim/<parameter>/<key>"."""
+"""Prefix of the names of states in a file: "optim/<parameter>/<key>"."""
 
-# How an optimizer computes, not what: a run keeps its own, so that it may resume on another device.
+# Options for the speed of an optimizer: a run keeps its own, so that it may resume on another device.
 _NOT_SAVED = ("params", "foreach", "fused", "capturable", "differentiable")
-_CURE = "cut the stages and group the parameters as in the run that saved, or load(…, weights_only=True)"
+_CURE = "split the stages and group the parameters as in the run that saved, or load(…, weights_only=True)"
 
 Read = Callable[[], Tensor]
 """Reads a saved tensor."""
 
 
 def parameter_and_key(name: str) -> tuple[str, str]:
-    """The parameter and the key in the optimizer's state that a name in a file stands for."""
+    """The parameter and the key in the optimizer's state of a name in a file."""
     parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
     return parameter, key
 
@@ -45,7 +45,7 @@ def by_parameter(readers: Mapping[str, Read]) -> dict[str, dict[str, Read]]:
 
 
 class _Trained(NamedTuple):
-    """A whole parameter that an optimizer steps, or some of it, under the name it is saved by."""
+    """A whole parameter that an optimizer steps, or a part of it, under its saved name."""
 
     saved: str
     master: nn.Parameter
@@ -77,7 +77,7 @@ def optimizer_tensors(worker: Worker, stage: int, all_ties: bool = False) -> Ite
     Args:
         worker: the rank.
         stage: of the rank.
-        all_ties: whether those of every tied weight are given; else a tied weight's only where its first name lives.
+        all_ties: whether those of every tied weight are included; else only at the stage of its first name.
     """
     optimizer = worker.optimizers.get(stage)
     if optimizer is None:
@@ -90,10 +90,10 @@ def optimizer_tensors(worker: Worker, stage: int, all_ties: bool = False) -> Ite
 
 
 def optimization_of(worker: Worker, stages: Iterable[int]) -> list[Optimization]:
-    """The numbers of some stages' optimizers and learning-rate schedules; none of stages that train nothing.
+    """The numbers of some stages' optimizers and learning-rate schedules; none for stages that train nothing.
 
     Raises:
-        PipefitError: an optimizer keeps something that is neither a tensor nor JSON data.
+        PipefitError: an optimizer keeps a value that is neither a tensor nor JSON data.
     """
     result = []
     for stage in stages:
@@ -136,7 +136,7 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def _like(value: Any, template: Any) -> Any:
-    """Saved JSON data in the type of what stands there now."""
+    """Saved JSON data in the type of the current value."""
     if isinstance(value, dict):
         known = template if isinstance(template, dict) else {}
         items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}
@@ -154,12 +154,12 @@ def _like(value: Any, template: Any) -> Any:
 def restore_optimizer(
     worker: Worker, stage: int, records: Sequence[Optimization], tensors: Mapping[str, Mapping[str, Read]]
 ) -> Callable[[], None]:
-    """Checks what was saved against a stage's optimizer and gives the function that takes it over.
+    """Compares saved states with a stage's optimizer; returns the function that restores them.
 
     Args:
         worker: the rank.
         stage: of the rank.
-        records: of all stages of the run that saved them; it may have been cut in other places.
+        records: of all stages of the run that saved them; its stages may have been others.
         tensors: the saved tensors of optimizers, by parameter and key.
 
     Raises:
@@ -202,7 +202,7 @@ def restore_optimizer(
 
 
 class _Origin(NamedTuple):
-    """Where a parameter was trained: the record of its stage, and its group there."""
+    """The origin of a parameter's states: the record of its stage, and its group there."""
 
     name: str
     record: Optimization
@@ -234,7 +234,7 @@ def _check_kinds(worker: Worker, stage: int, names: Sequence[str], origins: Mapp
 
 
 def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:
-    """The value that all parameters of a group or stage bring along.
+    """The common value of all parameters of a group or stage.
 
     Raises:
         ModelError: they differ.
@@ -252,10 +252,10 @@ def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:
 
 
 def _merged(values: Sequence[tuple[Any, _Origin]], template: Any, groups: Sequence[Sequence[_Origin]]) -> Any:
-    """A schedule's state from those of the stages that its parameters come from.
+    """A schedule's state from those of the stages from which its parameters come.
 
-    A list with one entry per parameter group is put together group by group, for the groups may be others now; all else
-    must be the same everywhere.
+    A list with one entry per parameter group is combined group by group, because the groups may be others now; all
+    other values must be the same everywhere.
     """
     first = values[0][0]
     if isinstance(template, dict):

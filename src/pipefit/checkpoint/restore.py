@@ -1,4 +1,4 @@
-"""Loading: any number of ranks takes what any other number has saved, by the user's names."""
+"""Loading: any number of ranks loads the checkpoint of any other number, by the user's names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Checkpoint:
         path: its directory.
         step: weight updates it had done.
         extra: the caller's own data.
-        skipped: damaged or unfinished checkpoints that are newer, each with what is wrong.
+        skipped: damaged or unfinished checkpoints that are newer, each with the problem.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class Checkpoint:
 
 
 def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False) -> Checkpoint:
-    """Takes weights, optimizer states and the place in the training from a checkpoint. Every rank must call it.
+    """Loads weights, optimizer states and the position of the training from a checkpoint. Every rank must call it.
 
     The run may have another number of ranks, other stages or another schedule than the one that saved. After this,
     training continues with the numbers it would have had without an interruption.
@@ -80,11 +80,11 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     return Checkpoint(path, manifest.step, manifest.extra, tuple(skipped))
 
 
-# ---- which ---------------------------------------------------------------------------------------------------------
+# ---- choosing a checkpoint -----------------------------------------------------------------------------------------
 
 
 def _choose(session: Session, place: Path) -> tuple[Path, Manifest, list[str]]:
-    """The newest checkpoint that is whole, the same on every rank; what is passed over is said."""
+    """The newest checkpoint that is whole, the same on every rank; skipped ones are logged."""
     found = agree(session, attempt(lambda: [str(path) for path in _found(place)] if session.rank == 0 else []))[0]
     skipped: list[str] = []
     for text in found:
@@ -117,11 +117,11 @@ def _verify(session: Session, path: Path) -> None:
         entry.check(path)
 
 
-# ---- what ----------------------------------------------------------------------------------------------------------
+# ---- loading its tensors -------------------------------------------------------------------------------------------
 
 
 class _Saved(NamedTuple):
-    """A tensor in a file: where, and what the file's header says of it."""
+    """A tensor in a file: its place, and its entry in the file's header."""
 
     path: Path
     name: str
@@ -134,7 +134,7 @@ class _Saved(NamedTuple):
 
 
 def _contents(path: Path, manifest: Manifest) -> dict[str, _Saved]:
-    """Everything in the files of a checkpoint, by name; only headers are read."""
+    """All tensors in the files of a checkpoint, by name; only headers are read."""
     result: dict[str, _Saved] = {}
     for entry in manifest.files:
         try:
@@ -148,7 +148,7 @@ def _contents(path: Path, manifest: Manifest) -> dict[str, _Saved]:
 
 
 def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bool) -> list[Callable[[], None]]:
-    """Compares the checkpoint with the model; the functions that take it over. Until they run nothing is changed."""
+    """Compares the checkpoint with the model; returns the functions that load it. Until they run nothing is changed."""
     saved = _contents(path, manifest)
     weights = {name: entry for name, entry in saved.items() if not name.startswith(OPTIM)}
     for alias, owner in manifest.aliases.items():
@@ -175,7 +175,7 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
 
 @torch.no_grad()
 def _take(worker: Worker, stage: int, weights: dict[str, _Saved], restore: Callable[[], None] | None) -> None:
-    """Takes over what was saved of a stage, which is on the device meanwhile."""
+    """Loads the saved tensors of a stage, which is on the device meanwhile."""
     with worker.presence(stage, optim=True, change=True):
         for name, _, tensor in weights_of(worker, stage):
             tensor.copy_(_reader(worker.mesh, name, weights[name])())
@@ -189,7 +189,7 @@ def _reader(mesh: Mesh, name: str, saved: _Saved) -> Read:
 
 
 def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) -> None:
-    """Names, shapes and types of the whole model, also of what other ranks hold."""
+    """Compares names, shapes and types of the whole model, also of tensors on other ranks."""
     wanted = {
         name: value
         for layer in pipeline.layers

@@ -1,7 +1,7 @@
 """Optimizers that are sharded over replicas, made whole while a checkpoint is written.
 
-A checkpoint has one form, whoever writes or reads it: whole states under the parameters' names. Before a stage's first
-replica writes, the others send it their parts; of whole states that are read each keeps its part.
+A checkpoint always has the same form: whole states under the parameters' names. Before a stage's first replica writes,
+the others send it their parts; of whole states that are read each keeps its part.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Parts = dict[tuple[int, int, str], Tensor]
 
 @contextlib.contextmanager
 def whole_states(pipeline: Trained) -> Iterator[None]:
-    """Inside, the optimizer of a sharded stage's first replica has whole states. Every rank must enter together.
+    """The context in which a sharded stage's first replica has whole states. All ranks must enter together.
 
     Args:
         pipeline: between two steps.
@@ -88,7 +88,7 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Te
     """The states of whole weights, of which some parts are given."""
     store, known = worker.stores[stage], worker.optimizers[stage].state
     whole = defaultdict(dict, {master: known[master] for master in store.masters if master in known})
-    # By name: the processes of a tensor-parallel rank join these tensors one by one, so all need them in one order.
+    # By name: the processes of a tensor-parallel rank gather these tensors one by one, so all need the same order.
     for (index, start, key), value in sorted((item for part in parts for item in part.items()), key=itemgetter(0)):
         master = store.masters[index]
         state = whole[master]
@@ -102,7 +102,7 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Te
 
 
 def put_state(optimizer: Optimizer, store: WeightStore, master: nn.Parameter, state: dict[str, Any]) -> None:
-    """Gives an optimizer the whole state of a parameter, of which a sharded one keeps the part that it steps."""
+    """Sets the whole state of a parameter in an optimizer, of which a sharded one keeps its part."""
     index = next(index for index, own in enumerate(store.masters) if own is master)
     if not isinstance(store, ShardedStore) or store.is_whole(index):
         optimizer.state[master] = state
@@ -115,7 +115,7 @@ def put_state(optimizer: Optimizer, store: WeightStore, master: nn.Parameter, st
 
 
 def _part_of(key: str, value: object, master: Tensor, start: int, stop: int) -> object:
-    """A stretch of a state that is shaped like its weight; counters stay."""
+    """A part of a state with the shape of its weight; counters stay."""
     if not isinstance(value, Tensor) or (value.dim() == 0 and (master.dim() or key == "step")):
         return value
     flat = torch.empty(master.numel(), dtype=value.dtype, device=value.device)

@@ -23,7 +23,7 @@ def tensors_of(layers: Iterable[NamedLayer]) -> dict[str, Tensor]:
     """Weights and buffers of layers under the user's names.
 
     Raises:
-        ModelError: a module keeps something in its state that is not a tensor.
+        ModelError: a module has a value in its state that is not a tensor.
     """
     found = {n: t for layer in layers for n, t in layer.module.state_dict(prefix=layer.dotted).items()}
     for name, value in found.items():
@@ -38,8 +38,8 @@ def tensors_of(layers: Iterable[NamedLayer]) -> dict[str, Tensor]:
 def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
     """(the user's name, the name it is saved under, weight or buffer) of one stage, as they are now.
 
-    A parameter of several names is saved under the first in the model's order. A rank knows those that it holds; ties
-    with other stages the worker knows.
+    A parameter with several names is saved under the first in the model's order. Ties with other stages are in the
+    worker.
 
     Raises:
         ModelError: see `tensors_of`.
@@ -61,9 +61,9 @@ def aliases_of(worker: Worker, stages: Iterable[int]) -> dict[str, str]:
 
 
 def _named(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
-    """(name, the weight that it is sharded like, tensor) of all that is saved of a stage, as it is now.
+    """(name, the weight with the same sharding, tensor) of all saved tensors of a stage, as they are now.
 
-    Of one that every process of the rank holds whole the weight is "".
+    The weight is "" for a tensor that every process of the rank holds whole.
     """
     shapes = {owned.name: owned.parameter.shape for owned in worker.owned[stage]}
     for name, saved, value in weights_of(worker, stage):
@@ -75,7 +75,7 @@ def _named(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def saved_forms(worker: Worker, stage: int) -> dict[str, Tensor]:
-    """Tensors of the shapes and types that are saved of a stage, by name; their values mean nothing."""
+    """Tensors of the saved shapes and types of a stage, by name, without meaningful values."""
     forms: dict[str, Tensor] = {}
     for name, weight, value in _named(worker, stage):
         shape = worker.mesh.whole_shape(weight, value.shape)
@@ -84,7 +84,7 @@ def saved_forms(worker: Worker, stage: int) -> dict[str, Tensor]:
 
 
 def saved_tensors(worker: Worker, stage: int) -> Iterator[Tensor]:
-    """The tensors that are saved of a stage, whole, in the order of `saved_forms`; each is valid until the next.
+    """The saved tensors of a stage, whole, in the order of `saved_forms`; each is valid until the next.
 
     A spilled stage is on the device meanwhile. All processes of a tensor-parallel rank must walk them together.
     """

@@ -46,7 +46,7 @@ def write_tensors(
         Its entry, with size and checksum.
 
     Raises:
-        PipefitError: a tensor has a type that the format does not know.
+        PipefitError: a tensor has a type that the format does not support.
         OSError: the file cannot be written.
     """
     head = header(tensors, metadata)
@@ -62,10 +62,10 @@ def write_tensors(
 
 
 def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The format's beginning: its length in 8 bytes, then JSON, padded to a multiple of 8.
+    """The header of the file: its length in 8 bytes, then JSON, padded to a multiple of 8.
 
     Raises:
-        PipefitError: a tensor has a type that the format does not know.
+        PipefitError: a tensor has a type that the format does not support.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
@@ -84,6 +84,6 @@ def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 
 
 def payload(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, on the host, row by row."""
+    """The bytes of a tensor, on the host, contiguous."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")

@@ -25,7 +25,7 @@ def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> dict[s
 
     Args:
         pipeline: between two steps.
-        names: of those that are wanted; None: all.
+        names: of the requested ones; None: all.
     """
     forms = _forms(pipeline)
     forms = forms if names is None else {name: forms[name] for name in names}
@@ -54,7 +54,7 @@ def export(pipeline: Trained, path: str | Path) -> Path:
         forms = {name: form for name, form in _forms(pipeline).items() if name not in aliases}
         values, first = _whole_tensors(pipeline, forms), session.rank == 0
         outcome = attempt(lambda: _write(path, forms, {"format": "pt"} | aliases, values) if first else None)
-        # The processes wait for each other at each value: all are walked, even when the file cannot be written.
+        # The processes wait for each other at each value, so the loop always runs to its end.
         rest = attempt(lambda: [None for _ in values] and None)
         agree(session, outcome if "error" in outcome else rest)
     return path
@@ -88,7 +88,7 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
                     continue
                 left.remove(name)
                 value = mesh.whole(name, held[name].detach()) if held else torch.empty_like(forms[name], device=device)
-                # Bytes travel, so it can be of any type.
+                # Bytes are sent, so it can be of any type.
                 row = value.contiguous().view(-1)
                 broadcast(pipeline._session, row.view(torch.uint8), mesh.process_of(first))
                 yield row.view(value.shape)

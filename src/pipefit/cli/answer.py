@@ -1,4 +1,4 @@
-"""The answer of a verb: data for programs, text for people, an exit code. Nothing else reaches standard output."""
+"""The result of a verb: data for programs, text for people, an exit code. Standard output gets nothing else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 FINE, FINDING, USAGE, INTERNAL_ERROR = 0, 1, 2, 70
-"""Exit codes: all is well; a finding (or a run that failed); bad input; a mistake of pipefit itself."""
+"""Exit codes: success; a finding (or a run that failed); bad input; an error inside pipefit."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Answer:
 
     Attributes:
         data: the JSON object of `--json`.
-        text: what is printed without it; a function where making the text costs something.
+        text: printed without `--json`; a function where the text takes time to make.
         code: exit code.
         output: the file that was written, or a list of them; None or empty: none.
     """
@@ -39,12 +39,12 @@ class Answer:
 
 
 def as_json(data: Mapping[str, Any]) -> str:
-    """One line of strict JSON: infinities and NaN, which JSON has no word for, become null."""
+    """One line of strict JSON: infinities and NaN, which JSON does not have, become null."""
     return msgspec.json.format(msgspec.json.encode(data, enc_hook=_plain), indent=0).decode()
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON of one that JSON does not know."""
+    """A value for JSON in place of one of another type."""
     if isinstance(value, Mapping):
         return dict(value)
     return float(value) if hasattr(value, "__float__") else str(value)

@@ -1,4 +1,4 @@
-"""The verbs by name, and what becomes of everything that can go wrong in one."""
+"""The verbs by name, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FINDINGS = (NonFiniteLossError, InfeasibleError)
 
 
 def make_app(tokens: list[str], config: Any = None) -> App:
-    """The application for these arguments: with the one verb they name, or with all.
+    """The application for these arguments: with the verb that they name, or with all.
 
     Args:
-        tokens: what was typed.
+        tokens: of the command line.
         config: options from a file.
     """
     app = App(
@@ -52,13 +52,13 @@ def make_app(tokens: list[str], config: Any = None) -> App:
 
 
 def _flowing(text: str | None) -> str:
-    """A docstring without its arguments, whose paragraphs break where the terminal ends."""
+    """A docstring without its arguments, with paragraphs wrapped by the terminal."""
     paragraphs = inspect.cleandoc(text or "").partition("\n\nArgs:")[0].split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Parses, runs and prints; every way to fail becomes a message on stderr and an exit code."""
+    """Parses, runs and prints; every failure becomes a message on stderr and an exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _dispatch(tokens)
@@ -71,12 +71,12 @@ def run(arguments: list[str] | None = None) -> int:
     except CommunicationError as problem:
         return _complain(_verb(tokens), str(problem), FINDING)
     except BrokenPipeError:
-        # The reader (head, less) has gone: no complaint, now or when Python flushes at exit.
+        # The reader (head, less) has ended: no message, now or when Python flushes at exit.
         _close_stdout()
         return 128 + 13
-    except KeyboardInterrupt as problem:  # whoever knows how to resume says so
+    except KeyboardInterrupt as problem:  # with a hint for resuming, if there is one
         return _complain(_verb(tokens), f"interrupted{'; ' * bool(str(problem))}{problem}", 130)
-    except Exception as problem:  # an error that no one expected: a mistake of pipefit, so say so and keep the evidence
+    except Exception as problem:  # an unexpected error: a mistake of pipefit, which is reported with its traceback
         path = _keep_evidence(problem, tokens)
         text = f"{type(problem).__name__}: {problem}".rstrip(": ")
         return _complain(
@@ -118,7 +118,7 @@ def _dispatch(tokens: list[str]) -> int:
         config = configuration(tokens)
     command, bound, _ = make_app(tokens, config).parse_args(tokens, print_error=False, exit_on_error=False)
     wants_json = bool(bound.arguments.get("json"))
-    # Whatever a user's model or a library prints must not get between the lines of the JSON object.
+    # Output of a user's model or a library must not get between the lines of the JSON object.
     with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
         result: Any = command(*bound.args, **bound.kwargs)
     if not isinstance(result, Answer):
@@ -129,7 +129,7 @@ def _dispatch(tokens: list[str]) -> int:
 
 
 def _write(text: str) -> None:
-    """Writes to standard output, whole, or says why not."""
+    """Writes all of the text to standard output, or reports why it cannot."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -141,7 +141,7 @@ def _write(text: str) -> None:
 
 
 def _is_finding(problem: PipefitError) -> bool:
-    """Whether a run found it out: a loss that is no number, a plan that does not fit, a rank that died."""
+    """Returns whether a run found the problem: a loss that is not finite, a plan that does not fit, a dead rank."""
     launcher = sys.modules.get("pipefit.runtime.launch")
     return isinstance(problem, (*_FINDINGS, launcher.LaunchError) if launcher else _FINDINGS)
 

@@ -1,4 +1,4 @@
-"""`pipefit check`: the users' first question."""
+"""`pipefit check`: compares pipeline training with single-process training."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ def command(
     device: str = "cpu",
     json: Json = False,
 ) -> Answer:
-    """Are loss, gradients and weights of a pipeline those of one process?
+    """Compare loss, gradients and weights of a pipeline with those of one process.
 
     Example: pipefit check --model gpt --option layers=4 --ranks 2 --schedule 1f1b
 
     Trains on random data with SGD, once by a pipeline and once by one process. A schedule without a flush is
-    compared with its formulas of delayed gradients. Exit code 1: they differ; the first tensor that does is named.
+    compared with its formulas of delayed gradients. Exit code 1: they differ; the first tensor that differs is named.
 
     Args:
         schedule: its name; `pipefit schedules` lists them. Default: 1f1b.
         ranks: processes: data × pipeline × tensor; default: 2.
-        stages: layers of each stage, like 3,3; default: as even as can be.
+        stages: layers of each stage, like 3,3; default: as even as possible.
         clip: clip gradients to this global norm.
         seed: of weights, data and dropout.
         steps: Weight updates.
         batch: Samples of a step; default: two for each micro-batch, and one more.
         dtype: Of weights and data; default: float64, with --precision float32.
-        transport: All ranks in this process, or a process for each; default: local, but for --tensor.
-        device: Where both sides compute.
+        transport: All ranks in this process, or a process for each; default: local, except with --tensor.
+        device: Device of both sides.
     """
     import torch
 
@@ -125,7 +125,7 @@ def _try_once(model: ModelBundle, size: int, seed: int) -> None:
 
 @contextmanager
 def _explained_when_it_cannot_travel(model: str) -> Iterator[None]:
-    """A model or loss goes to the ranks' processes by pickle, which knows no lambdas and no local functions."""
+    """Explains a failure of pickle, which cannot send lambdas and local functions to the ranks' processes."""
     try:
         yield
     except (pickle.PicklingError, AttributeError, TypeError) as problem:

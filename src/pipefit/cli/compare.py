@@ -40,7 +40,7 @@ def command(
     Example: pipefit compare --model gpt --ranks 2 -o runs/compared
 
     One process, data parallelism, every schedule, and torch.distributed.pipelining, for several numbers of
-    micro-batches, alternating within one run, so that whatever slows the machine down slows all alike. Shown are
+    micro-batches. They alternate within one run, so that other programs on the machine affect all alike. The table has
     samples per second, speed-ups, measured and predicted times, memory, and the loss after equal samples.
 
     Args:
@@ -71,7 +71,7 @@ def compare_rank(settings: CompareConfig, quiet: bool) -> Comparison:
 
 
 def _reporter() -> Callable[[str], None]:
-    """One line that changes, on a terminal; elsewhere a line for each part, and of its cells one every half minute."""
+    """A function that shows the progress: one changing line on a terminal; elsewhere lines, of cells one per 30 s."""
     reported_s = time.monotonic()
 
     def say(line: str) -> None:

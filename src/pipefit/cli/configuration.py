@@ -1,4 +1,4 @@
-"""Options from a TOML file: `--config run.toml`. What is typed on the command line wins."""
+"""Options from a TOML file: `--config run.toml`. Options on the command line have priority."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def configuration(tokens: list[str]) -> Dict | None:
     Keys are the long names of options.
 
     Raises:
-        PipefitError: the file is missing or is not TOML, or a key is no option; the nearest is suggested.
+        PipefitError: the file is missing or is not TOML, or a key is not an option; the nearest is suggested.
     """
     path = _path(tokens)
     if path is None or tokens[0] != "train":
@@ -43,9 +43,9 @@ def configuration(tokens: list[str]) -> Dict | None:
 
 
 def _value(item: Any, where: str) -> Any:
-    """A value as it would be typed: numbers of a list with commas, words of a list one by one."""
+    """A value as on the command line: numbers of a list with commas, words of a list one by one."""
     if isinstance(item, dict):
-        raise PipefitError(f"{where}: expected a plain value, got a table; options stand at the top of the file")
+        raise PipefitError(f"{where}: expected a plain value, got a table; options are at the top level of the file")
     if isinstance(item, list):
         if all(isinstance(part, int) and not isinstance(part, bool) for part in item):
             return ",".join(map(str, item))

@@ -1,21 +1,34 @@
-"""`pipefit cut`: where a model that nobody wrote for a pipeline can be cut."""
+"""`pipefit cut`: the cut of a model that was not written for a pipeline."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, make_model
-from pipefit.cli.options import Json, verb
+from pipefit.cli.options import Json, ending, verb
 
 
 @verb()
-def command(model: ModelName, *, option: ModelOptions = None, seed: int = 0, json: Json = False) -> Answer:
-    """Show the layers of a model, what crosses between them, and prove that they compute what the model computes.
+def command(
+    model: ModelName,
+    *,
+    option: ModelOptions = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(".svg")] = None,
+    seed: int = 0,
+    json: Json = False,
+) -> Answer:
+    """Show the layers of a model and the values that cross between them, and prove that the cut changes no result.
 
     Example: pipefit cut transformers:LlamaForCausalLM --option hidden_size=64,num_hidden_layers=4
 
     Args:
         model: transformers:CLASS with fields of its configuration as options, a folder that save_pretrained wrote, a
             built-in model, or your own as package.module:factory or file.py:factory.
+        output: Picture of the layers and of the values that cross between them, as .svg.
         seed: Of the weights.
     """
     from pipefit.cutting import Cut, table
@@ -33,4 +46,10 @@ def command(model: ModelName, *, option: ModelOptions = None, seed: int = 0, jso
         for layer, (size, count) in zip(layers, [(0, 0), *crossing], strict=False)
     ]
     merged = dict(made.merged) if isinstance(made, Cut) else {}
-    return Answer({"model": model, "layers": rows, "merged": merged}, lambda: f"{model}: {table(made)}")
+    if output is not None:
+        from pipefit.cutting.picture import picture
+        from pipefit.spec.files import write_atomically
+
+        write_atomically(output, picture(made, model))
+    data = {"model": model, "layers": rows, "merged": merged}
+    return Answer(data, lambda: f"{model}: {table(made)}", output=[output] if output else [])

@@ -1,4 +1,4 @@
-"""`pipefit doctor`: what this machine has, whether ranks can talk, and what to fix."""
+"""`pipefit doctor`: the machine's hardware and software, a test of communication, and problems with their fixes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class _Check:
-    """One thing that was looked at.
+    """One check.
 
     Attributes:
-        name: of the thing.
-        state: "bad" keeps pipefit from working, "warn" may hurt.
-        found: what it is.
-        fix: what to do, where something is to be done.
+        name: of the checked property.
+        state: "bad" prevents pipefit from working, "warn" may slow it down.
+        found: its value.
+        fix: the remedy, if one is needed.
         facts: the same for programs.
     """
 
@@ -56,18 +56,18 @@ def command(
     timeout: Count = 60,
     json: Json = False,
 ) -> Answer:
-    """Say what this machine has, whether ranks can talk, and what to fix.
+    """Report what this machine has, whether ranks can communicate, and what to fix.
 
     Example: pipefit doctor
 
-    Exit code 1: something keeps pipefit from working here. A mark of ! is a warning.
+    Exit code 1: a problem prevents pipefit from working here. A line marked ! is a warning.
 
     Args:
         ranks: Processes of the self-test.
-        timeout: Seconds after which the self-test has failed.
+        timeout: Seconds after which the self-test fails.
     """
     if ranks < 2:
-        raise PipefitError(f"--ranks: expected at least 2, which talk to each other; got {ranks}")
+        raise PipefitError(f"--ranks: expected at least 2, which communicate with each other; got {ranks}")
     found = _all_checks(ranks, timeout)
     problems = [check for check in found if check.state == "bad"]
     data = {
@@ -86,14 +86,14 @@ def command(
 
 
 def _all_checks(num_ranks: int, timeout_s: int) -> list[_Check]:
-    """Every check, in the order in which problems are best fixed; without torch no ranks are started."""
+    """All checks, in the best order for fixing problems; without torch no ranks are started."""
     software = list(_software())
     works = all(check.state != "bad" for check in software)
     return [*software, *_machine(), *([_ranks(num_ranks, timeout_s)] if works else [])]
 
 
 def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> _Check:
-    """A check that is good, or warns where there is a problem."""
+    """A check that passes, or warns if there is a problem."""
     return _Check(name, found, "warn", fix, facts) if problem else _Check(name, found, facts=facts)
 
 
@@ -137,7 +137,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _machine() -> Iterator[_Check]:
-    """Cores, memory, and what the system lets a process have."""
+    """Cores, memory, and the system's limits for a process."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0]
     found = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
@@ -175,9 +175,9 @@ def _ranks(num_ranks: int, timeout_s: int) -> _Check:
         return _Check(name, f"no answer within {timeout_s} s", "bad", fix)
     except (PipefitError, CommunicationError, OSError, RuntimeError) as problem:
         return _Check(name, f"failed: {problem}", "bad", "see the log; is the loopback interface up (ip link show lo)?")
-    found = f"start, talk and end in {format_seconds(seconds)}; "
+    found = f"start, communicate and end in {format_seconds(seconds)}; "
     if not links:
-        found += "times of messages are too uneven to tell"
+        found += "times of messages vary too much for a measurement"
         return _Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})
     bandwidth, latency = format_bytes(links["bandwidth_bytes_per_s"]), format_seconds(links["latency_s"])
     found += f"loopback {bandwidth}/s, latency {latency}"
@@ -191,7 +191,7 @@ def _start_ranks(num_ranks: int) -> dict[str, float]:
 
 
 def _measured_link() -> dict[str, float]:
-    """Latency and bandwidth between the ranks; nothing when the machine is too busy to tell."""
+    """Latency and bandwidth between the ranks; nothing when the machine is too busy for a measurement."""
     from pipefit.profiling import measure_links
 
     try:
@@ -203,7 +203,7 @@ def _measured_link() -> dict[str, float]:
 
 @contextmanager
 def _deadline(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError in the body after some seconds; ranks that hang must not hang the doctor."""
+    """Raises TimeoutError in the body after some seconds, so that ranks that hang do not block the doctor."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise TimeoutError

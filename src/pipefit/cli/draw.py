@@ -14,7 +14,7 @@ from pipefit.errors import PipefitError, ScheduleError, nearest
 if TYPE_CHECKING:
     from pipefit.draw.drawing import Drawing
 
-# Beyond this a picture says nothing, and the answer would take minutes.
+# Beyond this a picture is not readable, and drawing would take minutes.
 _MOST_FORWARDS = 500_000
 
 
@@ -57,12 +57,12 @@ def command(
         steps: Weight updates to draw.
         replicas: Copies of each stage, such as 2,1.
         recompute: Replay each forward before its backward.
-        slots: Spill all stages: a rank has room for so many; `spilled` does with 2, others only if asked.
-        optim_slots: And for the optimizer states of so many; 0: these stay.
-        tier: Where stages that are spilled live.
+        slots: Spill all stages, with so many slots on each rank; default: 2 for `spilled`, no spilling for others.
+        optim_slots: Slots for optimizer states; 0: these stay.
+        tier: Tier of spilled stages.
         prefetch: Fetch a stage so many visits ahead; 0: when it is needed. Default: as soon as a slot is free.
-        activations: What enters a spilled stage waits on the tier too, until its replay.
-        step_on: Where stages on the host step.
+        activations: Inputs of spilled stages wait on the tier too, until their replay.
+        step_on: Place of the step of stages on the host.
         keep: Spilled stages keep their activations on the device, and replay nothing.
         option: An option of the schedule as NAME=INTEGER; may be repeated.
         warmup: Short for --option warmup=…
@@ -107,7 +107,7 @@ def command(
 
 
 def _figures(drawing: Drawing, num_microbatches: int) -> dict[str, Any]:
-    """The figures of a drawing, for the micro-batches that the user asked for."""
+    """The figures of a drawing, for the requested micro-batches."""
     header = drawing.program.header
     data = drawing.metrics | {"num_updates": header.num_steps, "total_microbatches": header.total_microbatches}
     if header.num_microbatches != num_microbatches:
@@ -117,7 +117,7 @@ def _figures(drawing: Drawing, num_microbatches: int) -> dict[str, Any]:
 
 
 def _options(schedule: str, given: dict[str, int]) -> dict[str, int]:
-    """Options that the schedule has: any other would be taken for an argument of the drawing."""
+    """Checks the options of the schedule: any other would be taken as an argument of the drawing."""
     from pipefit.schedules import find
 
     known = find(schedule).options

@@ -26,7 +26,7 @@ def command(
 
     Args:
         ranks: Processes on this machine.
-        repeats: Messages to and fro for each size.
+        repeats: Round trips for each size.
         output: Write the topology to this TOML file.
     """
     from pipefit.profiling import measure_device, measure_links

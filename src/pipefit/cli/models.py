@@ -1,4 +1,4 @@
-"""Models as the verbs ask for them: by name or factory, with options and a seed. Only used where torch is wanted."""
+"""Models for the verbs: by name or factory, with options and a seed. Only used by verbs that need torch."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ModelOptions = Annotated[
 
 
 def make_model(name: str, options: list[str] | None, *, seed: int = 0, device: str | None = None) -> ModelBundle:
-    """Builds a model with weights that depend on the seed alone.
+    """Builds a model with weights that depend only on the seed.
 
     Args:
-        name: as the user gave it.
+        name: as given by the user.
         options: texts like "layers=8,hidden=256".
         seed: of torch's random numbers while it is built.
-        device: where its tensors are made, such as "meta"; None: where the model wants.
+        device: of its tensors, such as "meta"; None: the model's choice.
 
     Raises:
         ModelError: an unknown model or option, or a factory that fails.
@@ -48,7 +48,7 @@ def make_model(name: str, options: list[str] | None, *, seed: int = 0, device: s
 
 
 def importable(name: str) -> str:
-    """Name under which other processes find the model too: a file becomes a module on the path."""
+    """A name by which other processes find the model too: a file becomes a module on the path."""
     place, _, factory = name.rpartition(":")
     file = Path(place)
     if file.suffix != ".py" or not file.is_file() or not file.stem.isidentifier():
@@ -60,10 +60,10 @@ def importable(name: str) -> str:
 
 
 def batch_of(model: ModelBundle, size: int, seed: int = 0) -> tuple[Any, Any]:
-    """A random batch (x, y) for a model; what the user's own example raises is the user's to mend.
+    """A random batch (x, y) for a model.
 
     Raises:
-        ModelError: the example raised, or is not known.
+        ModelError: the user's example raised, or there is none.
     """
     from pipefit.errors import ModelError
     from pipefit.models.factory import call_factory

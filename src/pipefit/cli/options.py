@@ -1,6 +1,6 @@
-"""Options of verbs: those of `pipefit.spec.options`, those that verbs share, and types that check what is typed.
+"""Options of verbs: those of `pipefit.spec.options`, those that verbs share, and types that check their values.
 
-Plain arguments of a verb are read by cyclopts as they stand: type, default, and help from the docstring's "Args".
+Plain arguments of a verb are read by cyclopts: type, default, and help from the docstring's "Args".
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pipefit.spec.options import as_flat, from_flat, groups_of, key_of, setting
 from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
-"""The endings that `-o` of a picture takes; a test holds them to `pipefit.draw.SUFFIXES`."""
+"""The suffixes that `-o` of a picture takes; a test compares them with `pipefit.draw.SUFFIXES`."""
 
 Number = int | float
 """A whole number stays whole, so that whole costs give whole times."""
 
 
 def exact(kind: Any, tokens: Sequence[Token]) -> Any:
-    """Reads what was typed as it stands: the parser alone would silently take 2.5 for the whole number 2.
+    """Reads a value exactly: the parser would silently convert 2.5 to the whole number 2.
 
     Raises:
-        CoercionError: it is not of its kind; the message names the option.
+        CoercionError: it is of another kind; the message names the option.
     """
     kinds = set(get_args(kind) or (kind,)) - {type(None)}
     if not kinds <= {int, float}:
@@ -44,7 +44,7 @@ def exact(kind: Any, tokens: Sequence[Token]) -> Any:
 
 
 def shown(value: Any) -> str | None:
-    """A default as the help shows it; None: not at all."""
+    """A default as the help shows it; None: it is not shown."""
     is_plain = isinstance(value, int | float | str) and not isinstance(value, bool) and value != ""
     return str(value) if is_plain else None
 
@@ -82,7 +82,7 @@ def _size(kind: Any, tokens: Sequence[Token]) -> float:
 
 
 def _each(read: Callable[[Any, Sequence[Token]], Number]) -> Parameter:
-    """An option that is a list such as "2,1", whose numbers `read` takes one by one."""
+    """An option that is a list such as "2,1", whose numbers `read` converts one by one."""
 
     def listed(kind: Any, tokens: Sequence[Token]) -> tuple[Number, ...]:
         parts = [part for part in tokens[0].value.split(",") if part]
@@ -95,14 +95,14 @@ def _each(read: Callable[[Any, Sequence[Token]], Number]) -> Parameter:
 
 
 def ending(*known: str) -> Parameter:
-    """An option that is a file to write; any other ending or a directory is refused, before any work is done."""
+    """An option that is a file to write; another suffix or a directory is refused before any work is done."""
 
     def read(kind: Any, tokens: Sequence[Token]) -> Path:
         path = Path(tokens[0].value)
         if path.is_dir():
             raise _wrong(tokens, f"{path}: expected a file to write, got a directory")
         if not path.name.endswith(known):
-            raise _wrong(tokens, f"{path}: the ending says what to write: one of {', '.join(known)}")
+            raise _wrong(tokens, f"{path}: the suffix determines what is written: one of {', '.join(known)}")
         return path
 
     return Parameter(converter=read)
@@ -112,7 +112,7 @@ def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
     """Integers of 0 or more by name, from texts such as "warmup=2".
 
     Raises:
-        PipefitError: a text is no NAME=INTEGER, or a name comes twice.
+        PipefitError: a text is not NAME=INTEGER, or a name comes twice.
     """
     found: dict[str, int] = {}
     for text in texts or []:
@@ -148,7 +148,7 @@ _TYPED: Mapping[str, Any] = {
     "pairs": Annotated[list[str], Parameter(converter=_paired)],
     "texts": Annotated[list[str], Parameter(consume_multiple=True)],
 }
-"""Types of options that are typed otherwise than Python's."""
+"""Types of options that differ from those in Python."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class UnitCosts:
         input: time of a backward's input-gradient half.
         weight: time of a backward's weight-gradient half.
         latency: time of a message between ranks.
-        copy: time of moving all stages of a rank to or from the tier they are spilled to.
+        copy: time of moving all stages of a rank to or from their tier.
     """
 
     forward: Number = setting(1, typed=Time)
@@ -173,7 +173,7 @@ class UnitCosts:
 
 
 def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes options of the fields of each argument of a verb that is a dataclass, and of the dataclasses in it.
+    """Makes options from the fields of each argument of a verb that is a dataclass, and of the dataclasses in it.
 
     Fields have their help under "Attributes" of the dataclass (see `pipefit.spec.options.setting`), unless the verb's
     docstring has another.
@@ -224,7 +224,7 @@ def _options(group: Any, without: Collection[str], helps: Mapping[str, str]) -> 
 
 
 def _helps(described: Any, heading: str) -> dict[str, str]:
-    """The entries under a heading of a docstring, by name, with a capital, up to what is for Python."""
+    """The entries under a heading of a docstring, by name, capitalised, without the parts about Python."""
     found = inspect.cleandoc(described.__doc__ or "").partition(heading)[2]
     entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", found, re.MULTILINE)
     texts = {name: " ".join(words.split()).partition(" In Python ")[0] for name, words in entries}

@@ -1,4 +1,4 @@
-"""`pipefit plan`: from a model and a machine to the best pipeline, with reasons."""
+"""`pipefit plan`: the best pipeline for a model and a machine, with reasons."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class CapOptions:
         ranks: devices to plan for under --device-memory; default: one.
         chunks: stages on each of them; default: the best.
         data_parallel: copies of the pipeline among them; default: one.
-        tier: where --device-memory spills to.
-        step_on: where what --device-memory spills steps.
-        keep: stages that keep their activations; auto: as there is room for.
+        tier: tier to which --device-memory spills.
+        step_on: place of the step of stages that --device-memory spills.
+        keep: stages that keep their activations; auto: as many as fit.
     """
 
     device_memory: float | None = setting(None, typed=Size)
@@ -91,7 +91,7 @@ def command(
     output: Annotated[Path | None, Parameter(alias="-o"), ending(".json")] = None,
     json: Json = False,
 ) -> Answer:
-    """Find the best pipeline for a model on a machine, and say why every other lost.
+    """Find the best pipeline for a model on a machine, and report why every other lost.
 
     Example: pipefit plan --profile gpt:layers=96,hidden=12288,heads=96 --topology dgx-a100-1024 --global-batch 1536
 
@@ -101,19 +101,19 @@ def command(
     Args:
         profile: A profile (.json), a published one (vgg16, resnet50, gnmt), or gpt:layers=96,hidden=12288,heads=96.
         topology: A TOML file, local:N, or a machine by name, like dgx-a100-1024.
-        method: Whose rules to plan by.
-        cost: How --method pipedream counts communication.
+        method: Planning method.
+        cost: Convention of communication costs of --method pipedream.
         straight: No replicas (--method pipedream).
         global_batch: Samples per weight update.
         microbatch_size: Micro-batch sizes to choose from, like 1,2,4.
-        microbatches: Micro-batches per update, when they are given.
+        microbatches: Numbers of micro-batches per update to choose from.
         schedule: Schedules to choose from, like 1f1b,gpipe.
         depth: Depths to choose from, like 2,4.
         recompute: Replay forwards to save memory?
         memory: Memory of every device, like "8 GiB", in place of the topology's.
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
         tensor: Tensor widths to choose from, such as 1,2.
-        tokens: Say how long training a GPT on so many tokens takes.
+        tokens: Report the days of training a GPT on so many tokens.
         refit: Correct the profile by this measured trace; needs --of.
         of: The plan (.json) that the trace of --refit ran.
         picture: Draw the partition over the model as .svg.
@@ -160,7 +160,7 @@ def command(
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:
-    """Refuses options that were given where they have no meaning."""
+    """Refuses options that were given where they have no effect."""
     for name, given in options.items():
         if given:
             raise PipefitError(f"--{name.replace('_', '-')}: {why}")
@@ -173,7 +173,7 @@ def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
 
     of = of or trace.parent / "plan.json"
     if not of.is_file():
-        raise PipefitError(f"--refit {trace}: say with --of which plan it ran; there is no {of}")
+        raise PipefitError(f"--refit {trace}: give the plan that it ran with --of; there is no {of}")
     return refit(profile, Plan.load(of), load_trace(trace))
 
 
@@ -201,7 +201,7 @@ _SAME = (
     "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "sharded_optimizer",
     "spill", "candidates", "plan_seconds",
 )  # fmt: skip
-"""Fields of a plan that the JSON object has as they are."""
+"""Fields of a plan that the JSON object contains unchanged."""
 
 
 def _answer(made: Plan, profile: Profile, machine: Topology, tokens: float | None, written: list[Path]) -> Answer:

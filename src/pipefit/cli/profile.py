@@ -1,4 +1,4 @@
-"""`pipefit profile`: what each layer of a model costs."""
+"""`pipefit profile`: seconds and bytes of each layer of a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def command(
     output: Annotated[Path | None, Parameter(alias="-o"), ending(".json")] = None,
     json: Json = False,
 ) -> Answer:
-    """Measure what each layer of a model costs.
+    """Measure time and memory of each layer of a model.
 
     Example: pipefit profile --model gpt --option layers=4 --microbatch-size 4 -o gpt.profile.json
 
@@ -41,12 +41,12 @@ def command(
         microbatch_size: Samples of a micro-batch; several sizes as 4,8,16; default: 8.
         repeats: Measured turns, of which the medians are taken.
         threads: CPU threads, as many as a rank will have.
-        device: Where to measure, like cpu or cuda:0.
+        device: Device of the measurement, like cpu or cuda:0.
         dtype: Type of weights and floating inputs.
-        optimizer: Whose step to measure.
+        optimizer: Optimizer of the measured step.
         seed: Of the random weights and inputs.
         analytic: Compute from FLOP and bytes instead, for the device of --topology.
-        topology: Whose device to compute for: a TOML file, or a name like dgx-a100-8.
+        topology: Topology with the device to compute for: a TOML file, or a name like dgx-a100-8.
         output: Write the profile to this JSON file.
     """
     import torch

@@ -1,4 +1,4 @@
-"""From the files a user names to a program and its costs."""
+"""A program and its costs from the files that a user names."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """A program that a user named, with its known costs.
+    """A program from a user's file, with its known costs.
 
     Attributes:
         program: of the file.
-        plan: where the file is one.
+        plan: the plan, where the file is one.
         profile: seconds and bytes of the layers.
         topology: links and devices.
         layers: of each stage, where there is no plan.
@@ -38,7 +38,7 @@ class Source:
         """Costs from the profile, or unit costs where there is none, on the links of the topology.
 
         Raises:
-            PipefitError: nothing says which layers make a stage, or they do not belong to the profile.
+            PipefitError: the layers of stages are not known, or do not belong to the profile.
         """
         from pipefit.cost import FREE, of_plan, unit
         from pipefit.cost.tensor import tensor_shard
@@ -53,13 +53,13 @@ class Source:
         return of_plan(tensor_shard(profile, plan.tensor, links), plan, links, runtime=FREE)
 
     def _plan(self, num_layers: int) -> Plan:
-        """The plan of a program from a `.pipe` file, which says everything but the layers."""
+        """The plan of a program from a `.pipe` file, which specifies everything but the layers."""
         from pipefit.spec import Partition, Placement, Plan, StageSpec
 
         header = self.program.header
         if len(self.layers) != header.num_stages:
             raise PipefitError(
-                "a .pipe file does not say which layers make a stage; give --layers with a count for each of its "
+                "a .pipe file does not contain the layers of its stages; give --layers with a count for each of its "
                 f"{header.num_stages} stages, got {','.join(map(str, self.layers)) or 'none'}"
             )
         stages = tuple(
@@ -78,10 +78,10 @@ class Source:
 
 
 def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:
-    """A profile from its file, of a model that was published, or computed for the machine: "gpt:layers=24,…".
+    """A profile from its file, of a published model, or computed for the machine: "gpt:layers=24,…".
 
     Raises:
-        PipefitError: there is none, or no machine to compute it for.
+        PipefitError: there is none, or no machine for which to compute it.
     """
     from pipefit.planner.computed_profile import gpt_profile, gpt_settings
     from pipefit.spec.published import load_profile
@@ -97,7 +97,7 @@ def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profil
 def read_source(
     path: Path, num_steps: int, profile: str | None, topology: str | None, layers: tuple[int, ...]
 ) -> Source:
-    """Reads the program of a `.pipe` file or of a plan, and what goes with it.
+    """Reads the program of a `.pipe` file or of a plan, with its profile and topology.
 
     Raises:
         PipefitError: with the file and the place in it.
@@ -116,10 +116,10 @@ def read_source(
 def source_of(
     program: Program, plan: Plan | None, profile: str | None, topology: str | None, layers: tuple[int, ...]
 ) -> Source:
-    """The program with what goes with it, by the names that the user gave.
+    """The program with profile and topology, by the names that the user gave.
 
     Raises:
-        PipefitError: a file that is none, or too few devices.
+        PipefitError: a missing or malformed file, or too few devices.
     """
     from pipefit.planner.machines import load_topology
 
@@ -135,14 +135,14 @@ def figures(program: Program, timeline: Timeline, cost: CostModel) -> dict[str, 
     from pipefit.simulate import metrics
 
     num_ranks = program.header.num_ranks
-    # Of one micro-batch on a rank, on average over the ranks: then the bubble is their average idleness.
+    # Of one micro-batch on a rank, on average over the ranks: then the bubble is their average idle time.
     forward = sum(cost.forward_s) / num_ranks
     backward = (sum(cost.backward_input_s) + sum(cost.backward_weight_s)) / num_ranks
     return metrics(program, timeline, forward, backward, cost=cost)
 
 
 def save_timeline(timeline: Timeline, path: Path | None, *, seconds: bool) -> None:
-    """Writes a timeline as the ending of the path says, if there is one.
+    """Writes a timeline in the format of the path's suffix, if there is a path.
 
     Args:
         timeline: simulated.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def run_rank(script: str, arguments: Sequence[str]) -> None:
-    """Runs a script in this rank; leaving it by `sys.exit()` without a failure is an end like any other."""
+    """Runs a script in this rank; `sys.exit()` without a failure is a normal end."""
     from pipefit.runtime.launch import run_script
 
     try:
@@ -22,7 +22,7 @@ def run_rank(script: str, arguments: Sequence[str]) -> None:
 
 
 def train_rank(config: RunConfig, quiet: bool) -> RunResult:
-    """Trains as this rank; rank 0 shows it to people unless it should be quiet."""
+    """Trains as this rank; rank 0 shows the progress unless `quiet`."""
     from pipefit.cli.watch import Quiet, Watcher
     from pipefit.run.whole_run import run
     from pipefit.runtime.session import current

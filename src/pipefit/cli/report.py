@@ -23,8 +23,8 @@ def command(
     Example: pipefit report runs/first
 
     Args:
-        folder: Of a run: what `pipefit train -o FOLDER` left.
-        output: Where the page goes; default: FOLDER/report.html.
+        folder: Folder of a run, written by `pipefit train -o FOLDER`.
+        output: Path of the page; default: FOLDER/report.html.
     """
     from pipefit.run.report_page import write_report
 

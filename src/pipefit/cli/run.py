@@ -28,12 +28,13 @@ def command(
 
     Example: pipefit run -n 4 train.py --epochs 3
 
-    What follows the script is its own. Rank 0 writes here, the others to logs. When one fails, all end and it is named.
+    Arguments after the script are its own. Rank 0 writes here, the others to logs. When one fails, all end and it is
+    named.
 
     Args:
         script: A Python script.
         ranks: Processes to start.
-        threads: CPU threads of each; default: the cores divided among them.
+        threads: CPU threads of each; default: the cores shared among them.
         logs: Folder for the logs of the ranks; default: a temporary one.
     """
     from pipefit.cli.ranks import run_rank
@@ -49,7 +50,7 @@ def command(
 
 
 def prepare(tokens: list[str]) -> list[str]:
-    """Marks where the script's own arguments begin, so that none of them is taken for an option of pipefit."""
+    """Marks the begin of the script's own arguments, so that none of them is taken as an option of pipefit."""
     place = 1
     while place < len(tokens) and tokens[place].startswith("-") and tokens[place] != "--":
         place += 2 if tokens[place] in _WITH_VALUE else 1

@@ -1,4 +1,4 @@
-"""`pipefit schedules`: what there is to choose from."""
+"""`pipefit schedules`: the list of schedules."""
 
 from __future__ import annotations
 

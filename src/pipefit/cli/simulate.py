@@ -1,4 +1,4 @@
-"""`pipefit simulate`: when everything in a program happens, and how much memory it takes."""
+"""`pipefit simulate`: predicted times and memory of a program."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def command(
 
     Args:
         path: A program (.pipe) or a plan (.json).
-        layers: Layers of each stage, like 3,3: a .pipe file does not say them.
+        layers: Layers of each stage, like 3,3, which a .pipe file does not contain.
         steps: Weight updates of a plan's program.
         repeats: Passes over the program, without a barrier between them.
-        contention: Messages on one link take turns, as they do with a profile.
+        contention: Messages on one link queue, as they always do with a profile.
         output: .svg, .html or .png for a picture, .trace.json for Perfetto.
     """
     from pipefit.simulate import simulate
 
     source = read_source(path, steps, profile, topology, layers)
     cost = source.cost(**asdict(costs))
-    # On real links messages take turns, once both sides are ready; the unit costs of the papers know no such thing.
+    # On real links messages queue once both sides are ready; the unit costs of the papers do not include this.
     real = contention or source.profile is not None
     timeline = simulate(source.program, cost, repeats=repeats, contention=real, rendezvous=real)
     ranks = range(len(source.program.ranks))

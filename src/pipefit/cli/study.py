@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
 _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
-"""Order of the trials to show where there is no room for all."""
+"""Priority of the trials in a table without room for all."""
 
 
 def command(
@@ -41,9 +41,9 @@ def command(
 
     Example: pipefit study examples/study.toml
 
-    The file names a model, its data, and a grid or a list of trials. Free devices take turns of a shard, by default of
-    the trial with the longest remaining time; where a trial fails, the others continue. Printed are the makespan, its
-    lower bound, and the gap; the folder holds the results, the timeline and the best weights.
+    The file names a model, its data, and a grid or a list of trials. A free device takes a turn of one shard, by
+    default of the trial with the longest remaining time; if a trial fails, the others continue. The command prints the
+    makespan, its lower bound, and the gap; the folder holds the results, the timeline and the best weights.
 
     Args:
         workers: Processes, one per device; default: those of the file.
@@ -79,7 +79,7 @@ def _observer(quiet: bool) -> Iterator[Callable[[Board], None] | None]:
     elif sys.stdout.isatty():
         from rich.live import Live
 
-        with Live(refresh_per_second=4, transient=True) as live:  # the results' table comes in its place
+        with Live(refresh_per_second=4, transient=True) as live:  # the results' table replaces it
             yield _Table(live)
     else:
         yield _Lines()
@@ -116,7 +116,7 @@ def _prediction(board: Board) -> str:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):  # a reader that stops does not stop the study
+    with contextlib.suppress(BrokenPipeError):  # a reader that ends does not stop the study
         print(line, flush=True)
 
 
@@ -144,7 +144,7 @@ class _Table:
         now = time.monotonic()
         if now - self._last_s >= 0.25 or board.is_over:
             self._last_s = now
-            # The terminal cuts off what does not fit: of many trials only the active ones are shown.
+            # The terminal cuts off the rest of the table: of many trials only the active ones are shown.
             self._live.update(_table(board, most=max(self._live.console.size.height - 7, 3)))
 
 

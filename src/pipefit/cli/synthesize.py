@@ -60,22 +60,22 @@ def command(
 
     Example: pipefit synthesize -p 4 -m 8 --memory 2 -o found.pipe
 
-    Says what no schedule can beat, and what the built-in ones take. A .pipe file is a schedule for every verb: pipefit
-    train --schedule found.pipe --ranks 4 --microbatches 8.
+    Prints a lower bound over all schedules, and the time of the best built-in one. A .pipe file is a schedule for every
+    verb: pipefit train --schedule found.pipe --ranks 4 --microbatches 8.
 
     Args:
         ranks: Ranks of the pipeline, p.
         microbatches: micro-batches per weight update, m.
         chunks: Stages on each rank, v.
-        placement: How chunks lie on ranks: round and round, or down and up again.
+        placement: Placement of chunks on ranks: round-robin, or down and up again.
         stage_work: Cost of each stage relative to the others, like 1,2,1,1.
         memory: Micro-batches of its layers whose activations a rank may hold: 4, or 4,3,2,1 rank by rank.
         capacity: Memory of each rank, like 8GiB; needs --profile.
         plan: Stages, ranks and micro-batches of this plan; needs --profile.
         layers: With a profile and no plan: layers of each stage, like 3,3.
-        whole: Backwards stay whole: inputs and weights in one.
-        seconds: Time to search, at most.
-        candidates: Orders to look at, at most.
+        whole: Keep backwards whole: inputs and weights in one.
+        seconds: Maximum time of the search.
+        candidates: Maximum number of orders to examine.
         seed: Of the search.
         output: .pipe for the schedule, to run it; .svg, .html or .png for a picture.
     """
@@ -84,10 +84,10 @@ def command(
     from pipefit.synthesize import synthesize
 
     if capacity is not None and profile is None:
-        raise PipefitError("unit costs do not say how many bytes values have: --capacity needs --profile")
+        raise PipefitError("unit costs do not contain the bytes of values: --capacity needs --profile")
     header, made = _shape(plan, ranks, microbatches, chunks, placement)
     if made and profile is None:
-        raise PipefitError("a plan does not say what its layers cost: --plan needs --profile")
+        raise PipefitError("a plan does not contain the costs of its layers: --plan needs --profile")
     source = source_of(Program(header, ()), made, profile, topology, layers)
     cost = _weighted(source.cost(**asdict(costs)), stage_work) if stage_work else source.cost(**asdict(costs))
     found = synthesize(
@@ -128,10 +128,10 @@ def _shape(
             raise PipefitError("expected -p ranks and -m micro-batches, or --plan with --profile")
         return header_of(ranks, microbatches, chunks, "wave" if placement == "v" else "loop"), None
     if ranks is not None or microbatches is not None or chunks != 1:
-        raise PipefitError(f"{path} says ranks, micro-batches and chunks; leave out -p, -m and -v")
+        raise PipefitError(f"{path} determines ranks, micro-batches and chunks; leave out -p, -m and -v")
     plan = Plan.load(path)
     if plan.tensor > 1 or plan.spill or any(stage.recompute for stage in plan.partition.stages):
-        raise PipefitError(f"{path}: the search knows no tensor parallelism, recomputation or spilling")
+        raise PipefitError(f"{path}: the search does not support tensor parallelism, recomputation or spilling")
     return shape_of(plan).header("synthesized", "loop", WeightRule.FLUSH), plan
 
 
@@ -157,7 +157,7 @@ def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline | None) 
         f"no schedule takes less than {time_text(found.bound_s, real)}: {beyond}",
     ]
     if found.best_built_in is None:
-        lines.append("no built-in schedule of this shape keeps the limit")
+        lines.append("no built-in schedule of this shape respects the limit")
     else:
         takes = found.built_in[found.best_built_in]
         slower = takes / found.makespan_s - 1

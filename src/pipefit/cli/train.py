@@ -1,4 +1,4 @@
-"""`pipefit train`: a model over a pipeline of processes, from profile to plan to run."""
+"""`pipefit train`: trains a model over a pipeline of processes: profile, plan, run."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def command(
 
     Example: pipefit train --model gpt --ranks 2 --microbatches 8 --steps 300 -o runs/first
 
-    Profiles the model, plans, trains, and shows what was measured next to what was predicted. Under torchrun each
-    process is a rank.
+    Profiles the model, plans, trains, and shows measured next to predicted figures. Under torchrun each process is a
+    rank.
 
     Args:
         transport: A process for each rank, or all of them in this one.
-        threads: CPU threads of each rank; default: the cores divided among them.
-        config: TOML file with any of these options; what is typed wins.
+        threads: CPU threads of each rank; default: the cores shared among them.
+        config: TOML file with any of these options; the command line has priority.
     """
     run = with_defaults(replace(run, model=importable(run.model)))
     folder = Path(run.output)
@@ -65,7 +65,7 @@ def _run(settings: RunConfig, transport: str, threads: int | None, quiet: bool) 
 
 
 def _how_to_resume(settings: RunConfig) -> str:
-    """The way to resume a run that was cut off; "": it has committed nothing."""
+    """A hint for resuming an interrupted run; "": it has committed nothing."""
     from pipefit.pipeline.resume import committed_step
 
     disk, ranks = settings.spill.disk, settings.request.parallelism.ranks
@@ -88,14 +88,14 @@ def _trained(settings: RunConfig, transport: str, threads: int | None, quiet: bo
     try:
         return launch(train_rank, ranks, settings, quiet, threads=threads, folder=folder, quiet=quiet)[0]
     except PipefitError as problem:
-        # What was refused before it began leaves nothing; what broke names its logs.
+        # A refused run leaves no files; a failed one names its logs.
         if fresh is not None and not isinstance(problem, LaunchError):
             _remove_if_only_logs(fresh)
         raise
 
 
 def _remove_if_only_logs(logs: Path) -> None:
-    """Removes the folder of a run that has left nothing but its logs."""
+    """Removes the folder of a run that contains only its logs."""
     if logs.exists() and [path.name for path in logs.parent.iterdir()] == [logs.name]:
         shutil.rmtree(logs, ignore_errors=True)
         logs.parent.rmdir()
@@ -106,5 +106,5 @@ def _data(settings: RunConfig, result: Any) -> dict[str, Any]:
 
 
 def _is_first() -> bool:
-    """Under a launcher of its own every rank comes here, and one prints."""
+    """Returns whether this process prints: under an external launcher every rank runs this code."""
     return int(os.environ.get("RANK", 0)) == 0

@@ -1,4 +1,4 @@
-"""`pipefit verify`: is a program right, and if not, everything that is wrong with it."""
+"""`pipefit verify`: proves a program, or lists all its violations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(
     steps: int = 1,
     json: Json = False,
 ) -> Answer:
-    """Prove a program right, or list everything that is wrong with it.
+    """Prove a program right, or list all violations in it.
 
     Example: pipefit verify program.pipe
 
@@ -33,9 +33,9 @@ def command(
     Args:
         path: A program (.pipe) or a plan (.json).
         capacity: Memory of each rank, like 8GiB; needs --profile.
-        tier_capacity: Room on the tier that stages are spilled to, for all ranks; needs --profile.
+        tier_capacity: Capacity of the tier of spilled stages, for all ranks; needs --profile.
         profile: Profile of the model, for the bytes of its values.
-        layers: Layers of each stage, like 3,3: a .pipe file does not say them.
+        layers: Layers of each stage, like 3,3, which a .pipe file does not contain.
         topology: Topology whose device memory is the capacity.
         max_versions: Versions of one stage's weights that may be alive at once.
         steps: Weight updates of a plan's program.
@@ -45,7 +45,7 @@ def command(
     source = read_source(path, steps, profile, topology, layers)
     for option, given in (("--capacity", capacity), ("--tier-capacity", tier_capacity), ("--topology", topology)):
         if given is not None and source.profile is None:
-            raise PipefitError(f"a program does not say how many bytes its values have: {option} needs --profile")
+            raise PipefitError(f"a program does not contain the bytes of its values: {option} needs --profile")
     limits: float | list[float] | None = capacity
     if capacity is None and source.topology:
         limits = [source.topology.device_of(rank).memory_bytes for rank in range(source.program.header.num_ranks)]

@@ -1,4 +1,4 @@
-"""The display of a training run: the plan, a line that moves, and measured next to predicted."""
+"""The display of a training run: the plan, a progress line, and measured next to predicted figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Quiet:
     """Shows nothing."""
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
-        """The plan stands."""
+        """Takes the plan."""
 
     def counted(self, flop: Any) -> None:
         """The FLOP of model and devices are known."""
@@ -25,7 +25,7 @@ class Quiet:
 
 
 class Watcher:
-    """Shows a run to people, on rank 0; a line that moves in a terminal, a few plain lines in a file.
+    """Shows a run to people, on rank 0: a progress line in a terminal, a few plain lines in a file.
 
     Args:
         num_steps: of the whole run.
@@ -51,13 +51,13 @@ class Watcher:
         self._print(explain(msgspec.structs.replace(plan, candidates=()), profile))
 
     def counted(self, flop: Any) -> None:
-        """Takes the FLOP that MFU follows from, and names their convention."""
+        """Takes the FLOP from which MFU is computed, and prints their convention."""
         self._flop = flop
         if flop is not None:
             self._print(f"MFU: {flop.convention}")
 
     def stepped(self, step: int, loss: float, seconds: float, figures: Any = None) -> None:
-        """Moves the line on, at most ten times a second; steps count from 1, or from where an earlier run ended."""
+        """Updates the line, at most ten times a second; steps count from 1, or from the end of an earlier run."""
         self._first = self._first or step
         moving = self._stream.isatty()
         last = step >= self._num_steps
@@ -83,7 +83,7 @@ class Watcher:
         self._write(text + "\n")
 
     def _write(self, text: str) -> None:
-        # Whoever stops reading does not stop the training.
+        # A reader that ends does not stop the training.
         with contextlib.suppress(BrokenPipeError):
             self._stream.write(text)
             self._stream.flush()
@@ -102,7 +102,7 @@ def _perplexity(loss: float) -> str:
 
 
 def report(result: Any) -> str:
-    """The end of a run: how it went, measured next to predicted, a sample, and where everything is."""
+    """The end of a run: its figures, measured next to predicted, a sample, and the paths of its files."""
     lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
     if result.losses:
         lines.append(f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}")
@@ -116,7 +116,7 @@ def report(result: Any) -> str:
             lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
     if result.rows:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
-        turns = " (ranks took turns in this one process; the prediction is for a process each)" if alone else ""
+        turns = " (the ranks alternated in this one process; the prediction is for a process each)" if alone else ""
         lines += ["", f"measured next to predicted{turns}", *columns(_compared(result.rows))]
     who = "process" if len(result.peak_memory_bytes) > len(result.utilisation) else "rank"
     lines += ["", "busy    " + _each("rank", (f"{share:.0%}" for share in result.utilisation))]
@@ -141,7 +141,7 @@ def _each(who: str, figures: Iterable[str]) -> str:
 
 
 def _held(result: Any) -> str:
-    """Most bytes of tensors of each process, next to the prediction for its rank."""
+    """Peak bytes of tensors of each process, next to the prediction for its rank."""
     claims = result.predicted.peak_bytes if result.predicted else ()
     ranks = len(result.utilisation)
     wide = max(len(result.held_bytes) // ranks, 1) if ranks else 1  # tensor-parallel processes share a rank
@@ -157,7 +157,7 @@ def _rates(result: Any) -> str:
 
 
 _WAITING = ("load", "send", "recv", "reduce", "drop")
-"""Rows that hold mostly time spent waiting for others, which the timelines show better."""
+"""Rows that mostly contain waits for others, which the timelines show better."""
 
 
 def _compared(rows: Any) -> list[tuple[str, ...]]:

@@ -45,7 +45,7 @@ class Cell:
     Attributes:
         strategy: its name.
         num_microbatches: per update.
-        trainer: the strategy at work on this rank.
+        trainer: the strategy as it runs on this rank.
         steps: updates of one repetition that are measured.
         warm_up: updates before them.
         seconds: per update, of each repetition.
@@ -74,7 +74,7 @@ class Task:
         work: the model and its training.
         description: of the model, in one line.
         source: name of the data.
-        batches: that every cell trains on, in the same order.
+        batches: of every cell, in the same order.
         profiles: of the model, by the number of micro-batches; each repetition adds one.
         partition: layers of each stage, one stage per rank.
     """
@@ -89,7 +89,7 @@ class Task:
 
 
 def make_task(config: CompareConfig, session: Session) -> Task:
-    """Builds the model, takes the data and profiles the layers; every rank calls it alike.
+    """Builds the model, takes the data and profiles the layers; every rank makes the same call.
 
     Raises:
         PipefitError: an unknown strategy or model, or data or stages that do not fit.
@@ -145,7 +145,7 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 
 
 def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], list[Refusal]]:
-    """Builds every cell. All ranks refuse alike, since they look at the same data."""
+    """Builds every cell. All ranks refuse the same ones, because they check the same data."""
     config = task.config
     cells, refused = [], []
     for name in [name for name in STRATEGIES if name in (config.names or STRATEGIES)]:

@@ -15,7 +15,7 @@ from pipefit.spec.files import write_atomically, write_json
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy at one number of micro-batches; None where a figure has no meaning.
+    """One strategy at one number of micro-batches; None where a figure is not defined.
 
     Attributes:
         strategy: its name.
@@ -23,13 +23,13 @@ class Row:
         step_s: median seconds per update.
         samples_per_s: of the median.
         speedup: over one process with one thread that takes the whole batch at once.
-        speedup_accumulated: over one process that accumulates as many micro-batches.
+        speedup_accumulated: over one process that accumulates the same number of micro-batches.
         bubble: measured; the share of the ranks' time without forward or backward.
         bubble_predicted: of the simulation.
         predicted_step_s: seconds per update of the simulation.
         predicted_over_measured: of the median seconds per update.
         utilisation: of each rank, busy time over wall time.
-        peak_bytes: of each rank: weights and states, and the most that an update adds.
+        peak_bytes: of each rank: weights and states, and the peak growth during an update.
         final_loss: mean of the last updates of the samples that every row has seen.
         spread: half the distance between the quartiles of the seconds per update, relative to the median.
     """
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A cell that could not be measured, and why."""
+    """A cell that could not be measured, and the reason."""
 
     strategy: str
     num_microbatches: int
@@ -82,7 +82,7 @@ class Comparison:
 
     Attributes:
         model: described in one line.
-        data: name of what was trained on.
+        data: name of the training data.
         num_ranks: of the run.
         batch: samples per update.
         samples: after which the final losses are taken.
@@ -103,7 +103,7 @@ class Comparison:
     refused: list[Refusal] = field(default_factory=list)
 
     def with_speedups(self) -> Comparison:
-        """Fills in the speed-ups, where what they are measured against is there."""
+        """Fills in the speed-ups, where their baselines were measured."""
         single = next((row.step_s for row in self.rows if row.strategy == "one-thread"), None)
         summed = {row.num_microbatches: row.step_s for row in self.rows if row.strategy == "accumulate"}
         if single is not None:
@@ -144,7 +144,7 @@ class Comparison:
         return Choice(min(rows, key=lambda row: row.predicted_step_s or 0.0), min(rows, key=lambda row: row.step_s))
 
     def _candidates(self) -> list[Row]:
-        """The rows of synchronous schedules, which all train the same: those that a planner chooses from."""
+        """The rows of synchronous schedules, which all give the same training: the choices of a planner."""
         names = {name for name, kind in STRATEGIES.items() if kind == "schedule" and find(name).is_synchronous}
         return [row for row in self.rows if row.strategy in names and row.predicted_step_s is not None]
 
@@ -153,7 +153,7 @@ class Comparison:
         counts = sorted({row.num_microbatches for row in self.rows})
         lines: dict[str, list[tuple[float | str, float]]] = {}
         for row in self.rows:
-            # The whole batch at once is a level to compare with.
+            # The whole batch at once is a baseline, drawn as a level.
             places = counts if row.strategy in WHOLE else [row.num_microbatches]
             lines.setdefault(row.strategy, []).extend((float(place), row.samples_per_s) for place in places)
         return chart(

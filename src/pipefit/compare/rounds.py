@@ -1,9 +1,8 @@
-"""Measures every cell in the same processes; repetitions go through all cells before the next one begins.
+"""Measures every cell in the same processes; each repetition measures all cells before the next one begins.
 
-Whatever slows the machine down for a while then slows all cells alike, and the layers, which are profiled in each
-repetition too. Ranks meet at a barrier before and after each
-measurement; an idle rank waits there, blocked in the kernel. A core that was idle is slow at first, so some updates
-come before those that count.
+Other programs on the machine then affect all cells alike, and also the layers, which are profiled in each repetition.
+Ranks wait at a barrier before and after each measurement; an idle rank waits there, blocked in the kernel. A core that
+was idle is slow at first, so some updates run before those that count.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _WARM_UP_S = 0.4
 
 
 def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Comparison:
-    """Compares on this rank; every rank of the run calls it alike and gets the same result.
+    """Compares on this rank; every rank of the run makes the same call and gets the same result.
 
     Args:
         config: the settings.
-        say: takes a line about the progress; only rank 0's need do anything.
+        say: takes a line about the progress; it may do nothing on other ranks than 0.
 
     Raises:
         PipefitError: an unknown strategy or model, or nothing that can be measured.
@@ -60,7 +59,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     cells, refused = build_cells(task, say)
     if not cells:
         raise PipefitError("nothing can be measured: " + "; ".join(item.reason for item in refused[:3]))
-    # The collector leaves these objects alone: to look through them at every measurement would take longer than that.
+    # Excluded from garbage collection: traversing these objects would take longer than a measurement.
     gc.collect()
     gc.freeze()
     _repeat(cells, task, session, say)
@@ -86,7 +85,7 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
 
 
 def _repeat(cells: list[Cell], task: Task, session: Session, say: Say) -> None:
-    """Goes through the cells, once to warm up and then as often as the settings and the time allow."""
+    """Measures all cells, once to warm up and then as often as the settings and the time allow."""
     config, started = task.config, time.monotonic()
     for repetition in range(config.repeats + 1):
         name = f"repetition {repetition} of {config.repeats}" if repetition else "warming up"
@@ -100,12 +99,12 @@ def _repeat(cells: list[Cell], task: Task, session: Session, say: Say) -> None:
         spent_s = max(_of_ranks(time.monotonic() - started, session))
         another_s = spent_s * (repetition + 2) / (repetition + 1)
         if config.limit and 0 < repetition < config.repeats and another_s > 60 * config.limit:
-            say(f"another repetition would take more than {format_seconds(60 * config.limit)}: {repetition} must do")
+            say(f"another repetition would take more than {format_seconds(60 * config.limit)}: {repetition} were made")
             break
 
 
 def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> None:
-    """Measures a cell once: a few updates, between two barriers; those of the first time say how many warm it up."""
+    """Measures a cell once: a few updates between two barriers; the first time sets the number of warm-up updates."""
     gc.collect()
     gc.disable()
     _train(cell, batches, session, cell.warm_up)
@@ -124,7 +123,7 @@ def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> 
 
 
 def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tuple[float, float]:
-    """Some updates of a cell: seconds between two barriers, and those in which this rank had a processor."""
+    """Runs some updates of a cell; returns the seconds between two barriers, and this rank's processor seconds."""
     done = len(cell.losses)
     mine = [batches[(done + index) % len(batches)] for index in range(steps)]
     dist.barrier()
@@ -141,8 +140,8 @@ def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tu
 def _rise_bytes(work: Callable[[], object]) -> float | None:
     """Bytes by which the memory in use rises while `work` runs; None where the system does not report it.
 
-    The kernel's high-water mark of the resident set is reset first, and what the allocator holds in reserve is given
-    back, so that memory which earlier work left there counts again.
+    The kernel's high-water mark of the resident set is reset first, and the allocator's free memory is returned to the
+    system, so that memory left by earlier work counts again.
     """
     gc.collect()
     trim()
@@ -192,7 +191,7 @@ def _row(
     config: CompareConfig,
     session: Session,
 ) -> Row:
-    """The figures of a cell, its loss after some updates; every rank calls it, and rank 0's count."""
+    """The figures of a cell, with its loss after some updates; every rank calls it, and those of rank 0 count."""
     figures: Any = [rise if rise is not None else -1.0, cell.trainer.state_bytes]
     rises, states = zip(*gather_rows(session, figures), strict=True)
     middle = statistics.median(cell.seconds)

@@ -39,8 +39,8 @@ class CompareConfig:
         model: a built-in model (gpt, mlp, convnet), or your own as package.module:factory or
             file.py:factory.
         option: options of the model, like layers=8,hidden=256; may be repeated.
-        data: data sets: text, digits, synthetic, or your own text files; default: what the model is made for, random
-            where they do not fit.
+        data: data sets: text, digits, synthetic, or your own text files; default: the data that suits the model, or
+            random data.
         strategies: names with commas between them; default: all.
         microbatches: numbers of micro-batches per update, like 4,8; default: 1,2,4,8,16,32.
         batch: samples per update.

@@ -1,4 +1,4 @@
-"""The strategies at work: one process, torch's data parallel, schedules of pipefit."""
+"""The strategies: one process, torch's data parallel, schedules of pipefit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Batch = tuple[Any, Any]
 
 
 class Trainer(Protocol):
-    """A strategy at work on this rank, with weights of its own."""
+    """A strategy as it runs on this rank, with its own weights."""
 
     def train(self, batches: Sequence[Batch]) -> Sequence[float]:
-        """Trains one update per batch; gives the losses on rank 0, anything on others."""
+        """Trains one update per batch; returns the losses on rank 0, anything on others."""
 
     @property
     def state_bytes(self) -> float:
-        """Of weights and optimizer states that this rank keeps between updates."""
+        """Bytes of weights and optimizer states that this rank keeps between updates."""
 
 
 def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> float:
@@ -48,7 +48,7 @@ def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Opti
 
 
 class OneProcess:
-    """Rank 0 alone trains; the others wait.
+    """Training on rank 0 only; the others wait.
 
     Args:
         work: the model and its training.
@@ -72,7 +72,7 @@ class OneProcess:
 
     @property
     def state_bytes(self) -> float:
-        """Of the whole model on rank 0."""
+        """Bytes of the whole model on rank 0."""
         return bytes_of([self._model], [self._optimizer]) if self._trains else 0.0
 
 
@@ -114,7 +114,7 @@ class DataParallel:
 
     @property
     def state_bytes(self) -> float:
-        """Of the whole model."""
+        """Bytes of the whole model."""
         return bytes_of([self._model], [self._optimizer])
 
 
@@ -143,11 +143,11 @@ class ScheduledPipeline:
 
     Args:
         work: the model and its training.
-        plan: how it is split and scheduled.
+        plan: its stages and schedule.
         seed: of dropout.
 
     Raises:
-        PipefitError: the schedule has no meaning for the plan's shape.
+        PipefitError: the schedule does not support the plan's shape.
     """
 
     def __init__(self, work: Workload, plan: Plan, seed: int = 0) -> None:
@@ -175,7 +175,7 @@ class ScheduledPipeline:
 
     @property
     def state_bytes(self) -> float:
-        """Of the stages of this rank."""
+        """Bytes of the stages of this rank."""
         workers = self.pipe.workers
         layers = [layer.module for worker in workers for stage in worker.stages.values() for layer in stage.layers]
         return bytes_of(layers, [made for worker in workers for made in worker.optimizers.values()])

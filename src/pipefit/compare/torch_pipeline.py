@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining over the same stages of the same model, to compare with."""
+"""torch.distributed.pipelining over the same stages of the same model, as a baseline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _SCHEDULES = {"torch-gpipe": "ScheduleGPipe", "torch-1f1b": "Schedule1F1B"}
 class TorchPipeline:
     """A schedule of torch.distributed.pipelining.
 
-    It knows no weights that stages share; their gradients are summed here after each backward, as its users must.
+    It does not support weights that stages share; their gradients are summed here after each backward, as its users
+    must do.
 
     Args:
         work: the model and its training.
@@ -31,7 +32,7 @@ class TorchPipeline:
         schedule: "torch-gpipe" or "torch-1f1b".
 
     Raises:
-        PlanError: this torch has no pipelining, or it refuses the shape.
+        PlanError: this torch has no pipelining, or it refuses the shape or the kind of batch.
     """
 
     def __init__(self, work: Workload, partition: Partition, num_microbatches: int, schedule: str) -> None:
@@ -45,6 +46,9 @@ class TorchPipeline:
         if schedule == "torch-1f1b" and num_microbatches < ranks:
             raise PlanError(f"it refuses fewer micro-batches ({num_microbatches}) than stages ({ranks})")
         self._rank, self._last = rank, ranks - 1
+        for item in work.example or ():
+            if not isinstance(item, Tensor):
+                raise PlanError(f"it splits tensors only, and a batch of this model is a {type(item).__name__}")
         whole = work.fresh()
         self._module = nn.Sequential(*(whole[index] for index in partition.stages[rank].layers))
         self._tied = _tied(whole, self._module, partition)
@@ -72,7 +76,7 @@ class TorchPipeline:
 
     @property
     def state_bytes(self) -> float:
-        """Of this rank's stage."""
+        """Bytes of this rank's stage."""
         return bytes_of([self._module], [self._optimizer])
 
 

@@ -1,4 +1,4 @@
-"""How long an instruction takes and how many bytes a value has."""
+"""Seconds of instructions and bytes of values."""
 
 from pipefit.cost.layer_bytes import LayerBytes, ModelBytes
 from pipefit.cost.model import CostModel

@@ -1,4 +1,4 @@
-"""Exact bytes of a model's layers on a device, where the layers are at hand: a cap on memory is compared with them."""
+"""Exact bytes of a model's layers on a device, from the layers themselves, to be compared with a cap on memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _TENSOR_BYTES = 1024
 2.13 on a 64-bit Linux."""
 
 _LINKS_BYTES = 32 << 10
-"""Memory of Gloo and the transport for messages under way: up to 20 KB in a pipeline of two processes."""
+"""Memory of Gloo and the transport for open messages: up to 20 KB in a pipeline of two processes."""
 
 
 class LayerBytes(NamedTuple):
     """Bytes of a layer.
 
     Attributes:
-        weights: as they lie in a record, each aligned.
+        weights: in a record, each aligned.
         states: of the optimizer, likewise.
-        buffers: what stays on the device wherever the layer's weights are.
-        num_tensors: its parameters, each of which has a gradient while it is there.
+        buffers: bytes that stay on the device while the layer's weights are away.
+        num_tensors: number of its parameters, each of which has a gradient while the layer is on the device.
     """
 
     weights: float
@@ -41,8 +41,8 @@ class ModelBytes:
     """Bytes of all layers, and of the weights that they share.
 
     Attributes:
-        layers: each of them, what it shares included.
-        ties: of each group of layers, the weights that they share, which stay on the device where stages do.
+        layers: of each layer, including the weights that it shares.
+        ties: of each group of layers, the shared weights, which stay on the device where stages do.
     """
 
     layers: tuple[LayerBytes, ...]
@@ -60,7 +60,7 @@ class ModelBytes:
         weights, states, fixed, tensors = (
             [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(4)
         )
-        # The first slot begins at a block, wherever the allocator has put it.
+        # The first slot begins at a block, at any address from the allocator.
         for first in range(min(depth, num_stages)):
             # One of its stages computes, another may still have its gradients; losses wait for the end of the pass.
             tensors_there = plan.num_microbatches + sum(sorted(tensors[first::depth])[-2:])
@@ -99,7 +99,7 @@ def _blocks(num_bytes: float) -> float:
 
 
 def _record(size: float) -> float:
-    """An activation that comes back from the tier: a record of its own, aligned."""
+    """Bytes of an activation that is fetched from the tier: a record of its own, aligned."""
     return _blocks(size) + GRAIN_BYTES if size else 0.0
 
 

@@ -21,42 +21,42 @@ if TYPE_CHECKING:
 class CostModel:
     """Costs of a placed partition. Tuples run over stages; figures are for one micro-batch; () means 0 for all stages.
 
-    Every law is exact arithmetic on what it is given, so integers and fractions stay exact.
+    Every law is exact arithmetic on its arguments, so integers and fractions stay exact.
 
     Attributes:
         forward_s: seconds of a forward.
         backward_input_s: seconds of the half of a backward that makes the gradient of the input.
         backward_weight_s: seconds of the other half; a full backward takes both.
         split_s: seconds that the second of two halves takes beyond its share of a whole backward.
-        split_input_s: those that the first takes.
+        split_input_s: seconds that the first of two halves takes beyond its share.
         recompute_s: seconds of a replay; (): those of the forward.
         step_s: seconds of an optimizer step.
-        host_step_s: seconds of one on the host; (): those of the device.
+        host_step_s: seconds of an optimizer step on the host; (): those of the device.
         loss_s: seconds of the loss and its gradient.
         load_s: seconds of loading a slice of the batch.
         act_bytes: of a stage's output, as it travels to the next.
         grad_bytes: of the gradient of that output; (): those of the output.
         saved_bytes: kept from forward to backward.
-        half_bytes: gradients kept from bwd_input to bwd_weight, in addition to what is saved; (): that of the output.
+        half_bytes: gradients kept from bwd_input to bwd_weight, in addition to `saved_bytes`; (): `grad_bytes`.
         weight_bytes: of one version of the weights, and of their gradients.
-        optim_bytes: of the optimizer's state, there from beginning to end.
-        fixed_bytes: of whatever else is on a rank that has the stage, wherever the stage itself is: buffers and such.
+        optim_bytes: of the optimizer's state, held from beginning to end.
+        fixed_bytes: of other data of the stage that stays on its rank's device, such as buffers.
         input_bytes: of one micro-batch of inputs, at stage 0.
         target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
         tied_bytes: of the shared weight of each tie group, by the group's first stage; where it has none, the weights
             of that whole stage.
-        topology: links between ranks; None: all alike, by the next two.
+        topology: links between ranks; None: all alike, with the next two figures.
         bandwidth_bytes_per_s: of every link.
         latency_s: of every link.
-        post_s: seconds the rank itself spends on issuing a send, receive or reduction.
-        copy_s_per_byte: further seconds per byte the rank spends inside a send: Gloo copies on the caller's core.
-        host_s: seconds the rank itself spends on an instruction beyond its work, by the name of its operation; for
-            those it does not name, `overhead_s` or `post_s`.
-        arrival_s: seconds the rank itself spends on a message that has come, before what needs it begins: the threads
-            that carry messages run on its core.
-        pass_s: seconds a rank spends before each pass over the program: cutting the next batch, and the like.
-        overhead_s: seconds the rank spends on every instruction of the compute lane but `drop`, whatever its speed.
-        speed: of each rank, as a multiple of the device the seconds are for; (): all 1.
+        post_s: seconds that a rank spends on issuing a send, receive or reduction.
+        copy_s_per_byte: further seconds per byte that a rank spends inside a send: Gloo copies on the caller's core.
+        host_s: seconds that a rank spends on an instruction beyond its work, by the name of the operation; for
+            operations that it does not name, `overhead_s` or `post_s`.
+        arrival_s: seconds that a rank spends on an arrived message, before the instruction that needs it begins: the
+            threads that carry messages run on its core.
+        pass_s: seconds that a rank spends before each pass over the program, such as splitting the next batch.
+        overhead_s: seconds that a rank spends on every instruction of the compute lane but `drop`, at any speed.
+        speed: of each rank, relative to the device of the seconds above; (): all 1.
         tiers: rates of the copies to host and disk, by the tier's name.
         tensor: ranks that share each stage; a piece is 1/t of its value.
     """
@@ -112,7 +112,7 @@ class CostModel:
 
     @property
     def num_stages(self) -> int:
-        """How many stages it knows."""
+        """Number of stages."""
         return len(self.forward_s)
 
     # ------------------------------------------------------------------------------------------------------- seconds
@@ -143,7 +143,7 @@ class CostModel:
 
     @property
     def has_ports(self) -> bool:
-        """Whether some ranks share ports."""
+        """Returns whether some ranks share ports."""
         return self.topology is not None and any(level.one_port for level in self.topology.levels)
 
     @property
@@ -156,7 +156,7 @@ class CostModel:
         return max(found // self.tensor, 1)
 
     def ports(self, source: int, target: int) -> tuple[tuple[object, ...], ...]:
-        """The ports that a message goes through, out of one and into another; none where links share nothing."""
+        """The ports of a message, out of one unit and into another; none where links share nothing."""
         if self.topology is None or source == target:
             return ()
         return self.topology.ports(source * self.tensor, target * self.tensor)
@@ -169,14 +169,14 @@ class CostModel:
         return tuple(dict.fromkeys(port for a, b in ring for port in self.ports(a, b)))
 
     def machine_of(self, rank: int) -> tuple[int, float]:
-        """The machine of a rank, and how many ranks can compute there at once: cores / processes of a rank."""
+        """The machine of a rank, and the number of ranks that can compute there at once: cores / processes per rank."""
         if self.topology is None:
             return rank, math.inf
         span, cores = self.topology.machine
         return rank * self.tensor // span, cores / self.tensor
 
     def message_s(self, send: Instruction, rank: int) -> float:
-        """Seconds from the moment both sides have posted a message until it is there: latency + bytes / bandwidth.
+        """Seconds of a message from the moment both sides have posted it to its arrival: latency + bytes / bandwidth.
 
         Args:
             send: the message, as its sender issues it.
@@ -197,13 +197,13 @@ class CostModel:
             return 0
         links = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
         bandwidth, latency = min(link[0] for link in links), max(link[1] for link in links)
-        # A reduction to everyone is one to parts and a gathering of them; each of these is half of it.
+        # An all-reduce is a reduce-scatter and an all-gather; each of these takes half of its time.
         ways = 1 if instruction.kind in _HALVES else 2
         seconds = _over(ways * (d - 1) * self._reduced_bytes(instruction), bandwidth) / d
         return ways * (d - 1).bit_length() * latency + seconds
 
     def local_s(self, instruction: Instruction, rank: int) -> float:
-        """Seconds of what completes asynchronously on one rank: fetch, evict (by the tier's rates), gather, host_step.
+        """Seconds of an asynchronous instruction of one rank: fetch, evict (by the tier's rates), gather, host_step.
 
         Raises:
             PlanError: the tier is unknown.
@@ -220,7 +220,7 @@ class CostModel:
         return tier.latency_s + _over(self._copied_bytes(instruction), rate)
 
     def check_s(self, copy: Instruction) -> float:
-        """Seconds that a rank spends on the checksum of what is copied: before an evict, and when a fetch has come."""
+        """Seconds that a rank spends on the checksum of a copy: before an evict, and after a fetch."""
         rate = next((tier.check_bytes_per_s for tier in self.tiers if tier.name == copy.tier), 0)
         return self._copied_bytes(copy) / rate if rate else 0
 
@@ -245,17 +245,17 @@ class CostModel:
         return _SIZE[value.kind](self, value.stage)
 
     def resident_bytes(self, stages: Sequence[int]) -> float:
-        """Bytes that are on a rank with these stages whatever it does: the optimizer's state."""
+        """Bytes that are always on a rank with these stages: the optimizer's state."""
         return sum(self.optim_bytes[stage] for stage in stages)
 
     def staying_bytes(self, header: Header, rank: int) -> float:
-        """Bytes that are on a rank whatever it does: the optimizer's states that are not moved, and `fixed_bytes`."""
+        """Bytes that are always on a rank: the optimizer's states that are not moved, and `fixed_bytes`."""
         own = header.stages_of(rank)
         stay = self.resident_bytes([stage for stage in own if header.keeps_states(stage)])
         return stay + sum(self.fixed_bytes[stage] for stage in own)
 
     def _work_s(self, instruction: Instruction) -> float:
-        """The sum of the operation's figures: of the instruction's stage, where there is one for each stage."""
+        """The sum of the operation's figures; those with one entry per stage are taken at the instruction's stage."""
         figures = [getattr(self, name) for name in OP_SPEC[instruction.op].seconds]
         work: float = sum(figure[instruction.stage] if isinstance(figure, tuple) else figure for figure in figures)
         return work
@@ -271,7 +271,7 @@ class CostModel:
 
 
 def _over(size: float, bandwidth: float) -> float:
-    """Seconds for some bytes; exactly 0 where bandwidth is no limit, so that exact numbers stay exact."""
+    """Seconds for some bytes; exactly 0 at infinite bandwidth, so that exact numbers stay exact."""
     return 0 if math.isinf(bandwidth) else size / bandwidth
 
 
@@ -279,7 +279,7 @@ _PER_STAGE: Final = [
     item.name for item in fields(CostModel) if item.type == "tuple[float, ...]" and item.name != "speed"
 ]
 _LIKE = {"recompute_s": "forward_s", "host_step_s": "step_s", "grad_bytes": "act_bytes", "half_bytes": "grad_bytes"}
-"""Of figures that are not given, those that are taken in their place."""
+"""Figures that replace those that are not given."""
 _HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
 
 _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
@@ -294,6 +294,6 @@ _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
     Kind.WEIGHTS.value: lambda cost, s: cost.weight_bytes[s],
     Kind.OPTIM.value: lambda cost, s: cost.optim_bytes[s],
     Kind.NORM.value: lambda cost, s: 0,
-    # Parts of weights that lie where the whole will be.
+    # Parts of weights that are stored in the memory of the whole.
     Kind.SHARDS.value: lambda cost, s: 0,
 }

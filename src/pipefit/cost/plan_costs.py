@@ -1,4 +1,4 @@
-"""The one way from a profile, a plan and a topology to costs, and what the executor itself adds."""
+"""Costs of a plan from its profile and topology, and the costs of the executor."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RuntimeCosts(NamedTuple):
     """Seconds of the executor.
 
     Attributes:
-        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond what the profile measured.
+        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond the profile's time.
         post_s: of posting one message.
-        host_s: on instructions by operation, beyond what the profile measured.
+        host_s: on instructions by operation, beyond the profile's time.
         pass_s: of a rank before each pass over the program.
         copy_s_per_byte: of a send, on the sender's core.
-        arrival_s: on a message that has come, where no core is left for the threads that carry it.
+        arrival_s: on an arrived message, where no core is left for the threads that carry it.
     """
 
     overhead_s: float
@@ -36,14 +36,14 @@ class RuntimeCosts(NamedTuple):
 
 
 USUAL = RuntimeCosts(10e-6, 20e-6)
-"""Where nothing was measured: ranks in one process, or a GPU, whose work hides it."""
+"""Usual costs where nothing was measured: ranks in one process, or a GPU, whose work hides these costs."""
 
 FREE = RuntimeCosts(0.0, 0.0, copy_s_per_byte=0.0)
-"""An executor that costs nothing: what the planner and `pipefit simulate` compare plans with."""
+"""An executor without costs, with which the planner and `pipefit simulate` compare plans."""
 
 
 def usual_state(profile: Profile) -> float:
-    """Optimizer bytes per weight byte where nobody says: Adam's, with a master copy for a profile by arithmetic."""
+    """Default of optimizer bytes per weight byte: Adam's, with a master copy for a profile by arithmetic."""
     return 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
 
 
@@ -58,19 +58,19 @@ def of_plan(
 ) -> CostModel:
     """Costs of a plan's stages on a topology.
 
-    Devices that differ scale by their usable FLOP/s, relative to the topology's `device` (which the profile is then
-    taken to be measured on), or to the first of `devices`. Ranks of one machine share the rates of its tiers.
+    Devices that differ scale by their usable FLOP/s, relative to the topology's `device` (on which the profile is then
+    assumed to be measured), or to the first of `devices`. Ranks of one machine share the rates of its tiers.
 
     Args:
         profile: seconds and bytes per layer; they are taken at the plan's micro-batch size. With tensor parallelism
             they are those of one process of a rank: measured (`pipefit.calibrate.tensor_shard`) or computed
             (`pipefit.cost.tensor.tensor_shard`).
-        plan: stages, their ranks, and what else decides costs: sharded optimizer, tensor width, what is spilled.
+        plan: stages, their ranks, and other settings that affect costs: sharded optimizer, tensor width, spilling.
         topology: links, device speeds and tiers.
         state_per_weight: optimizer bytes per weight byte: 0 for SGD, 1 with momentum, 2 for Adam; None: see
             `usual_state`.
         runtime: costs of the executor; `FREE` compares plans.
-        sizes: exact bytes of the layers, where they are at hand; None: what the profile says.
+        sizes: exact bytes of the layers; None: those of the profile.
 
     Raises:
         PlanError: plan and profile, or plan and topology, do not belong together.
@@ -88,7 +88,7 @@ def of_plan(
     def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
         return tuple(sum(figure(profile.layers[index]) for index in stage.layers) for stage in partition.stages)
 
-    # Each replica steps, and keeps the states of, its part.
+    # Each replica steps its part and keeps the states of it.
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
     steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
     inputs_s, weights_s = total(lambda layer: layer.backward_input_s), total(lambda layer: layer.backward_weight_s)

@@ -1,4 +1,4 @@
-"""A profile under tensor parallelism, by arithmetic: layers sharded, and the waits for each other inside them."""
+"""A profile under tensor parallelism, by arithmetic: sharded layers, and the communication inside them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
         inner = 0 < index < len(profile) - 1
         wait_s = 2 * all_reduce_s(layer.output_bytes) if inner else 0.0
         whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
-        # Of what a backward in two halves keeps: what enters the two products whose outputs are summed.
+        # A backward in two halves keeps the inputs of the two products whose outputs are summed.
         kept = min(layer.kept_bytes, 2 * layer.output_bytes) if inner else 0.0
         layers.append(
             Layer(

@@ -20,7 +20,7 @@ def unit(
     latency: float = 0,
     copy: float = 2,
 ) -> CostModel:
-    """The lectures' costs: a rank spends `forward` and `backward` on a micro-batch over all its stages.
+    """Unit costs: a rank spends `forward` and `backward` on a micro-batch over all its stages.
 
     A stage costs forward·num_ranks/num_stages: a chunk costs 1/v, and the one stage of data parallelism costs p times
     as much. Saved activations are counted in micro-batches of a rank's layers; nothing else has a size.
@@ -29,11 +29,11 @@ def unit(
         header: of the program.
         forward: seconds per rank and micro-batch.
         backward: of a full backward; default input + weight, or 2.
-        input: its half for the gradient of the input; default what `weight` leaves, or half.
+        input: its half for the gradient of the input; default: backward − weight, or half.
         weight: its other half.
         latency: seconds of a message.
-        copy: seconds of moving all stages of a rank to or from the tier they are spilled to, weights or states alike;
-            a step on the host takes twice as long.
+        copy: seconds of moving the weights, or the states, of all stages of a rank to or from their tier; a step on
+            the host takes twice as long.
 
     Raises:
         PlanError: backward is not input + weight.
@@ -71,5 +71,5 @@ def _halves(backward: float | None, input: float | None, weight: float | None) -
 
 
 def _divide(a: float, b: int) -> float:
-    """A / b; whole where both are and b divides a, so that whole costs give whole times."""
+    """A / b; an integer where both are and b divides a, so that whole costs give whole times."""
     return a // b if isinstance(a, int) and a % b == 0 else a / b

@@ -1,6 +1,6 @@
-"""The parts of a model that nobody wrote for a pipeline: its repeated blocks, and what runs between them.
+"""The parts of a model that was not written for a pipeline: its repeated blocks, and the code between them.
 
-One run of the model with an example says which modules are called, how often and in which order.
+One run of the model with an example shows the modules that are called, how often and in which order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipefit.errors import ModelError
 
 
 class Call(NamedTuple):
-    """A call of a module: its path in the model, and the paths of those under way around it."""
+    """A call of a module: its path in the model, and the paths of the modules whose calls contain it."""
 
     path: str
     around: tuple[str, ...]
@@ -45,7 +45,7 @@ class Seen(NamedTuple):
         exits: leaves of each block's output.
         owners: of each unit, the layers during which it was called.
         alike: for each block and unit, for each leaf of its output the place of a tensor among its arguments with the
-            same shape and type, -1 for a leaf that is no tensor, None where there is none.
+            same shape and type, -1 for a leaf that is not a tensor, None where there is none.
         examples: an output of each block and unit.
         output: of the model.
     """
@@ -82,7 +82,7 @@ def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 
 def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | None = None) -> Iterator[Anatomy]:
-    """The ways to see blocks in a model, the most promising first.
+    """The possible choices of blocks in a model, the most promising first.
 
     Args:
         model: of any kind.
@@ -107,7 +107,7 @@ def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | Non
     last = children[-1:]
     known: set[tuple[str, ...]] = set()
     for found in (_outermost(kinds), _outermost(listed), _finest(listed), children):
-        # What follows the last block may need more than its output, as in x + block(x): the last child ends it then.
+        # The code after the last block may need more than its output, as in x + block(x): then the last child ends it.
         follows = found and last and order.index(last[0]) > order.index(found[-1])
         for blocks in (found, found + last) if follows else (found,):
             if len(blocks) > 1 and tuple(blocks) not in known:
@@ -126,7 +126,7 @@ def called_again(model: nn.Module, calls: Sequence[Call]) -> tuple[str, int] | N
 
 
 def _is_listed(modules: Mapping[str, nn.Module], path: str, order: Sequence[str]) -> bool:
-    """Whether a module is one of several children of a list that are all called once."""
+    """Returns whether a module is one of several children of a list that are all called once."""
     parent = modules.get(path.rpartition(".")[0])
     if not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not path:
         return False
@@ -159,10 +159,10 @@ def _anatomy(model: nn.Module, blocks: Sequence[str]) -> Anatomy:
 
 
 def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mapping[str, Any], enter: Enter) -> Seen:
-    """Runs the whole model and looks at its blocks and units.
+    """Runs the whole model and records its blocks and units.
 
     Args:
-        model: in the mode it is to be run in.
+        model: in the mode of the run.
         parts: of the model.
         args: positional arguments.
         kwargs: keyword arguments.

@@ -17,13 +17,13 @@ from pipefit.cutting.shell import CutLayer
 
 @dataclass
 class Past:
-    """Where a generation stands.
+    """The state of a generation.
 
     Attributes:
         name: of the argument that holds the model's cache.
-        cache: one of the model's own kind; it only counts, see `count`.
+        cache: of the model's own class; it only counts tokens, see `count`.
         length: tokens that all caches have seen.
-        options: arguments of the next forward that are no tensors.
+        options: arguments of the next forward that are not tensors.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Past:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Past | None:
-        """By the empty cache among the arguments of a model; None: there is none that knows its layers."""
+        """Finds the empty cache among the arguments of a model; None: there is none with known layers."""
         from transformers.cache_utils import DynamicCache
 
         found = [cls(name, value) for name, value in arguments.items() if isinstance(value, DynamicCache)]
@@ -44,7 +44,7 @@ class CachedArguments:
     """The arguments of the model for one stage, with the stage's own cache.
 
     Args:
-        past: where the generation stands, the same for all stages.
+        past: the state of the generation, the same for all stages.
     """
 
     def __init__(self, past: Past) -> None:
@@ -66,13 +66,13 @@ class CachedArguments:
 
 @contextlib.contextmanager
 def caching(stages: Iterable[Sequence[CutLayer]], past: Past) -> Iterator[list[CachedArguments]]:
-    """Stages, each given by its layers, that run with caches of their own for a while."""
+    """The context in which stages, each given by its layers, run with their own caches."""
     before = []
     made = []
     try:
         for layers in stages:
             made.append(CachedArguments(past))
-            # Nothing is trained, so no outputs of routers need to travel.
+            # Nothing is trained, so no outputs of routers need to be sent.
             shell = replace(layers[0].shell, arguments=made[-1], carried=())
             for layer in layers:
                 before.append((layer, layer.shell))
@@ -84,10 +84,10 @@ def caching(stages: Iterable[Sequence[CutLayer]], past: Past) -> Iterator[list[C
 
 
 def count(cache: Any, length: int) -> None:
-    """Tells a cache how many tokens there were, for the layers that another stage computes.
+    """Sets the number of tokens in a cache for the layers that another stage computes.
 
-    A model makes its masks and positions from the length of one layer, such as the first, which may be elsewhere. There
-    a byte for each token stands for its keys and values; layers that are here have them, and stay as they are.
+    A model makes its masks and positions from the length of one layer, such as the first, which may be on another
+    stage. For such layers a byte per token replaces keys and values; layers of this stage stay as they are.
     """
     from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 

@@ -1,4 +1,4 @@
-"""Any `nn.Module` as a row of layers: found by one run of an example, and proved by it before anything is trained."""
+"""Any `nn.Module` as a sequence of layers: found by one run of an example, and proved by it before training."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Cut:
         crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
         merged: blocks before which it cannot be cut, with the reason.
         loss: the model's own, (output, batch) -> mean; None: it has none.
-        weigh: how much a batch counts in that mean; None: by its samples.
-        initialise_layer: gives layers of the meta device their weights; None: they have them.
+        weigh: the weight of a batch in that mean; None: its number of samples.
+        initialise_layer: sets the weights of layers of the meta device; None: they have weights.
     """
 
     layers: tuple[NamedLayer, ...]
@@ -60,7 +60,7 @@ class Cut:
         return len(self.layers)
 
     def __str__(self) -> str:
-        """A table of the layers with what enters each of them for the example."""
+        """A table of the layers, with the bytes that enter each of them for the example."""
         entering = [("the batch", ""), *((format_bytes(size), counted(n, "tensor")) for size, n in self.crossing)]
         rows = [(*row, *enters) for row, enters in zip(_rows(self.layers), entering, strict=True)]
         head = f"{len(self)} layers {self.way}, proved equal to the whole model"
@@ -81,7 +81,7 @@ def _rows(layers: Sequence[NamedLayer]) -> list[tuple[str, str]]:
 
 
 def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    """A dict is keyword arguments, a tuple positional ones, anything else the only argument."""
+    """The arguments of a batch: keyword arguments of a dict, positional ones of a tuple, else a single argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
@@ -91,23 +91,23 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     """Cuts a model into layers, and proves the cut on an example.
 
     Args:
-        model: stays as it is; its forward runs a few times in the mode it is in. Weights of the meta device are lent
-            memory for the while.
+        model: stays as it is; its forward runs a few times in its current mode. Weights of the meta device are lent
+            memory meanwhile.
         example: one batch: a tensor, a tuple of positional or a dict of keyword arguments; None: a random one, which
             models of transformers have.
         cuts: paths of modules before which the model is cut; None: the blocks of its repeated list, or, where that
             leaves most of the weights in one layer, wherever little crosses in the graph of `torch.export`.
 
     Returns:
-        The layers; the first is what runs before the first cut, the last what runs after the last.
+        The layers; the first is the code before the first cut, the last the code after the last one.
 
     Raises:
-        ModelError: there is no way to cut the model that computes what the model computes; it says where and why.
+        ModelError: no cut gives the results of the model; the message names the place and the reason.
     """
     own = is_transformers(model)
     if example is None and not own:
         raise ModelError(
-            f"{type(model).__name__} is no sequence of layers: how it can be cut is found with an example of its "
+            f"{type(model).__name__} is not a sequence of layers: a cut is found with an example of its "
             "input; give example=…, one batch"
         )
     unknown = set(cuts or ()) - dict(model.named_modules()).keys()
@@ -124,7 +124,7 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
 
 
 class Layers(NamedTuple):
-    """A model as layers, and what it knows of its loss; see `Cut`."""
+    """A model as layers, with its own loss if it has one; see `Cut`."""
 
     layers: Sequence[NamedLayer]
     loss: Callable[[Any, Any], Tensor] | None = None
@@ -132,7 +132,7 @@ class Layers(NamedTuple):
 
 
 def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
-    """The layers of any model: its own, if it is a sequence of them or was cut; else those it is cut into.
+    """The layers of any model: its own, if it is a sequence of layers or was cut; else those of a new cut.
 
     Args:
         model: an `nn.Sequential`, a list of modules, a `Cut`, or any module.
@@ -228,7 +228,7 @@ def _around_blocks(
 
 
 def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems: list[str]) -> Cut | None:
-    """The cut before as many of these blocks as can be proved."""
+    """The cut with borders before as many of these blocks as can be proved."""
     merged: list[tuple[str, str]] = []
     writes = False
     while len(parts.blocks) > 1:
@@ -262,7 +262,7 @@ def _shell(
     result: Callable[[Any], Any],
     carries: Callable[[nn.Module], bool] | None,
 ) -> tuple[Shell, Seen]:
-    """The shell of a model, with what crosses each border, and the run of the whole model that it is proved by."""
+    """The shell of a model, with the values that cross each border, and the run of the whole model that proves it."""
     args, kwargs = arguments(example)
     with torch.no_grad():
         seen = observe(model, parts, args, kwargs, torch.manual_seed)
@@ -292,7 +292,7 @@ def _shell(
 
 
 def _crossings(shell: Shell, seen: Seen, example: Any) -> dict[int, list[int]]:
-    """Of each border, the leaves that stubs cannot make: they differ from those of the whole model."""
+    """For each border, the leaves that stubs cannot reproduce: they differ from those of the whole model."""
     entered: list[list[Any]] = []
     with torch.no_grad():
         for number in range(1, len(shell.blocks) + 1):
@@ -306,14 +306,14 @@ def _crossings(shell: Shell, seen: Seen, example: Any) -> dict[int, list[int]]:
             if not isinstance(whole[place], Tensor):
                 kind = type(whole[place]).__name__
                 raise ModelError(
-                    f"block {number - 1} is given a {kind} that depends on what came before; only tensors can travel"
+                    f"block {number - 1} is given a {kind} that depends on earlier layers; only tensors can be sent"
                 )
     crossing[len(shell.blocks) + 1] = _needed_at_the_end(shell, seen, example)
     return crossing
 
 
 def _needed_at_the_end(shell: Shell, seen: Seen, example: Any) -> list[int]:
-    """Of the leaves that the last block gives, those without which the model's output is another."""
+    """The output leaves of the last block that the model's output depends on."""
     leaves, number = seen.exits[-1], len(shell.blocks) + 1
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     wanted = pytree.tree_leaves(shell.result(seen.output))

@@ -1,4 +1,4 @@
-"""Models of transformers: how one is called, its loss, and batches of its kind."""
+"""Models of transformers: their arguments, their loss, and batches of their kind."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch._subclasses import FakeTensor
 from pipefit.errors import DataError, ModelError
 
 IGNORED = -100
-"""The label of what counts in no loss, as everywhere in transformers."""
+"""The label of tokens that the loss ignores, as everywhere in transformers."""
 
 
 def is_transformers(model: object) -> bool:
-    """Whether a model is one of transformers, or one that peft has wrapped."""
+    """Returns whether a model is one of transformers, or one that peft has wrapped."""
     return any(kind.__name__ in ("PreTrainedModel", "PeftModel") for kind in type(model).__mro__)
 
 
 def without_adapters(model: nn.Module) -> Any:
-    """The model itself, without what peft has wrapped around it."""
+    """The model without the wrapper of peft."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a model for a batch: the batch's entries by name, and what makes a forward of training."""
+    """The arguments of a model for a batch: the batch's entries by name, and the settings of a training forward."""
 
     further: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module) -> Call:
-        """For a model of transformers: nothing is kept for generation."""
+        """The call of a model of transformers, without a cache for generation."""
         names = inspect.signature(without_adapters(model).forward).parameters
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
         config: Any = getattr(model, "config", None)
@@ -63,7 +63,7 @@ def result(output: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Labels:
-    """Weight of a batch in the mean: its labels that are not -100, or its samples where labels are no tokens.
+    """Weight of a batch in the mean: its labels that are not -100, or its samples where labels are not tokens.
 
     Attributes:
         shifted: each place predicts the next one, so the first label of a sequence is never predicted.
@@ -73,7 +73,7 @@ class Labels:
 
     @classmethod
     def of(cls, model: nn.Module) -> Labels:
-        """By the loss that the model has."""
+        """The weights that suit the model's own loss."""
         model = without_adapters(model)
         config: Any = getattr(model, "config", None)
         loss = getattr(getattr(model, "loss_function", None), "__name__", "")
@@ -95,12 +95,12 @@ def _labels(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: Labels) -> Tensor:
-    """The loss that the model itself computed from the labels of the batch, a mean over what counts.
+    """The model's own loss from the labels of the batch, a mean over the labels that count.
 
     Args:
         output: of the model, with its loss.
         batch: with labels.
-        weigh: how much it counts; 0 where every label is -100: then the loss is 0, and so are its gradients.
+        weigh: its weight; 0 where every label is -100: then the loss is 0, and so are its gradients.
     """
     if "loss" not in output:
         _labels(batch)
@@ -112,7 +112,7 @@ def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: L
 
 
 def loss_of(model: nn.Module) -> tuple[Callable[[Any, Any], Tensor] | None, Labels | None]:
-    """A model's own loss as (output, batch) -> mean, and how much a batch counts in it; None: it takes no labels."""
+    """A model's own loss as (output, batch) -> mean, and the weight of a batch in it; None: it takes no labels."""
     if not _takes_labels(model):
         return None, None
     weigh = Labels.of(model)
@@ -141,7 +141,7 @@ class Routers:
         return cls(tuple(kinds)) if kinds else None
 
     def __call__(self, module: nn.Module) -> bool:
-        """Whether a module is one of them."""
+        """Returns whether a module is one of them."""
         return isinstance(module, self.kinds)
 
 
@@ -155,7 +155,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
         length: of the sequences, in tokens; every second one is shorter, and padded.
 
     Raises:
-        ModelError: the model takes something else.
+        ModelError: the model takes another kind of input.
     """
     model = without_adapters(model)
     config = model.config

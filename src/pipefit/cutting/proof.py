@@ -1,4 +1,4 @@
-"""The proof of a cut: one batch through its layers, compared with the whole model, value by value and gradients too."""
+"""The proof of a cut: one batch through its layers, with all values and gradients compared with the whole model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipefit.errors import ModelError
 
 
 class Difference(NamedTuple):
-    """Where a cut does not compute what the model computes.
+    """A place at which a cut gives other results than the model.
 
     Attributes:
         block: number of the first block (from 0) before which it cannot be cut; None: no single one.
@@ -51,7 +51,9 @@ def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
             wanted = [leaves[place] for place in shell.crossing[number + 1]]
             worst = _worst(payload["values"], wanted)
             if worst is not None:
-                return Difference(min(number, last - 2), f"what enters it differs from the whole model by {worst}")
+                return Difference(
+                    min(number, last - 2), f"a value that enters it differs from the whole model by {worst}"
+                )
     worst = _worst(pytree.tree_leaves(payload), pytree.tree_leaves(shell.result(seen.output)))
     if worst is not None:
         return Difference(last - 2, f"the output differs from the whole model's by {worst}")
@@ -138,7 +140,7 @@ def buffers_of(model: nn.Module) -> Callable[[], None]:
 
 
 def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
-    """The largest relative difference, if it is more than rounding; or what else differs."""
+    """The largest relative difference, if it is more than rounding; or a difference of structure or shape."""
     if len(got) != len(wanted):
         return f"its structure ({len(got)} values, {len(wanted)} wanted)"
     for mine, other in zip(got, wanted, strict=True):
@@ -171,7 +173,7 @@ def _gradients(model: nn.Module, payload: Any, whole: Callable[[], Any]) -> str 
     for name in {**wanted, **got}:
         one = next(sums[name] for sums in (wanted, got) if name in sums)
         mine, other = (sums.get(name, torch.zeros_like(one)) for sums in (got, wanted))
-        # What is no number in the whole model either is none of the cut's mistakes.
+        # NaN in the whole model too is not a mistake of the cut.
         far = torch.where(mine.isnan() & other.isnan(), 0, mine - other).abs()
         distance = float(far.max()) if far.numel() else 0.0
         most = max(float(other.abs().nan_to_num(0).max()) if other.numel() else 0.0, scale / 100)
@@ -181,16 +183,16 @@ def _gradients(model: nn.Module, payload: Any, whole: Callable[[], Any]) -> str 
 
 
 def _whole(shell: Shell, args: Any, kwargs: Any) -> Any:
-    """The whole model once more, now with its graph; each layer has its number as the seed."""
+    """Runs the whole model once more, now with its graph; each layer has its number as the seed."""
     paths = {id(module): path for path, module in shell.model.named_modules()}
     parts = Anatomy(tuple(paths[id(block)] for block in shell.blocks), (), ())
     return observe(shell.model, parts, args, kwargs, torch.manual_seed).output
 
 
 def _sums_of_gradients(model: nn.Module, payload: Any) -> dict[str, Tensor] | None:
-    """Weighted sums along the rows of each weight's gradient, which is let go of at once; None: nothing is trained.
+    """Weighted sums along the rows of each weight's gradient, which is freed at once; None: nothing is trained.
 
-    The gradients of a large model are never there all at a time.
+    So the gradients of a large model are never all in memory at the same time.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor) and leaf.requires_grad]
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]

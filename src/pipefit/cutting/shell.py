@@ -1,15 +1,15 @@
-"""A model's own forward as a shell: some of its modules compute, the others only say which shapes they give.
+"""A model's own forward as a shell: some of its modules compute, the others only return tensors of their shapes.
 
-A cut model is a row of layers: 0, what runs before the first block; 1 to n, the blocks; n + 1, what runs after them. A
-stage runs the forward that the model's author wrote, from its start, so that masks, positions and rotary tables are
-made anew from the small inputs that every stage has:
+A cut model is a sequence of layers: 0, the code before the first block; 1 to n, the blocks; n + 1, the code after them.
+A stage runs the model's own forward from its start, so that masks, positions and rotary tables are recomputed from the
+small inputs that every stage has:
 
-    module of a layer before the stage    a stub: gives NaN of the right shapes
+    module of a layer before the stage    a stub: returns NaN of the right shapes
     first block of the stage              entered with the values that crossed the border
     modules of the stage                  compute
     first block after the stage           reached: its arguments are the values that cross the next border
 
-Which arguments of a block cross its border is no guess: those that the stubs could not make equal to the whole model's.
+The arguments of a block that cross its border are not guessed: they are those that the stubs cannot reproduce.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pipefit.cutting.stubs import Stub, nan_like
 from pipefit.errors import ModelError
 
 Enter = Callable[[int], None]
-"""Called when the forward comes to a layer that computes, with the layer's number."""
+"""Called when the forward reaches a layer that computes, with the layer's number."""
 
 
 @contextlib.contextmanager
 def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Modules with other forwards for a while; their hooks stay."""
+    """The context in which modules have other forwards; their hooks stay."""
     before = {module: module.__dict__.get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -47,7 +47,7 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 class _Reached(BaseException):
-    """The forward came to the end of the stage; no `Exception`, so that no model's own handler takes it."""
+    """The forward reached the end of the stage; not an `Exception`, so that no handler of the model catches it."""
 
     def __init__(self, values: list[Any]) -> None:
         self.values = values
@@ -75,13 +75,13 @@ class Shell:
         spine: modules that hold blocks; their forwards are the code between the layers.
         shared: modules without weights that this code calls, such as rotary tables; every stage has them.
         arguments: from a batch to the positional and keyword arguments of the model.
-        result: from the output of the model to what the loss gets.
+        result: from the output of the model to the input of the loss.
         carried: of each block, the modules in it whose outputs the model gathers from hooks for its end, such as the
-            routers of a mixture of experts; they travel with what crosses the borders.
+            routers of a mixture of experts; they are sent with the values that cross the borders.
         crossing: of each border k (0: none), the positions of the leaves that cross it among the arguments of block k,
             and for the last among the outputs of the last block.
-        writes: what crossed a border is also written into the tensor whose place it takes, for models whose own code
-            uses that again, as in x + block(x); otherwise it only takes its place in the arguments of blocks.
+        writes: values that crossed a border are also written into the tensors that they replace, for models whose own
+            code uses these again, as in x + block(x); otherwise they only replace arguments of blocks.
     """
 
     model: nn.Module
@@ -98,7 +98,7 @@ class Shell:
 
     @property
     def num_layers(self) -> int:
-        """The blocks, and what runs before and after them."""
+        """Number of layers: the blocks, and the code before and after them."""
         return len(self.blocks) + 2
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
@@ -107,7 +107,7 @@ class Shell:
         Args:
             first: number of the first layer.
             last: number of the last layer.
-            payload: a batch for layer 0; for others what the layer before gave: the batch and the values that cross.
+            payload: a batch for layer 0; for others the output of the layer before: the batch and the crossing values.
             enter: called as a layer begins.
 
         Returns:
@@ -132,7 +132,7 @@ class Shell:
         self.model.train(mode)
 
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
-        """Whether one of some layers calls a module."""
+        """Returns whether one of some layers calls a module."""
         return any(owner in layers for owner in owners)
 
 
@@ -142,12 +142,12 @@ class _Passage:
     def __init__(self, shell: Shell, first: int, last: int, begin: Payload, enter: Enter) -> None:
         self.shell, self.first, self.last, self.values, self.enter = shell, first, last, begin.values, enter
         self.carried = list(begin.carried)
-        # What crossed the border, by the stub's tensor whose place it takes wherever the forward uses that again.
+        # Values that crossed the border, by the stub's tensor that they replace wherever the forward uses it again.
         self.arrived: dict[int, tuple[Any, Any]] = {}
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """The model with the forwards of its modules replaced as this run needs it."""
+        """The context of a run, in which the forwards of modules are replaced."""
         shell, inside = self.shell, range(self.first, self.last + 1)
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         for unit, owners in shell.units:
@@ -185,7 +185,7 @@ class _Passage:
             for place, value in zip(self.shell.crossing[number], self.values, strict=True):
                 if getattr(leaves[place], "shape", None) != value.shape:
                     raise ModelError(
-                        f"what enters block {number - 1} has another shape than its stand-in; no cut there"
+                        f"a value that enters block {number - 1} has another shape than its stand-in; no cut there"
                     )
                 known = self.arrived.setdefault(id(leaves[place]), (leaves[place], value))
                 if known[1] is not value:
@@ -217,7 +217,7 @@ class _Passage:
             self.carried.append(kept)
 
     def _skipped(self, number: int, stub: Stub, *args: Any, **kwargs: Any) -> Any:
-        """The output of an earlier block, where the model's end runs: the model's own hooks see what was carried."""
+        """The output of an earlier block, where the model's end runs: the model's own hooks get the carried outputs."""
         if self.shell.carried:
             for module, output in zip(self.shell.carried[number - 1], self.carried[number - 1], strict=True):
                 with replaced_forwards({module: lambda output=output: output}):
@@ -257,13 +257,13 @@ class CutLayer(nn.Module):
         self.shell, self.number = shell, number
 
     def train(self, mode: bool = True) -> CutLayer:
-        """Training or evaluation mode of the layer, and of all that runs between the layers."""
+        """Training or evaluation mode of the layer, and of all modules between the layers."""
         super().train(mode)
         self.shell.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> CutLayer:
-        """Moves or converts the layer, and what every stage has."""
+        """Moves or converts the layer, and the modules that every stage has."""
         super()._apply(fn, recurse)
         for module in self.shell.shared:
             module._apply(fn)

@@ -1,4 +1,4 @@
-"""Stand-ins for modules that another stage computes: they give NaN of the shapes that the module would give."""
+"""Stand-ins for modules that another stage computes: they return NaN of the shapes of the module's output."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 class Stub:
-    """Stands in for a module.
+    """A stand-in for a module.
 
     The shapes of its output are those of the arguments that had the output's shapes in the example; where there are
-    none, those that the module gives on the meta device, found once for each kind of arguments.
+    none, those of the module's output on the meta device, found once for each kind of arguments.
 
     Args:
         module: stays as it is.
         alike: for each leaf of the output the place of a tensor among the arguments that had the same shape and type
-            in the example, -1 for a leaf that is no tensor, None where there is none.
+            in the example, -1 for a leaf that is not a tensor, None where there is none.
         example: an output.
-        is_block: what the block before made is handed on as it is, so that a row of stubs takes no time.
+        is_block: the output of the block before is returned as it is, so that a sequence of stubs takes no time.
     """
 
     def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any, is_block: bool) -> None:
@@ -38,14 +38,14 @@ class Stub:
         self._known: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what can be found again."""
+        """All state except the parts that can be found again."""
         return self.__dict__ | {"_known": {}}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """NaN in the shapes of the module's output."""
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        # A module that would write to a cache of keys and values does not run: what is like nothing then, such as
-        # attention weights, has the shape it had in the example.
+        # A module that would write to a cache of keys and values does not run: leaves without a similar argument, such
+        # as attention weights, then have their shapes of the example.
         writes = any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
         if writes or all(place is not None for place in self.alike):
             output = self._like(args, kwargs)
@@ -79,7 +79,7 @@ class Stub:
         """An output on the meta device, by a run there."""
         forward: Callable[..., Any] = self.module.__dict__.pop("forward")
         modes = [(module, module.training) for module in self.module.modules()]
-        # A batch norm would count what it sees.
+        # A batch norm would update its statistics.
         self.module.eval()
         try:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
@@ -89,8 +89,8 @@ class Stub:
         except Exception as problem:
             kind = type(self.module).__name__
             raise ModelError(
-                f"{kind}: what it gives has a shape that cannot be known without computing it ({problem}); give "
-                "cuts=[…] so that it lies before the first cut, or the model as a list of layers"
+                f"{kind}: the shape of its output cannot be known without computing it ({problem}); give "
+                "cuts=[…] so that it is before the first cut, or the model as a list of layers"
             ) from problem
         finally:
             self.module.__dict__["forward"] = forward

@@ -1,4 +1,4 @@
-"""Built-in data sets that need no download, cut into reproducible and resumable batches."""
+"""Built-in data sets that need no download, split into reproducible and resumable batches."""
 
 from pipefit.data.arrays import ArrayBatches, Digits, digits
 from pipefit.data.corpus import split_corpus, text, unigram_entropy

@@ -53,7 +53,7 @@ def _digits_table() -> np.ndarray:
     """One row per image: 64 pixels and the label, from scikit-learn's file: importing the library takes seconds."""
     found = importlib.util.find_spec("sklearn")
     if found is None or found.origin is None:
-        raise DataError("data: digits come with scikit-learn, which is not here: pip install 'pipefit[data]'")
+        raise DataError("data: digits come with scikit-learn, which is not installed: pip install 'pipefit[data]'")
     return np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
 
 
@@ -80,7 +80,7 @@ class ArrayBatches(Resumable):
         if len(x) == 0:
             raise DataError("data: no samples")
         if batch < 1 or (batch > len(x) and not ragged):
-            raise DataError(f"data: batch must lie between 1 and the {len(x)} samples there are, got {batch}")
+            raise DataError(f"data: batch must be between 1 and the {len(x)} samples, got {batch}")
         self._x, self._y, self._batch, self._seed, self._ragged = x, y, batch, seed, ragged
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 

@@ -1,6 +1,6 @@
-"""Text as bytes: a corpus that ships with Python, or the user's files.
+"""Text as bytes: a corpus that comes with Python, or the user's files.
 
-A byte is a token, so no tokenizer stands between the text and the model, and losses are in nats per byte.
+A byte is a token, so no tokenizer is needed, and losses are in nats per byte.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _builtin_prose() -> bytes:
         raise DataError(
             "data: this Python comes without pydoc_data.topics, the built-in text; give a text file with --data FILE"
         ) from error
-    # Underlines of headings and rules of tables are no language, and a model learns to draw them first.
+    # Underlines of headings and rules of tables are not language, and a model would learn to draw them first.
     prose = (_RULED_LINE.sub("", topics[name]).strip("\n") for name in sorted(topics))
     return "\n\n\n".join(prose).encode()
 
@@ -68,13 +68,13 @@ def _read(file: Path) -> bytes:
 def split_corpus(corpus: bytes, validation: float = 0.1) -> tuple[bytes, bytes]:
     """Splits a corpus into its first part for training and its last part for validation.
 
-    The cut is contiguous, so no window of the one overlaps a window of the other.
+    Both parts are contiguous, so no window of the one overlaps a window of the other.
 
     Raises:
         DataError: `validation` is outside (0, 1), or the corpus is too short to be split.
     """
     if not 0.0 < validation < 1.0:
-        raise DataError(f"data: the validation share must lie between 0 and 1, got {validation}")
+        raise DataError(f"data: the validation share must be between 0 and 1, got {validation}")
     cut = round(len(corpus) * (1.0 - validation))
     if not 0 < cut < len(corpus):
         raise DataError(f"data: {len(corpus)} bytes are too few to keep a share of {validation} for validation")

@@ -1,4 +1,4 @@
-"""Writing text with a byte-level language model."""
+"""Text generation with a byte-level language model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The position in a stream of batches: its whole state, so that a resumed run sees the batches that were left."""
+"""The position in a stream of batches: its whole state, so that a resumed run sees the remaining batches."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pipefit.errors import DataError
 
 
 class Resumable:
-    """Batches by number; the number of the next one is all that a checkpoint keeps."""
+    """Batches by number; a checkpoint keeps only the number of the next one."""
 
     _position = 0
 
     def _identity(self) -> dict[str, Any]:
-        """Seed and sizes: where one differs, a position means other batches."""
+        """Seed and sizes: if one differs, a position means other batches."""
         raise NotImplementedError
 
     def batch_at(self, index: int) -> tuple[Tensor, Tensor]:
@@ -24,18 +24,18 @@ class Resumable:
         raise NotImplementedError
 
     def _until(self, end: int | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches from the position on, which moves with every batch taken."""
+        """The batches starting at the position, which moves with every batch taken."""
         while end is None or self._position < end:
             index = self._position
             self._position += 1
             yield self.batch_at(index)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and seed, and the sizes the position counts in."""
+        """The position, the seed, and the sizes to which the position refers."""
         return {"position": self._position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the position of `state`.
+        """Sets the position to that of `state`.
 
         Raises:
             DataError: the state belongs to other data, seed or sizes, so the position would mean other batches.
@@ -51,7 +51,7 @@ class Resumable:
 
 
 def batch_seed(seed: int, index: int) -> int:
-    """One 63-bit seed from a pair, so that neighbouring pairs share nothing (splitmix64's finisher)."""
+    """A 63-bit seed from a pair; seeds of neighbouring pairs are unrelated (splitmix64's finisher)."""
     mask = (1 << 64) - 1
     mixed = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask

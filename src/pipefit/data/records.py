@@ -16,7 +16,7 @@ from pipefit.data.corpus import text
 from pipefit.errors import DataError
 
 IGNORED = -100
-"""The label of a token that counts in no loss."""
+"""The label of a token that the loss ignores."""
 
 _FIELDS = "'text', 'prompt' and 'completion', or 'messages'"
 _LENGTHS = 32
@@ -24,7 +24,7 @@ _LENGTHS = 32
 
 
 class Tokens(NamedTuple):
-    """A sequence of token ids, and the label of each: the id itself, or -100 where it is not learned."""
+    """A sequence of token ids, and the label of each: its id, or -100 where it is not learned."""
 
     ids: list[int]
     labels: list[int]
@@ -39,8 +39,8 @@ class TokenBatches(ArrayBatches):
     Args:
         samples: at least one.
         batch: sequences per batch.
-        padding: the id that fills.
-        context: the most tokens of a sequence.
+        padding: the id of padding.
+        context: maximum number of tokens in a sequence.
         seed: of the orders.
         ragged: as in `ArrayBatches`.
     """
@@ -80,12 +80,12 @@ def token_samples(paths: Sequence[Path] | None, tokenizer: Any, context: int, pa
         paths: `.jsonl` or `.parquet` with records, of which each is a sequence; any other file is text, which is
             packed. None: the built-in text.
         tokenizer: of transformers.
-        context: the most tokens of a sequence.
-        packed: records follow each other without padding; sequences of `context` tokens are cut from them, and attend
-            across the ends of records.
+        context: maximum number of tokens in a sequence.
+        packed: records follow each other without padding; they are split into sequences of `context` tokens, which
+            attend across the ends of records.
 
     Raises:
-        DataError: a file is missing, empty or no such file, a record lacks its fields or is too long.
+        DataError: a file is missing, empty or malformed, or a record lacks its fields or is too long.
     """
     if paths is None:
         return _packed([_plain(tokenizer, text().decode())], context)
@@ -102,7 +102,7 @@ def token_samples(paths: Sequence[Path] | None, tokenizer: Any, context: int, pa
         if long is not None and not packed:
             raise DataError(
                 f"data: record {long + 1} of {path} has {len(records[long].ids)} tokens, more than the context of "
-                f"{context}; give a larger --context, or --pack, which cuts records"
+                f"{context}; give a larger --context, or --pack, which splits records"
             )
         found += _packed(records, context) if packed else records
     return found
@@ -128,7 +128,7 @@ def _records(path: Path) -> Iterator[tuple[Any, str]]:
         try:
             yield json.loads(line), where
         except ValueError as problem:
-            raise DataError(f"data: {where} is no JSON: {problem}") from None
+            raise DataError(f"data: {where} is not JSON: {problem}") from None
 
 
 def _tokens(record: Any, tokenizer: Any, where: str) -> Tokens:
@@ -146,7 +146,7 @@ def _tokens(record: Any, tokenizer: Any, where: str) -> Tokens:
 
 
 def _plain(tokenizer: Any, words: str) -> Tokens:
-    # A long text at once is what a tokenizer warns of, though it is cut afterwards.
+    # A tokenizer warns about a long text, though it is split afterwards.
     ids = tokenizer(words, verbose=False)["input_ids"] + _end(tokenizer)
     return Tokens(ids, ids)
 
@@ -166,7 +166,7 @@ def _end(tokenizer: Any) -> list[int]:
 
 
 def _packed(records: Sequence[Tokens], context: int) -> list[Tokens]:
-    """Sequences of `context` tokens; the last may be shorter, but a rest of one token, which predicts nothing, goes."""
+    """Sequences of `context` tokens; the last may be shorter, but not a single token, which predicts nothing."""
     ids, labels = (list(chain.from_iterable(parts)) for parts in zip(*records, strict=True))
     starts = range(0, len(ids) - 1, context) if len(ids) > 1 else range(len(ids))
     return [Tokens(ids[start : start + context], labels[start : start + context]) for start in starts]

@@ -1,4 +1,4 @@
-"""Random batches of the right shapes, for benchmarks, where what the data say does not matter."""
+"""Random batches of the right shapes, for benchmarks, where the content of the data does not matter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefit.errors import DataError
 def synthetic(example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
     """Endless batches (x, y) made by a model's `example(batch, seed)`.
 
-    A few batches are made once and then repeat, so that a benchmark does not measure the making.
+    A few batches are made once and then repeated, so that a benchmark does not measure their making.
 
     Args:
         example: gives random (x, y) for a batch size and a seed, as `ModelBundle.example` does.

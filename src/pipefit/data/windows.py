@@ -16,7 +16,7 @@ class TextBatches(Resumable):
     """Batches (x, y) of windows of a corpus: x (batch, context) int64 and y the same, one byte later.
 
     Batch number i is a function of (seed, i): the position is the whole state, every rank can draw the same
-    batch without a message, and a resumed run sees what an uninterrupted one would have seen.
+    batch without a message, and a resumed run sees the batches of an uninterrupted one.
 
     Args:
         corpus: bytes, from `text` or `split_corpus`.
@@ -37,7 +37,7 @@ class TextBatches(Resumable):
                 f"data: the text has {len(corpus)} bytes, but one window needs context + 1 = {context + 1}; "
                 "give more text or a smaller context"
             )
-        # A bytearray, because torch warns about tensors over memory that nobody may write.
+        # A bytearray, because torch warns about tensors over read-only memory.
         self._tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
         self._batch, self._context, self._seed, self._end = batch, context, seed, num_batches
 

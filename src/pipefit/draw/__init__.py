@@ -1,6 +1,6 @@
 """Pictures of timelines, simulated or measured: a grid, SVG, an interactive page, PNG; and plain charts.
 
-The package can be called, as short for `draw.draw`: `pf.draw("1f1b", num_stages=4, num_microbatches=8)`.
+The package is callable, as a short form of `draw.draw`: `pf.draw("1f1b", num_stages=4, num_microbatches=8)`.
 """
 
 from __future__ import annotations

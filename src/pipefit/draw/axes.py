@@ -22,7 +22,7 @@ def nice_ticks(low: float, high: float, target: int = 8) -> list[float]:
 
 
 def label_number(value: float) -> str:
-    """A number without needless digits.
+    """A number without superfluous digits.
 
     >>> label_number(33.0), label_number(0.30000000000000004), label_number(12500)
     ('33', '0.3', '12,500')

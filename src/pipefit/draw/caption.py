@@ -49,7 +49,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float, unit: str) -> str:
-    """A time for people: with its unit, or bare when it counts abstract units."""
+    """A time for people: with its unit, or without one when it counts abstract units."""
     return format_seconds(seconds) if unit else label_number(seconds)
 
 

@@ -1,7 +1,7 @@
-"""Charts by matplotlib, as SVG text whose ink and paper follow the reader's preference for light or dark.
+"""Charts by matplotlib, as SVG text with colours that follow the reader's preference for light or dark.
 
-A hue does not identify a line, since some readers see few of them. So each line also has a mark, and after seven of
-them a dash, which no other line of the chart shares.
+A hue does not identify a line for colour-blind readers. So each line also has a mark, and after seven of them a dash,
+which no other line of the chart shares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Series = Mapping[str, Points]
 
 _MARKS, _DASHES = "os^DvPX", ("-", "--", ":", "-.")
 _MOST_LABELS, _MOST_MARKS = 16, 40  # beyond these, bars have no numbers, and lines have a mark only here and there
-_INK = "#010203"  # stands for the ink of either paper until the text is written
+_INK = "#010203"  # placeholder of the ink of both themes until the text is written
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "pipefit",
@@ -72,7 +72,7 @@ def chart(
         height: likewise.
 
     Raises:
-        PipefitError: no points, a value that is no finite number, x ≤ 0 under `log_x`, or matplotlib is not installed.
+        PipefitError: no points, a value that is not finite, x ≤ 0 under `log_x`, or matplotlib is not installed.
     """
     _check(series, log_x)
 
@@ -88,7 +88,7 @@ def chart(
 
 
 def plotted(draw: Callable[[Figure], None], width: int, height: int, title: str) -> str:
-    """The SVG text of what a function draws on a figure.
+    """The SVG text of a figure that a function draws.
 
     Args:
         draw: called with an empty figure of matplotlib.
@@ -129,7 +129,7 @@ def hue(index: int) -> tuple[float, float, float]:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed."""
+    """Returns whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -155,7 +155,7 @@ def _words(place: float | str) -> str:
 def _lines(axes: Axes, series: Series, log_x: bool) -> None:
     for index, (name, points) in enumerate(series.items()):
         points = points if any(isinstance(x, str) for x, _ in points) else sorted(points)
-        # Of many points a few are marked, on each line others: lines that run together stay apart.
+        # Of many points only a few are marked, different ones on each line: so overlapping lines can be distinguished.
         every = 1 if len(points) <= _MOST_MARKS else len(points) // 10
         axes.plot(
             [x for x, _ in points],

@@ -21,13 +21,13 @@ from pipefit.simulate import simulate
 from pipefit.timeline import Timeline
 
 _DOUBLE_UPDATES = 3  # the first two of double buffering only fill it
-_MOST_FORWARDS = 1000  # of all that is drawn anew for the choices of a page: a tenth of a second
-_COPIES_COST = 3  # with copies and replays a drawing takes so much longer
+_MOST_FORWARDS = 1000  # of all drawings made for the choices of a page: a tenth of a second
+_COPIES_COST = 3  # the factor by which a drawing takes longer with copies and replays
 Pricing = Callable[[Header], CostModel]
 
 
 class How(NamedTuple):
-    """Options of spilling, but for the number of slots; as in `draw`."""
+    """Options of spilling except the number of slots; as in `draw`."""
 
     optim_slots: int = 1
     tier: str = "host"
@@ -48,12 +48,12 @@ class Wish(NamedTuple):
 
 
 def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) -> list[tuple[str, Timeline]]:
-    """The drawings of a page in addition to its first one and the shelf's, as far as they take no noticeable time.
+    """The drawings of a page in addition to its first one and the shelf's, as many as take no noticeable time.
 
     Args:
         facts: of the drawing.
         pricing: the costs of other programs.
-        how: its stages spill, if they do.
+        how: options of spilling; None: no stage spills.
         is_lecture: whether it has the costs of the shelf.
     """
     if how is None:
@@ -112,7 +112,7 @@ def _spilled_pipelines(facts: Facts) -> Iterator[Wish]:
 
 
 def drawn(wish: Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None:
-    """A drawing that was wished for; None where it has no meaning."""
+    """The drawing of a wish; None where the shape is not supported."""
     try:
         made = find(wish.name)
         per_update, steps = updates_of(made, wish.microbatches, None)
@@ -124,7 +124,7 @@ def drawn(wish: Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None
 
 
 def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
-    """A shape all of whose stages live on another tier, through so many slots of each rank."""
+    """A shape with all stages on another tier, and so many slots on each rank."""
     num_stages = made(shape).header.num_stages
     every = tuple(range(num_stages))
     on_host, keeps = every if how.step_on == "host" else (), every if how.keep else ()
@@ -134,14 +134,14 @@ def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
 
 
 def over_ranks() -> list[str]:
-    """All schedules over ranks; the two that pipelines are measured against come last."""
+    """All schedules over ranks; the two baselines of pipelines come last."""
     return sorted(
         (name for name in names() if not find(name).spills), key=lambda name: name in ("naive", "data-parallel")
     )
 
 
 def simulated(program: Program, cost: CostModel, memory: bool) -> Timeline:
-    """As the papers' pictures have it: a message leaves when it is sent, however late its receive is posted."""
+    """Simulates as in the papers' pictures: a message starts when it is sent, even if its receive is posted later."""
     return simulate(program, cost, rendezvous=False, memory=memory)
 
 

@@ -1,4 +1,4 @@
-"""A schedule, drawn: the object that shows itself in a notebook, prints as a grid, and saves as any kind of picture."""
+"""A drawn schedule: an object with a notebook display, a printed grid, and pictures in any format."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
 from pipefit.timeline import Timeline
 
-_RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is surely steady
+_RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is certainly steady
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A simulated schedule. Notebooks show it, `print` gives its grid.
+    """A simulated schedule. Notebooks display it; `print` gives its grid.
 
     Attributes:
         timeline: of the schedule.
         cost: of its simulation.
-        steady: the same schedule with updates enough for a rhythm, where one pass does not tell its period.
+        steady: the same schedule with enough updates for a steady state, where one pass does not give its period.
         forward: time of a micro-batch's forward on a rank.
         backward: likewise of its backward.
         pricing: the costs for other programs, for the page's choices.
-        how: its stages spill, if they do.
+        how: options of spilling; None: no stage spills.
     """
 
     timeline: Timeline
@@ -56,7 +56,7 @@ class Drawing:
 
     @cached_property
     def metrics(self) -> dict[str, Any]:
-        """The figures of the drawing, as `pipefit draw --json` answers them."""
+        """The figures of the drawing, as `pipefit draw --json` prints them."""
         return metrics(self.program, self.timeline, self.forward, self.backward, cost=self.cost, steady=self.steady)
 
     def grid(self, width: int | None = None, color: bool | None = None) -> str:
@@ -85,13 +85,13 @@ class Drawing:
 
     @property
     def _is_mixed(self) -> bool:
-        """Whether stages differ in where they live or step: nothing else that is drawn would be like it."""
+        """Returns whether stages differ in their tier or in the place of their step, which other drawings do not."""
         header = self.program.header
         return header.spill is not None and (len(header.spill.stages) < header.num_stages or bool(header.spill.on_host))
 
     @property
     def _is_lecture(self) -> bool:
-        """Whether it has the costs of the drawings that were made ahead."""
+        """Returns whether it has the costs of the precomputed drawings."""
         return self.cost == unit(self.program.header, 1, 2)
 
     def save(self, path: str | Path, **options: Any) -> Path:
@@ -140,7 +140,7 @@ def draw(
     copy: float = 2,
     **options: int,
 ) -> Drawing:
-    """Draws a schedule under the lectures' costs: what a rank spends on a micro-batch, whatever its chunks.
+    """Draws a schedule under unit costs: the time of a rank per micro-batch, over all its chunks.
 
     >>> drawing = draw("1f1b", num_stages=4, num_microbatches=8)
     >>> drawing.metrics["makespan"], drawing.metrics["peak_inflight"]
@@ -157,22 +157,22 @@ def draw(
         input: time of its half for the gradient of the input.
         weight: time of its other half.
         latency: time of a message.
-        num_steps: weight updates; None: as many as show what the schedule does.
+        num_steps: weight updates; None: as many as show the pattern of the schedule.
         replicas: copies of each stage.
         recompute: replay forwards before backwards: of all stages, or of these.
-        slots: stages that a rank has room for, while all live on another tier; None: all stay, unless the schedule is
-            made for spilling, which then has 2.
+        slots: stages that fit on a rank at once, while all are kept on another tier; None: no spilling, or 2 slots for
+            a schedule made for spilling.
         optim_slots: likewise for the states of the optimizer; 0: those stay.
-        tier: where they live: "host" or "disk".
+        tier: of the spilled stages: "host" or "disk".
         prefetch: stages ahead that the next is fetched; None: as soon as a slot is free; 0: when it is needed.
-        activations: what enters a stage waits on the tier too, from its forward to its replay.
-        step_on: where stages that live on the host step: "device" or "host".
-        keep: what a forward saved stays on the device while its stage is away; else the backward replays it.
+        activations: inputs of stages wait on the tier too, from the forward to the replay.
+        step_on: place of the step of stages on the host: "device" or "host".
+        keep: saved tensors stay on the device while their stage is away; else the backward replays the forward.
         copy: time of moving all stages of a rank to or from the tier.
         options: integers of the schedule, such as `warmup=2`.
 
     Raises:
-        ScheduleError: no such schedule, or a shape it has no meaning for.
+        ScheduleError: no such schedule, or a shape that it does not support.
         PlanError: the costs contradict each other.
     """
     made = find(schedule) if isinstance(schedule, str) else schedule

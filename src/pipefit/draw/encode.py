@@ -15,18 +15,18 @@ from pipefit.units import format_bytes
 LETTERS = "FRBIWS"
 COPIED_KINDS = ("weights", "wgrad", "optim", "act", "input", "", "grad")
 """The kinds of values in copies, by their number in the data (`MOVED` in words.js); "": a step on the host."""
-_FINEST = 1_000_000  # ticks of a timeline whose times are no multiples of a simple fraction
+_FINEST = 1_000_000  # ticks of a timeline whose times are not multiples of a simple fraction
 
 
 def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     """A scene as JSON data.
 
-    `ranks[r]` has, for each box of rank r: letter, chunk, micro-batch, version, ticks since the end of the one before,
-    its length in ticks, why it waited, and how many items back the one it waited for is. A tick is `tick` seconds.
-    Copies come after all boxes in this count. A program that spills also has `lanes` below the computation and, by
-    rank, what is in them, its `copies`: lane, what is moved (nothing by a step on the host), stage, micro-batch, ticks
-    at its start, of its length and of its wait, why it waited and how many items back; and what lies in each of its
-    `slots`: what it is for, number, then stage, start and length of each.
+    `ranks[r]` has, for each box of rank r: letter, chunk, micro-batch, version, ticks since the end of the previous
+    one, its length in ticks, the reason of its wait, and the distance in items to the one it waited for. A tick is
+    `tick` seconds. Copies come after all boxes in this count. A program that spills also has `lanes` below the
+    computation and, by rank, the `copies` in them: lane, moved kind (none for a step on the host), stage, micro-batch,
+    ticks at its start, of its length and of its wait, reason and distance of the wait; and the contents of each of its
+    `slots`: kind, number, then stage, start and length of each stay.
     """
     facts, found = scene.facts, reasons(scene)
     tick = _tick(scene)
@@ -87,7 +87,7 @@ def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]
 
 
 def _why(number: int, reason: Reason) -> tuple[int, int]:
-    """The reason of an item, and how many items back the one is that it waited for."""
+    """The reason of an item's wait, and the distance in items to the one it waited for."""
     return int(reason.why), number - reason.item if reason.why is not Why.START else 0
 
 

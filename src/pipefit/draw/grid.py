@@ -67,7 +67,7 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
 def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
     """Columns per second, whether every cell has room for its label, and whether every cell has a column.
 
-    A whole number of columns for the shortest cell where that fits, so that equal cells look equal.
+    The shortest cell gets a whole number of columns where that fits, so that equal cells look equal.
     """
     makespan = scene.facts.makespan_s or 1.0
     boxes = [box for box in scene.boxes if box.letter != "S" and box.duration_s > 0]
@@ -106,8 +106,8 @@ def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: 
 def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None]:
     """The box that each column shows; None where the rank is idle.
 
-    A column that several kinds share shows the one that has had least of its due so far, so that over many columns
-    each kind, and idleness, gets as many as its time is worth.
+    A column that several kinds share shows the one that has had the smallest part of its share so far. So over many
+    columns each kind, and idle time, gets columns in proportion to its time.
     """
     filled: list[dict[str, float]] = [{} for _ in range(length)]
     shown: list[dict[str, tuple[float, Box]]] = [{} for _ in range(length)]
@@ -158,7 +158,7 @@ def _painted(box: Box | None, text: str) -> str:
     back, front = _ANSI[box.letter][box.chunk % 2]
     shown = text
     if box.mb >= 0:
-        # The colour says what it is, so the little room goes to the micro-batch, or its last digit.
+        # The colour shows the kind, so the small space is for the micro-batch, or its last digit.
         number = str(box.mb)
         shown = number.center(len(text)) if len(number) <= len(text) else number[-len(text) :]
     return f"\x1b[48;5;{back}m\x1b[38;5;{front}m{shown}\x1b[0m"

@@ -42,7 +42,7 @@ LANES: dict[str, tuple[str, str]] = {
     "host": ("#5b6472", "#b6c0cf"),
 }
 
-# Everything that is not a cell: (light, dark).
+# All other parts of a picture: (light, dark).
 INKS: dict[str, tuple[str, str]] = {
     "paper": ("#ffffff", "#0f141c"),
     "ink": ("#17202c", "#e8edf4"),

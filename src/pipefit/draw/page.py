@@ -1,4 +1,4 @@
-"""Timelines as one interactive page that needs nothing else."""
+"""Timelines as one self-contained interactive page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def html(
             shape: the page has a choice for each of p, m, v and, where programs spill, of the slots.
         title: of the page.
         compare: whether it opens with two drawings; None: with exactly two timelines it does.
-        more: drawings encoded before, to choose from after those; of one name and shape the first counts.
+        more: drawings encoded before, as further choices; of one name and shape the first counts.
 
     Raises:
         PipefitError: there is no timeline.
@@ -90,7 +90,7 @@ def _asset(name: str) -> str:
 
 
 def _render(context: dict[str, object]) -> str:
-    # Only a page needs a template engine; the grid answers sooner without it.
+    # Only a page needs a template engine; without its import the grid is faster.
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

@@ -26,7 +26,7 @@ class Why(IntEnum):
 
 
 class Reason(NamedTuple):
-    """The binding predecessor of an item: why, and the number of the item it goes back to (−1: none).
+    """The binding predecessor of an item: the reason, and the number of the item that caused the wait (−1: none).
 
     `waited_s` of a bar counts from when its rank issued it. A box waits as long as its rank is idle before it.
     """
@@ -48,7 +48,7 @@ def reasons(scene: Scene) -> list[Reason]:
 
 def _reason(timeline: Timeline, event: Event, numbers: dict[tuple[int, int, int], int]) -> Reason:
     why, current, waited_s = Why.START, event, 0.0
-    # Loads, losses, messages and drops are no items: the item waited for what they waited for.
+    # Loads, losses, messages and drops are not items: the reason is the item that they waited for.
     for _ in timeline.events:
         wait = waited_for(timeline, current)
         if current is event and timeline.lane(event) is not Lane.COMPUTE:

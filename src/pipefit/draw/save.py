@@ -1,4 +1,4 @@
-"""Pictures as files: the suffix says which kind."""
+"""Pictures as files, in the format of the suffix."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _grid(timeline: Timeline, path: Path, **options: Any) -> Path:
 
 
 def save_bitmap(path: str | Path, picture: str) -> Path:
-    """Writes a picture, which is SVG text, as PNG with two pixels for each of its own, atomically.
+    """Writes a picture, which is SVG text, as PNG at twice its size in pixels, atomically.
 
     Raises:
-        PipefitError: a library that this needs is not installed.
+        PipefitError: a required library is not installed.
     """
     try:
         import matplotlib

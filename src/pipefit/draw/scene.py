@@ -27,7 +27,7 @@ COPIED = {"w": "weights", "o": "optimizer states", "g": "gradients", "a": "activ
 class Box(NamedTuple):
     """An instruction that takes time on a rank and has a letter; times count from the start of the timeline.
 
-    A bar is a box in one of `SPILL_LANES`: a copy between device and tier of `what`, "weights", "optim" or the like,
+    A bar is a box in one of `SPILL_LANES`: a copy of `what` ("weights", "optim", …) between device and tier,
     or a step on the host. `mb` of a copy is the micro-batch of activations.
     """
 
@@ -59,8 +59,8 @@ class Box(NamedTuple):
 class Facts:
     """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
 
-    `peak_bytes` of each rank is known where the timeline has its memory and times are real. `spill` says in words
-    which stages are spilled; `slots` is their number of slots on a device, 0 without spilling.
+    `peak_bytes` of each rank is known where the timeline has its memory and times are real. `spill` describes the
+    spilled stages; `slots` is their number of slots on a device, 0 without spilling.
     """
 
     schedule: str
@@ -85,7 +85,7 @@ class Scene:
     """A timeline, ready to be drawn.
 
     Attributes:
-        timeline: what is drawn.
+        timeline: that is drawn.
         boxes: by rank, then in time; a box's number is its place here.
         bars: copies and steps on the host, where stages are spilled: by rank, lane and time.
         first: number of each rank's first box, and at the end how many there are.
@@ -117,7 +117,7 @@ class Scene:
 
     @cached_property
     def items(self) -> tuple[Box, ...]:
-        """The boxes, then the bars: all that a reader can point at."""
+        """The boxes, then the bars: all items that a reader can point at."""
         return *self.boxes, *self.bars
 
     @property
@@ -131,7 +131,7 @@ class Scene:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every rank has just the stage of its number."""
+        """Returns whether every rank has only the stage of its number."""
         return all(held == (rank,) for rank, held in enumerate(self.stages))
 
 

@@ -1,8 +1,8 @@
-"""Drawings that every page offers, made ahead: simulating them anew for each page would take seconds.
+"""Precomputed drawings that every page offers: simulating them again for each page would take seconds.
 
-The shelf holds every schedule over ranks in a range of shapes under the lectures' costs (a backward takes two forwards,
-messages take no time). `make golden` writes it from the same generators and the same simulator that draw everything
-else, and a test compares it with them.
+The shelf holds every schedule over ranks in a range of shapes under unit costs (a backward takes two forwards,
+messages take no time). `make golden` writes it with the generators and the simulator of all other drawings, and a test
+compares it with them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Stored(msgspec.Struct, frozen=True):
 
 @cache
 def shelf() -> tuple[Stored, ...]:
-    """The drawings made ahead."""
+    """The precomputed drawings."""
     lines = gzip.decompress(files("pipefit.draw").joinpath(FILE).read_bytes()).decode().splitlines()
     decoder = msgspec.json.Decoder(Stored)
     return tuple(msgspec.structs.replace(decoder.decode(line), text=line) for line in lines)
 
 
 def on_shelf(num_ranks: int, num_microbatches: int, num_chunks: int) -> bool:
-    """Whether the drawings of a shape were made ahead."""
+    """Returns whether the drawings of a shape are precomputed."""
     return num_ranks in STAGES and num_microbatches in MICROBATCHES and num_chunks in CHUNKS

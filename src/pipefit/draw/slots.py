@@ -7,7 +7,7 @@ from typing import NamedTuple
 from pipefit.draw.scene import Scene
 from pipefit.ir.op import Kind, Op
 
-_KINDS = (Kind.WEIGHTS.value, Kind.OPTIM.value)  # gradients lie in the twin of their weights' slot
+_KINDS = (Kind.WEIGHTS.value, Kind.OPTIM.value)  # gradients have a second slot next to that of their weights
 
 
 class Stay(NamedTuple):
@@ -35,7 +35,7 @@ def stays_of(scene: Scene) -> list[Stay]:
         elif i.op is Op.STEP:
             newest[rank, i.stage] = i.version + 1
         elif i.op is Op.EVICT or (i.op is Op.DROP and newest.get((rank, i.stage)) == i.version):
-            # A drop of an older version leaves the slot to the newer one, which lies in the same place.
+            # After a drop of an older version the slot holds the newer one, in the same place.
             stay = held.pop((rank, i.kind if i.op is Op.EVICT else Kind.WEIGHTS.value, i.stage), None)
             found += [stay._replace(end_s=event.end_s - zero)] if stay else []
     found += [stay._replace(end_s=scene.facts.makespan_s) for stay in held.values()]

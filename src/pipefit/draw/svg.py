@@ -116,7 +116,7 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
     width = plan.x(box.end_s) - x
     data = f'data-i="{box.short}"'
     if box.letter == "S":
-        # A step takes next to no time in most pictures: a tick that stays visible.
+        # A step takes almost no time in most pictures: it is drawn as a tick that stays visible.
         w = max(width - 1, 1.6)
         rect = f'<rect class="S0" {data} x="{x - 0.8 if width < 2.6 else x + 0.5:.2f}" y="{y - 2:.1f}" '
         return f'{rect}width="{w:.2f}" height="{height + 4}"><title>{describe(box, scene)}</title></rect>'

@@ -21,7 +21,7 @@ _LANE_PITCH = BAR_HEIGHT + 2
 
 
 class Item(NamedTuple):
-    """An entry of the legend: its swatches, its words, and where it goes."""
+    """An entry of the legend: its swatches, its words, and its place."""
 
     classes: tuple[str, ...]
     words: str
@@ -108,7 +108,7 @@ def layout_of(scene: Scene, width: float | None) -> Layout:
     typical, digits = _typical_cell(scene)
     if width is None:
         wanted = (6.4 * digits + 4.5) * span / typical
-        # Legible numbers come first, but a picture wider than three screens helps nobody.
+        # Legible numbers have priority, but a picture should not be wider than three screens.
         plot = min(max(wanted, 560.0), 2700.0)
     else:
         plot = max(width - left - memory_width - MARGIN, 120.0)

@@ -1,8 +1,8 @@
-"""May wait: the strictest way to run a program, by which it is proved free of deadlocks.
+"""Blocking execution: the strictest way to run a program, used to prove that it has no deadlock.
 
-A send waits until its receive is posted; a reduce or barrier until all members have come to it; any other instruction
-until what it needs has arrived. What runs to its end under these rules does so under every milder one and in every
-interleaving: an instruction only ever waits for others to have happened, so it does not matter whose turn it is.
+A send waits until its receive is posted; a reduce or barrier until all members have issued it; any other instruction
+until the values it needs have arrived. A program that ends under these rules also ends under every weaker rule and in
+every interleaving: an instruction waits only for earlier events, so the order in which ranks run does not matter.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pipefit.ir.op import Op
 
 
 class Blocking:
-    """A run without times. Messages without partner and missing members are passed by, values never made too.
+    """A run without times. Messages without a partner, missing members and values never made are ignored.
 
     Attributes:
         at: the number of each rank's next instruction.
-        posted_early: receives that `post` took forward, and the number of the instruction each must come before.
+        posted_early: receives that `post` moved forward, and the number of the instruction before which each must be.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -28,7 +28,7 @@ class Blocking:
         self._asleep: dict[int, list[int]] = {}
 
     def run(self) -> dict[int, int]:
-        """Goes on until all ranks are done or stuck; returns the number of the instruction each stuck rank waits at."""
+        """Runs until all ranks are done or stuck; returns the number of each stuck rank's instruction."""
         starts = self._graph.starts
         self._advance([rank for rank, number in enumerate(self.at) if number < starts[rank + 1]])
         return {rank: number for rank, number in enumerate(self.at) if number < starts[rank + 1]}
@@ -68,7 +68,7 @@ class Blocking:
         return -1
 
     def _arrive(self, number: int, awake: list[int]) -> bool:
-        """Comes to a collective; whether all its members have."""
+        """Issues a collective; returns whether all its members have issued it."""
         graph, done = self._graph, self._done
         index = graph.collective_of[number]
         if not done[number]:
@@ -89,7 +89,7 @@ class Blocking:
         return blocker
 
     def cycles(self, stuck: dict[int, int]) -> list[list[int]]:
-        """The stuck ranks that wait for each other, each cycle once, from its first rank on."""
+        """The cycles of stuck ranks that wait for each other, each once, starting at its first rank."""
         found: list[list[int]] = []
         seen: set[int] = set()
         for start in sorted(stuck):

@@ -1,7 +1,8 @@
-"""Must come before: for every instruction, which others its values come from. Built once for each program.
+"""The dependency graph ("must come before"): for every instruction, those that make its values.
 
-Instructions are numbered through all ranks. A value is made and needed on one rank, so an edge joins two instructions
-of the same list, the maker first; what crosses ranks are messages (a send and its receive) and collectives.
+It is built once for each program. Instructions are numbered through all ranks. A value is made and needed on one rank,
+so an edge joins two instructions of the same list, the maker first. Only messages (a send and its receive) and
+collectives cross ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ class Graph:
     """The dependencies of a program.
 
     Attributes:
-        program: what it was built from.
-        starts: number of each rank's first instruction, and at the end how many there are.
+        program: its source.
+        starts: number of each rank's first instruction, and at the end the number of all instructions.
         instructions: of all ranks, one rank after the other.
         ranks: the rank of each.
         preds: for each, the earlier instructions of its rank that made the values it needs; for a fetch, also those
-            that wrote what it reads and that free its slot.
+            that wrote the value it reads and that free its slot.
         missing: needs that no earlier instruction of the rank has made (or that are used up): (instruction, value).
         partner: the receive of each send and the send of each receive.
         unmatched: sends and receives that have no partner.
@@ -57,7 +58,7 @@ class Graph:
 
 
 def dependency_graph(program: Program) -> Graph:
-    """The dependency graph of a program, valid or not: what is missing or unmatched is listed, never raised.
+    """The dependency graph of a program, valid or not: missing values and unmatched messages are listed, not raised.
 
     It is built once and kept with the program.
     """

@@ -49,7 +49,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def short(self) -> str:
-        """How drawings and `--json` name it: "F0.3" is the forward of stage 0 on micro-batch 3."""
+        """Its name in drawings and `--json`: "F0.3" is the forward of stage 0 on micro-batch 3."""
         return f"{OP_SPEC[self.op].letter or self.op.value}{self.stage}.{self.mb}"
 
 

@@ -1,8 +1,8 @@
-"""Is held: from which instruction to which each value occupies memory on its rank.
+"""Liveness ("is held"): the first and the last instruction at which each value occupies memory on its rank.
 
-The same law serves the verifier (memory against a capacity), the simulator (memory over time), the planner and the
-runtime (when to let go). A value is held from the instruction that makes it to the last one that needs it; a version
-of weights until it is dropped.
+The same law serves the verifier (memory compared with a capacity), the simulator (memory over time), the planner and
+the runtime (the moment to free). A value is held from the instruction that makes it to the last one that needs it; a
+version of weights until it is dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Lifetime(NamedTuple):
     """A value of a rank, and the indices in the rank's list between which it is held.
 
     Attributes:
-        value: what is held.
+        value: the value held.
         born: the instruction that makes it (−1: there at the start).
         dies: the last that needs it (the length of the list: still there at the end).
     """
@@ -33,7 +33,7 @@ class Lifetime(NamedTuple):
 
 
 def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
-    """Whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
+    """Returns whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
     this, after = instructions[index], instructions[index + 1 : index + 2]
     return bool(after) and after[0].op is Op.DROP and (after[0].stage, after[0].version) == (this.stage, this.version)
 
@@ -42,7 +42,7 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
     """Every value of a rank, by birth.
 
     A step in place makes no second copy: its new version is born after the drop; that of a spilled stage after the
-    step. What is evicted and fetched again has a lifetime for each stay. They are found once and kept with the program.
+    step. A value that is evicted and fetched again has a lifetime for each stay. The list is kept with the program.
     """
     kept: dict[int, list[Lifetime]] = program.__dict__.setdefault("_lifetimes", {})
     if rank not in kept:
@@ -78,7 +78,7 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
 
 
 def peak(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> float:
-    """The highest sum of sizes held at any instruction; what an instruction makes and needs is held together."""
+    """The highest sum of sizes held at any instruction; the values it needs and those it makes are held together."""
     return peak_at(lives, size)[0]
 
 
@@ -99,13 +99,13 @@ def peak_at(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> tuple[
 
 
 def peak_inflight(program: Program, rank: int) -> float:
-    """The most activations a rank holds at once, in micro-batches of that rank's layers: a chunk counts 1/v."""
+    """Maximum of activations a rank holds at once, in micro-batches of that rank's layers: a chunk counts 1/v."""
     share = 1 / max(len(program.header.stages_of(rank)), 1)
     return peak([life for life in lifetimes(program, rank) if life.value.kind == SAVED], lambda value: share)
 
 
 def weight_versions(program: Program, rank: int) -> int:
-    """The most versions of one stage's weights that a rank holds at once."""
+    """Maximum number of versions of one stage's weights that a rank holds at once."""
     of_stage: dict[int, list[Lifetime]] = defaultdict(list)
     for life in lifetimes(program, rank):
         if life.value.kind == WEIGHTS:
@@ -114,7 +114,7 @@ def weight_versions(program: Program, rank: int) -> int:
 
 
 def lies_in_slot(header: Header, value: Value) -> bool:
-    """Whether a value lies in one of the slots that its rank has set aside for what is spilled."""
+    """Returns whether a value is in one of the slots that its rank has for spilled stages."""
     if value.kind == OPTIM:
         return header.is_optim_spilled(value.stage)
     return value.kind in SLOTTED and header.is_spilled(value.stage)
@@ -135,9 +135,9 @@ def arena_bytes(header: Header, rank: int, size: Callable[[Value], float]) -> fl
 def device_peak_bytes(
     program: Program, rank: int, size: Callable[[Value], float], resident_bytes: float = 0.0
 ) -> tuple[float, int]:
-    """The most that is on a rank's device at once, and the first instruction where it is (−1: the start).
+    """The peak of bytes on a rank's device, and the first instruction where it occurs (−1: the start).
 
-    Slots count whole from beginning to end; all else while it is held.
+    Slots count whole from beginning to end; all other values while they are held.
 
     Args:
         program: that runs.
@@ -151,12 +151,11 @@ def device_peak_bytes(
 
 
 def tier_peak_bytes(program: Program, rank: int, size: Callable[[Value], float]) -> tuple[float, int]:
-    """The most that a rank's tier holds at once, and the first instruction where it does (−1: the start).
+    """The peak of bytes on a rank's tier, and the first instruction where it occurs (−1: the start).
 
-    Weights and states have their room there throughout, and so have the gradients of stages that step there; other
-    gradients and activations from their first eviction on. One
-    copy of each is counted: a disk that keeps two, so that a torn write loses nothing, needs twice as much for weights
-    and states.
+    Weights and states take their space there throughout, and so do the gradients of stages that step there; other
+    gradients and activations from their first eviction on. One copy of each is counted. A disk that keeps two, so that
+    a partial write loses nothing, needs twice as much for weights and states.
     """
     header = program.header
     own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]

@@ -95,7 +95,7 @@ class OpSpec(NamedTuple):
     """Facts about one operation.
 
     `needs`, `makes` and `consumes` name values by their kind and operands: s a stage, m a micro-batch, w a version or
-    update, u the update that micro-batch m belongs to. `pipefit.ir.values` says which values of a program these are.
+    update, u the update that micro-batch m belongs to. `pipefit.ir.values` maps these names to values of a program.
 
     Attributes:
         fields: operands, in the order of the text form.
@@ -106,10 +106,10 @@ class OpSpec(NamedTuple):
         needs: values that must be on the rank before it can run.
         makes: values that are on the rank once it is done.
         consumes: values that are gone once it is done.
-        kinds: what its operand `kind` can be.
+        kinds: possible values of its operand `kind`.
         seconds: the figures of a `CostModel` whose sum is its time.
-        is_awaited: whether it completes asynchronously, and the first instruction that needs its value waits for it.
-        is_collective: whether several ranks take part in it, each with an instruction of its own.
+        is_awaited: whether it completes asynchronously and the first instruction that needs its value waits for it.
+        is_collective: whether several ranks take part in it, each with its own instruction.
     """
 
     fields: tuple[str, ...]
@@ -217,7 +217,7 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         ("stage", "mb", "kind", "peer"),
         Lane.COMM,
         "kind[s,m] ← peer",
-        "posts a buffer; whoever needs the value waits",
+        "posts a buffer; an instruction that needs the value waits",
         makes=("kind[s,m]",),
         kinds=_MESSAGES,
         is_awaited=True,
@@ -265,7 +265,7 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
     Op.DROP: OpSpec(
         ("stage", "version"),
         Lane.COMPUTE,
-        "forget weights[s,w]",
+        "free weights[s,w]",
         needs=("weights[s,w]",),
         consumes=("weights[s,w]",),
     ),
@@ -303,7 +303,7 @@ def _ops(fact: Callable[[OpSpec], bool]) -> frozenset[Op]:
 
 
 COMPUTE_OPS: Final = _ops(lambda spec: spec.fields == _VERSIONED)
-"""The operations whose time is the model's: what schedules order. They use a version of a stage's weights."""
+"""The operations of the model's computation, which schedules order. They use a version of a stage's weights."""
 
 BACKWARD_OPS: Final = _ops(lambda spec: "saved[s,m]" in spec.needs)
 """Backwards and their halves."""
@@ -318,7 +318,7 @@ MESSAGE_OPS: Final = _ops(lambda spec: "peer" in spec.fields)
 """Sends and receives."""
 
 COPY_OPS: Final = _ops(lambda spec: spec.lane is Lane.COPY)
-"""Copies between a device and its tier, and steps on the host: what waits for its lane."""
+"""Copies between a device and its tier, and steps on the host: operations that queue on their lane."""
 
 STEP_OPS: Final = (Op.STEP, Op.HOST_STEP)
 """The operations that make an update, on the device or on the host."""

@@ -1,4 +1,4 @@
-"""Program: what every rank does, in which order; the one thing that is proven, simulated, drawn and run."""
+"""Program: the instructions of every rank in order; the one object that is proved, simulated, drawn and run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipefit.ir.spill import Spill
 
 
 class WeightRule(enum.StrEnum):
-    """Which version of a stage's weights a micro-batch uses. Micro-batches and updates count from 0.
+    """The version of a stage's weights that a micro-batch uses. Micro-batches and updates count from 0.
 
     FLUSH: the version its own update starts from: synchronous training.
     STASH: the newest version on its rank when its forward starts; its backward uses the same (PipeDream).
@@ -37,15 +37,15 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         schedule: the generator's name.
         placement: `placement[s][i]` is the rank of replica i of stage s; micro-batch k goes to replica k mod R_s.
         num_microbatches: per weight update of a synchronous schedule, over all replicas.
-        num_steps: how many updates' worth of micro-batches the program holds.
+        num_steps: number of updates in the program, in units of `num_microbatches`.
         weights: the rule for weight versions.
         updates: micro-batches per update, for each stage (over all its replicas).
         ties: groups of stages that share a weight.
-        clip: the norm of all gradients is known before each step: to clip them, or to skip what is not finite.
-        sharded: replicas of a stage step a part of its weights each, and put the new ones together.
+        clip: the norm of all gradients is known before each step, to clip them or to skip an update that is not finite.
+        sharded: each replica of a stage steps a part of its weights, and the new parts are gathered.
         tensor: processes that share each rank's stages by tensor parallelism; all of them run the rank's list.
-        pieces: what travels is cut over these processes: each sends its part, the receiver gathers (scatter/gather).
-        spill: which stages live on another tier (None: all stay on their device).
+        pieces: messages are split over these processes: each sends its part, the receiver gathers (scatter/gather).
+        spill: stages that are kept on another tier (None: all stay on their device).
     """
 
     schedule: str
@@ -86,43 +86,43 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.placement)
 
     @cached_property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return 1 + max(rank for ranks in self.placement for rank in ranks)
 
     @property
     def num_processes(self) -> int:
-        """How many processes run it: process t·rank + j is the j-th of the t that share a rank."""
+        """Number of processes that run it: process t·rank + j is the j-th of the t that share a rank."""
         return self.num_ranks * self.tensor
 
     @property
     def num_chunks(self) -> int:
-        """The most stages that one rank holds."""
+        """Maximum number of stages on one rank."""
         return max(len(self.stages_of(rank)) for rank in range(self.num_ranks))
 
     def is_spilled(self, stage: int) -> bool:
-        """Whether a stage lives on another tier and is fetched when it is needed."""
+        """Returns whether a stage is kept on another tier and fetched when it is needed."""
         return self.spill is not None and stage in self.spill.stages
 
     def is_optim_spilled(self, stage: int) -> bool:
-        """Whether the optimizer's states of a stage come and go too."""
+        """Returns whether the optimizer's states of a stage are fetched and evicted too."""
         spill = self.spill
         return spill is not None and spill.optim_slots > 0 and stage in spill.stages and stage not in spill.on_host
 
     def steps_on_host(self, stage: int) -> bool:
-        """Whether a stage steps on the host, where its weights and its optimizer's states are."""
+        """Returns whether a stage steps on the host, where its weights and its optimizer's states are."""
         return self.spill is not None and stage in self.spill.on_host
 
     def keeps_states(self, stage: int) -> bool:
-        """Whether the optimizer's states of a stage stay on its device."""
+        """Returns whether the optimizer's states of a stage stay on its device."""
         return not self.is_optim_spilled(stage) and not self.steps_on_host(stage)
 
     def is_sharded(self, stage: int) -> bool:
-        """Whether replicas of a stage step a part of its weights each."""
+        """Returns whether each replica of a stage steps a part of its weights."""
         return self.sharded and len(self.placement[stage]) > 1
 
     @property
@@ -141,7 +141,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return ranks[mb % len(ranks)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, from the input on."""
+        """The stages of a rank, starting from the input."""
         return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
 
     def update_of(self, stage: int, mb: int) -> int:
@@ -149,7 +149,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return mb // self.updates[stage]
 
     def num_updates(self, stage: int) -> int:
-        """How many updates the stage makes in the program; a ragged rest is an update too."""
+        """Number of updates that the stage makes in the program; an incomplete last one counts too."""
         return -(-self.total_microbatches // self.updates[stage])
 
     def microbatches_of(self, stage: int, rank: int) -> range:
@@ -163,7 +163,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
 
     An instruction of the compute lane waits for the values it needs, runs, and only then does the rank issue the
     next one. Instructions of the other lanes are issued and complete asynchronously: a `recv` posts a buffer, a
-    `send` or `reduce` is under way, and whoever needs the value waits for it.
+    `send` or `reduce` starts a transfer, and an instruction that needs the value waits for it.
     """
 
     header: Header
@@ -189,7 +189,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def digest(self) -> str:
-        """Identifies the program: ranks compare it before they start."""
+        """A hash that identifies the program: ranks compare it before they start."""
         encoder = msgspec.msgpack.Encoder()
         return hashlib.sha256(encoder.encode(self)).hexdigest()[:16]
 

@@ -1,8 +1,8 @@
-"""Must wait, for what is spilled: a fetch for the write-back of its value and for its slot. Part of the graph.
+"""Waits of spilled stages: a fetch waits for the write-back of its value and for its slot. Part of the graph.
 
-A rank issues its list in order and its compute lane makes it wait, so what read a slot is done when the `drop` or
-`evict` that frees it is issued. What is left are the waits between copies, which run asynchronously, and those of a
-backward for gradients that were summed earlier.
+A rank issues its list in order and its compute lane makes it wait. So the instructions that read a slot are done when
+the `drop` or `evict` that frees it is issued. Two kinds of waits remain: between copies, which run asynchronously, and
+of a backward for gradients that were summed earlier.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class _Copies:
     """Copies of a rank so far, by the index of the instruction that last moved each.
 
     Attributes:
-        home: the slot in which each (kind, stage) lies.
-        freed: what freed each (kind, slot).
-        fetched: what read each (kind, stage, version).
-        written: what wrote each (kind, stage, version) to the tier.
+        home: the slot of each (kind, stage).
+        freed: the instruction that freed each (kind, slot).
+        fetched: the instruction that read each (kind, stage, version).
+        written: the instruction that wrote each (kind, stage, version) to the tier.
     """
 
     home: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -38,37 +38,37 @@ class _Copies:
             self.freed[kind, slot] = index
 
     def begin_again(self, size: int) -> None:
-        """A pass of `size` instructions is over: its indices are negative now, its last versions count as the first."""
+        """Ends a pass of `size` instructions: its indices become negative, and its last versions the first ones."""
         self.freed = {space: index - size for space, index in self.freed.items()}
         self.written = {(kind, stage, 0): index - size for (kind, stage, _), index in sorted(self.written.items())}
         self.fetched = {}
 
 
 def copy_waits(program: Program, rank: int, later: bool = False) -> dict[int, tuple[int, ...]]:
-    """For the index of an instruction of a rank: the earlier ones it must wait for besides the makers of its values.
+    """For each instruction of a rank, the earlier ones it must wait for in addition to the makers of its values.
 
-    fetch: the evict that wrote what it reads; the drop or evict that frees its slot (a step frees gradients); of
+    fetch: the evict that wrote the value it reads; the drop or evict that frees its slot (a step frees gradients); for
     gradients also the fetch of their weights, which clears the slot.
     bwd: the fetch of the gradients it adds to.
-    host_step: the evict of its gradients, what wrote the weights it starts from, and the fetches that read these.
+    host_step: the evict of its gradients, the instruction that wrote its weights, and the fetches that read these.
 
     Args:
         program: that may spill.
         rank: whose list.
-        later: whether a pass over the program has gone before; its instructions have negative indices, −1 the last.
+        later: whether this is not the first pass; instructions of the pass before have negative indices, −1 the last.
     """
     return _walk(program, rank, later)[0]
 
 
 def kept_fetches(program: Program, rank: int, later: bool = False) -> frozenset[int]:
-    """The fetches of a rank, by their index, that move nothing: the weights that left a slot last still lie there.
+    """The fetches of a rank, by their index, that move nothing: the slot still holds the weights that left it last.
 
-    Only weights that were written back are theirs: what was dropped is not known to be the tier's.
+    This holds only for weights that were written back: dropped ones may differ from those on the tier.
 
     Args:
         program: that may spill.
         rank: whose list.
-        later: whether a pass over the program has gone before, whose last weights are those that this one begins with.
+        later: whether this is not the first pass; it then begins with the last weights of the pass before.
     """
     return frozenset(_walk(program, rank, later)[1])
 

@@ -1,4 +1,4 @@
-"""Spill: which stages live on another tier, and how many slots a device has for those that are being worked on."""
+"""Spill: the stages that are kept on another tier, and the slots of a device for those that compute."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ GRAIN_BYTES: Final = 4096
 """Records and slots are rounded up to a multiple of this: direct I/O needs it."""
 
 TIERS: Final = ("host", "disk")
-"""Where a stage can live while it is not on the device."""
+"""Tiers that can hold a stage while it is not on the device."""
 
 SLOTTED: Final = {Kind.WEIGHTS.value: "weights", Kind.WGRAD.value: "wgrad", Kind.OPTIM.value: "optim"}
-"""The kinds that lie in slots, and the name of their slots. Slot i of the gradients is the twin of weights slot i."""
+"""The kinds of values in slots, and the names of these. Slot i of the gradients belongs to slot i of the weights."""
 
 UNDER_WAY: Final = 2
-"""Activations that are being written to a tier at a time: they leave the device once they are there."""
+"""Activations that are written to a tier at a time: each leaves the device once it is written."""
 
 
 class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a program spills: what is moved, where it lives, and the slots of each rank.
+    """Spilling of a program: the stages that move, their tier, and the slots of each rank.
 
     The weights (and, where they are moved, the optimizer's states) of a spilled stage are on the tier and not on the
     device when a program starts, and again when it ends. A slot of a rank is as large as the largest spilled stage
-    of that rank; each weights slot has a twin for the gradients of the stage that sits in it.
+    of that rank; each weights slot has a second slot for the gradients of the stage in it.
 
     Attributes:
         tier: "host" or "disk".
         weights_slots: of each rank that has spilled stages.
-        optim_slots: as many again for the states of the optimizer; 0 when they are not moved.
+        optim_slots: of each such rank for the states of the optimizer; 0 when they are not moved.
         stages: the spilled stages, in increasing order; all others stay on their device.
-        activations: whether what enters a spilled stage waits on the tier too, from its forward to its replay.
-        on_host: those of them that step on the host, in increasing order: their gradients are written back, and the
-            optimizer's states never leave it. Only where the tier is the host.
-        keeps: those of them that keep on the device what autograd saved, while their weights come and go, in increasing
-            order. The others replay a forward whose backward falls into another stay.
+        activations: whether the input of a spilled stage waits on the tier too, from its forward to its replay.
+        on_host: the spilled stages that step on the host, in increasing order: their gradients are written back, and
+            the optimizer's states never leave it. Only where the tier is the host.
+        keeps: the spilled stages that keep the tensors saved by autograd on the device while their weights are away, in
+            increasing order. The others replay a forward whose backward falls into another stay.
     """
 
     tier: str
@@ -78,7 +78,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(tier, slots, optim_slots, tuple(range(num_stages)), activations)
 
     def slots(self, kind: str) -> int:
-        """How many slots a rank has for a kind; 0 for what lies in none."""
+        """Number of slots of a rank for a kind; 0 for a kind without slots."""
         if kind == Kind.OPTIM:
             return self.optim_slots
         return self.weights_slots if kind in SLOTTED else 0

@@ -1,4 +1,4 @@
-"""Programs as text: one instruction a line, for people, diffs and golden files. `parse(dump(p)) == p`."""
+"""Programs as text: one instruction per line, for people, diffs and golden files. `parse(dump(p)) == p`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parse(text: str, where: str = "program") -> Program:
     """The program of a text.
 
     Raises:
-        ProgramError: with `where`, the line number, what was expected and what came.
+        ProgramError: with `where`, the line number, the expected text and the actual one.
     """
     fields: dict[str, Any] = {"ties": ()}
     named: set[str] = set()
@@ -73,7 +73,7 @@ def _spaced(numbers: Iterable[int]) -> str:
 
 
 def _spill_words(spill: Spill) -> str:
-    """How a header says what is spilled: "host weights 2 optim 2 stages 0 1 2"."""
+    """The words of a header for its `Spill`: "host weights 2 optim 2 stages 0 1 2"."""
     parked = " activations" if spill.activations else ""
     some = (("on-host", spill.on_host), ("keeps", spill.keeps))
     lists = parked + "".join(f" {word} {_spaced(those)}" for word, those in some if those)
@@ -125,7 +125,7 @@ def parse_instruction(text: str) -> Instruction:
     Instruction(op=<Op.SEND: 'send'>, stage=1, mb=5, version=-1, kind='act', peer=2, tier='', slot=-1)
 
     Raises:
-        ProgramError: unknown operation, or operands that are not the ones `OP_SPEC` names.
+        ProgramError: an unknown operation, or operands other than those of `OP_SPEC`.
     """
     word, *operands = text.split()
     if word not in OP_SPEC:

@@ -2,7 +2,7 @@
 
 `OP_SPEC` names them by kind and operands; here these names become values of a program.
 
-A value lives on one rank. It is named by kind, stage and index: the micro-batch for data, the version for weights,
+A value belongs to one rank. It is named by kind, stage and index: the micro-batch for data, the version for weights,
 the update for gradients of weights.
 """
 
@@ -72,7 +72,7 @@ def _terms(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     stages = reduced_stages(header, i.kind, i.stage, rank)
     if i.kind != Reduction.NORM or i.stage >= 0:
         return tuple(Value(WGRAD, stage, i.version) for stage in stages)
-    # The gradients of a spilled stage were on the device one stage after the other, and left their part of the norm.
+    # The gradients of spilled stages are on the device one stage after the other; each has left its part of the norm.
     return tuple(
         Value(NORM if header.is_spilled(stage) else WGRAD, stage, i.version)
         for stage in stages
@@ -103,7 +103,7 @@ def _new_states(i: Instruction, program: Program, rank: int) -> tuple[Value, ...
 
 
 def _in_slots(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    """The step of a spilled stage works in its slots: its old weights and states are gone, and so are its gradients."""
+    """The values that a spilled stage's step replaces in its slots: old weights, old states and gradients."""
     if not program.header.is_spilled(i.stage):
         return ()
     own = Value(WEIGHTS, i.stage, i.version), Value(WGRAD, i.stage, i.version)

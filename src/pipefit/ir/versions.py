@@ -1,4 +1,4 @@
-"""Which version of a stage's weights each micro-batch must use: the four rules of `WeightRule`, written once."""
+"""The version of a stage's weights that each micro-batch must use: the four rules of `WeightRule`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pipefit.ir.program import Header, WeightRule
 def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) -> Mapping[tuple[int, int], int]:
     """The version for each (stage, micro-batch) whose forward is in the program.
 
-    The rules that speak of "newest" read the order of forwards and backwards: an update is finished on a rank once
-    the backward of its last own micro-batch is.
+    The rules with "newest" depend on the order of forwards and backwards: an update is finished on a rank after the
+    backward of its last micro-batch there.
 
     Source: PipeDream (SOSP 2019) §3.3 for stashing and vertical sync; PipeDream-2BW (ICML 2021) §3.1.
     """
@@ -32,7 +32,7 @@ def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) ->
 
 
 def _newest(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[tuple[int, int], int]:
-    """How many updates each stage of the rank has finished when the forward of each micro-batch starts."""
+    """Number of updates that each stage of the rank has finished when the forward of each micro-batch starts."""
     pending = Counter(
         (stage, header.update_of(stage, mb))
         for stage in header.stages_of(rank)

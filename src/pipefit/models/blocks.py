@@ -13,7 +13,7 @@ from pipefit.errors import ModelError
 def chain(layers: Iterable[tuple[str, nn.Module]]) -> nn.Sequential:
     """An `nn.Sequential` whose named children are the layers, in order.
 
-    Each child is one layer of the profile: the smallest unit that a cut may separate.
+    Each child is one layer of the profile: the smallest unit of a stage.
     """
     return nn.Sequential(OrderedDict(layers))
 

@@ -1,4 +1,4 @@
-"""Losses and random examples of the built-in models: the shapes and types that each one takes."""
+"""Losses and random examples of the built-in models, in the shapes and types that each one takes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ mean_cross_entropy.is_mean_cross_entropy = True
 
 
 def mean_cube(output: Mapping[str, Tensor], target: Any) -> Tensor:
-    """Mean of all numbers of an output to the third: a loss to try a model with that has none -> a scalar.
+    """Mean of the cubes of all numbers of an output, as a loss for testing a model that has none -> a scalar.
 
-    Their squares have the same mean whatever the weights, where a layer norm made them.
+    The mean of the squares would be the same for all weights after a layer norm.
     """
     return torch.stack([part.pow(3).mean() for part in output.values()]).mean()
 

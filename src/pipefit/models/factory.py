@@ -1,4 +1,4 @@
-"""Finding and calling a user's model factory, so that whatever it does wrong becomes one clear message."""
+"""Finding and calling a user's model factory, so that every mistake in it becomes one clear message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RAISED = (Exception, SystemExit)
 
 
 def find_factory(path: str) -> Callable[..., Any]:
-    """The callable that `pkg.mod:name` or `folder/file.py:name` names; modules are also looked for in the folder here.
+    """The callable of `pkg.mod:name` or `folder/file.py:name`; modules are also searched in the working directory.
 
     Raises:
         ModelError: the module or file is missing or fails when imported, or holds no such callable.
@@ -36,12 +36,12 @@ def find_factory(path: str) -> Callable[..., Any]:
             raise ModelError(f"{path}: {place} holds no {attribute!r}; {nearest(part, callables)}")
         found = getattr(found, part)
     if not callable(found):
-        raise ModelError(f"{path}: {attribute!r} is no function but {type(found).__name__}; give a model factory")
+        raise ModelError(f"{path}: {attribute!r} is not a function but {type(found).__name__}; give a model factory")
     return found
 
 
 def _import_module(name: str, path: str) -> ModuleType:
-    # An installed command does not look into the folder it is called from, but its user does.
+    # An installed command does not search the working directory, but its user expects it.
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the manner of GPT-2 (Radford et al. 2019), one block per layer.
+"""A decoder-only transformer like GPT-2 (Radford et al. 2019), one block per layer.
 
 Shapes: b sequences, s positions, h hidden, a heads, V vocabulary. Weights are normal(0, 0.02), and the two
 projections that end in the residual stream normal(0, 0.02/sqrt(2·layers)), as in that paper.
@@ -115,7 +115,7 @@ def gpt(
         vocab: number of tokens (256: bytes).
         context: the longest sequence.
         dropout: rate after the embedding, in attention and after both halves of a block.
-        tied: the head's weight is the very Parameter of the token embedding, in the first and in the last layer.
+        tied: the head's weight is the same Parameter as the token embedding, in the first and in the last layer.
 
     Raises:
         ModelError: a size is not positive, or `heads` does not divide `hidden`.
@@ -127,7 +127,7 @@ def gpt(
     blocks = [(f"block{index}", Block(hidden, heads, dropout)) for index in range(layers)]
     head = Head(hidden, vocab, embed.token if tied else None)
     model = chain([("embed", embed), *blocks, ("head", head)])
-    # Built on the meta device, the model is given its weights layer by layer when there is room for them.
+    # Built on the meta device, the model gets its weights layer by layer when there is memory for them.
     model.initialise_layer = functools.partial(_initialise_layer, layers)
     for name, module in model.named_children():
         _initialise_layer(layers, name, module)

@@ -1,4 +1,4 @@
-"""The GPT's layers over several processes: columns before, rows after, heads and vocabulary sharded among them.
+"""The GPT's layers over several processes: column-parallel, then row-parallel products; heads and vocabulary sharded.
 
     embedding   rows of the vocabulary                                     one all-reduce
     attention   enter ─ q k v of its heads (columns) ─ softmax ─ its rows of out ─ leave ─ + bias
@@ -53,7 +53,7 @@ class SharedBlock(Block):
     region: Region
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention and MLP, each entered and left once."""
+        """Attention and MLP, each with one `enter` and one `leave`."""
         region, size = self.region, self.norm1.normalized_shape
         n1, b1, n2, b2, after_attention, after_mlp = region.shared(
             self.norm1.weight, self.norm1.bias, self.norm2.weight, self.norm2.bias,
@@ -82,7 +82,7 @@ class SharedBlock(Block):
         return y.transpose(1, 2).reshape(b, s, heads * width)
 
     def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
-        """Attention whose dropout mask is the part of this process of the mask of all heads."""
+        """Attention with dropout; the mask is this process's part of the mask of all heads."""
         s = q.shape[2]
         future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
         scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)

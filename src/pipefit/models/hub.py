@@ -24,12 +24,12 @@ _NEEDED = "models of transformers need that library: pip install 'pipefit[hf]'"
 
 
 def is_hub(name: str) -> bool:
-    """Whether a name means a model of transformers: `transformers:CLASS`, or a folder."""
+    """Returns whether a name is that of a model of transformers: `transformers:CLASS`, or a folder."""
     return name.startswith(PREFIX) or is_folder(name)
 
 
 def is_folder(name: str) -> bool:
-    """Whether a name means the folder of a model."""
+    """Returns whether a name is that of a model's folder."""
     return Path(name).is_dir()
 
 
@@ -38,7 +38,7 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
 
     Args:
         name: `transformers:LlamaForCausalLM`, with random weights from torch's global random state; or a folder. Where
-            torch's default device is "meta", the weights of a folder are read later, by who needs them.
+            torch's default device is "meta", the weights of a folder are read later, by the process that needs them.
         options: fields of the configuration, as values or as words; none for a folder.
         lora: settings of adapters, like "r=8,alpha=16,target=all-linear"; "": none, all weights are trained.
 
@@ -53,8 +53,10 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     if name.startswith(PREFIX):
         if lora:
             raise ModelError(f"{name}: adapters are trained over weights of a folder, not over random ones")
-        made = _of_class(name, options)
-        return cut(made), _examples(made)
+        # Its buffers are computed when it is built, so it is always built with memory.
+        with torch.device("cpu"):
+            made = _of_class(name, options)
+            return cut(made), _examples(made)
     if options:
         raise ModelError(f"{name}: its configuration is in config.json; options are for {PREFIX}CLASS")
     is_later = torch.get_default_device().type == "meta"
@@ -75,7 +77,7 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
         lora: settings of adapters (peft), like "r=8,alpha=16,target=all-linear"; "": none, all weights are trained.
 
     Raises:
-        ModelError: the folder or the settings are not what they should be, or the model cannot be cut.
+        ModelError: the folder or the settings are wrong, or the model cannot be cut.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -84,13 +86,13 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     model = _empty(folder)
     weights = FolderWeights(folder, files, model)
     found = replace(cut(with_adapters(model, lora) if lora else model), initialise_layer=weights)
-    # What the proof took is free, but malloc keeps it, in addition to the weights that come.
+    # The memory of the proof is free, but malloc would keep it in addition to the weights that are read next.
     trim()
     return found
 
 
 def tokenizer_of(found: Cut, folder: str | Path) -> tuple[Any, int, int]:
-    """The tokenizer in a model's folder, the most tokens that the model takes (0: any number), and those it knows.
+    """The tokenizer in a model's folder, the model's maximum number of tokens (0: no limit), and its vocabulary size.
 
     Raises:
         ModelError: there is none.
@@ -134,7 +136,7 @@ def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
 
 
 def _built(kind: Any, config: Any) -> nn.Module:
-    # The fused kernels of experts are for GPUs, and know no float64.
+    # The fused kernels of experts are for GPUs, and do not support float64.
     config._experts_implementation = "eager"
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0
@@ -152,7 +154,7 @@ def _empty(folder: Path) -> nn.Module:
     except Exception as problem:
         raise ModelError(f"{folder}: transformers cannot read its config.json: {problem}") from problem
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"{folder}: its weights are quantised, which cannot be trained; take those that are not")
+        raise ModelError(f"{folder}: its weights are quantised, which cannot be trained; use weights that are not")
     named = (getattr(config, "architectures", None) or ["none"])[0]
     kind = getattr(transformers, named, None)
     if kind is None:
@@ -169,7 +171,7 @@ def _empty(folder: Path) -> nn.Module:
 
 
 def with_adapters(model: nn.Module, settings: str) -> nn.Module:
-    """A model with LoRA adapters of peft, which alone are trained.
+    """A model with LoRA adapters of peft, of which only the adapters are trained.
 
     Args:
         model: of transformers.
@@ -194,7 +196,7 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
             target_modules=target if target == "all-linear" else target.split("+"),
             task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         )
-        # Adapters are made where the weights are that they belong to: in memory, for no folder has them.
+        # Adapters are made in memory, because no folder has them.
         with lent_weights(model):
             adapted: nn.Module = get_peft_model(model, config)
     except ValueError as problem:

@@ -21,11 +21,11 @@ _MOST_NAMED = 5
 
 @dataclass
 class _Group:
-    """Tensors of a folder that one conversion makes weights of.
+    """Tensors of a folder from which one conversion makes weights.
 
     Attributes:
         conversion: of transformers.
-        sources: (name on disk, pattern by which the conversion knows it).
+        sources: (name on disk, pattern of the conversion).
         targets: names of the weights in the model.
     """
 
@@ -35,13 +35,13 @@ class _Group:
 
 
 class FolderWeights:
-    """Gives layers their weights from a folder, and reads no others: an `InitialiseLayer`.
+    """Sets the weights of layers from a folder, and reads no others: an `InitialiseLayer`.
 
-    Names on disk are those of the Hub; transformers' own conversions lead from them to the names in the model. Weights
-    get the type that they have in the model, whatever they have on disk.
+    Names on disk are those of the Hub; transformers' own conversions map them to the names in the model. Weights get
+    the type that they have in the model, regardless of their type on disk.
 
     Args:
-        folder: where they are.
+        folder: of the weights.
         files: of each tensor, from `weight_files`.
         model: as transformers builds it, on the meta device.
 
@@ -66,7 +66,7 @@ class FolderWeights:
 
         Args:
             prefix: of the names of its weights.
-            module: whose weights have memory; those of the meta device stay without.
+            module: of the layer; weights with memory are set, those of the meta device stay without.
         """
         wanted: dict[str, list[Tensor]] = {}
         for path, part in module.named_modules(prefix=prefix):
@@ -92,7 +92,7 @@ class FolderWeights:
                     tensor.copy_(value[0] if isinstance(value, list) else value)
 
     def _grouped(self, state: Mapping[str, Tensor]) -> tuple[dict[str, _Group], dict[str, str]]:
-        """Groups by their first target; and of each name on disk, where it leads."""
+        """Groups by their first target; and for each name on disk its target."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -134,7 +134,7 @@ class FolderWeights:
         if told:
             raise ModelError(
                 f"{self.folder}: its tensors are not those of {type(self._model).__name__}: {'; '.join(told)}; is "
-                "config.json the one these weights were saved with?"
+                "config.json the one with which these weights were saved?"
             )
 
     def _shape(self, name: str) -> list[int]:
@@ -145,7 +145,7 @@ class FolderWeights:
 
 
 def saved_name(name: str) -> str:
-    """The name of a weight without what peft adds to it."""
+    """The name of a weight without the parts that peft adds."""
     return re.sub(r"\.(base_layer|original_module)(?=\.)", "", name.removeprefix("base_model.model."))
 
 
@@ -184,5 +184,5 @@ def _some(names: list[str]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Orders names with numbers: experts are joined in this order."""
+    """A sort key for names with numbers: experts are joined in this order."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]

@@ -49,8 +49,8 @@ class ModelBundle:
         loss: (output, target) -> scalar mean over the samples.
         example: (batch, seed) -> random (x, y) of the shapes and types that the model takes.
         data: name of the data set to train on when none is given ("text", "digits"), or None.
-        options: every option with the value it has here (of a user's factory, those given).
-        num_parameters: trainable and frozen ones, a tied one once; as it was made: later a rank keeps its part only.
+        options: every option with its value (for a user's factory, those given).
+        num_parameters: trainable and frozen ones, a tied one once, as built; later a rank keeps only its part.
     """
 
     name: str
@@ -79,12 +79,12 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     `save_pretrained` wrote.
 
     The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), or any `nn.Module`; or a
-    tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`; a module that is no sequence
-    is cut into layers by such an example. The loss is the model's own or cross entropy when none is given. Weights come
+    tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`; any other module is cut into
+    layers by such an example. The loss is the model's own or cross entropy when none is given. Weights come
     from torch's global random state, so seed it first.
 
     Args:
-        name_or_path: which model.
+        name_or_path: of the model.
         options: of its factory; words are read by the types in its signature.
 
     Raises:
@@ -137,7 +137,7 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
 
 
 def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
-    """The bundle of what a user's factory gave."""
+    """The bundle of the result of a user's factory."""
     parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3:
         raise ModelError(f"{path}: expected a model, (model, loss) or (model, loss, example); got {len(parts)} things")

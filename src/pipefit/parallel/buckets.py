@@ -3,15 +3,15 @@
     backward of the stage, last layers first    │ 7 6 5 │ 4 3 2 │ 1 0 │
     a bucket is full: its reduction starts              ▶── bucket 0 ──▶
                                                                 ▶── bucket 1 ──▶
-    the `reduce` instruction starts the others, and whoever needs the gradients waits for all of them
+    the `reduce` instruction starts the others, and an instruction that needs the gradients waits for all of them
 
-A gradient is a view of its bucket, so nothing is packed before a reduction or unpacked after it. Autograd lays the
-first gradient of an update down (nothing is added to zeros); it is moved to its place once, and those of
-later micro-batches are added there.
+A gradient is a view of its bucket, so nothing is packed before a reduction or unpacked after it. Autograd allocates the
+first gradient of an update (nothing is added to zeros); it is moved to its place once, and those of later micro-batches
+are added there.
 
-DDP's reducer is not used: it belongs to one module that is run forwards and backwards once between two reductions.
-Here several micro-batches and versions of the weights are in flight, and when gradients are complete is known from the
-program, not from the module.
+DDP's reducer is not used: it belongs to one module that runs forward and backward once between two reductions. Here
+several micro-batches and versions of the weights are in flight, and the program, not the module, specifies when
+gradients are complete.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from pipefit.stage.record_layout import Field, Layout, is_dense, padded
 
 BUCKET_BYTES = (1 << 20, 25 << 20)
-"""The least and the most that makes a bucket full: half of all gradients in between. Small, so that the first
-reductions start early; large, because each takes Gloo some tenths of a millisecond of the core. (The most is DDP's.)"""
+"""Minimum and maximum bytes of a full bucket; in between, half of all gradients. Small buckets let the first
+reductions start early; each reduction takes Gloo some tenths of a millisecond of the core. (The maximum is DDP's.)"""
 _SHARE = 2
 _ALIGN = 16
 _GRAIN_BYTES = 64
@@ -38,7 +38,7 @@ Launch = Callable[[int, Tensor], None]
 
 
 class Bucket(NamedTuple):
-    """Parameters that lie side by side in one flat tensor.
+    """Parameters that are adjacent in one flat tensor.
 
     Attributes:
         members: indices of the parameters.
@@ -60,19 +60,19 @@ class Bucket(NamedTuple):
 
 
 def view_in(flat: Tensor, start: int, like: Tensor) -> Tensor:
-    """The elements of a flat tensor from `start` on, shaped and laid out in memory like another."""
+    """The elements of a flat tensor starting at `start`, with the shape and strides of another."""
     if like.is_contiguous() or not is_dense(like):
         return flat[start : start + like.numel()].view(like.shape)
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + start)
 
 
 def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None = None) -> list[Bucket]:
-    """Buckets of parameters of one type each, the last parameters first, for their gradients come first.
+    """Buckets of parameters of one type each, the last parameters first, because their gradients come first.
 
     Args:
         parameters: of a stage.
-        parts: every bucket can be split into as many equal ones.
-        cap_bytes: a bucket takes no further parameter once it holds this much; None: by the size of all.
+        parts: every bucket can be split into so many equal ones.
+        cap_bytes: a bucket takes no further parameter once it has this size; None: by the size of all gradients.
     """
     if cap_bytes is None:
         total = sum(parameter.nbytes for parameter in parameters)
@@ -100,7 +100,7 @@ def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None =
 
 
 def record_layout(parameters: Sequence[Tensor]) -> tuple[list[Field], Layout]:
-    """Where buckets, and the gradients in them, lie in the record of a stage's gradients.
+    """Places of buckets, and of the gradients in them, in the record of a stage's gradients.
 
     Args:
         parameters: of a stage that is spilled.
@@ -121,15 +121,15 @@ class GradientBuckets:
 
     Args:
         parameters: in the model's order.
-        parts: every bucket can be split into as many equal ones.
-        spilled: they lie in the slot in which the stage sits; `place_in` says where that is.
+        parts: every bucket can be split into so many equal ones.
+        spilled: they are in the slot of the stage, which `place_in` sets.
 
     Attributes:
         parameters: in the model's order.
-        buckets: where each lies.
+        buckets: of the parameters.
         flats: the buckets' memory, kept from update to update.
-        marks: for each parameter a number that becomes, once reduced, how many replicas had a gradient for it. It lies
-            in the last bucket; with `parts` it is a tensor of its own.
+        marks: for each parameter a number whose reduced value is the number of replicas with a gradient for it. It is
+            in the last bucket; with `parts` it is a separate tensor.
         idle: of the update that was finished last, the parameters without a gradient on this rank.
         is_watching: whether the last backward of an update runs.
     """
@@ -144,8 +144,8 @@ class GradientBuckets:
         self._fields = record_layout(self.parameters)[0] if spilled else []
         if not spilled:
             self._place([torch.zeros(b.size + b.num_marks, dtype=b.dtype, device=device) for b in self.buckets])
-        # Hooks stay: to make and remove them for every update takes longer than to call them. They live no longer than
-        # this, though the parameters are the user's and may.
+        # Hooks stay: making and removing them for every update takes longer than calling them. They refer to this
+        # object weakly, since the user's parameters may outlive it.
         itself = weakref.ref(self)
         for number, bucket in enumerate(self.buckets):
             for index in bucket.members:
@@ -168,7 +168,7 @@ class GradientBuckets:
                 self._views[index] = view
 
     def place_in(self, record: Tensor) -> None:
-        """The gradients lie in a slot from now on, laid out as `record_layout` says."""
+        """Places the gradients in a slot, in the order of `record_layout`."""
         self._place([field.of(record) for field in self._fields])
 
     def adopt(self) -> None:
@@ -182,7 +182,7 @@ class GradientBuckets:
         for index in indices:
             parameter, view = self.parameters[index], self._views[index]
             grad = parameter.grad
-            # In a slot each gradient is moved to its place as it is made.
+            # In a slot each gradient is moved to its place when it is made.
             if grad is not None and grad is not view and grad.data_ptr() != view.data_ptr():
                 places.append(view)
                 made.append(grad)
@@ -191,7 +191,7 @@ class GradientBuckets:
             torch._foreach_copy_(places, made)
 
     def begin(self, launch: Launch) -> None:
-        """The gradients of an update are about to be complete; `launch(number, flat)` starts a bucket's reduction."""
+        """Begins the reductions of an update; `launch(number, flat)` starts that of a bucket."""
         self._launch = launch
         self._started = 0
         self._waiting = [len(bucket.members) for bucket in self.buckets]
@@ -205,12 +205,12 @@ class GradientBuckets:
             self.is_watching = False
 
     def arrived(self, number: int) -> None:
-        """A gradient of a bucket is complete."""
+        """Counts a complete gradient of a bucket."""
         self._waiting[number] -= 1
         if self._waiting[number]:
             return
         self._move(self.buckets[number].members)
-        # All replicas must launch in one order, whatever the order in which their gradients arrive.
+        # All replicas must launch in one order, regardless of the order in which their gradients arrive.
         while self._started < len(self.flats) and not self._waiting[self._started]:
             if self._started == len(self.flats) - 1:
                 self.marks.fill_(1)

@@ -20,8 +20,8 @@ Loss = Callable[[Any, Any], Tensor]
 def shared_loss(loss: Loss, region: Region) -> Loss:
     """The loss of an output (…, V/t) of which each process has its part of the vocabulary.
 
-    Mean cross entropy (torch's, or a loss that says so by `is_mean_cross_entropy`) is computed on the parts: only three
-    numbers per token are exchanged. For any other loss the output is gathered first.
+    Mean cross entropy (torch's, or a loss with the attribute `is_mean_cross_entropy`) is computed on the parts: only
+    three numbers per token are exchanged. For any other loss the output is gathered first.
     """
     if _is_mean_cross_entropy(loss):
         ignore = loss.ignore_index if isinstance(loss, nn.CrossEntropyLoss) else -100

@@ -31,9 +31,9 @@ class Mesh:
 
     Attributes:
         tensor: processes that share a rank, t.
-        index: which of them this is, j.
-        region: how they communicate; None without tensor parallelism.
-        shards: how each sharded weight is split, by the user's name; tied ones under all their names.
+        index: of this process among them, j.
+        region: their communication; None without tensor parallelism.
+        shards: the split of each sharded weight, by the user's name; tied ones under all their names.
         shards_output: each process has its part of the output's last dimension.
     """
 
@@ -45,7 +45,7 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process speaks for its rank: weights that all hold whole are counted and saved once."""
+        """Returns whether this process represents its rank: weights that all hold whole are counted and saved once."""
         return self.index == 0
 
     def rank_of(self, process: int) -> int:
@@ -53,7 +53,7 @@ class Mesh:
         return process // self.tensor
 
     def process_of(self, rank: int) -> int:
-        """The process that speaks for a rank."""
+        """The process that represents a rank."""
         return rank * self.tensor
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -76,11 +76,11 @@ class Mesh:
         return part if spec is None else spec.shape(part, self.tensor)
 
     def loss(self, loss: Loss) -> Loss:
-        """The loss of the output as this process has it."""
+        """The loss of this process's part of the output."""
         return shared_loss(loss, self.region) if self.shards_output and self.region is not None else loss
 
     def metric(self, metric: Callable[[Any, Any], float]) -> Callable[[Any, Any], float]:
-        """A metric of the output as this process has it."""
+        """A metric of this process's part of the output."""
         region = self.region
         if region is None or not self.shards_output:
             return metric
@@ -90,14 +90,14 @@ class Mesh:
         """Refuses an input whose second dimension sequence parallelism cannot split.
 
         Raises:
-            DataError: it is one.
+            DataError: it cannot be split.
         """
         if self.region is None or not self.region.sequence:
             return
         for leaf in pytree.tree_leaves(x):
             if leaf.dim() < 2 or leaf.shape[1] % self.tensor:
                 raise DataError(
-                    f"sequence parallelism divides the sequence by tensor={self.tensor}, but an input has "
+                    f"sequence parallelism splits the sequence by tensor={self.tensor}, but an input has "
                     f"shape {list(leaf.shape)}; give sequences of a length that {self.tensor} divides"
                 )
 
@@ -111,10 +111,10 @@ def _group_of_rank(world: dist.ProcessGroup, tensor: int) -> dist.ProcessGroup:
 
 
 def make_mesh(num_ranks: int, tensor: int, process: int, num_processes: int, sequence: bool = False) -> Mesh:
-    """The mesh of a run; every process calls it alike.
+    """The mesh of a run; every process must call it with the same arguments.
 
     Raises:
-        PlanError: there is one process only, or the ranks and widths do not multiply to the number of processes.
+        PlanError: there is only one process, or ranks × width is not the number of processes.
     """
     if tensor == 1:
         return Mesh()
@@ -136,18 +136,18 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
     """Turns the layers of a whole model into those of this process, in place: same names, smaller weights.
 
     Args:
-        layers: all of them, with the weights that all processes have alike.
+        layers: all of them, with the same weights on all processes.
         mesh: gets the specification of each sharded weight.
 
     Raises:
-        ModelError: a layer has no rule, or a size that is no multiple of the width; nothing is changed then.
+        ModelError: a layer has no rule, or a size that is not a multiple of the width; nothing is changed then.
     """
     if mesh.region is None:
         return
     rules = [_checked(layer, mesh.tensor) for layer in layers]
     if mesh.region.sequence and not (rules[0].takes_whole and rules[-1].gives_shares):
         raise ModelError(
-            "sequence parallelism shards what flows between layers, so the model must begin with a layer that takes "
+            "sequence parallelism shards the values between layers, so the model must begin with a layer that takes "
             f"the input whole and end with one that joins it; {layers[0].name} … {layers[-1].name} do not"
         )
     shards: dict[str, ShardSpec] = {}
@@ -166,7 +166,7 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
 
 
 def release(layers: Sequence[NamedLayer]) -> None:
-    """Gives layers their own class back; their weights stay this process's parts."""
+    """Restores the classes of layers; their weights stay this process's parts."""
     for layer in (named.module for named in layers):
         if isinstance(layer.__dict__.get("region"), Region):
             layer.__class__ = type(layer).__mro__[1]

@@ -4,13 +4,13 @@
     enter            nothing                     sum over the processes         before a column-parallel product
     leave            sum over the processes      nothing                        after a row-parallel product
   under sequence parallelism
-    enter            join the sequence           sum, keep the own part
-    leave            sum, keep the own part      join the sequence
+    enter            gather the sequence         reduce-scatter
+    leave            reduce-scatter              gather the sequence
 
 Source: Shoeybi et al. 2019 §3 (f and g), Korthikanti et al. 2022 §4.2 (g and its conjugate along the sequence).
 
-The layers are pipefit's own and not DTensor's: weight versions are swapped under the live parameters, gradients lie in
-flat buckets, and messages are split into pieces, all of which need plain tensors; every wait is where the layer says.
+The layers are pipefit's own and not DTensor's: weight versions are swapped under the live parameters, gradients are
+views of flat buckets, and messages are split into pieces, all of which need plain tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Region:
 
     Attributes:
         group: of the processes.
-        size: how many they are, t.
-        index: which of them this is, j.
-        sequence: whether work that all would do alike is split along the sequence (dimension 1).
+        size: number of processes, t.
+        index: of this process among them, j.
+        sequence: whether work that all processes would repeat is split along the sequence (dimension 1).
         moved_bytes: bytes that this process has sent to the others in the pass, counted as a ring sends them.
     """
 
@@ -46,7 +46,7 @@ class Region:
     sequence: bool = False
     moved_bytes: float = 0.0
 
-    # ---- what layers call ------------------------------------------------------------------------------------------
+    # ---- called by layers ------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
         """The input of a column-parallel product: (b, s, h); under sequence parallelism (b, s/t, h)."""
@@ -55,17 +55,17 @@ class Region:
         return _Mirrored.apply(x, _unchanged, self.sum)
 
     def leave(self, x: Tensor) -> Tensor:
-        """The output of a row-parallel product, summed; nobody else may hold it."""
+        """The output of a row-parallel product, summed, perhaps in place; nothing else may use the argument."""
         if self.sequence:
             return _Mirrored.apply(x, partial(self.scattered, dim=1), partial(self.gathered, dim=1))
         return _Mirrored.apply(x, partial(self.sum, spent=True), _unchanged)
 
     def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
-        """Weights that all processes hold whole. Where each uses them on its part of the sequence, gradients add up."""
+        """Weights that all processes hold whole. Under sequence parallelism their gradients are summed."""
         return _Shared.apply(self, *weights) if self.sequence else weights
 
     def join(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Parts of an output joined for what all processes then compute alike (a loss): the gradient is split."""
+        """Parts of an output, joined for a computation that all processes repeat (a loss): the gradient is split."""
         dim %= x.dim()
         return _Mirrored.apply(x, partial(self.gathered, dim=dim), lambda grad: self.own(grad, dim).contiguous())
 
@@ -90,7 +90,7 @@ class Region:
         b, heads, *rest = weights.shape
         return weights * self.own(_mask(weights, (b, heads * self.size, *rest), rate), 1)
 
-    # ---- what moves ------------------------------------------------------------------------------------------------
+    # ---- communication ---------------------------------------------------------------------------------------------
 
     def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM, *, spent: bool = False) -> Tensor:
         """All-reduce, in a new tensor; one that is `spent` may itself become the result."""
@@ -126,17 +126,17 @@ class Region:
             out = torch.empty_like(stacked[0])
             dist.reduce_scatter_single(out, stacked.flatten(0, 1), group=self.group)
             return out
-        # Gloo would sum all of it on every process: here parts are exchanged, and each adds up its own.
+        # Gloo would sum everything on every process: here parts are exchanged, and each adds up its own.
         given = torch.empty_like(stacked)
         dist.all_to_all_single(given, stacked, group=self.group)
         return given.sum(0)
 
     def _is_pair(self, x: Tensor) -> bool:
-        """Two processes on CPUs send as little, and wait only once, if each gives the other its whole tensor."""
+        """Returns whether two processes on CPUs exchange whole tensors: the same bytes, with only one wait."""
         return self.size == 2 and not x.is_cuda
 
     def _exchanged(self, x: Tensor) -> Tensor:
-        """The tensor that the other of two processes gives in exchange for x."""
+        """The tensor that the other of two processes sends in exchange for x."""
         x = x.contiguous()
         other, peer = torch.empty_like(x), 1 - self.index
         coming = self.group.recv([other], peer, 0)
@@ -160,13 +160,13 @@ class Exchange(NamedTuple):
 
 @dataclass
 class Rehearsal(Region):
-    """The first of several processes in isolation: its own tensors take the place of the others'.
+    """The first of several processes in isolation: its own tensors replace those of the others.
 
-    Results have the right shapes, and no process waits for another. What a layer computes in it takes as long as in a
-    run; what `exchanges` names is missing.
+    Results have the right shapes, and no process waits for another. The computation of a layer takes as long as in a
+    run; the communication in `exchanges` is missing.
 
     Attributes:
-        exchanges: what would have been exchanged, in order.
+        exchanges: the omitted exchanges, in order.
     """
 
     exchanges: list[Exchange] = field(default_factory=list)

@@ -1,15 +1,15 @@
 """Weights of a replicated stage whose optimizer is sharded over the replicas.
 
-Weights lie in flat buckets, as their gradients do. Of each bucket a replica steps one part, so it keeps one part of
-the optimizer's state; then the replicas put the new weights together.
+Weights are views of flat buckets, as their gradients are. Of each bucket a replica steps one part, so it keeps one part
+of the optimizer's state; then the new weights are gathered over the replicas.
 
     bucket     │ w7 ····· │ w6 ······ │ w5 ···· │      d = 2
     replica 0  │ steps this half │
     replica 1                    │ and this one │
 
 `fully_shard` is not used: it shards the weights too and fetches them for every forward and backward, which a pipeline
-would do once for every micro-batch. `ZeroRedundancyOptimizer` gives whole weights to ranks, so that one large weight
-sits on one rank, and sends them one by one.
+would do once for every micro-batch. `ZeroRedundancyOptimizer` assigns whole weights to ranks, so that one large weight
+is on one rank, and sends them one by one.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 class Piece(NamedTuple):
-    """A stretch of a weight that this replica steps.
+    """A contiguous part of a weight that this replica steps.
 
     Attributes:
         index: of the parameter among the stage's.
-        start: its first element, in the order in which the weight lies in memory.
+        start: its first element, in the weight's memory order.
         stop: the element after its last.
-        bucket: the bucket it lies in.
-        offset: where it begins in this replica's part of the bucket.
-        master: what the optimizer gets.
+        bucket: of the weight.
+        offset: of its first element in this replica's part of the bucket.
+        master: the optimizer's parameter.
     """
 
     index: int
@@ -49,15 +49,15 @@ class Piece(NamedTuple):
     master: nn.Parameter
 
     def of(self, part: Tensor) -> Tensor:
-        """The stretch in this replica's part of the bucket."""
+        """Its elements in this replica's part of the bucket."""
         return part[self.offset : self.offset + self.stop - self.start]
 
 
 class ShardedStore(WeightStore):
     """The weight versions of a stage, stepped part by part.
 
-    Weights that several stages share are stepped whole on every rank that holds them: they are few, and their other
-    holders are no replicas of this stage.
+    Weights that several stages share are stepped whole on every rank that holds them: they are few, and the other ranks
+    that hold them are not replicas of this stage.
 
     Args:
         parameters: that the stage trains.
@@ -67,9 +67,9 @@ class ShardedStore(WeightStore):
 
     Attributes:
         masters: whole weights, one for each parameter; the optimizer steps those that are stepped whole.
-        pieces: what else it steps.
+        pieces: the other weights that it steps.
         buckets: the gradients.
-        gradients: this replica's part of each bucket, where its sum goes.
+        gradients: this replica's part of each bucket, into which the sum is written.
         groups: for each group of the optimizer, the indices of its parameters.
     """
 
@@ -116,11 +116,11 @@ class ShardedStore(WeightStore):
                     yield Piece(index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high]))
 
     def is_whole(self, index: int) -> bool:
-        """Whether a parameter is stepped whole."""
+        """Returns whether a parameter is stepped whole."""
         return index in self._whole
 
     def stepped(self, index: int) -> list[nn.Parameter]:
-        """The parameters that the optimizer steps for one of the stage: its pieces here, maybe none, or all of it."""
+        """The parameters that the optimizer steps for one of the stage: its pieces here, perhaps none, or the whole."""
         if self.is_whole(index):
             return [self.masters[index]]
         return [piece.master for piece in self.pieces if piece.index == index]
@@ -132,9 +132,9 @@ class ShardedStore(WeightStore):
 
     @torch.no_grad()
     def begin_step(self, version: int, in_place: bool) -> None:
-        """Readies pieces and gradients for the optimizer, which turns `version` into `version` + 1.
+        """Prepares pieces and gradients for the optimizer, which turns `version` into `version` + 1.
 
-        Of a version that is still needed only this replica's parts are copied: the others come from the others.
+        Of a version that is still needed only this replica's parts are copied: the others are gathered later.
         """
         flats, data = self._flats[version], self._versions[version]
         if not in_place:
@@ -156,36 +156,36 @@ class ShardedStore(WeightStore):
             self._current = version + 1
 
     def end_step(self) -> None:
-        """Lets go of the gradients."""
+        """Frees the gradients."""
         super().end_step()
         for piece in self.pieces:
             piece.master.grad = None
 
     def release(self) -> None:
-        """Gives every weight memory of its own; the store is of no use afterwards."""
+        """Gives every weight its own memory; the store cannot be used afterwards."""
         for index in self._own:
             self._parameters[index].data = self._parameters[index].data.clone()
 
     def drop(self, version: int) -> None:
-        """Forgets a version."""
+        """Frees a version."""
         super().drop(version)
         del self._flats[version]
 
     def rebase(self) -> None:
-        """Calls the newest version 0 again."""
+        """Renumbers the newest version as 0."""
         self._flats = {0: self._flats[max(self._flats)]}
         super().rebase()
 
 
 def shard(optimizer: Optimizer, store: ShardedStore) -> None:
-    """Lets an optimizer that was made for whole weights step this replica's pieces of them.
+    """Changes an optimizer of whole weights so that it steps this replica's pieces of them.
 
     Args:
         optimizer: fresh and made for the store's masters; its groups and options stay.
         store: of the stage.
 
     Raises:
-        PlanError: the optimizer looks at more than one number at a time, or has begun already.
+        PlanError: the optimizer does not treat every number separately, or has states already.
     """
     if type(optimizer) not in ELEMENTWISE:
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)

@@ -1,4 +1,4 @@
-"""How weights are sharded over tensor-parallel processes, and the rule that says so for a layer."""
+"""Sharding of weights over tensor-parallel processes, and the rule of a layer for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ShardSpec:
 
     Attributes:
         dim: the dimension that is split.
-        parts: how many weights are joined along it.
+        parts: number of weights joined along it.
     """
 
     dim: int = 0
@@ -50,12 +50,12 @@ class ShardSpec:
 
 @dataclass(frozen=True)
 class TensorRule:
-    """How one kind of layer runs over several processes: its class has this as `tensor_rule`.
+    """The tensor parallelism of one kind of layer: its class has this as `tensor_rule`.
 
     Attributes:
-        becomes: class whose `forward` uses the parts and communicates through `self.region`; the layer's own class
-            is exchanged for it, its parameters keep their names.
-        shards: how each sharded parameter is split, by its name in the layer; all processes hold the others whole.
+        becomes: class whose `forward` uses the parts and communicates through `self.region`; it replaces the layer's
+            own class, and its parameters keep their names.
+        shards: the split of each sharded parameter, by its name in the layer; all processes hold the others whole.
         sizes: the numbers of a layer that must be multiples of the width, by name.
         takes_whole: its input is the model's, the same on every process, even under sequence parallelism.
         gives_shares: its output is split along the last dimension (the vocabulary); the loss joins it.

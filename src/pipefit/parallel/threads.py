@@ -1,4 +1,4 @@
-"""Gloo's threads on the cores of those that compute."""
+"""Scheduling of Gloo's threads on the cores that compute."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def let_carriers_wait() -> None:
-    """Gloo's threads take a core when it is free or offered, and not from a rank that computes (Linux; else nothing).
+    """Lets Gloo's threads take a core only when it is free or offered, not from a rank that computes (Linux only).
 
-    One that takes it while the rank holds the lock of their connection turns in `epoll_wait` for that lock until
-    the scheduler ends its turn, some milliseconds later: 2 to 16 % of the steps of a small convolutional network.
+    A thread that takes it while the rank holds the lock of their connection spins in `epoll_wait` for that lock until
+    the scheduler ends its time slice, some milliseconds later: 2 to 16 % of the steps of a small convolutional network.
     """
     tasks = Path("/proc/self/task")
     for thread in tasks.iterdir() if tasks.is_dir() else ():

@@ -1,4 +1,4 @@
-"""Partitioners: which layers make a stage."""
+"""Partitioners: the choice of the layers of each stage."""
 
 from pipefit.partition.balance import gpipe, minmax, uniform
 from pipefit.partition.capacity import hydra, smallest_capacity

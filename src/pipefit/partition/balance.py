@@ -38,7 +38,7 @@ def gpipe(profile: Profile, num_stages: int, costs: Sequence[float] | None = Non
 
     Args:
         profile: the layers.
-        num_stages: how many stages.
+        num_stages: number of stages.
         costs: of each layer; None: its forward and backward time, the loss with the last layer. (GPipe estimates
             floating-point operations.)
 
@@ -58,14 +58,14 @@ def minmax(
     bandwidth_bytes_per_s: float | None = None,
     latency_s: float = 0.0,
 ) -> Partition:
-    """The slowest stage as fast as can be; between equally slow ones, the least sum of squares of stage costs.
+    """Minimises the cost of the slowest stage; among equal ones, the sum of squares of stage costs.
 
     Args:
         profile: the layers.
-        num_stages: how many stages.
+        num_stages: number of stages.
         costs: of each layer; None: its forward and backward time in seconds, the loss with the last layer.
-        bandwidth_bytes_per_s: of the link between stages; a stage then also pays for receiving activations and sending
-            gradients across the cut in front of it, and the reverse behind it, without overlap. None: nothing.
+        bandwidth_bytes_per_s: of the link between stages; the cost of a stage then includes receiving activations and
+            sending gradients across the cut in front of it, and the reverse behind it, without overlap. None: nothing.
         latency_s: of each of those messages.
 
     Raises:
@@ -96,7 +96,7 @@ def _check(profile: Profile, num_stages: int) -> None:
     if num_stages > len(profile):
         raise PlanError(
             f"{num_stages} stages need at least {num_stages} layers, and {profile.model} has {len(profile)}; "
-            "take fewer stages or profile smaller layers"
+            "use fewer stages or profile smaller layers"
         )
 
 

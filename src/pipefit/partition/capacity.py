@@ -1,4 +1,4 @@
-"""Hydra's partitioner: shards that fit a device, cut from the profile and never by running out of memory."""
+"""Hydra's partitioner: shards that fit a device, computed from the profile, not by running out of memory."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pipefit.partition.balance import Array, allowed, spans
 from pipefit.spec import Partition, Profile
 from pipefit.units import format_bytes
 
-# How many sizes of the double buffer are tried.
+# Number of sizes of the double buffer that are tried.
 _NUM_BUFFERS = 64
 
 
 def hydra(
     profile: Profile, capacity_bytes: float, optimizer_factor: float = 2.0, double_buffer: bool = False
 ) -> Partition:
-    """Cuts whenever the next layer would not fit (Nagrecha and Kumar, Hydra): the longest shards, from the front.
+    """Starts a new shard whenever the next layer would not fit (Nagrecha and Kumar, Hydra): the longest shards first.
 
     `shard_bytes` gives the bytes of a shard. Boundary tensors may shrink as a shard grows, so a shard ends at the
-    last layer up to which it fits and from which the rest can be cut too. With a double buffer part of the device is
+    last layer up to which it fits and after which the rest can be split too. With a double buffer part of the device is
     reserved for the shard that is loaded while another computes; of several sizes the one with fewest shards is taken.
 
     Args:
         profile: figures of one micro-batch, layers in their order.
         capacity_bytes: of the device.
         optimizer_factor: optimizer bytes per weight byte (2 for Adam, 1 for momentum, 0 for plain SGD).
-        double_buffer: reserve room for the weights, optimizer state and input of the next shard, whichever it is.
+        double_buffer: reserve room for the weights, optimizer state and input of the largest next shard.
 
     Raises:
-        InfeasibleError: nothing fits; the message says the smallest capacity that works.
+        InfeasibleError: nothing fits; the message names the smallest capacity that works.
         PlanError: the capacity is not positive.
     """
     if not capacity_bytes > 0:
@@ -46,7 +46,7 @@ def hydra(
             found.append(counts)
     if not found:
         raise InfeasibleError(
-            f"{profile.model} cannot be cut into shards of {format_bytes(capacity_bytes)}: "
+            f"{profile.model} cannot be split into shards of {format_bytes(capacity_bytes)}: "
             f"{_largest(needed, profile)}; the smallest capacity that works is "
             f"{format_bytes(smallest_capacity(profile, optimizer_factor, double_buffer))}"
         )
@@ -56,14 +56,14 @@ def hydra(
 def shard_bytes(profile: Profile, first: int, end: int, optimizer_factor: float = 2.0) -> float:
     """Bytes that the shard of the layers first…end−1 needs on the device while its backward runs.
 
-    Weights, as many bytes of gradients, the optimizer's state, what autograd saves, and two boundary activations: what
-    enters the shard and what leaves it (or their gradients in its place).
+    Weights, as many bytes of gradients, the optimizer's state, tensors saved by autograd, and two boundary activations:
+    the input and the output of the shard (or their gradients in place of them).
     """
     return float(_needs(profile, optimizer_factor)[0][first, end])
 
 
 def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_buffer: bool = False) -> float:
-    """The least bytes of a device that `hydra` can cut this profile for."""
+    """The smallest bytes of a device for which `hydra` can split this profile."""
     needed, load = _needs(profile, optimizer_factor)
     least = math.inf
     for reserve in _reserves(load, double_buffer):
@@ -76,7 +76,7 @@ def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_bu
 
 
 def _needs(profile: Profile, optimizer_factor: float) -> tuple[Array, Array]:
-    """Arrays [a, b] for the shard of layers a…b−1: bytes that it needs, and those loaded ahead; else infinite."""
+    """Arrays [a, b] for the shard of layers a…b−1: bytes needed, and bytes loaded ahead; infinite where a ≥ b."""
     weights, saved = (spans([getattr(x, field) for x in profile.layers]) for field in ("weight_bytes", "saved_bytes"))
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
     entering = cuts[:, None]
@@ -94,7 +94,7 @@ def _reserves(load: Array, double_buffer: bool) -> list[float]:
 
 
 def _longest(fits: NDArray[np.bool_]) -> list[int]:
-    """Layer counts of the longest shards from the front, each one leaving a rest that can be cut; empty: none."""
+    """Layer counts of the longest shards from the front, each with a rest that can be split; empty: none."""
     rest_works = np.zeros(len(fits), dtype=bool)
     rest_works[-1] = True
     for first in range(len(fits) - 2, -1, -1):
@@ -112,4 +112,4 @@ def _longest(fits: NDArray[np.bool_]) -> list[int]:
 def _largest(needed: Array, profile: Profile) -> str:
     layers = np.diagonal(needed, 1)
     index = int(layers.argmax())
-    return f"layer {index} ({profile.layers[index].name}) alone needs {format_bytes(float(layers[index]))}"
+    return f"layer {index} ({profile.layers[index].name}) needs {format_bytes(float(layers[index]))} in isolation"

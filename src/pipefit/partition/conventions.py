@@ -1,4 +1,4 @@
-"""Costs of communication in PipeDream's partitioner, by named convention: published answers depend on it.
+"""Costs of communication in PipeDream's partitioner, by named convention: published results depend on it.
 
 Legend: m replicas of a stage, W its weight bytes, B bandwidth of the level, C its time on one component, g components
 of the level below, a bytes across a cut, m_left and m_right the replicas on the cut's two sides.
@@ -9,10 +9,10 @@ of the level below, a bytes across a cut, m_left and m_right the replicas on the
 | ring | max(C, 2(m−1)/m·W/B) / m | 2a/(B·min(m_left, m_right)) |
 | pipedream-code | (C + D(m)) / m, D(m) = 4(m−1)·W/(B·m); D/g in the first stage of a level | as ring |
 
-`paper` is the formula as printed (Narayanan et al., SOSP 2019, section 3.1). `ring` counts what a ring all-reduce
-sends, once per m mini-batches. `pipedream-code` is the cost of the released optimizer with activation costs on;
-beyond the table, it charges no sending to the first stage of a level, charges the last of several stages of a level for
-sending out of the level unless the model ends there, and uses all M workers.
+`paper` is the formula as printed (Narayanan et al., SOSP 2019, section 3.1). `ring` counts the bytes that a ring
+all-reduce sends, once per m mini-batches. `pipedream-code` is the cost of the released optimizer with activation costs
+enabled. In addition to the table, it counts no sending for the first stage of a level, counts sending out of the level
+for the last of several stages unless the model ends there, and uses all M workers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pipefit.errors import PlanError, nearest
 
 @dataclass(frozen=True)
 class Convention:
-    """A way to count communication.
+    """A convention for the cost of communication.
 
     Attributes:
-        name: as users write it.
+        name: in options.
         divides: a cut's bytes are shared by the replicas of either side.
-        released: whether it is that of the released optimizer, with all that the table and the text say of it.
+        released: whether it is that of the released optimizer, as described above.
     """
 
     name: str
@@ -50,7 +50,7 @@ def convention_named(name: str) -> Convention:
     """The convention of this name.
 
     Raises:
-        PlanError: there is none.
+        PlanError: no such convention.
     """
     if name not in CONVENTIONS:
         raise PlanError(f"unknown cost convention {name!r}; {nearest(name, CONVENTIONS)}")

@@ -1,9 +1,9 @@
-"""Down-sets of a graph, where it can be split, and the costs between them.
+"""Down-sets of a graph, at which it can be split, and the costs between them.
 
-A stage boundary is a set of layers that holds, with every layer, all that feed it (a down-set, written D below).
-Then data only flows forward through it. Stages are the differences of a rising sequence of down-sets. A chain of N
-layers has N + 1 down-sets; a graph whose branches are wide has too many to list, and there a block of the graph
-(the part between two cuts that every other cut agrees with) is cut along the order of its layers instead.
+A stage boundary is a set of layers that contains, with every layer, all layers that feed it (a down-set, written D
+below). Then data only flows forward through it. Stages are the differences of an increasing sequence of down-sets. A
+chain of N layers has N + 1 down-sets. A graph with wide branches has too many to list; there a block of the graph (the
+part between two cuts that are comparable with every other cut) is split along the order of its layers instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class States:
 
     Attributes:
         profile: the layers.
-        masks: bit i of masks[a] is set when layer i is in D_a; masks[0] holds only layers that cost nothing.
+        masks: bit i of masks[a] is set when layer i is in D_a; masks[0] holds only layers without cost.
         complete: every down-set is here, so a search over them is exact.
     """
 
@@ -53,9 +53,9 @@ class States:
         return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool), dtype=np.bool_)
 
     def between(self, field: str) -> Array:
-        """Array [a, b]: the sum of a layer's figure over D_b minus D_a; infinite where b does not hold a."""
+        """Array [a, b]: the sum of a layer's figure over D_b minus D_a; infinite where D_b does not contain D_a."""
         total = self.member @ np.array([getattr(layer, field) for layer in self.profile.layers], dtype=np.float64)
-        # Differences of sums leave rounding dust where the true value is 0.
+        # Differences of sums leave rounding errors where the true value is 0.
         difference = np.maximum(total[None, :] - total[:, None], 0.0)
         difference[difference < 1e-13 * total.max()] = 0.0
         return np.where(self.inside, difference, np.inf)
@@ -85,8 +85,8 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     Sources without any cost (inputs), and layers without cost that only they feed, belong to the first stage: they are
     in every state.
 
-    When there are more, blocks with few down-sets keep all of theirs, and the others are cut along the order of their
-    layers. So a chain of any length is whole.
+    When there are more, blocks with few down-sets keep all of theirs, and the others are split along the order of their
+    layers. So for a chain of any length all down-sets are found.
     """
     feeds = [0] * len(profile)
     for tail, head in profile.links:
@@ -105,7 +105,7 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
 
 
 def _free_layers(profile: Profile, feeds: list[int]) -> int:
-    """Layers without time and bytes of any kind that only such layers feed; none, if that were all layers."""
+    """Layers without any time and bytes that are fed only by such layers; none if these were all layers."""
     free = 0
     for index, layer in enumerate(profile.layers):
         bytes_of_all_kinds = layer.weight_bytes + layer.output_bytes + layer.saved_bytes
@@ -155,7 +155,7 @@ def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] 
 
 
 def _along_order(start: int, end: int, feeds: list[int]) -> list[int]:
-    """The prefixes of a block's layers in the order of the profile, as far as what feeds them allows."""
+    """The prefixes of a block's layers in the order of the profile that are down-sets."""
     rest = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
     found = [start]
     while rest:

@@ -5,10 +5,10 @@ time of the layers from t to j on n components,
 
     V(t→j, n) = min over u, r of max{ S(t→u, r), V(u→j, n − r) },     V(t→j, n) = S(t→j, n) where it is not split,
 
-which is A^k of the paper read from the other end: stages are split off at the front, so the number of components from
-a stage on, which decides what it keeps in flight, is known when its memory is checked. Levels below the outermost need
-V for every pair (t, j); the outermost, and the way back, for one. Run again with + in place of max, over the stages
-that are fast enough, the program counts stages, and so finds the fewest, and then the lexicographically first.
+which is A^k of the paper read from the other end. Stages are split off at the front, so the number of components from
+a stage to the end, which determines its mini-batches in flight, is known when its memory is checked. Levels below the
+outermost need V for every pair (t, j); the outermost, and the reconstruction, for one. A second run with + in place of
+max, over the stages that are fast enough, counts stages. It finds the fewest, and then the lexicographically first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Run:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Stages of `replicas` components when low…high components are left from them on, all in one context."""
+    """Stages of `replicas` components with low…high components from them to the end, all in one context."""
 
     replicas: int
     low: int
@@ -83,7 +83,7 @@ def all_pairs(problem: CutProblem, level: int, beyond: Fraction) -> Array:
     rest: dict[int, Array] = {}
 
     def look(result: Array, left: int, first: bool) -> None:
-        """Divides what is left among a stage in front and the rest."""
+        """Splits the remaining components between a stage in front and the rest."""
         for replicas in problem.replica_counts(left):
             base = base_s(problem, level - 1, problem.context(level, beyond, left, replicas))
             if replicas == left or (first and at_most):
@@ -117,7 +117,7 @@ def best_time(problem: CutProblem, level: int, beyond: Fraction, start: int, end
     bound = float("inf")
     states = _states_on_the_way(problem, start, end)
     if len(states) > 200:
-        # A solution over every eighth boundary is a solution: what is slower need not be looked at.
+        # A solution over every eighth boundary is an upper bound: slower stages need not be considered.
         bound = _fastest(problem, level, _table(problem, level, beyond, [*states[:-1:8], end]))
     return _fastest(problem, level, _table(problem, level, beyond, states, bound))
 
@@ -146,7 +146,7 @@ def runs(problem: CutProblem, level: int, beyond: Fraction, start: int, end: int
                 for stop in ends:
                     options.setdefault((stop, choice.replicas), {})[n] = choice.child
         stop, replicas = min(options)
-        # Runs of other counts of components left may be as good; they differ only in what they leave unused.
+        # Runs with other numbers of remaining components may be equally good; they differ only in unused components.
         n = min(options[stop, replicas])
         found.append(Run(states[position], states[stop], replicas, options[stop, replicas][n]))
         left = {n - replicas}

@@ -21,8 +21,8 @@ from pipefit.partition.stage_costs import CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
-# Hybrids that promise less than this over plain data parallelism are not worth their trouble. For the released
-# optimizer's convention it is smaller: its answer for VGG-16 on 2 × 8 devices is 4.9 % ahead, and must stand.
+# Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
+# convention it is smaller, because its result for VGG-16 on 2 × 8 devices is only 4.9 % faster and must be kept.
 _MARGIN = {"paper": 0.05, "ring": 0.05, "pipedream-code": 0.04}
 
 # Times closer than this, relatively, are a tie.
@@ -52,18 +52,18 @@ class PipeDreamResult:
         partition: stages with their replicas; None when nothing fits (`why` names the reason).
         time_s: of that partition; infinite when nothing fits.
         shape: "data parallel", "flat" or "hierarchical": which search it comes from.
-        levels: the same stages as the levels divide them, outermost first.
+        levels: the same stages by levels, outermost first.
         in_flight: mini-batches in flight at each stage.
         memory_bytes: needed per device of each stage.
         convention: how communication was counted.
-        search_s: best time found, data parallelism not preferred: what the released optimizer would answer.
+        search_s: best time found without a preference for data parallelism: the result of the released optimizer.
         flat_s: best time of the flat search; None when it was not made.
         hierarchical_s: best time of the search by levels; None when it was not made.
         straight_s: best pipeline without replicas.
         data_parallel_s: plain data parallelism over all devices, fitting or not; the better of the searches made.
-        data_parallel_fits: whether it does.
+        data_parallel_fits: whether it fits.
         exact: every possible boundary of the graph was considered.
-        why: in words.
+        why: the reason in words.
     """
 
     shape: str
@@ -105,14 +105,14 @@ def pipedream(
     state_factor: float = 2.0,
     margin: float | None = None,
 ) -> PipeDreamResult:
-    """Divides a model into replicated stages so that the time per mini-batch is least.
+    """Splits a model into replicated stages so that the time per mini-batch is minimal.
 
     Deterministic: equally fast partitions (to 1e-12) are ordered by number of stages, then lexicographically by
     (end, replicas) of one stage after the other, on each level.
 
     Args:
         profile: figures of one mini-batch.
-        topology: levels with width and bandwidth; latency plays no part here.
+        topology: levels with width and bandwidth; latency is not used.
         cost: convention of communication: "ring", "paper" or "pipedream-code".
         search: "flat" (all devices on one level, at the slowest bandwidth), "hierarchical" or "both"; None: both, but
             for "pipedream-code" hierarchical, as the released optimizer.
@@ -150,7 +150,7 @@ def pipedream(
         search_s=time_s,
         flat_s=found_s.get("flat"),
         hierarchical_s=found_s.get("hierarchical"),
-        # By levels a straight pipeline has the faster links inside, so the flat one need not be looked at.
+        # By levels a straight pipeline has the faster links inside, so the flat one need not be considered.
         straight_s=time_s if straight else _fastest(replace(problems[-1], straight=True, bases={})),
         data_parallel_s=min(data_parallel_s(rule, single_s, weight_bytes, one.levels) for one in problems),
         data_parallel_fits=_data_parallel_bytes(problem) <= memory.limit_bytes,
@@ -177,7 +177,7 @@ def _searches(search: str | None, rule: Convention, topology: Topology) -> list[
 
 
 def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
-    """The number of states that a few seconds allow: the search of inner levels grows as states³ · width²."""
+    """The number of states for a few seconds of search, which grows on inner levels as states³ · width²."""
     widest = max((width for width, _ in levels[:-1]), default=1)
     if "hierarchical" not in searches or widest == 1:
         return 2000
@@ -210,7 +210,7 @@ def _divide(
 
 
 def _flatten(stages: tuple[LevelStage, ...], copies: int = 1) -> list[StageSpec]:
-    """Stages of devices: replicas multiplied over the levels. Layers that cost nothing go to a level's first stage."""
+    """Stages of devices: replicas multiplied over the levels. Layers without cost go to a level's first stage."""
     result: list[StageSpec] = []
     for stage in stages:
         if stage.stages:
@@ -238,7 +238,7 @@ def _with_stages(
 
 
 def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) -> PipeDreamResult:
-    """Plain data parallelism, where the search promises no more than the margin over it."""
+    """Plain data parallelism, where the search is faster by at most the margin."""
     levels: tuple[LevelStage, ...] = ()
     for width, _ in problem.levels:
         levels = (LevelStage(tuple(range(len(problem.states.profile))), width, levels),)
@@ -262,7 +262,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     needed = [memory.needed_bytes(layer.weight_bytes, layer.saved_bytes, 1) for layer in layers]
     largest = max(range(len(layers)), key=lambda index: needed[index])
     return (
-        f"nothing fits: layer {largest} ({layers[largest].name}) alone needs {format_bytes(needed[largest])} with one "
+        f"nothing fits: layer {largest} ({layers[largest].name}) needs {format_bytes(needed[largest])} with one "
         f"mini-batch in flight, all layers {format_bytes(_data_parallel_bytes(problem))}, and a device has "
         f"{format_bytes(memory.limit_bytes)}; use a smaller micro-batch, more devices or more memory"
     )

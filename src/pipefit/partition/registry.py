@@ -54,7 +54,7 @@ _BUILT_IN: dict[str, Callable[..., Partition]] = {
     "uniform": uniform,
 }
 _AT_MOST = {"hydra", "pipedream"}
-"""For these `num_stages` is an upper bound, which they may do without."""
+"""For these `num_stages` is an optional upper bound."""
 
 
 def partitioner_names() -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def partitioner_names() -> tuple[str, ...]:
 
 
 def partition(profile: Profile, num_stages: int | None = None, method: str = "minmax", **options: Any) -> Partition:
-    """Divides the layers of a profile into stages.
+    """Splits the layers of a profile into stages.
 
     >>> from pipefit.spec import Layer
     >>> layers = tuple(Layer(f"layer{i}", t, t, t, 1, 1, 1) for i, t in enumerate([1.0, 1.0, 1.0, 3.0]))
@@ -72,7 +72,7 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
 
     Args:
         profile: the layers.
-        num_stages: how many stages; an upper bound for "hydra" and "pipedream", which may do without it.
+        num_stages: number of stages; for "hydra" and "pipedream" an optional upper bound.
         method: "uniform", "minmax", "gpipe", "pipedream", "hydra", "by_hand", or the name of an entry point.
         options: of the method; "hydra" needs `capacity_bytes`, "by_hand" needs `counts`, "pipedream" takes `topology`.
 

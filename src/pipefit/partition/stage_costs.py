@@ -1,8 +1,8 @@
 """One search of PipeDream's partitioner: states, levels, rules, and the costs of a stage.
 
-Every cost is local to a stage once the cut 2a/(B·min(m_left, m_right)) is read as max(2a/(B·m_left), 2a/(B·m_right)):
-a stage pays for its computation and reduction, for what it receives and for what it sends, and the time per
-mini-batch is the largest of all these.
+Every cost is local to a stage if the cut 2a/(B·min(m_left, m_right)) is read as max(2a/(B·m_left), 2a/(B·m_right)):
+the costs of a stage are its computation and reduction, its receiving and its sending, and the time per mini-batch is
+the largest of all these.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Memory:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is a limit at all."""
+        """Returns whether there is a limit."""
         return math.isfinite(self.limit_bytes)
 
     def needed_bytes(self, weight_bytes: Any, saved_bytes: Any, in_flight: Any) -> Any:
@@ -61,7 +61,7 @@ class CutProblem:
     bases: dict[tuple[int, Fraction], Array] = field(default_factory=dict, repr=False)
 
     def replica_counts(self, components: int) -> range:
-        """The replica counts a stage may have with this many components left."""
+        """The possible replica counts of a stage with this many remaining components."""
         return range(1, (1 if self.straight else components) + 1)
 
     def totals(self, level: int) -> range:
@@ -73,8 +73,8 @@ class CutProblem:
         """Devices behind a stage for each of its copies, when it has `replicas` of the `components` from it on.
 
         `beyond` is the same figure for the level above. On level 0, where copies are devices, ceil(1 + this) is
-        ceil(devices from the stage on / its replicas): its mini-batches in flight. Without a memory limit that
-        decides nothing, and this is 0 so that all stages share one table.
+        ceil(devices from the stage to the end / its replicas): its mini-batches in flight. Without a memory limit it
+        has no effect, and is 0 so that all stages share one table.
         """
         if not self.memory.is_limited:
             return Fraction(0)
@@ -86,7 +86,7 @@ class CutProblem:
     def compute_s(self) -> Array:
         """Array [a, b]: seconds per mini-batch of the layers from state a to b on one device; infinite where none.
 
-        What ends with the last layer has the loss, too.
+        A stage with the last layer includes the loss.
         """
         between = self.states.between
         total = between("forward_s") + between("backward_input_s") + between("backward_weight_s")
@@ -133,8 +133,8 @@ class CutProblem:
             replicas: m, or an array (p, 1) of them for one row.
             row: state the stage starts at (all for a matrix).
             columns: states it may end at.
-            first: nothing is received; as the first stage of its level.
-            last: nothing is sent inside the level.
+            first: the first stage of its level, which receives nothing.
+            last: the last stage of its level, which sends nothing inside the level.
         """
         bandwidth = self.levels[level - 1][1]
         below = self.levels[level - 2][0] if level > 1 else 1
@@ -144,7 +144,7 @@ class CutProblem:
         if not first:
             received = link_s[row]
             cost = np.maximum(cost, (received if isinstance(row, int) else received[:, None]) / share)
-        # The released optimizer's exceptions: the first stage sends for nothing, the last of several sends out.
+        # The released optimizer's exceptions: sending costs the first stage nothing; the last of several sends out.
         if (self.rule.released and not first) if last else not (self.rule.released and first):
             cost = np.maximum(cost, link_s[columns] / share)
         return cost

@@ -1,1 +1,1 @@
-"""Program → Program, one thing each. `pipefit.passes.build` chains them in the one order that makes sense."""
+"""Passes: functions Program → Program, one task each. `pipefit.passes.build` chains them in the correct order."""

@@ -23,7 +23,7 @@ def build(
     ahead: int = 1,
     prefetch: int | None = None,
 ) -> Program:
-    """The program of a schedule: its order of compute, and around it everything that follows from the header.
+    """The program of a schedule: its order of computation, and the other instructions, which follow from the header.
 
     Args:
         header: placement, counts, weight rule, ties, clipping and spilling.

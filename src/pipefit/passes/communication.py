@@ -17,11 +17,11 @@ from pipefit.passes.places import computes_back, entering, inserted
 def with_communication(program: Program, ahead: int = 1) -> Program:
     """Adds the sends and receives.
 
-    A send follows what made its value. A receive is posted `ahead` compute instructions before the one that needs it,
-    so the message travels while the rank computes and the number of open buffers does not grow with the number of
-    micro-batches; and never after a receive whose message the same sender sends later, so that each link is
-    first-in-first-out and works without tags. Where ranks would wait for each other because a send waits for its
-    receive, the receive is posted as much earlier as it takes.
+    A send follows the instruction that made its value. A receive is posted `ahead` compute instructions before the one
+    that needs it, so the message travels while the rank computes, and the number of open buffers does not grow with the
+    number of micro-batches. It is never posted after a receive whose message the same sender sends later, so each link
+    is first-in-first-out and needs no tags. Where ranks would wait for each other because a send waits for its
+    receive, the receive is posted as much earlier as necessary.
     """
     sends = [_sends(program.header, rank, instructions) for rank, instructions in enumerate(program.ranks)]
     links: dict[tuple[int, int], list[Instruction]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Places in a rank's list: where values enter and gradients are complete, and how a pass adds to it."""
+"""Places in a rank's list: where values enter and gradients are complete; and insertion of instructions."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from pipefit.ir.program import Program
 def with_recompute(program: Program, stages: Collection[int] | None = None) -> Program:
     """Adds a recompute before each backward of the given stages (None: all).
 
-    A backward that directly follows its own forward gets none: a replay would throw away what was just computed
-    (so GPipe's last stage never replays its last micro-batch, and 1F1B's last stage never replays at all).
+    A backward that directly follows its own forward gets none: a replay would repeat the computation just done.
+    (So GPipe's last stage never replays its last micro-batch, and 1F1B's last stage never replays at all.)
 
     Source: GPipe (NeurIPS 2019) §2.3.
     """

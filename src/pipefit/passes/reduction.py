@@ -1,6 +1,6 @@
 """Collectives on gradients: over replicas, over stages that share a weight, and the norm of all for clipping.
 
-And those that put weights together which replicas have stepped in parts.
+Also those that gather new weights from the parts that replicas have stepped.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pipefit.passes.places import inserted, last_backwards
 
 
 def with_reductions(program: Program) -> Program:
-    """Adds a reduction as soon as its gradients are complete on the rank, so that it overlaps with what follows.
+    """Adds each reduction as soon as its gradients are complete on the rank, so that it overlaps with later work.
 
-    Weights that stages share are summed over all stages and ranks that hold them (replicas included), the rest over the
-    replicas of a stage. The ranks of a tie come to its reduction at different times, so it waits until all backwards of
-    the update on the rank are done: no other rank then needs anything from one that waits there. The norm for clipping
-    needs all reductions, so it comes just before the first step of its update. Where replicas step a part of the
-    weights each, the new weights are put together right after the step, while the rank goes on.
+    Gradients of weights that stages share are summed over all stages and ranks that hold them (replicas included), the
+    others over the replicas of a stage. The ranks of a tie reach its reduction at different times, so it comes after
+    all backwards of the update on the rank: no other rank then needs anything from one that waits there. The norm for
+    clipping needs all reductions, so it comes just before the first step of its update. Where each replica steps a part
+    of the weights, the new weights are gathered right after the step, while the rank continues.
     """
     return program.with_ranks([_with_reductions(program.header, rank, own) for rank, own in enumerate(program.ranks)])
 

@@ -1,4 +1,4 @@
-"""Scatter/gather: what tensor-parallel processes all hold crosses the link once, in pieces, and not t times."""
+"""Scatter/gather: a value that all t tensor-parallel processes hold crosses the link once, in pieces, not t times."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def with_scatter_gather(program: Program) -> Program:
     """Sends and receives pieces, and adds a gather just before the instruction that needs the whole.
 
     Without sequence parallelism a stage's output is the same on all t processes of its rank, and so is the gradient of
-    its input. Each sends 1/t of it, flat, to its peer of the next rank, where the t processes gather the whole from
-    each other over their own, faster links. A tensor whose size t does not divide travels whole, inside the piece.
-    Where the header does not say that values travel in pieces, nothing changes.
+    its input. Each sends 1/t of it, flattened, to its peer of the next rank, where the t processes gather the whole
+    from each other over their own, faster links. A tensor whose size t does not divide travels whole, in the piece.
+    Unless the header has `pieces`, nothing changes.
 
         send s0 m0 act >1           recv s0 m0 act <0
                                     fwd s1 m0 w0

@@ -1,4 +1,4 @@
-"""Spilling: stages live on the host or on disk, and are fetched into the slots of a device when their turn comes.
+"""Spilling: stages are kept on the host or on disk, and fetched into the slots of a device when they are needed.
 
     fetch 0 | F0.0 F0.1 | drop 0, fetch 2 ...     slot 0
     fetch 1 |           | F1.0 F1.1 | drop 1 ...  slot 1
@@ -29,17 +29,17 @@ _AHEAD = 4
 
 
 def with_spilling(program: Program, prefetch: int | None = None) -> Program:
-    """Adds the fetches, evictions and drops of a program whose header says that stages live on another tier.
+    """Adds the fetches, evictions and drops of a program whose header names stages on another tier.
 
-    Only what changed is written back. A stage steps directly after its last backward, while it is on the device. Where
-    that cannot be its gradients are evicted too and it is visited again: under clipping, which first needs the norm of
-    all gradients, and for stages that share a weight. A forward whose backward falls into another stay of the stage is
-    replayed there, unless the stage keeps what autograd saved (`Spill.keeps`).
+    Only changed values are written back. A stage steps directly after its last backward, while it is on the device.
+    Where this is impossible its gradients are evicted too and it is visited again: under clipping, which first needs
+    the norm of all gradients, and for stages that share a weight. A forward whose backward falls into another stay of
+    the stage is replayed there, unless the stage keeps the tensors that autograd saved (`Spill.keeps`).
 
     Args:
-        program: complete but for steps and drops of its spilled stages; of a schedule that flushes.
-        prefetch: how many stages ahead the next is loaded (None: as soon as a slot is free; 0: when it is needed,
-            the synchronous loading that double buffering is measured against).
+        program: complete except for steps and drops of its spilled stages; of a schedule that flushes.
+        prefetch: number of stages ahead that the next is loaded (None: as soon as a slot is free; 0: when it is needed:
+            synchronous loading, the baseline of double buffering).
 
     Raises:
         ScheduleError: the schedule does not flush, or needs more stages at once than there are slots.
@@ -66,7 +66,7 @@ def with_spilling(program: Program, prefetch: int | None = None) -> Program:
 
 
 def _finished_at_once(header: Header, rank: int, listed: Sequence[Instruction]) -> list[Instruction]:
-    """Adds what each spilled stage can do once its gradients are complete: its step, or its part of the norm."""
+    """Adds the step of each spilled stage, or its part of the norm, at the point where its gradients are complete."""
     ready = last_backwards(header, listed)
     for index, i in enumerate(listed):
         if i.op is Op.REDUCE and i.kind != Reduction.NORM:
@@ -87,7 +87,7 @@ def _finished_at_once(header: Header, rank: int, listed: Sequence[Instruction]) 
 
 
 def _past_messages(listed: Sequence[Instruction], index: int) -> int:
-    """The place after the messages that follow: others wait for those."""
+    """The place after the messages that follow, because other ranks wait for those."""
     while index < len(listed) and listed[index].op in MESSAGE_OPS:
         index += 1
     return index
@@ -104,7 +104,7 @@ def _visited(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
 def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[Stay]:
     assert header.spill is not None
     visits = [(index, stages) for index, i in enumerate(listed) if (stages := _visited(header, rank, i))]
-    # Weights that step on the host are stale here: their stage goes once nothing uses them before that.
+    # Weights that step on the host become stale on the device: their stage leaves after its last use before the step.
     last: dict[int, int] = {}
     leaving: set[tuple[int, int]] = set()
     for index, i in enumerate(listed):
@@ -142,7 +142,7 @@ def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Inst
 
 
 def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch: int | None) -> list[Instruction]:
-    """The list with everything that fills and frees slots."""
+    """The list with the instructions that fill and free slots."""
     assert header.spill is not None
     weights = _weight_stays(header, rank, listed)
     _carry(header, listed, weights)
@@ -153,8 +153,8 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
         for stay in states:
             stay.version, stay.left = listed[stay.first].version, listed[stay.last].version + 1
         moved.append((states, Kind.OPTIM.value))
-    # What frees a slot comes before what fills it; fetches in the order in which they are needed, and what frees their
-    # slots likewise: where copies bind, the one that is waited for is written back first.
+    # Freeing a slot comes before filling it. Fetches come in the order in which they are needed, and the evictions that
+    # free their slots likewise: where copies bind, the one that is waited for is written back first.
     placed: list[tuple[int, int, int, Instruction]] = []
     ahead: list[tuple[int, int]] = []
     for found, kind in moved:
@@ -179,9 +179,9 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
 def _parked(
     header: Header, listed: list[Instruction], found: list[Stay], prefetch: int | None
 ) -> list[tuple[int, int, int, Instruction]]:
-    """Sends what entered a stage to the tier until its replay, where that is in another stay of the stage.
+    """Moves the input of a stage to the tier until its replay, where the replay is in another stay of the stage.
 
-    It comes back a few computations before: two micro-batches' replays and backwards.
+    It is fetched a few computations earlier: the replays and backwards of two micro-batches.
     """
     assert header.spill is not None
     stay_of = {(index, stay.stage): number for number, stay in enumerate(found) for index in stay.visits}
@@ -229,7 +229,7 @@ def _starts(
 
 
 def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> None:
-    """Says for each stay which version comes and goes, and which gradients, half summed, come and go with it."""
+    """Sets for each stay the version that is loaded and evicted, and the partial gradient sums that move with it."""
     version: dict[int, int] = defaultdict(int)
     summing: dict[int, int] = {}
     stepped = _host_steps(listed)
@@ -255,7 +255,7 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
 
 
 def _host_steps(listed: list[Instruction]) -> dict[int, list[int]]:
-    """Where each stage steps on the host."""
+    """The indices of each stage's steps on the host."""
     found: dict[int, list[int]] = {}
     for index, i in enumerate(listed):
         if i.op is Op.HOST_STEP:
@@ -274,7 +274,7 @@ def _filling(spill: Spill, kind: str, stay: Stay) -> list[Instruction]:
 
 
 def _freeing(spill: Spill, kind: str, stay: Stay) -> list[Instruction]:
-    """Writes back what changed, and forgets the rest."""
+    """The instructions that write back changed values and drop the others."""
     result = []
     if stay.gradients_left >= 0:
         at = stay.gradients_left

@@ -1,4 +1,4 @@
-"""Stages in slots, from load to eviction: visits are known in advance, and loads are as few as can be."""
+"""Stages in slots, from load to eviction: visits are known in advance, and the number of loads is minimal."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Stay:
     """A stage in a slot, from one load to the next eviction.
 
     Attributes:
-        stage: who.
-        slot: where.
+        stage: the stage.
+        slot: its slot.
         before: the stay that leaves the slot for it (None: the slot was never used).
         visits: the instructions of the rank that use it meanwhile.
-        version: of what is loaded.
-        left: the version it has when it goes.
-        gradients: the update whose half summed gradients are loaded with it, −1: none.
-        gradients_left: likewise when it goes.
-        goes_at_once: whether it goes after its last visit, whoever may want the slot.
+        version: its version when it is loaded.
+        left: its version when it leaves.
+        gradients: the update whose partial gradient sums are loaded with it, −1: none.
+        gradients_left: likewise when it leaves.
+        goes_at_once: whether it leaves right after its last visit, even if no other stage needs the slot.
     """
 
     stage: int
@@ -54,7 +54,7 @@ def stays(
 ) -> list[Stay]:
     """The stays that serve some visits with the fewest loads, in the order of their first visits.
 
-    Whoever is visited again the latest goes; of those never visited again, the one that has been done the longest.
+    The stage that is visited again the latest leaves; of those never visited again, the one that finished first.
     Source: Belady, "A study of replacement algorithms", IBM Systems Journal 5(2), 1966 (the rule MIN).
 
     >>> [(stay.stage, stay.slot, stay.visits) for stay in stays([(0, (0,)), (1, (1,)), (2, (2,)), (3, (1,))], 2)]
@@ -62,8 +62,8 @@ def stays(
 
     Args:
         visits: index of an instruction and the stages that it uses, in order.
-        num_slots: how many stages there is room for.
-        leaving: index of an instruction and a stage that goes after it: what it has there is of no use any more.
+        num_slots: number of slots.
+        leaving: index of an instruction and a stage that leaves after it, because its values there are stale.
 
     Raises:
         ScheduleError: one instruction uses more stages than there are slots.

@@ -1,4 +1,4 @@
-"""Weights: which version each instruction uses, where the optimizer steps, when a version is dropped."""
+"""Weights: the version that each instruction uses, the places of optimizer steps, and the drops of versions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def with_steps(program: Program) -> Program:
     """Adds the optimizer steps.
 
     Under stashing the newest version is used at once, so each step follows the last backward of its update. Elsewhere
-    a step waits until its version is first used or its stage's gradients start to gather for the next update, else to
-    the end: its reductions overlap with what lies between, and a rank with several stages never delays the backward
-    of one by the step of another. Spilled stages step while they are on the device (`with_spilling`); under clipping,
-    which first needs the norm of all gradients, they step here.
+    a step waits until its version is first used or its stage's gradients start to accumulate for the next update, else
+    until the end. So its reductions overlap with the work between, and on a rank with several stages the step of one
+    never delays the backward of another. Spilled stages step while they are on the device (`with_spilling`); under
+    clipping, which first needs the norm of all gradients, they step here.
     """
     eager = program.header.weights is WeightRule.STASH
     ranks = []
@@ -57,7 +57,7 @@ def with_steps(program: Program) -> Program:
 
 
 def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bool:
-    """Whether an instruction uses the version a step of (stage, update) makes, or adds to the gradients after it."""
+    """Returns whether an instruction uses the version made by a step of (stage, update), or adds to later gradients."""
     stage, update = step
     if i.stage != stage or i.op not in COMPUTE_OPS:
         return False
@@ -65,7 +65,7 @@ def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bo
 
 
 def steps_at_once(header: Header, stage: int) -> bool:
-    """Whether a stage steps in the slot of the device in which its gradients are complete."""
+    """Returns whether a stage steps in the slot of the device in which its gradients are complete."""
     return header.is_spilled(stage) and not header.clip
 
 
@@ -77,7 +77,7 @@ def step_of(header: Header, stage: int, update: int) -> Instruction:
 def with_drops(program: Program) -> Program:
     """Drops each version of a stage's weights right after its last use; the newest stays.
 
-    Versions of spilled stages come and go with their slots (`with_spilling`).
+    Versions of spilled stages are fetched and evicted with their slots (`with_spilling`).
     """
     ranks = []
     for instructions in program.ranks:

@@ -1,4 +1,4 @@
-"""From a proven program to what runs it: each rank's stages, weights, tiers and optimizers."""
+"""Assembly of a verified program: each rank's stages, weights, tiers and optimizers."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
 
 MOST_BYTES = 64 << 20
-"""Most bytes of what stays on the devices that are committed with each step."""
+"""Maximum bytes of resident tensors that are committed with each step."""
 _SELDOM = 10
-"""Steps between two commits where these write more than the steps do."""
+"""Steps between two commits where a commit writes more than a step."""
 
 
 def assemble(
@@ -47,15 +47,15 @@ def assemble(
     A process that is one rank frees the layers that others have.
 
     Args:
-        program: of a pass; it says which stages are a rank's and which are spilled.
+        program: of a pass, with the stages of each rank and the spilled ones.
         plan: of the program.
         layers: of the whole model, sharded.
-        mesh: that they are sharded over.
+        mesh: over which they are sharded.
         training: loss, optimizer and the like.
         session: the ranks of the run.
-        device: where this process computes.
-        initialise: how layers draw their weights, where the model knows it.
-        spill: how stages spill, as the user asked for it; None: to the host's memory, where the plan says so.
+        device: of this process.
+        initialise: the model's own function to draw a layer's weights, if it has one.
+        spill: the user's options of spilling; None: to the host's memory, where the plan spills.
     """
     header = program.header
     spill = None if spill is None else identified(spill, layers, plan, training, session)
@@ -94,7 +94,7 @@ def assemble(
 def _read_shared(
     part: dict[int, list[NamedLayer]], shared: set[int], device: torch.device, initialise: InitialiseLayer
 ) -> None:
-    """Gives memory and weights to shared parameters of the meta device, which stay on the device and stay one."""
+    """Gives memory and weights to shared parameters of the meta device, which stay on the device and stay tied."""
     every = [layer for own in part.values() for layer in own]
     found = [layer for layer in every if any(p.is_meta and id(p) in shared for p in layer.module.parameters())]
     stand_in(every, lambda t: torch.empty_like(t, device=device), lambda t: t.is_meta and id(t) in shared)
@@ -103,7 +103,7 @@ def _read_shared(
 
 
 def end_run(workers: Sequence[Worker], finished: bool) -> None:
-    """Ends a run that has saved what it wanted: its records go, if it was not stopped before its last step."""
+    """Ends a run after its last save: removes its records, unless it was stopped before its last step."""
     for worker in workers:
         if worker.spilling is not None:
             worker.spilling.settle()
@@ -111,7 +111,7 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
 
 
 def release_workers(workers: Sequence[Worker]) -> None:
-    """Gives the stages of some workers back to their user: own memory for weights, own classes for batch norms."""
+    """Restores the stages of some workers for the user: own memory for weights, own classes for batch norms."""
     for worker in workers:
         if worker.spilling:
             worker.spilling.tier.close()
@@ -154,7 +154,7 @@ def _shared(part: dict[int, list[NamedLayer]], ties: dict[str, Tie]) -> set[int]
 def _commit_every(
     spill: Spilled | None, header: Header, layers: Sequence[NamedLayer], partition: Partition, optimizer: MakeOptimizer
 ) -> int:
-    """Steps from one commit to the next; the same on all ranks, for it follows from the whole model."""
+    """Steps from one commit to the next; the same on all ranks, because it follows from the whole model."""
     if spill is None or spill.folder is None:
         return 1
     if spill.commit_every is not None:
@@ -166,7 +166,7 @@ def _commit_every(
 def _staying_bytes(
     header: Header, layers: Sequence[NamedLayer], partition: Partition, optimizer: MakeOptimizer
 ) -> float:
-    """Bytes of the weights and states that stay on the devices, as far as they are known before the first step."""
+    """Bytes of the weights and states that stay on the devices, where they are known before the first step."""
     of_stage = [(stage, layers[index]) for stage, part in enumerate(partition.stages) for index in part.layers]
     users = Counter(id(p) for _, layer in of_stage for p in layer.module.parameters())
     staying = {

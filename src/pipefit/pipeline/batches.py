@@ -1,4 +1,4 @@
-"""The data of a training: ranks compare what they were given before the first step; long programs draw it as needed."""
+"""The data of a training run: ranks compare it before the first step; long programs draw it when needed."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _CURE = (
 
 
 class DataComparison:
-    """Compares the first data of a run among its ranks, once; afterwards it costs nothing.
+    """Compares the first data of a run among its ranks, once; later calls cost nothing.
 
     Args:
         session: of the run.
-        seed: of the order of a loader that shuffles and has no generator of its own.
+        seed: of the order of a loader that shuffles without its own generator.
     """
 
     def __init__(self, session: Session, seed: int = 0) -> None:
@@ -42,12 +42,12 @@ class DataComparison:
         self._is_due = session.is_distributed
 
     def batches(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
-        """An iterator over the batches; all ranks bring as many, and the same first one.
+        """An iterator over the batches, after a check that all ranks have equally many and the same first one.
 
         A torch `DataLoader` without a generator is given one, so that it shuffles alike on every rank.
 
         Raises:
-            DataError: on every rank with the same words: they do not.
+            DataError: on every rank with the same message: they differ.
         """
         _seed(batches, self._seed)
         iterator = iter(batches)
@@ -68,7 +68,7 @@ class DataComparison:
         """Compares a batch.
 
         Raises:
-            DataError: on every rank with the same words: it differs.
+            DataError: on every rank with the same message: it differs.
         """
         if self._is_due:
             self._compare({_SAMPLES: _samples(batch), _CONTENT: _checksum(batch)})
@@ -96,7 +96,7 @@ def _checksum(batch: Any) -> int:
 
 
 def _seed(batches: Any, seed: int) -> None:
-    """Gives a loader that shuffles from torch's global random numbers, which differ among ranks, its own."""
+    """Gives its own generator to a loader that would shuffle by torch's global one, which differs among ranks."""
     if isinstance(batches, DataLoader) and batches.generator is None:
         batches.generator = torch.Generator().manual_seed(seed)
         if isinstance(batches.sampler, RandomSampler) and batches.sampler.generator is None:
@@ -104,20 +104,20 @@ def _seed(batches: Any, seed: int) -> None:
 
 
 class BatchStream:
-    """The feed of a program of many steps: draws (input, target) batches in order, each one step's worth.
+    """The feed of a program of many steps: draws (input, target) batches in order, one for each step.
 
     Args:
         batches: as many as the program has steps.
         num_microbatches: of a step.
         first_ordinal: number of the first micro-batch since training began.
-        weigh: how much a micro-batch counts.
+        weigh: from a target to the weight of its micro-batch.
     """
 
     def __init__(
         self, batches: Iterator[Any], num_microbatches: int, first_ordinal: int, weigh: Weigh | None = None
     ) -> None:
         self._batches, self._size, self._first, self._weigh = batches, num_microbatches, first_ordinal, weigh
-        # A micro-batch is out of the pipeline long before this many later ones have entered it.
+        # A micro-batch has left the pipeline long before this many later ones have entered it.
         most_steps = _KEPT_STEPS + -(-_MOST_IN_FLIGHT // num_microbatches)
         self._kept: deque[MicroBatch] = deque(maxlen=most_steps * num_microbatches)
         self._drawn = 0

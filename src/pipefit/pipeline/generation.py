@@ -1,4 +1,4 @@
-"""Text from the stages of a pipeline: transformers prepares, filters and stops; each token is one pass of forwards."""
+"""Text generation by a pipeline: transformers prepares, samples and stops; each token is one pass of forwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _USUAL = {
     "prefill_chunk_size": None,
     "max_time": None,  # ranks have different clocks
 }
-"""Options of transformers that are as they are, whatever the model's own generation configuration says."""
+"""Options of transformers with fixed values, regardless of the model's own generation configuration."""
 _WHOLE = "save_pretrained, and generate with the whole model"
 
 
@@ -44,19 +44,19 @@ def generate(
     seed: int,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """The prompts and what follows them, the same on every rank.
+    """The prompts and their continuations, the same on every rank.
 
     Args:
         engine: the ranks.
         header: of the training's program: its stages.
         layers: of the whole model.
         ids: prompts of token ids, (sequences, tokens).
-        mask: 0 where a prompt is padded, on its left; None: as transformers finds it.
-        seed: of the tokens that are drawn.
+        mask: 0 where a prompt is padded, on its left; None: determined by transformers.
+        seed: of the sampling.
         options: of `transformers.GenerationConfig`.
 
     Raises:
-        DataError: the prompts are no such tensor, or not the same on every rank.
+        DataError: the prompts are not such a tensor, or not the same on every rank.
         ModelError: the model generates no text, or cannot do so in stages.
     """
     model = _generator(layers)
@@ -66,7 +66,7 @@ def generate(
     mask = None if mask is None else mask.cpu()
     told = repr((ids.tolist(), None if mask is None else mask.tolist(), seed, sorted(options.items())))
     if len(set(exchange(engine.session, hashlib.sha256(told.encode()).hexdigest()))) > 1:
-        raise DataError("ranks were given different prompts or options: every rank must call generate alike")
+        raise DataError("ranks were given different prompts or options: every rank must make the same call of generate")
     random = torch.Generator().manual_seed(seed)
 
     def loop(
@@ -77,7 +77,7 @@ def generate(
         generation_config: Any,
         **given: Any,
     ) -> Tensor:
-        """Takes the place of `transformers.GenerationMixin._sample`."""
+        """Replaces `transformers.GenerationMixin._sample`."""
         padding, going = generation_config._pad_token_tensor, torch.ones(len(input_ids), dtype=torch.bool)
         with _forwards(engine, header, given, model) as (past, forward):
             while going.any():
@@ -113,7 +113,7 @@ def generate(
 
 
 def _generator(layers: Sequence[NamedLayer]) -> Any:
-    """The model that generates, without what peft has wrapped around it."""
+    """The model that generates, without the wrapper of peft."""
     shell = getattr(layers[0].module, "shell", None)
     if shell is None or not is_transformers(shell.model) or not without_adapters(shell.model).can_generate():
         kind = "a sequence of layers" if shell is None else type(shell.model).__name__
@@ -138,7 +138,7 @@ def _stages(engine: Engine) -> list[list[CutLayer]]:
 
 @contextlib.contextmanager
 def _evaluation(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Models in evaluation mode, and each of their modules in its own mode afterwards."""
+    """The context with models in evaluation mode; each module's own mode is restored afterwards."""
     modes = [(module, module.training) for model in models for module in model.modules()]
     try:
         for model in models:
@@ -151,7 +151,7 @@ def _evaluation(models: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: Any) -> Iterator[Any]:
-    """A function that runs one forward over all stages, each of which keeps its keys and values meanwhile.
+    """A function that runs one forward over all stages, each of which keeps its keys and values.
 
     Args:
         engine: the ranks.
@@ -160,10 +160,10 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
         model: of transformers.
 
     Returns:
-        How far the caches are, and the function from arguments to logits; None where others have these.
+        The state of the caches, and the function from arguments to logits; None on ranks without them.
     """
     own_way = (
-        f"{type(model).__name__} keeps earlier tokens in a way of its own, so it cannot generate in stages: {_WHOLE}"
+        f"{type(model).__name__} keeps earlier tokens in its own format, so it cannot generate in stages: {_WHOLE}"
     )
     past = Past.of(given)
     if past is None:
@@ -181,7 +181,7 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
             batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
             options = {name: value for name, value in inputs.items() if name not in (past.name, *batch)}
             past.options = {**options, "return_dict": True}
-            # What crosses the borders has these shapes, however long the mask has become.
+            # Values that cross the borders have these shapes, for any length of the mask.
             signature = f"generate {list(batch['input_ids'].shape)}"
             logits.clear()
             engine.run(program, [MicroBatch(batch, {}, 1.0, 0, signature)], loss=take)

@@ -16,7 +16,7 @@ from pipefit.stage.training import MakeOptimizer
 
 
 def _states_by(optimizer: MakeOptimizer) -> Callable[[Sequence[nn.Parameter]], list[StateSpec]]:
-    """Tells the states that an optimizer keeps for some parameters; for those of the same forms it finds out once."""
+    """A function from parameters to the optimizer's states for them, computed once for equal shapes and types."""
     known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[StateSpec]] = {}
 
     def states(parameters: Sequence[nn.Parameter]) -> list[StateSpec]:
@@ -30,7 +30,7 @@ def _states_by(optimizer: MakeOptimizer) -> Callable[[Sequence[nn.Parameter]], l
 
 
 def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> float:
-    """Bytes that an optimizer keeps for each byte of weights; of layers built alike one is looked at."""
+    """Bytes that an optimizer keeps for each byte of weights; of identical layers one is examined."""
     states_of = _states_by(optimizer)
     weights = states = 0.0
     for layer in layers:
@@ -46,7 +46,7 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
     Args:
         layers: of the whole model.
         optimizer: of a stage.
-        copies: of the pipeline; gradients that these add up lie in buckets.
+        copies: of the pipeline; gradients that they sum are in buckets.
     """
     states_of = _states_by(optimizer)
 

@@ -21,7 +21,7 @@ from pipefit.schedules.forward import forward_only
 
 
 class PendingLosses:
-    """The losses of a pass on their way to every rank; asking for them waits."""
+    """The losses of a pass, which are being sent to every rank; `wait` waits for them."""
 
     def __init__(
         self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
@@ -30,7 +30,7 @@ class PendingLosses:
         own = extra if engine.mesh.is_first else (0.0,) * len(extra)
         extra = (*own, float(engine.session.stop.requested))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
-        # losses of the steps are the same to the bit however the micro-batches lie on ranks.
+        # losses of the steps are bitwise the same for every placement of micro-batches.
         count = num_steps * num_microbatches
         table = torch.zeros(count + len(extra), dtype=torch.float64)
         losses = {mb: loss.reshape(()).double() for run in runs for mb, loss in run.losses}
@@ -55,10 +55,10 @@ class PendingLosses:
 
 
 def finite(loss: float, update: int) -> float:
-    """The loss of an update, which is a number.
+    """The loss of an update, if it is finite.
 
     Raises:
-        NonFiniteLossError: it is not.
+        NonFiniteLossError: it is not finite.
     """
     if not math.isfinite(loss):
         raise NonFiniteLossError(
@@ -82,7 +82,7 @@ def evaluate(
         header: of the training's program: its stages, and the micro-batches of a full batch.
         batches: of (input, target).
         metric: from output and target to a number.
-        weigh: how much a micro-batch counts in its batch.
+        weigh: from a target to the weight of its micro-batch.
 
     Raises:
         DataError: there are no batches.

@@ -1,13 +1,12 @@
-"""How a model spills: the plan under a cap on the device's memory, or the shape of a program as the user asks for it.
+"""Spilling of a model: the plan under a cap on the device's memory, or the shape of a program by the user's options.
 
-For a cap devices, tiers and layers are measured on all ranks at the same time, and the first rank plans for all.
+Under a cap, devices, tiers and layers are measured on all ranks at the same time, and the first rank plans for all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 import torch
@@ -18,9 +17,10 @@ from pipefit.errors import PlanError
 from pipefit.ir.spill import Spill
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import NOT_FROM_DISK, Cap, plan
-from pipefit.profiling import analytic_profile, measure_device, measure_tier, with_measured_kinds
+from pipefit.profiling import measure_device, measure_tier
 from pipefit.profiling.agreed import agreed
 from pipefit.profiling.clock import Clock
+from pipefit.profiling.kinds import profile_kinds
 from pipefit.profiling.links import links_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.workload import Workload
@@ -34,18 +34,18 @@ from pipefit.spec.topology import Device, Tier
 from pipefit.stage.ties import tied_layers
 
 _NUM_STEPPED = 1 << 20
-"""Elements of the weight whose step on the host is measured."""
+"""Elements of a weight for measuring the step on the host."""
 
 
 def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[Plan, Profile, Topology]:
-    """The plan for a cap on the device's memory: stages, slots, and what it should cost; see `planner.plan`.
+    """The plan for a cap on the device's memory: stages, slots, and prediction; see `planner.plan`.
 
     Layers may be on the meta device: one of each kind is run, on all ranks at the same time, as devices and tiers are
     measured too. The first rank plans for all.
 
     Raises:
-        PlanError: there is no example, from which the sizes of activations follow, or the request divides the model.
-        InfeasibleError: the cap is too small; the message gives the smallest that works.
+        PlanError: there is no example, from which the sizes of activations follow, or the request splits the model.
+        InfeasibleError: the cap is too small; the message names the smallest that works.
     """
     spill = request.spill
     assert spill is not None and spill.cap_bytes is not None
@@ -59,8 +59,8 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=device)
     state = state_per_weight(work.layers, work.optimizer)
-    measure = partial(_measured_profile, request, work, example, device, state)
-    profile = agreed(session, measure)
+    size = largest_part(example[0], request.microbatches)
+    profile = agreed(session, lambda: profile_kinds(work, size, device, state, spill.cap_bytes or 0.0))
     cap = Cap(
         spill.cap_bytes,
         tier=tier.name,
@@ -88,33 +88,11 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     return found, profile, topology
 
 
-def _measured_profile(
-    request: Request, work: Workload, example: tuple[Any, Any], device: Device, state: float
-) -> Profile:
-    """The layers as this rank measures them; of layers built alike one is run."""
-    assert request.spill is not None
-    x, y = example
-    size = largest_part(x, request.microbatches)
-    # Tensors without data are the CPU's: under autocast it counts what is kept in half, and weights that are cast.
-    with torch.autocast("cpu", work.half, enabled=work.half is not None):
-        computed = analytic_profile(work.layers, x, device, work.loss, y, microbatch_size=size, model="the model")
-    return with_measured_kinds(
-        computed,
-        work.layers,
-        x,
-        work.device,
-        optimizer=work.optimizer,
-        state_per_weight=state,
-        room_bytes=request.spill.cap_bytes or 0.0,
-        half=work.half,
-    )
-
-
 def _equal_copies(request: Request) -> int:
-    """The copies of each stage, which are as many of all under a cap.
+    """The number of copies of each stage, which must be the same for all under a cap.
 
     Raises:
-        PlanError: they differ, or the request divides the model itself.
+        PlanError: they differ, or the request splits the model.
     """
     usual, spread = Request(), request.parallelism
     given = [name for name in ("stages", "plan") if getattr(request, name) != getattr(usual, name)]
@@ -134,9 +112,9 @@ def _equal_copies(request: Request) -> int:
 
 
 def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: int) -> Tier:
-    """The tier of a machine with its rates, from what each of the ranks that share it gets when all measure now.
+    """The tier of a machine, with rates from the measurements of all ranks that share it, made at the same time.
 
-    A commit that is not made at each step is not counted.
+    Commits are counted only where every step is committed.
     """
     host = spill.host_bytes
     tier = measure_tier(spill.folder, work.device, capacity_bytes=host if spill.folder is None else None)
@@ -150,13 +128,13 @@ def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: 
 
 
 def _slowest(session: Session, mine: Device) -> Device:
-    """The device of all ranks, as slow as the slowest: the same everywhere, for one pipeline."""
+    """The slowest device of all ranks, the same everywhere, for one pipeline."""
     found = [msgspec.convert(data, Device) for data in exchange(session, msgspec.to_builtins(mine))]
     return min(found, key=lambda device: device.flops)
 
 
 def _shared(session: Session, mine: Tier, num_sharing: int) -> Tier:
-    """The tier of a machine, from what each of the ranks that share it got when all of them measured."""
+    """The tier of a machine, from the simultaneous measurements of the ranks that share it."""
     found = [msgspec.convert(data, Tier) for data in exchange(session, msgspec.to_builtins(mine))]
     least = {name: min(getattr(tier, name) for tier in found) for name in ("capacity_bytes", "check_bytes_per_s")}
     for name in ("read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s"):
@@ -176,8 +154,7 @@ def _step_on(spill: Spilled, tier: Tier) -> str:
 def _may_keep(spill: Spilled) -> bool:
     if spill.keep not in ("auto", "none"):
         raise PlanError(
-            f"keep: under a cap as many stages keep their activations as there is room for; expected auto or none, got "
-            f"{spill.keep!r}"
+            f"keep: under a cap as many stages keep their activations as fit; expected auto or none, got {spill.keep!r}"
         )
     return spill.keep == "auto"
 
@@ -194,12 +171,12 @@ def spill_of(spill: Spilled, num_stages: int, ties: Sequence[Sequence[int]] = ()
     """The spilling of a program.
 
     Args:
-        spill: as the user asks for it.
+        spill: the user's options.
         num_stages: of the model.
         ties: groups of stages that share a weight, which stays on the device: so they step there.
 
     Raises:
-        PlanError: a step on the host, and the stages are on disk.
+        PlanError: a step on the host with stages on disk.
     """
     tied = {stage for tie in ties for stage in tie}
     free = [stage for stage in range(num_stages) if stage not in tied]
@@ -214,7 +191,7 @@ def spill_of(spill: Spilled, num_stages: int, ties: Sequence[Sequence[int]] = ()
 
 
 def _chosen(name: str, choice: object, words: Sequence[str], every: str, stages: Sequence[int]) -> tuple[int, ...]:
-    """The stages of a choice: a word, of which `every` stands for all of them, or their numbers."""
+    """The stages of a choice: a word, of which `every` means all of them, or their numbers."""
     if isinstance(choice, str) and choice in words:
         return tuple(stages) if choice == every else ()
     if isinstance(choice, Sequence) and not isinstance(choice, str) and set(choice) <= set(stages):

@@ -48,31 +48,31 @@ class Pipeline:
     """Trains a model over a pipeline of ranks.
 
     Started as a plain script, all ranks run in this process. Started by `pipefit run`, `pipefit train --ranks` or
-    `torchrun`, each process is one rank, and every one of them makes this object and calls its methods alike.
+    `torchrun`, each process is one rank, and all of them make this object and call its methods in the same way.
 
     Args:
-        model: an `nn.Sequential` or a list of layers, each taking what the one before gives (tensors, also in tuples,
-            lists and dicts). Any other module is cut (see `pipefit.cut`), which one of transformers needs no example
-            for.
+        model: an `nn.Sequential` or a list of layers, each taking the output of the one before (tensors, also in
+            tuples, lists and dicts). Any other module is cut (see `pipefit.cut`); one of transformers needs no example
+            for this.
         loss: from the model's output and the target to their mean loss over the samples given; None: the own loss of a
             model of transformers, whose batches are dicts with labels.
         optimizer: from a list of parameters to an optimizer; called for each stage.
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
-        schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", and what
-            suits them where stages spill.
+        schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", or a
+            schedule that suits spilling where stages spill.
         microbatches: per weight update.
         plan: a plan, the result of `pipefit.plan`, or a path; then stages, schedule, microbatches, chunks, replicas,
-            recompute and the tensor width are its.
-        example: one batch, (input, target) or a dict, to measure with and to cut by.
-        parallelism: how the model is spread over processes: ranks, chunks, replicas, tensor width and the like.
+            recompute and the tensor width are those of the plan.
+        example: one batch, (input, target) or a dict, for measuring and for cutting.
+        parallelism: distribution of the model over processes: ranks, chunks, replicas, tensor width and the like.
         precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32;
             or a `Precision`, with the first scale of the loss.
         updates: learning-rate schedule, clipping, weights of micro-batches, seed.
-        spill: stages live on the host or on disk; with a cap on the device's memory and `example` it makes the stages
-            itself.
+        spill: stages are kept on the host or on disk; a cap on the device's memory (with `example`) also determines
+            the stages.
 
     Raises:
-        PipefitError: the arguments do not fit together; the message says what to do.
+        PipefitError: the arguments do not fit together; the message names a remedy.
     """
 
     def __init__(
@@ -147,13 +147,13 @@ class Pipeline:
             lambda: commit_step(self, self.notes),
         )
         self._comparison = DataComparison(self._session, updates.seed)
-        # JSON data of the caller that a step on a disk tier is committed with, such as the position in the data, and
-        # what the step had that this run resumed from.
+        # JSON data of the caller that is committed with a step on a disk tier, such as the position in the data, and
+        # the data of the step from which this run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
 
     def _program(self, num_steps: int) -> Program:
-        """The program of some steps, proven before it is used."""
+        """The program of some steps, verified before it is used."""
         key = (self.plan.num_microbatches, num_steps)
         if key not in self._programs:
             clip = self._training.needs_norm
@@ -163,7 +163,7 @@ class Pipeline:
             self._programs[key] = program
         return self._programs[key]
 
-    # ---- where it stands -------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -172,7 +172,7 @@ class Pipeline:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The ranks that this process runs, each with its stages, optimizers and tiers: for who measures or saves."""
+        """The ranks that this process runs, each with its stages, optimizers and tiers, for measuring and saving."""
         return tuple(self._engine.workers)
 
     @property
@@ -182,7 +182,7 @@ class Pipeline:
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The scale of the loss and how many updates were skipped, the same on every rank; None: it is not scaled."""
+        """The scale of the loss and the number of skipped updates, the same on every rank; None: it is not scaled."""
         return self.workers[0].scale
 
     @property
@@ -192,18 +192,18 @@ class Pipeline:
 
     @property
     def held_bytes(self) -> float | None:
-        """The most bytes of tensors that this process held in one pass; None: not measured yet."""
+        """Peak bytes of tensors of this process in one pass; None: not measured yet."""
         return self.loop.held_bytes
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the run was asked to stop (SIGTERM), as all ranks know since the same step: save and leave."""
+        """Returns whether the run was asked to stop (SIGTERM), known to all ranks at the same step: save and leave."""
         return self._session.stop.agreed
 
     # ---- training --------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any) -> float:
-        """Trains on one batch and gives its mean loss, the same number on every rank.
+        """Trains on one batch and returns its mean loss, the same number on every rank.
 
         Args:
             x: the model's input, tensors whose first dimension counts samples; the same on every rank.
@@ -223,17 +223,17 @@ class Pipeline:
         return finite(self.loop.start_step(x, y).wait()[0], self.num_updates)
 
     def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
-        """Trains on batches of (input, target), each one step's worth, and gives the loss of every step.
+        """Trains on batches of (input, target), one for each step, and returns the loss of every step.
 
         An asynchronous schedule runs all steps as one segment and drains at its end. A synchronous one never waits for
         a loss: it is read while the next step runs.
 
-        When the run is asked to stop (SIGTERM) it ends after the step under way, an asynchronous one at the end of its
-        segment, and gives the losses so far; there are then a few seconds to save. Another `fit` leaves the process.
+        When the run is asked to stop (SIGTERM) it ends after the current step, an asynchronous one at the end of its
+        segment, and returns the losses so far; then a few seconds remain to save. Another `fit` ends the process.
 
         Args:
             batches: the same on every rank.
-            steps: how many batches to take; None: all.
+            steps: number of batches to take; None: all.
             on_step: called on every rank with the step's number (from 1) and loss.
 
         Raises:
@@ -262,7 +262,7 @@ class Pipeline:
 
         Args:
             batches: of (input, target).
-            metric: from output and target to a number, averaged like the loss; then (loss, metric) is given.
+            metric: from output and target to a number, averaged like the loss; then (loss, metric) is returned.
         """
         loss, measured = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
         return loss if metric is None else (loss, measured)
@@ -282,26 +282,26 @@ class Pipeline:
     ) -> Tensor:
         """Text from a causal language model of transformers, in evaluation mode, the same on every rank.
 
-        It is the text of the model's own `generate`, whose further settings (`model.generation_config`) hold here too,
-        but for beams. Each stage keeps the keys and values of its layers; a pass makes one token of every sequence.
+        It equals the text of the model's own `generate`. Further settings of `model.generation_config` apply here too,
+        except beams. Each stage keeps the keys and values of its layers; a pass makes one token of every sequence.
 
         Args:
             input_ids: the prompts, (sequences, tokens), the same on every rank; shorter ones are padded on their left.
-            attention_mask: 0 where a prompt is padded, else 1; None: as transformers finds it.
-            max_new_tokens: most tokens to add.
-            do_sample: draw each token by its probability; else it is the most probable one.
-            temperature: divides the logits that tokens are drawn by.
+            attention_mask: 0 where a prompt is padded, else 1; None: determined by transformers.
+            max_new_tokens: maximum number of tokens to add.
+            do_sample: draw each token by its probability; else take the most probable one.
+            temperature: divisor of the logits before sampling.
             top_k: only so many of the most probable tokens are drawn; None: all.
             top_p: only the most probable tokens that together have this probability; None: all.
-            seed: of the draws, which are those of the whole model after `torch.manual_seed(seed)`.
+            seed: of the sampling, which equals that of the whole model after `torch.manual_seed(seed)`.
             eos_token_id: ends a sequence, which is padded from there; None: the model's own.
 
         Returns:
-            The prompts with what follows them, (sequences, tokens), int64 on the CPU.
+            The prompts with their continuations, (sequences, tokens), int64 on the CPU.
 
         Raises:
             ModelError: the model generates no text, or cannot do so in stages.
-            DataError: the prompts are no tensor of token ids, or not the same on every rank.
+            DataError: the prompts are not a tensor of token ids, or not the same on every rank.
         """
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": do_sample}
         if do_sample:
@@ -313,11 +313,11 @@ class Pipeline:
     # ---- results ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All weights and buffers under the user's own names, on the CPU. Every rank of a run must ask together."""
+        """All weights and buffers under the user's own names, on the CPU. All ranks of a run must call it together."""
         return whole_state(self)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes weights and buffers by the user's names.
+        """Loads weights and buffers by the user's names.
 
         Raises:
             ModelError: a name is missing or has another shape.
@@ -330,31 +330,31 @@ class Pipeline:
         commit_step(self, self.notes, now=True)
 
     def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
-        """Saves weights (the user's names, safetensors), optimizers and where the training stands.
+        """Saves weights (the user's names, safetensors), optimizers and the position of the training.
 
         Every rank of a run must call it, between two steps or in `on_step`.
 
         Args:
             path: directory of the run; the checkpoint becomes `path/step-000300`, whole or not at all.
-            extra: JSON data that `load` gives back, such as the position in the data.
-            keep: how many of the newest checkpoints stay; None: all.
+            extra: JSON data that `load` returns, such as the position in the data.
+            keep: number of the newest checkpoints that stay; None: all.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            PipefitError: it could not be saved; earlier checkpoints are as they were.
+            PipefitError: it could not be saved; earlier checkpoints are unchanged.
         """
         return save(self, path, extra=extra, keep=keep)
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes a folder that transformers reads with `from_pretrained`: configuration, weights, tokenizer.
 
-        Every rank of a run must call it; each writes its own stages, so all need to see the folder. Of a model with
-        adapters these alone are written, for `PeftModel.from_pretrained`.
+        Every rank of a run must call it; each writes its own stages, so all need access to the folder. Of a model with
+        adapters only these are written, for `PeftModel.from_pretrained`.
 
         Raises:
-            ModelError: the model is none of transformers.
+            ModelError: the model is not one of transformers.
             PipefitError: the folder cannot be written.
         """
         shell = getattr(self.layers[0].module, "shell", None)
@@ -370,7 +370,7 @@ class Pipeline:
             weights_only: leave optimizers, learning rates and counters as they are.
 
         Returns:
-            Which checkpoint it was, its step, and the caller's `extra`.
+            The checkpoint, with its step and the caller's `extra`.
 
         Raises:
             PipefitError: there is none, or it is of another model or optimizer; nothing was changed.
@@ -380,21 +380,21 @@ class Pipeline:
         return found
 
     def timeline(self, last: int = 3) -> Timeline:
-        """The last passes as they were measured, of all ranks. Every rank of a run must ask together."""
+        """The last measured passes of all ranks. All ranks of a run must call it together."""
         return self.loop.timeline(last)
 
     def report(self, last: int = 8) -> PipelineReport:
-        """Where the time of the last passes went: print it. Every rank of a run must ask together."""
+        """A summary of the time of the last passes, to be printed. All ranks of a run must call it together."""
         return PipelineReport.of(self.timeline(last), self.plan, self._session, self.loop.moved_bytes, self.held_bytes)
 
     def draw(self) -> Drawing:
-        """The picture of the schedule under unit costs; it shows itself in a notebook."""
+        """The picture of the schedule under unit costs, displayed in a notebook."""
         if self.schedule.is_synchronous:
             return drawing_of(self.program)
         return drawing_of(self._program(4 * len(self.plan.partition.stages)))
 
     def settle(self) -> None:
-        """Waits for what the last step has begun on a tier: its records have arrived, and are committed.
+        """Waits until the records of the last step have arrived on the tier and are committed.
 
         Raises:
             TierError: the tier has failed.
@@ -404,6 +404,6 @@ class Pipeline:
                 worker.spilling.settle()
 
     def close(self) -> None:
-        """Gives batch norms back their own class; the model can then be used without pipefit, unless it was spilled."""
+        """Restores the classes of batch norms; the model can then be used without pipefit, unless it was spilled."""
         release_workers(self.workers)
         release(self.layers)

@@ -1,4 +1,4 @@
-"""`pipefit.plan`: from a model to a plan, in one call."""
+"""`pipefit.plan`: the plan of a model, in one call."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from pipefit.stage.split import named_layers
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan with what it was made from; `Pipeline(plan=…)` takes it as it is.
+    """A plan with its profile and topology; `Pipeline(plan=…)` takes it as it is.
 
     Attributes:
-        plan: the answer.
+        plan: the plan found.
         profile: of the model, measured.
         topology: of the machine.
     """
@@ -40,11 +40,11 @@ class Planned:
         return self.explain()
 
     def explain(self) -> str:
-        """Its stages, what is predicted, and why every other candidate lost."""
+        """Its stages, its prediction, and the reason why every other candidate lost."""
         return explain(self.plan, self.profile)
 
     def draw(self) -> Drawing:
-        """The picture of its schedule; it shows itself in a notebook."""
+        """The picture of its schedule, displayed in a notebook."""
         return drawing_of(program_of(self.plan))
 
     def svg(self) -> str:
@@ -74,14 +74,14 @@ def plan(
         example: (input, target) of one global batch.
         topology: a `Topology`, its file, or "local:N".
         global_batch: samples per weight update; None: those of the example.
-        loss: measured too when it is given.
+        loss: measured too, if given.
         num_microbatches: counts per update to choose from; those that divide the batch are measured.
         method: as in `pipefit.planner.plan`, like the other options.
         options: further ones of `pipefit.planner.plan`.
 
     Raises:
         PlanError: no count of micro-batches divides the batch.
-        InfeasibleError: nothing fits; what is missing, and the cheapest change that would help.
+        InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
     """
     x, y = example
     batch = global_batch or largest_part(x, 1)

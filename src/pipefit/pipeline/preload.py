@@ -16,5 +16,5 @@ torch.set_num_threads(1)
 # The first optimizer of a process imports torch's compiler, which takes seconds.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 
-# Ranks keep all of this: their garbage collections need not look through it.
+# Ranks keep all of this: their garbage collections need not traverse it.
 gc.freeze()

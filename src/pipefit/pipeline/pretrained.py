@@ -1,4 +1,4 @@
-"""A folder in the Hub's format from a pipeline: each process writes the stages that it holds."""
+"""Writing a folder in the Hub's format: each process writes the stages that it holds."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _NOT_COPIED = ("model*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "confi
 def save_folder(pipe: Trained, model: Any, folder: Path, source: Path | None) -> None:
     """Writes a folder that `from_pretrained` reads: configuration, and weights in the names of the Hub.
 
-    Of a model with adapters (peft) it is these alone, for `PeftModel.from_pretrained`.
+    Of a model with adapters (peft) only these are written, for `PeftModel.from_pretrained`.
 
     Args:
         pipe: between two steps; every rank calls it.
         model: of transformers; its own weights do not matter.
-        folder: made if it is not there; the same for all ranks. Weights in it are replaced.
+        folder: made if it does not exist; the same for all ranks. Weights in it are replaced.
         source: folder whose further files, such as the tokenizer's, are copied; None: there is none.
 
     Raises:
-        ModelError: the model is none of transformers.
+        ModelError: the model is not one of transformers.
         PipefitError: on every rank: the folder cannot be written.
     """
     if not is_transformers(model) or not hasattr(model, "config"):
-        raise ModelError(f"{type(model).__name__} is no model of transformers; save(path) writes its checkpoints")
+        raise ModelError(f"{type(model).__name__} is not a model of transformers; save(path) writes its checkpoints")
     session, is_first = pipe._session, pipe._session.rank == 0
     with session.at(SAVING):
         agree(session, attempt(lambda: _begin(folder, source) if is_first else None))
@@ -65,7 +65,7 @@ def _begin(folder: Path, source: Path | None) -> None:
 
 
 def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, str]:
-    """Writes the stages of this process; gives the file of each tensor."""
+    """Writes the stages of this process; returns the file of each tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
     written: dict[str, str] = {}
@@ -89,7 +89,7 @@ def _write(path: Path, state: dict[str, Tensor]) -> None:
 
 
 def _end(folder: Path, model: Any, index: dict[str, str]) -> None:
-    """Puts the new files in the place of the old ones, the index last."""
+    """Replaces the old files by the new ones, the index last."""
     try:
         for old in folder.glob("model*.safetensors*"):
             old.unlink()

@@ -1,7 +1,7 @@
-"""From a request to a plan: the one place where stages, ranks and schedule are decided.
+"""The plan of a request: the one place where stages, ranks and schedule are decided.
 
-A plan comes from (in this order) the request itself; the records of the run that is resumed; the search under a memory
-cap; the search over all schedules ("auto"); or what the user spells out, with stages balanced by a measured profile.
+A plan comes from (in this order) the request; the records of the run that is resumed; the search under a memory cap;
+the search over all schedules ("auto"); or the user's own stages and ranks, balanced by a measured profile.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request
 
 _COUNTS = (2, 4, 8, 16)
-"""Micro-batches per update that the schedule "auto" chooses from."""
+"""Micro-batches per update from which the schedule "auto" chooses."""
 
 
 class Decision(NamedTuple):
-    """A plan with what it was made from.
+    """A plan with its profile and topology.
 
     Attributes:
-        plan: the answer.
+        plan: the plan found.
         profile: of the layers, where they were measured.
         topology: of the machine, where it was measured.
     """
@@ -53,10 +53,10 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
         request: of the user.
         work: the model and its training.
         session: the ranks of the run.
-        measure: also measure the layers and the machine where the plan does not need that.
+        measure: also measure the layers and the machine where the plan does not need it.
 
     Raises:
-        PlanError: the request does not fit together, or not to the model or the ranks.
+        PlanError: the request contradicts itself, the model or the ranks.
         InfeasibleError: nothing fits into the memory.
     """
     spill = request.spill
@@ -80,15 +80,15 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
 
 
 def _given(plan: Any) -> Plan | None:
-    """The plan of a request: itself, what holds it (`pipefit.plan` gave it), or its file."""
+    """The plan of a request: a plan, the result of `pipefit.plan`, or its file."""
     if plan is None or isinstance(plan, Plan):
         return plan
     return Plan.load(plan) if isinstance(plan, str | Path) else plan.plan
 
 
 def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
-    """The layers at the sizes of micro-batches to choose from, and the links."""
-    x = work.batch("stages or schedule auto: what measures the layers first")[0]
+    """Measures the layers at the micro-batch sizes to choose from, and the links."""
+    x = work.batch("stages or schedule auto, which measures the layers first,")[0]
     counts = [plan.num_microbatches if plan else request.microbatches]
     if plan is None and request.schedule == AUTO:
         counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
@@ -101,7 +101,7 @@ def _measured(request: Request, plan: Plan | None, work: Workload, session: Sess
 
 
 def _new_plan(request: Request, made: Decision, work: Workload, session: Session) -> Plan:
-    """A plan by search, or as the request spells it out."""
+    """A plan by search, or by the request's own stages and ranks."""
     spread, profile = request.parallelism, made.profile
     if request.schedule == AUTO:
         assert profile is not None and made.topology is not None and work.example is not None
@@ -139,10 +139,10 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
 
 
 def _num_ranks(request: Request, session: Session) -> int:
-    """The processes, t to a rank, where their number is known; else as many as the stages and replicas ask for.
+    """The number of ranks: processes / t where the processes are known; else as many as stages and replicas need.
 
     Raises:
-        PlanError: they do not go together.
+        PlanError: these contradict each other.
     """
     spread, stages = request.parallelism, request.stages
     if isinstance(stages, str) and stages != AUTO:
@@ -160,7 +160,7 @@ def _num_ranks(request: Request, session: Session) -> int:
 
 
 def _with_sharding(plan: Plan, shard_optimizer: bool) -> Plan:
-    """The plan with a sharded optimizer where the user or the plan itself asks for one.
+    """The plan with a sharded optimizer where the user or the plan requests one.
 
     Raises:
         PlanError: no stage has a second replica, so there is nothing to shard it over.
@@ -168,17 +168,17 @@ def _with_sharding(plan: Plan, shard_optimizer: bool) -> Plan:
     sharded = shard_optimizer or plan.sharded_optimizer
     if sharded and all(len(ranks) == 1 for ranks in plan.placement.ranks):
         raise PlanError(
-            "a sharded optimizer is divided over the replicas of a stage, but every stage is on one rank only (d = 1); "
+            "a sharded optimizer is sharded over the replicas of a stage, but every stage is on one rank only (d = 1); "
             "replicate the stages (replicas=2, or schedule data-parallel), or do not shard the optimizer"
         )
     return msgspec.structs.replace(plan, sharded_optimizer=sharded)
 
 
 def _check_ranks(session: Session, plan: Plan) -> None:
-    """Refuses a plan for another number of processes than were started.
+    """Checks that the plan is for the number of processes that were started.
 
     Raises:
-        PlanError: it is one.
+        PlanError: it is not.
     """
     wanted = plan.num_processes
     if session.is_distributed and session.num_ranks != wanted:

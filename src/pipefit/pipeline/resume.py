@@ -1,4 +1,4 @@
-"""Resuming from the records of a disk tier: what must be the same as in the run that was cut off, and which step."""
+"""Resuming from the records of a disk tier: the identity of the interrupted run, and the choice of a step."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _OF_A_PLAN = ("prediction", "candidates", "plan_seconds", "method", "model")
 
 
 def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of a run as JSON data: all that decides its numbers and where they lie.
+    """The identity of a run as JSON data: all settings that determine its numbers and their places.
 
     Args:
         layers: of the whole model.
         plan: of the run.
         training: its loss, clipping and the like.
-        about: what the caller has to add.
+        about: further data of the caller.
     """
     facts = {
         "run": dict(about),
@@ -58,20 +58,20 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
 
 
 def resumed_folder(spill: Spilled) -> Path:
-    """The folder of the records that a run resumes from.
+    """The folder of the records from which a run resumes.
 
     Raises:
-        PlanError: it has none.
+        PlanError: there is none.
     """
     if spill.folder is None:
-        raise PlanError("spill=Spilled(resume=True) needs the disk= that the records are on")
+        raise PlanError("spill=Spilled(resume=True) needs disk=, the folder of the records")
     return spill.folder
 
 
 def identified(
     spill: Spilled, layers: Sequence[NamedLayer], plan: Plan, training: Training, session: Session
 ) -> Spilled:
-    """How stages spill, with what identifies the run; the records that it resumes from must be its own.
+    """The options of spilling with the identity of the run; the records from which it resumes must be its own.
 
     Raises:
         TierError: they are of another run.
@@ -99,27 +99,27 @@ def check_same(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
 
     Args:
         folder: of the tier.
-        rank: whose records.
+        rank: of the records.
         facts: see `identity`, or some of them.
 
     Raises:
-        TierError: they are of another run; the message says what differs.
+        TierError: they are of another run; the message names the differences.
     """
     before = read_about(folder, tier_name(rank))
     was, now = (dict(_leaves({part: tree.get(part) for part in facts})) for tree in (before, facts))
-    # An option that is not given is the same as one that was not known then.
+    # An option that is not given is equal to one that did not exist then.
     differing = (name for name in {**was, **now} if (was.get(name) or None) != (now.get(name) or None))
     found = [f"{name} was {_short(was, name)}, is {_short(now, name)}" for name in differing]
     if found:
         more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
         raise TierError(
             f"{folder} holds the records of another run: {'; '.join(found[:_MOST_NAMED])}{more}; "
-            "ask for the same as there, or resume from a checkpoint"
+            "give the same options as there, or resume from a checkpoint"
         )
 
 
 def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in JSON data, each with the names on the way to it."""
+    """The values in JSON data, each with the path of names to it."""
     is_table = isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree)
     if not isinstance(tree, dict) and not is_table:
         yield name, tree
@@ -136,14 +136,14 @@ def _short(leaves: Mapping[str, Any], name: str) -> str:
 
 
 def recorded_plan(folder: Path, rank: int) -> Plan:
-    """The plan of the run whose records a folder holds.
+    """The plan of the run whose records are in a folder.
 
     Raises:
-        TierError: there are none, or none that can be resumed from.
+        TierError: there are no records, or none from which a run can resume.
     """
     commits = read_commits(folder, tier_name(rank))
     if not commits:
-        raise TierError(f"{folder}: no step was committed there; begin anew, or resume from a checkpoint")
+        raise TierError(f"{folder}: no step was committed there; start a new run, or resume from a checkpoint")
     _check_reason(commits[0])
     about = read_about(folder, tier_name(rank))
     try:
@@ -153,21 +153,21 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
 
 
 def committed_step(folder: str | Path, rank: int | None = None) -> int | None:
-    """The last step that a run which has not ended committed in a folder, and that can be resumed from.
+    """The last committed step in a folder from which an interrupted run can resume; None: there is none.
 
     Args:
         folder: of the disk tier.
-        rank: whose records; None: those of this process's rank.
+        rank: of the records; None: this process's rank.
 
     Raises:
-        TierError: there is something that cannot be read.
+        TierError: a file there cannot be read.
     """
     found = read_commits(Path(folder), tier_name(current().rank if rank is None else rank))
     return found[0].step if found and not rank_state(found[0]).reason else None
 
 
 def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> None:
-    """All ranks take the records of the same step: the last that every one of them has committed.
+    """Makes all ranks resume from the same step: the last that every one of them has committed.
 
     Raises:
         TierError: there is none.
@@ -204,4 +204,4 @@ def _check_all(spillings: Sequence[Spilling | None]) -> None:
 def _check_reason(committed: Commit) -> None:
     reason = rank_state(committed).reason
     if reason:
-        raise TierError(f"step {committed.step} cannot be resumed from: {reason}; resume from a checkpoint")
+        raise TierError(f"no run can resume from step {committed.step}: {reason}; resume from a checkpoint")

@@ -15,7 +15,7 @@ from pipefit.timeline import Timeline, by_kind
 from pipefit.units import format_bytes, format_seconds
 
 SHOWN = {op.value for op in (*COMPUTE_OPS, Op.LOSS, Op.STEP, Op.HOST_STEP, Op.FETCH, Op.EVICT)}
-"""Operations whose times are told; messages and bookkeeping are left to the timelines."""
+"""Operations whose times are reported; messages and bookkeeping are only in the timelines."""
 
 
 class Traffic(NamedTuple):
@@ -33,13 +33,13 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The last passes of a pipeline as they were measured.
+    """The last measured passes of a pipeline.
 
     Attributes:
-        timeline: what ran when.
+        timeline: of these passes.
         plan: of the run.
-        peak_memory_bytes: the most each process has held: of its GPU, or resident.
-        held_bytes: the most of tensors that each process held at a time in one pass; []: not measured.
+        peak_memory_bytes: peak memory of each process: of its GPU, or resident.
+        held_bytes: peak bytes of tensors of each process in one pass; []: not measured.
         traffic: bytes that each process has moved in the last pass.
     """
 

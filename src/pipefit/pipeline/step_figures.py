@@ -26,8 +26,8 @@ class StepFigures(NamedTuple):
 
     Attributes:
         bubble: share of the pass without forward or backward, the mean over ranks.
-        memory_bytes: the most that each process has held so far: of its GPU, or resident; of those that share a rank,
-            the first one's.
+        memory_bytes: peak memory of each process so far: of its GPU, or resident; of those that share a rank, the
+            first one's.
     """
 
     bubble: float
@@ -35,7 +35,7 @@ class StepFigures(NamedTuple):
 
 
 def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
-    """The part of this process in the bubble and memories of `StepFigures`, which are the sums over all processes."""
+    """This process's summand of the figures in `StepFigures`, which are sums over all processes."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
     memory = [0.0] * session.num_ranks
     memory[session.rank] = peak_memory_bytes()
@@ -52,9 +52,9 @@ class ModelFlop(NamedTuple):
     """The basis of MFU: FLOP of the model, forward and backward once, over the FLOP per second of the devices.
 
     Attributes:
-        flop_per_sample: of forward and backward of the model, a replay not counted.
+        flop_per_sample: of forward and backward of the model, without replays.
         flops: FLOP per second that all ranks together reach.
-        convention: the way both were found, in words.
+        convention: a description of both, in words.
     """
 
     flop_per_sample: float
@@ -93,22 +93,22 @@ def count_flop(work: Workload, num_ranks: int) -> ModelFlop | None:
 
 
 def peak_memory_bytes() -> float:
-    """The most memory this process has held: of its GPU when it has one, else its resident set."""
+    """Peak memory of this process: of its GPU when it has one, else its resident set."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
 class HeldMemory:
-    """The most bytes of tensors that a rank holds in one pass, seen after each of its instructions.
+    """Peak bytes of tensors of a rank in one pass, checked after each of its instructions.
 
-    What it holds before is counted, weights and gradients and the optimizer's states; what is added in the pass is
-    the growth of the memory in use, which the allocator tells exactly. What comes and goes inside an instruction is
-    not seen.
+    It is the sum of the tensors before the pass (weights, gradients, optimizer states) and the growth of the memory in
+    use during the pass, which the allocator reports exactly. Memory that is allocated and freed inside one instruction
+    is not seen.
 
     Args:
-        worker: whose pass it is.
-        tell: bytes in use now.
+        worker: of the pass.
+        tell: returns the bytes in use.
     """
 
     def __init__(self, worker: Worker, tell: Callable[[], float]) -> None:
@@ -119,8 +119,8 @@ class HeldMemory:
         self._worker = worker
 
     def look(self) -> None:
-        """Looks, until looking has taken half a second."""
-        # What a step on the host takes for a moment is not the device's, but of a processor the allocator is the same.
+        """Reads the memory in use, until reading has taken half a second in total."""
+        # Temporary memory of a step on the host is not the device's, but on a CPU the allocator is the same.
         steps = self._worker.spilling.steps if self._worker.spilling else ()
         if self._left_s > 0 and all(step.ended() for step in steps):
             began = time.perf_counter()
@@ -129,14 +129,14 @@ class HeldMemory:
 
     @property
     def held_bytes(self) -> float:
-        """The most so far."""
+        """The peak so far."""
         return self._kept + self._highest - self._begin
 
 
 def _kept_bytes(worker: Worker) -> float:
-    """Of weights, their gradients, buffers and the optimizers' states, as far as they are on the worker's device.
+    """Bytes of weights, gradients, buffers and optimizer states on the worker's device.
 
-    What is spilled is away between two passes; its slots are there.
+    Spilled stages are away between two passes; their slots count.
     """
     tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
     tensors += [p.grad for p in tensors if p.grad is not None]

@@ -1,4 +1,4 @@
-"""The passes of a training, one after the other: a program runs, its losses are collected, the counters move on."""
+"""The passes of a training run: run a program, collect its losses, advance the counters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainingLoop:
     Attributes:
         num_updates: updates so far.
         next_ordinal: micro-batches so far, which seed the random numbers of the next one.
-        held_bytes: the most bytes of tensors that this process held in one pass; None: not measured yet.
+        held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
         shares_figures: whether each step also collects bubble and memory of all ranks.
         figures: those of the last step.
@@ -65,7 +65,7 @@ class TrainingLoop:
         self.figures: StepFigures | None = None
 
     def start_step(self, x: Any, y: Any) -> PendingLosses:
-        """Runs one update; its loss is still on its way."""
+        """Runs one update; returns its loss, which is still being sent."""
         self._engine.mesh.check(x)
         feed = feed_of((x, y), self._size, self.next_ordinal, "train", self._weigh)
         runs = self._run(1, feed)
@@ -79,7 +79,7 @@ class TrainingLoop:
 
         Args:
             batches: of (input, target).
-            steps: how many; None: until the batches end.
+            steps: number of updates; None: until the batches end.
             on_step: see `Pipeline.fit`.
             stops: whether the run was asked to stop.
 
@@ -120,7 +120,7 @@ class TrainingLoop:
         return losses
 
     def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
-        """Runs the program of some updates, looking at the memory if that is due, and counts them."""
+        """Runs the program of some updates, measures the memory if due, and counts the updates."""
         program, workers = self._program_of(num_steps), self._engine.workers
         for worker in workers:
             worker.train(True)
@@ -144,7 +144,7 @@ class TrainingLoop:
     def timeline(self, last: int) -> Timeline:
         """The last passes of all ranks, times in seconds since the first of them began.
 
-        Clocks are taken as common, which they are on one machine.
+        Clocks are assumed to be common, as on one machine.
 
         Raises:
             PipefitError: nothing has run yet.
@@ -171,7 +171,7 @@ def number_of(batches: Iterable[Any], schedule: str) -> int:
     """The number of batches.
 
     Raises:
-        DataError: they do not know it.
+        DataError: they have no length.
     """
     try:
         return len(batches)  # type: ignore[arg-type]

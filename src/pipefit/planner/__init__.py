@@ -1,4 +1,4 @@
-"""Search over plans: which cut, schedule, widths, micro-batch size and slots, and why every other lost."""
+"""Search over plans: cut, schedule, widths, micro-batch size and slots, and the reason why every other plan lost."""
 
 from pipefit.planner.computed_profile import gpt_profile
 from pipefit.planner.manual import by_hand, ranks_of

@@ -23,7 +23,7 @@ def plan_pipedream(
     """PipeDream's plan: stages with replicas, a weight update per mini-batch, weight stashing.
 
     Times are those of the partitioner's cost convention, per mini-batch of the profile's size. `state_per_weight` is
-    of the optimizer only; one more byte per weight byte goes to gradients.
+    for the optimizer only; gradients take one more byte per weight byte.
 
     Raises:
         InfeasibleError: nothing fits.

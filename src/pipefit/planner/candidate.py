@@ -16,18 +16,18 @@ from pipefit.spec import Partition, Plan, StageSpec
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate after a closer look: estimated, or simulated.
+    """An estimated or simulated candidate.
 
     Attributes:
         config: the candidate.
-        partition: its stages; None: it has no meaning, see `why`.
+        partition: its stages; None: not possible, see `why`.
         peak_bytes: of each rank of one pipeline, or of all ranks.
         overflow: the worst of needed over available bytes.
         period_s: seconds from weight update to weight update.
-        step_s: seconds of one in isolation.
-        why: it does not fit, in words.
+        step_s: seconds of one update in isolation.
+        why: the reason why it does not fit, in words.
         limit: of a candidate that spills, the lane that binds; then no simulated time is below the estimate.
-        size: forwards that were simulated (under a cap instructions); 0: its times are estimated.
+        size: number of simulated forwards (under a cap: instructions); 0: its times are estimated.
     """
 
     config: Config
@@ -42,7 +42,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """Returns whether every rank has the memory."""
         return self.overflow <= 1
 
 
@@ -56,14 +56,14 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         method: by which it was found.
     """
     spill = config.spill
-    # The schedule for one rank replays in any case.
+    # The schedule for one rank always replays.
     replays = spill is not None and config.schedule != "spilled"
     keeps = spill.keeps if spill else ()
     stages = tuple(
         StageSpec(stage.layers, stage.replicas, config.tensor, stage.recompute or (replays and index not in keeps))
         for index, stage in enumerate(partition.stages)
     )
-    # A pipeline that visits a stage for all micro-batches at once need not replay the last.
+    # A pipeline that visits a stage for all micro-batches at once need not replay the last one.
     turned = spill is not None and config.schedule == "breadth-first"
     return Plan(
         Partition(stages),
@@ -82,7 +82,7 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
 
 
 def program_for(problem: Problem, plan: Plan) -> Program:
-    """The program of a candidate's plan, with the ties and the clipping that a cap has to make room for."""
+    """The program of a candidate's plan, with the ties and the clipping that a cap must account for."""
     cap = problem.cap
     ties = cap.ties_of(plan.partition) if cap else ()
     return generate(plan.schedule, shape_of(plan, ties=ties, clip=cap is not None and cap.clip))
@@ -93,7 +93,7 @@ def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[Co
     if problem.cap is None:
         cost = _costs(problem, config, partition)
     else:
-        # Slots, and where stages step, change nothing.
+        # Slots, and the place of the step, change nothing.
         key = ("costs", config.layers, config.spill is not None and config.spill.activations)
         cost = problem.once(key, lambda: _costs(problem, config, partition))
     if config.tensor == 1:

@@ -1,4 +1,4 @@
-"""Closed forms of a step, without a simulation: of a candidate that has been cut, and quick bounds before it is."""
+"""Closed forms of a step, without a simulation: of a candidate with its cut, and quick bounds before the cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MicrobatchTimes:
         through_s: forward and backward of all ranks, without replays: those fill the wait for a gradient.
         message_s: on the busiest link, one way: a rank's chunks all send over it.
         way_s: of all messages of one micro-batch, one way.
-        trip_s: the longest round trip over the micro-batches that it is shared by: rank r has p − r of them in flight.
+        trip_s: the longest round trip per micro-batch in flight: rank r has p − r of them.
     """
 
     forward_s: float
@@ -39,8 +39,8 @@ class MicrobatchTimes:
 def closed_form_s(config: Config, times: MicrobatchTimes) -> float:
     """Seconds of an update without reductions: the schedules' closed forms, for stages and links that differ.
 
-    A micro-batch takes the rhythm of whatever is slowest (a rank, a link, or a round trip that the schedule has too
-    few micro-batches in flight to hide), and the first and the last of them pass through everything else.
+    The time per micro-batch is that of the slowest part (a rank, a link, or a round trip that the schedule has too few
+    micro-batches in flight to hide); the first and the last micro-batch also pass through all other parts.
     """
     m, p, v = config.per_pipeline, config.depth, config.chunks
     work = times.forward_s + times.backward_s
@@ -55,7 +55,7 @@ def closed_form_s(config: Config, times: MicrobatchTimes) -> float:
         rhythm = max(work, times.message_s, through / (2 * p))
         return m * rhythm + others / v + 2 * times.way_s
     if config.schedule in ("gpipe", "breadth-first"):
-        # Each chunk is a pipeline of its own, which begins when the one before it lets go of its first micro-batch.
+        # Each chunk is a pipeline that begins when the previous one has finished its first micro-batch.
         forward, backward = max(times.forward_s, times.message_s), max(times.backward_s, times.message_s)
         lap = through / v
         return max(m * (forward + backward) + lap - (forward + backward) / v, through + (m - 1) * (work / v))
@@ -76,7 +76,7 @@ def exposed_s(tails: list[float], remaining: list[float]) -> float:
 
 
 def estimate_s(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> float:
-    """Seconds per update of a candidate that has been cut."""
+    """Seconds per update of a candidate with its cut."""
     placement = placement_for(config).ranks
     stages = _stage_seconds(problem, config, partition, cost)
     sends = [Instruction(Op.SEND, stage, 0, kind="act", peer=ranks[0]) for stage, ranks in enumerate(placement[1:])]
@@ -132,7 +132,7 @@ def _times(config: Config, stages: list[_Stage], hops: list[float]) -> Microbatc
     worst = work.index(max(work))
     slowest = forward[worst], work[worst] - forward[worst]
     if config.schedule == "breadth-first":
-        # Chunk after chunk, each at the pace of its own slowest stage.
+        # One chunk after the other, each at the rate of its slowest stage.
         chunks = [stages[k : k + config.depth] for k in range(0, len(stages), config.depth)]
         slowest = (
             sum(max(own.forward_s for own in chunk) for chunk in chunks),
@@ -143,10 +143,10 @@ def _times(config: Config, stages: list[_Stage], hops: list[float]) -> Microbatc
 
 
 def _flush_s(count: int, stages: list[_Stage], hops: list[float]) -> float:
-    """1F1B: every rank works through its micro-batches, and waits for the first to come back and after the last.
+    """1F1B: every rank processes its micro-batches, and waits for the return of the first one and of the last one.
 
-    Rank r has k = min(p − r, m) micro-batches in flight. Until the first returns it has k − 1 more forwards to do, and
-    from its last forward on k − 1 backwards before that micro-batch returns; a replay is done while it waits.
+    Rank r has k = min(p − r, m) micro-batches in flight. Before the first returns it has k − 1 more forwards to do, and
+    after its last forward k − 1 backwards before that micro-batch returns; a replay is done while it waits.
     """
     depth, longest = len(stages), 0.0
     before, below = 0.0, sum(own.forward_s + own.backward_s for own in stages) + 2 * sum(hops)
@@ -164,9 +164,9 @@ def _flush_s(count: int, stages: list[_Stage], hops: list[float]) -> float:
 
 
 def _until_end(config: Config, stages: list[_Stage], hops: list[float]) -> list[float]:
-    """Seconds between each stage's last backward and the last of all: the way down, or what its rank still has to do.
+    """Seconds between each stage's last backward and the last of all: the path down, or its rank's remaining work.
 
-    Of each chunk behind it a rank has still to do all micro-batches (breadth-first), or those of one turn.
+    Of each remaining chunk a rank still has to do all micro-batches (breadth-first), or those of one turn.
     """
     turn = config.per_pipeline if config.schedule == "breadth-first" else min(config.depth, config.per_pipeline)
     found: list[float] = []
@@ -178,13 +178,13 @@ def _until_end(config: Config, stages: list[_Stage], hops: list[float]) -> list[
     return found
 
 
-# ------------------------------------------------------------------- bounds, before a candidate is cut
+# ----------------------------------------------------------- bounds before the cut of a candidate is known
 
 
 def quick_s(problem: Problem, config: Config) -> float:
-    """Seconds per update if the layers could be cut anywhere: a lower bound, roughly, for ranking."""
+    """Seconds per update if the layers could be split anywhere: an approximate lower bound for ranking."""
     total = _totals(problem, config)
-    # Where the backward follows its forward at once nothing is replayed, as on the last rank of 1F1B.
+    # Nothing is replayed where the backward follows its forward at once, as on the last rank of 1F1B.
     replayed = 1 - 1 / config.depth if config.recompute == "all" else 0.0
     work = total.forward_s + total.backward_s
     backward_s = total.backward_s + replayed * total.forward_s
@@ -204,7 +204,7 @@ def quick_s(problem: Problem, config: Config) -> float:
 
 
 class _Totals(NamedTuple):
-    """Of the whole model: seconds, the slowest layer, the least bytes that a boundary carries, weights, saved bytes."""
+    """Of the whole model: seconds, the slowest layer, the least bytes across a boundary, weights, saved bytes."""
 
     forward_s: float
     backward_s: float
@@ -231,7 +231,7 @@ def _totals(problem: Problem, config: Config) -> _Totals:
 
 
 def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
-    """Seconds that reductions add if every stage has an equal share of the time, and the weights that lie there."""
+    """Seconds that reductions add if every stage has an equal share of the time, with the weights of that share."""
     if config.data < 2:
         return 0.0
     link = problem.ranks(config.tensor).level_between(0, config.depth)
@@ -245,7 +245,7 @@ def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
 
 
 def _shares(profile: Profile, num_stages: int) -> list[float]:
-    """Weight bytes of equal shares of the time, a layer's spread evenly over its own."""
+    """Weight bytes of equal shares of the time; a layer's bytes are spread evenly over its own time."""
     times = np.cumsum([0.0, *(layer.total_s for layer in profile.layers)])
     weights = np.cumsum([0.0, *(layer.weight_bytes for layer in profile.layers)])
     if not times[-1]:
@@ -255,12 +255,12 @@ def _shares(profile: Profile, num_stages: int) -> list[float]:
 
 
 def quick_bytes(problem: Problem, config: Config) -> float:
-    """Bytes that some rank needs at least, however the layers are cut."""
+    """Bytes that some rank needs at least, for any cut of the layers."""
     total = _totals(problem, config)
     state = problem.state / (config.data if config.sharded else 1)
     versions = 2 if config.schedule == "pipedream-2bw" else 1
     kept = total.saved_bytes if config.recompute == "none" else 0.0
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
-        # At least what enters each of a rank's stages, of every micro-batch.
+        # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline
     return float((total.weight_bytes * (1 + versions + state) + kept) / config.depth)

@@ -46,7 +46,7 @@ def gpt_profile(
         microbatch: b, or several sizes.
         device: with `flops` and `efficiency`.
         element_bytes: of weights and activations.
-        overhead_s: fixed seconds of every pass through a layer, whatever the size: it makes small micro-batches slow.
+        overhead_s: fixed seconds of every pass through a layer, at any size: they make small micro-batches slow.
 
     Raises:
         ProfileError: a size below 1, heads that do not divide the hidden size, or a device without FLOP/s.
@@ -76,7 +76,7 @@ def _at(sizes: dict[str, int], b: int, device: Device, element_bytes: int, overh
     block_weights = element_bytes * (12 * h * h + 13 * h)
     logits = 4 * b * s * vocab
     tokens = 4 * b * s  # ids of 4 bytes
-    # What enters the products, of widths 3h, h, 4h and h.
+    # The inputs of the products, of widths 3h, h, 4h and h.
     halves = 9 * stream
     made = [Layer("embedding", overhead_s, overhead_s, 0.0, stream, tokens, element_bytes * (vocab + s) * h)]
     made += [
@@ -105,7 +105,7 @@ def gpt_settings(text: str) -> dict[str, int]:
     """The sizes of "gpt:layers=96,hidden=12288,heads=96".
 
     Raises:
-        ProfileError: what is missing, unknown or no whole number.
+        ProfileError: a size is missing, unknown or not a whole number.
     """
     known = ("layers", "hidden", "heads", "vocab", "sequence")
     found: dict[str, int] = {}
@@ -121,5 +121,5 @@ def gpt_settings(text: str) -> dict[str, int]:
 
 
 def is_gpt(profile: Profile) -> bool:
-    """Whether tensor parallelism has a meaning for the profile: it is a GPT, a block per layer."""
+    """Returns whether tensor parallelism applies to the profile: it is a GPT, with a block per layer."""
     return profile.model.startswith("gpt") and len(profile) >= 3

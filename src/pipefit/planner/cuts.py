@@ -15,7 +15,7 @@ from pipefit.spec import Partition, StageSpec
 
 
 class Within(NamedTuple):
-    """Of each rank what it holds, and its memory."""
+    """The values that each rank holds, and its memory."""
 
     holdings: tuple[Holding, ...]
     limits: list[float]
@@ -30,7 +30,7 @@ def cut(
     """The stages of a candidate; None when no cut fits the memory.
 
     Args:
-        problem: what it is estimated on.
+        problem: of the search.
         config: the candidate.
         recomputed: the stages that replay their forward.
         within: the memory that a cut must fit; None: only time decides. One stage per rank, then.
@@ -45,7 +45,7 @@ def cut(
         counts: list[int] | None = [len(stage.layers) for stage in found.stages]
     else:
         slow = problem.slowness_of(config)
-        # Only what decides the cut belongs to the key: many candidates share one.
+        # The key holds only the settings that determine the cut: many candidates share one.
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), tuple(sorted(recomputed)))
         where = config.depth if config.partitioner == "links" else 0
         if within is None:
@@ -98,7 +98,7 @@ def _link_spans(problem: Problem, config: Config) -> Array:
 
 
 def least_bytes(problem: Problem, config: Config) -> float:
-    """The memory with which a candidate of one stage per rank fits, cut for memory only."""
+    """The smallest memory in which a candidate of one stage per rank fits, with the best cut for memory."""
     needs = _needs(problem, config, holdings_of(config)[config.recompute != "none"])
     counts = divide(needs)
     if counts is None:

@@ -1,4 +1,4 @@
-"""Estimate of one candidate: where it is cut, what its ranks hold, how long its step takes."""
+"""Estimate of one candidate: its cut, the memory of its ranks, the seconds of its step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 
 
 def _estimate(problem: Problem, config: Config) -> Estimate:
-    """The first cut that fits; where none does, the last that was made for time only."""
+    """The first cut that fits; where none does, the last one that was made for time only."""
     try:
         holdings = holdings_of(config)
     except ScheduleError as refusal:
@@ -37,7 +37,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
 
     found = measured(recomputed)
     if config.recompute == "some":
-        # A replay on the ranks that lack memory makes them slower, so they get fewer layers, so look again.
+        # Replays on the ranks that lack memory make these slower, so they get fewer layers, and the loop tries again.
         for _ in range(3):
             short = {r for r, (need, limit) in enumerate(zip(found.peak_bytes, limits, strict=True)) if need > limit}
             if short <= recomputed:

@@ -26,7 +26,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> str:
         if prediction.minibatch_s != prediction.period_s:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
         ahead = prediction.speedup_over_data_parallel
-        # Of data parallelism itself it says nothing.
+        # For data parallelism the ratio would say nothing.
         lines[-1] += f", {ahead:.2f} × plain data parallelism" if ahead and plan.schedule != "data-parallel" else ""
     lines += spill_lines(plan)
     losers = [candidate for candidate in plan.candidates if candidate.why_lost]
@@ -131,7 +131,7 @@ def spill_lines(plan: Plan) -> list[str]:
         rest = "" if len(spill.keeps) == num_stages else "; the others replay their forwards"
         lines.append(f"activations: {len(spill.keeps)} of {num_stages} stages keep theirs{rest}")
     if spill.activations:
-        lines.append("activations: what enters a stage waits on the tier until its replay")
+        lines.append("activations: inputs of stages wait on the tier until their replay")
     if spill.peak_bytes:
         share = spill.peak_bytes / spill.device_bytes
         lines.append(

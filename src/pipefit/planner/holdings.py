@@ -1,8 +1,8 @@
 """Live values of each rank, counted from the liveness of the real program and never from a formula.
 
-A schedule holds values (activations, saved tensors, weight versions, gradients); their sizes depend on where the model
-is cut, their number only on the schedule. So the number is counted once for (schedule, depth, micro-batches, chunks,
-recompute) and multiplied with the sizes of every cut that is tried.
+A schedule holds values (activations, saved tensors, weight versions, gradients); their sizes depend on the cut of the
+model, their number only on the schedule. So the number is counted once for (schedule, depth, micro-batches, chunks,
+recompute) and multiplied by the sizes of every cut that is tried.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class Holding(NamedTuple):
 
     Attributes:
         keys: (kind, stage) of each column.
-        rows: array [moment, key] of counts, only moments that no other exceeds in every count. With the micro-batches
-            beyond those counted, if there are any: what grows with them is added to every moment, each kind at its own
-            highest, so all together are an upper bound. (A line through two counts would fall short: with more
-            micro-batches another moment becomes the highest.)
+        rows: array [moment, key] of counts, only moments that no other exceeds in every count. Micro-batches beyond
+            those counted are added to every moment, each kind at its own maximum, so the sum is an upper bound.
+            (A line through two counts would be too low: with more micro-batches another moment becomes the highest.)
     """
 
     keys: tuple[tuple[str, int], ...]
@@ -56,8 +55,8 @@ def holdings_of(config: Config) -> Both:
 def _held_in(config: Config, recompute: bool) -> tuple[Holding, ...]:
     """Live values of each rank of a pipeline.
 
-    A small program is counted whole. With many micro-batches only so many are counted as fill the pipeline, and one
-    more where every one of them is held.
+    A small program is counted whole. With many micro-batches only as many are counted as fill the pipeline, and one
+    more where all of them are held.
     """
     name, depth, chunks, replicas = config.schedule, config.depth, config.chunks, config.replicas
     if replicas:
@@ -74,7 +73,7 @@ def _held_in(config: Config, recompute: bool) -> tuple[Holding, ...]:
 def replayed(config: Config) -> tuple[float, ...]:
     """Of each stage the share of its forwards that are replayed, if all stages keep only their input.
 
-    None are where the backward follows at once.
+    Forwards whose backward follows at once are not replayed.
     """
     if config.replicas:
         return (1.0,) * len(config.replicas)
@@ -104,13 +103,13 @@ def small_program(
 
 
 def filling(schedule: str, depth: int, chunks: int) -> int:
-    """Micro-batches that fill a pipeline: p, or 2p with chunks, and where more are in flight than there are ranks."""
+    """Micro-batches that fill a pipeline: p, or 2p with chunks and where more are in flight than there are ranks."""
     return (2 if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN else 1) * depth
 
 
 @lru_cache(maxsize=64)
 def _in_flight(schedule: str, chunks: int) -> float:
-    """The most micro-batches that the first of four ranks holds at once."""
+    """Maximum number of micro-batches that the first of four ranks holds at once."""
     return peak_inflight(small_program(schedule, 4, _SHOWN, chunks, ()), 0)
 
 
@@ -142,18 +141,18 @@ def _held(
 
 @lru_cache(maxsize=512)
 def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: bool) -> tuple[Array, ...]:
-    """For each rank how many more of each of its keys it holds with one micro-batch more than are counted."""
+    """For each rank, the additional values of each key with one micro-batch more than are counted."""
     few, many = (_held(schedule, depth, count, chunks, recompute) for count in (counted, counted + 1))
     return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
 
 
 def holds_all(schedule: str, chunks: int) -> bool:
-    """Whether a rank holds every micro-batch of an update at once, as GPipe does."""
+    """Returns whether a rank holds every micro-batch of an update at once, as GPipe does."""
     return _in_flight(schedule, min(chunks, 2)) == _SHOWN
 
 
 def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:
-    """The most bytes of each rank at once, optimizer state included."""
+    """Peak bytes of each rank, optimizer state included."""
     result = []
     for (keys, rows), stages in zip(holdings, stages_of, strict=True):
         sizes = np.array([cost.size_bytes(Value(kind, stage, 0)) for kind, stage in keys])
@@ -162,7 +161,7 @@ def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[
 
 
 def _rows(lives: list[Lifetime]) -> Holding:
-    """Counts at every moment at which something ends, without those that another covers."""
+    """Counts at every moment at which a value ends, without those that another moment covers."""
     keys = sorted({(life.value.kind, life.value.stage) for life in lives})
     column = {key: index for index, key in enumerate(keys)}
     length = max(life.dies for life in lives) + 3

@@ -1,11 +1,11 @@
-"""The roofline of spilling: seconds per update that no order of work and copies can beat, and the lane that says so.
+"""The roofline of spilling: a lower bound of seconds per update over all orders of work and copies; the binding lane.
 
     limit = max(compute, bytes read / rate, bytes written / rate, steps on the host) + first fill
 
-It is that of a step among others: weights that lie in their slots since the step before are not read. Where reads and
-writes alternate on one channel, their seconds add up. Whoever computes also takes checksums, where the tier has them.
-Where stages step on the host their states do not move, and gradients are written in place of weights. Sources: Nagrecha
-and Kumar, Hydra (VLDB 2022); Ren and others, ZeRO-Offload (USENIX ATC 2021) §4 for the step on the host.
+It is that of a step among others: weights that are still in their slots from the step before are not read. Where reads
+and writes alternate on one channel, their seconds add up. The computing processor also computes checksums, where the
+tier has them. Where stages step on the host their states do not move, and gradients are written in place of weights.
+Sources: Nagrecha and Kumar, Hydra (VLDB 2022); Ren and others, ZeRO-Offload (USENIX ATC 2021) §4 for the host step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Limit(NamedTuple):
         compute_s: seconds of forwards, replays, backwards and losses.
         read_bytes: fetched, by kind.
         written_bytes: evicted, by kind.
-        fill_s: seconds until the first stage is there, before anything can start; 0 where it still is.
+        fill_s: seconds until the first stage is loaded, before anything can start; 0 where it is still on the device.
     """
 
     lanes: dict[str, float]
@@ -41,7 +41,7 @@ class Limit(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """Seconds that cannot be beaten."""
+        """The lower bound in seconds."""
         return max(self.lanes.values()) + self.fill_s
 
     @property
@@ -54,11 +54,11 @@ def limit_of(program: Program, rank: int, cost: CostModel, tier: Tier, times: fl
     """The limit of a rank in a pass that follows another.
 
     Args:
-        program: with what is moved in a pass.
-        rank: whose.
+        program: with the copies of a pass.
+        rank: of the limit.
         cost: of its stages.
-        tier: that it spills to, at the rates that the rank has of it.
-        times: as many micro-batches are computed as it has.
+        tier: to which it spills, at the rank's share of the rates.
+        times: factor of the micro-batches that are computed.
     """
     kept = kept_fetches(program, rank, later=True)
     read: defaultdict[str, float] = defaultdict(float)

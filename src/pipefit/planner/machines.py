@@ -23,7 +23,7 @@ def load_topology(name: str | Path) -> Topology:
     """A topology from a TOML file, from "local:N", or by name.
 
     Raises:
-        TopologyError: there is none, or something in it is malformed.
+        TopologyError: no such topology, or something in it is malformed.
     """
     text = str(name)
     if text.startswith("local:") or Path(text).suffix or len(Path(text).parts) > 1:

@@ -1,4 +1,4 @@
-"""Plans that a user spells out: how many stages, which layers, which ranks."""
+"""Plans that a user specifies: number of stages, their layers, their ranks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
 
 
 def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
-    """Ranks that some processes make when `tensor` of them share each, in `data` copies of a pipeline.
+    """Number of ranks of some processes when `tensor` of them share each, in `data` copies of a pipeline.
 
     Raises:
-        PlanError: they do not make whole copies.
+        PlanError: the processes are not a multiple of tensor · data.
     """
     if tensor < 1 or data < 1:
         raise PlanError(f"tensor and data: expected at least 1, got {tensor} and {data}")
@@ -44,7 +44,7 @@ def by_hand(
     profile: Profile | None = None,
     model: str = "",
 ) -> Plan:
-    """A plan that a user spells out: consecutive layers, balanced by time where there is a profile, else by count.
+    """A plan that a user specifies: consecutive layers, balanced by time where there is a profile, else by count.
 
     >>> made = by_hand(8, num_ranks=2, schedule="1f1b", num_microbatches=4)
     >>> [stage.layers for stage in made.partition.stages], made.placement.ranks

@@ -1,4 +1,4 @@
-"""The planning methods: which space each searches, and in which order."""
+"""The planning methods: the space that each searches, and the order of the search."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipefit.spec.profile import ARITHMETIC
 
 METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
 
-# For lectures; what every schedule is with a single stage; and those that split backwards, whose gain depends on what
-# that costs (see `_schedules_of`) and on nothing that makes ranks wait for each other at a step.
+# For teaching; the schedule that all others are with a single stage; and those with split backwards, whose gain depends
+# on the cost of the split (see `_schedules_of`) and on the absence of waits of all ranks at a step.
 _NOT_AUTOMATIC = ("naive", "data-parallel", "zb-h1", "zb-h2", "zb-v")
 
 
@@ -71,7 +71,7 @@ def space_of(
         if method == "auto" and not find(name).is_synchronous:
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
         if find(name).spills:
-            raise PlanError(f"{name} trains on one device from host memory or disk; this plans what fits in devices")
+            raise PlanError(f"{name} trains on one device from host memory or disk; without a cap nothing is spilled")
     if recompute is None:
         replays = {"2bw": ("none", "all"), "ptdp": ("all",), "gpipe": ("all",)}.get(method, ("none", "some", "all"))
     else:
@@ -94,7 +94,7 @@ def space_of(
 
 
 def _widths(problem: Problem, most: int) -> tuple[int, ...]:
-    """Tensor widths to choose from; on processes of this machine plans are to run, and widths are named there."""
+    """Tensor widths to choose from; on processes of this machine, where plans must run, only widths given by name."""
     if not is_gpt(problem.profile) or problem.topology.name.startswith("local:"):
         return (1,)
     return tuple(2**k for k in range(12) if 2**k <= most)
@@ -108,7 +108,7 @@ def _sizes(profile: Profile, wanted: Sequence[int] | None) -> tuple[int, ...]:
     if profile.source.startswith(ARITHMETIC):
         return tuple(size for size in powers if size <= 16)
     known = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
-    # Where times were not measured they are not known: small micro-batches are slower than the line says.
+    # Times that were not measured are not extrapolated: small micro-batches are slower than a proportional time.
     return tuple(sorted({*known, *(size for size in powers if min(known) <= size <= max(known))}))
 
 
@@ -149,7 +149,7 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchR
 
     Takeaway 1: tensor parallelism up to the devices of a server, pipelines across servers. Takeaway 2: as few devices
     per copy (t·p) as hold the model, data parallelism with the rest. Takeaway 3: the best micro-batch size is searched.
-    Every stage has as many transformer blocks (section 2.2).
+    All stages have equally many transformer blocks (section 2.2).
     """
 
     def shape(config: Config) -> tuple[int, int]:
@@ -165,7 +165,7 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchR
 
 
 def _is_even(profile: Profile, config: Config) -> bool:
-    """Whether the blocks of a GPT, all layers but embedding and head, can be split evenly."""
+    """Returns whether the blocks of a GPT, all layers but embedding and head, can be split evenly."""
     return not is_gpt(profile) or config.depth == 1 or (len(profile) - 2) % config.num_stages == 0
 
 

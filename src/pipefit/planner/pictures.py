@@ -33,8 +33,8 @@ class Point:
         depth: p.
         microbatch_size: b.
         throughput: samples per second.
-        peak_bytes: the most that a rank needs.
-        fits: whether the devices have it.
+        peak_bytes: maximum over the ranks.
+        fits: whether it fits on the devices.
     """
 
     summary: str
@@ -87,7 +87,7 @@ def _point(problem: Problem, estimated: Estimate) -> Point:
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """The points that no other beats in throughput and memory, by memory."""
+    """The Pareto front: the points that no other beats in both throughput and memory, by memory."""
     front: list[Point] = []
     for point in sorted(points, key=lambda p: (p.peak_bytes, -p.throughput)):
         if not front or point.throughput > front[-1].throughput:
@@ -96,7 +96,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto_svg(points: Sequence[Point], title: str = "") -> str:
-    """Throughput against memory per rank: the front, and the best of each depth below it; only what fits."""
+    """Throughput against memory per rank: the front, and the best of each depth below it; only points that fit."""
     points = _fitting(points)
     series = {"front": [(point.peak_bytes / _GIB, point.throughput) for point in pareto(points)]}
     for depth in sorted({point.depth for point in points}):
@@ -118,7 +118,7 @@ def _fitting(points: Sequence[Point]) -> list[Point]:
 
 
 def depth_svg(points: Sequence[Point], title: str = "") -> str:
-    """Throughput against depth, a line for each micro-batch size; only what fits."""
+    """Throughput against depth, a line for each micro-batch size; only points that fit."""
     best: dict[int, dict[float | str, float]] = {}
     for point in sorted(_fitting(points), key=lambda point: (point.microbatch_size, point.throughput)):
         best.setdefault(point.microbatch_size, {})[point.depth] = point.throughput
@@ -139,7 +139,7 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
     """The layers as a strip in the colours of their stages, each as wide as its time; below, their time and memory.
 
     Args:
-        plan: with a prediction, or memory is left out.
+        plan: with a prediction; without one, memory is left out.
         profile: of the model.
         topology: for the memory that devices have.
 

@@ -1,4 +1,4 @@
-"""`plan`: from a profile and a topology to the plan that trains fastest, with reasons."""
+"""`plan`: the fastest plan for a profile and a topology, with reasons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plan(
     sharded: bool | None = None,
     cap: Cap | None = None,
 ) -> Plan:
-    """The fastest plan that fits, its prediction, and why every other lost.
+    """The fastest plan that fits, its prediction, and the reason why every other lost.
 
     >>> from pipefit.spec import Layer
     >>> layers = tuple(Layer(f"layer{i}", 1e-3, 1e-3, 1e-3, 1e3, 1e3, 1e6) for i in range(8))
@@ -50,8 +50,8 @@ def plan(
         profile: seconds and bytes of the layers, at one or several micro-batch sizes.
         topology: links and devices. A plan uses all devices.
         method: "auto": all of depth, data width, tensor width (GPTs), chunks, micro-batch size, synchronous schedule,
-            recompute, partition, replicas and sharded optimizer. "2bw", "ptdp", "gpipe" and "pipedream" plan what these
-            papers plan; "uniform" gives every stage as many layers.
+            recompute, partition, replicas and sharded optimizer. "2bw", "ptdp", "gpipe" and "pipedream" follow these
+            papers; "uniform" gives every stage the same number of layers.
         global_batch: samples per weight update; None: a micro-batch per device, and at least 8 micro-batches. The
             mini-batch of "pipedream" is the profile's.
         microbatch_sizes: to choose from; None: those of the profile and, between the smallest and the largest of them,
@@ -59,20 +59,20 @@ def plan(
         num_microbatches: per weight update, when they are given; then sizes follow from it.
         schedules: to choose from; None: those of the method.
         depths: to choose from; None: all.
-        recompute: always or never; None: as is best.
+        recompute: always or never; None: whichever is faster.
         cost: convention of "pipedream".
         straight: no replicas, for "pipedream".
         state_per_weight: optimizer bytes per weight byte; None: 6 for 2-byte weights with Adam and a master copy (a
             profile by GPT arithmetic), else 2.
         tensors: tensor widths to choose from, which the model's layers must allow (`pipefit.parallel.widths_of`); None:
             powers of two for a GPT, but 1 on "local:N", where plans run.
-        sharded: with the optimizer sharded over the copies always or never, for "auto"; None: as is best.
-        cap: on the devices' memory, under which stages are spilled to a tier if need be. Then one micro-batch size and
-            one schedule may be given, and the devices are the cap's; None: nothing is spilled.
+        sharded: the optimizer is sharded over the copies always or never, for "auto"; None: whichever is faster.
+        cap: on the devices' memory, under which stages are spilled to a tier if necessary. Then one micro-batch size
+            and one schedule may be given, and the devices are the cap's; None: nothing is spilled.
 
     Raises:
-        InfeasibleError: nothing fits; what is missing, and the cheapest change that would help.
-        PlanError: a wish that has no meaning.
+        InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
+        PlanError: an argument that makes no sense.
     """
     started = time.perf_counter()
     if method not in METHODS:
@@ -111,7 +111,7 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
     assert winner.partition is not None
     made = plan_of(problem, winner.config, winner.partition, method)
     if len(peaks) < made.placement.num_ranks:
-        # Copies hold what the first pipeline holds.
+        # Copies hold the same values as the first pipeline.
         of_rank = {rank: peak for ranks, peak in zip(made.placement.ranks, peaks, strict=False) for rank in ranks}
         peaks = tuple(of_rank[rank] for rank in sorted(of_rank))
     period_s = winner.period_s

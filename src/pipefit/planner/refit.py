@@ -13,7 +13,7 @@ from pipefit.timeline import Timeline, by_kind
 
 
 def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
-    """The profile with its seconds scaled so that each stage takes what it took in the run.
+    """The profile with its seconds scaled so that each stage takes its measured time.
 
     For every stage and kind of instruction the median of the measured times is compared with the sum of the profile's
     layers; the layers of a stage keep their proportions. Backwards in one piece scale both halves alike, the loss and

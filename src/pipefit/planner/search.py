@@ -1,4 +1,4 @@
-"""Search without a cap: bound all, estimate the best of every family, simulate the best few; why the others lost."""
+"""Search without a cap: bounds of all, estimates of the best of every family, simulations of the best few; reasons."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SLACK = 1.1
 
 @dataclass
 class Family:
-    """Candidates that first compete among themselves, with their bounds; of those that fit nowhere the closest."""
+    """Candidates that first compete with each other, their bounds, and, where none fits, the closest."""
 
     configs: list[tuple[float, Config]] = field(default_factory=list)
     feasible: list[Estimate] = field(default_factory=list)
@@ -89,7 +89,7 @@ def _estimate_best(problem: Problem, family: Family, keep: int, tries: int, slac
     """Estimates the members of a family, fastest first, until enough fit and the others' bounds are slower."""
     limit = _most_memory(problem)
     if math.isinf(limit):
-        # Nothing is saved by a replay where memory is no limit; the fastest is as good a first as any.
+        # Where memory is unlimited a replay saves nothing, so the fastest candidate comes first.
         able = [item for item in family.configs if item[1].recompute == "none"] or family.configs
         frugal = able[0][1]
     else:
@@ -122,7 +122,7 @@ def _most_memory(problem: Problem) -> float:
 
 
 def _alike(a: Estimate, b: Estimate) -> bool:
-    """Whether two candidates differ in nothing but the way to the same cut."""
+    """Returns whether two candidates have the same cut and differ only in the partitioner that found it."""
     configs = [replace(each.config, partitioner="", recompute="") for each in (a, b)]
     return configs[0] == configs[1] and a.partition == b.partition
 
@@ -133,7 +133,7 @@ def _alike(a: Estimate, b: Estimate) -> bool:
 def _candidates(problem: Problem, families: dict[str, Family], outcomes: tuple[Estimate, ...]) -> tuple[Candidate, ...]:
     best = outcomes[0]
     lines = [_line(problem, best.config, best.period_s, max(best.peak_bytes), "")]
-    # Every simulated one, then the best of every other family, then the families of which nothing fits.
+    # All simulated ones, then the best of every other family, then the families of which nothing fits.
     listed = {best.config.family}
     for each in outcomes[1:]:
         if each.size or each.config.family not in listed:
@@ -161,7 +161,7 @@ def _line(problem: Problem, config: Config, time_s: float | None, peak: float | 
 
 
 def _slower(problem: Problem, outcome: Estimate, best: Estimate) -> str:
-    """In words and numbers."""
+    """The reason why a candidate is slower, in words and numbers."""
     behind = outcome.period_s / best.period_s - 1
     said = "simulated" if outcome.size else "estimated"
     rate, top = problem.global_batch / outcome.period_s, problem.global_batch / best.period_s
@@ -171,19 +171,19 @@ def _slower(problem: Problem, outcome: Estimate, best: Estimate) -> str:
 
 
 def _shortage(closest: Estimate) -> str:
-    """Why nothing of a family fits, by the member that comes closest."""
+    """The reason why nothing of a family fits, by its closest member."""
     return f"depth {closest.config.depth}: {closest.why}"
 
 
 def _nothing_fits(problem: Problem, families: list[Family]) -> str:
-    """The memory that is missing, and the least that would help."""
+    """The missing memory, and the least memory that would help."""
     least, cheapest = math.inf, ""
     closest = [family.closest for family in families if family.closest is not None]
     for index, each in sorted(enumerate(closest), key=lambda item: _bound(item[1])):
         if _bound(each) >= least:
             continue
         if _bound(each):
-            # It was ruled out by a lower bound. What it really needs might be the least.
+            # It was ruled out by a lower bound. Its real need might be the least.
             closest[index] = estimate(problem, each.config)
         need = _true_need(problem, closest[index])
         if need < least:
@@ -200,12 +200,12 @@ def _nothing_fits(problem: Problem, families: list[Family]) -> str:
 
 
 def _bound(estimated: Estimate) -> float:
-    """The bytes that a candidate needs at least, where no more is known; else 0."""
+    """The lower bound of a candidate's bytes, where only that is known; else 0."""
     return 0.0 if estimated.partition else max(estimated.peak_bytes, default=0.0)
 
 
 def _true_need(problem: Problem, estimated: Estimate) -> float:
-    """The memory with which a candidate fits; infinite where it has no meaning at all."""
+    """The memory with which a candidate fits; infinite where it is not possible at all."""
     config, need = estimated.config, max(estimated.peak_bytes, default=math.inf)
     if config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.replicas:
         need = min(need, least_bytes(problem, config))

@@ -1,9 +1,9 @@
 """Simulated time of a candidate: its real program on the simulator.
 
-Small programs are simulated whole, copies of the pipeline and all. Large ones are simulated as one pipeline with p and
-with 2p micro-batches per update (3p where ranks hold several stages): beyond that every further micro-batch costs the
-same, so the time grows on the line through the two; the reduction over copies is then added to each stage's optimizer
-step.
+Small programs are simulated whole, with all copies of the pipeline. Large ones are simulated as one pipeline with p and
+2p micro-batches per update (2p and 3p where ranks hold several stages). Beyond that every further micro-batch takes the
+same time, so the time is extrapolated on the line through the two; the reduction over copies is then added to each
+stage's optimizer step.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _WHOLE = 1500
 def simulate_best(
     problem: Problem, ranked: Iterable[Estimate], close: float, budget: int, least: int
 ) -> tuple[list[Estimate], list[Estimate]]:
-    """Simulates the best of some candidates; gives those, and the rest.
+    """Simulates the best of some candidates; returns these and the others.
 
     Args:
         problem: that they solve.
         ranked: the candidates, by their estimates.
-        close: those whose estimate is so many times the best simulated time or more are not simulated.
-        budget: sizes of all that are simulated.
-        least: candidates that are simulated whatever their sizes.
+        close: candidates whose estimate is at least this multiple of the best simulated time are not simulated.
+        budget: limit of the sum of simulated sizes.
+        least: number of candidates that are simulated regardless of their sizes.
     """
     done: list[Estimate] = []
     rest: list[Estimate] = []
@@ -60,7 +60,7 @@ def simulate_best(
 
 
 def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
-    """Simulates a candidate; None when its schedule has no meaning for the shape after all, or it exceeds the cap."""
+    """Simulates a candidate; None when its schedule does not support the shape, or it exceeds the cap."""
     config, partition = estimated.config, estimated.partition
     assert partition is not None
     timing, _ = costs_of(problem, config, partition)
@@ -69,7 +69,7 @@ def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
         return _under_cap(problem, estimated, plan, timing)
     try:
         if _is_small(config) or config.replicas:
-            # The costs already have the messages split and the gathers added.
+            # The costs already include the split of messages and the gathers.
             step_s, period_s = _whole(msgspec.structs.replace(plan, scatter_gather=False), timing)
         else:
             step_s = period_s = _extrapolated(config, partition, timing)
@@ -99,7 +99,7 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
     once = simulate(program, cost, memory=several)
     peaks, step_s = tuple(peaks_of(program, cost)), once.makespan_s
     if several:
-        # What is sent is held until it has arrived by the clock.
+        # A sent value is held until its simulated arrival.
         peaks = tuple(max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks))
     found = replace(estimated, peak_bytes=peaks, step_s=step_s, period_s=step_s, size=sum(map(len, program.ranks)))
     if plan.spill is None:
@@ -114,7 +114,7 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
 def _whole(plan: Plan, timing: CostModel) -> tuple[float, float]:
     """Seconds of one update in isolation, and from update to update."""
     if find(plan.schedule).is_synchronous:
-        # Ranks issue in order, so the first of two passes takes what it would take in isolation.
+        # Ranks issue in order, so the first of two passes takes the same time as in isolation.
         twice = simulate(program_of(plan), timing, repeats=2, memory=False, contention=_crowded(timing))
         first, second = twice.step_ends_s
         return float(first - twice.start_s), float(second - first)
@@ -124,10 +124,10 @@ def _whole(plan: Plan, timing: CostModel) -> tuple[float, float]:
 
 
 def _crowded(cost: CostModel) -> bool:
-    """Whether a message may be under way on a link when the next one is sent: then they must take turns there.
+    """Returns whether a message may be on a link when the next one is sent: then messages must queue there.
 
     Between two messages on a link a rank works on a stage at least once. Where that takes longer than any message,
-    taking turns would change nothing, and the simulator is faster without.
+    queues change nothing, and the simulator is faster without them.
     """
     work_s = min(min(cost.forward_s), min(map(sum, zip(cost.backward_input_s, cost.backward_weight_s, strict=True))))
     bandwidth, latency = cost.link(0, cost.topology.num_devices - 1 if cost.topology else 0)
@@ -145,7 +145,7 @@ def _extrapolated(config: Config, partition: Partition, timing: CostModel) -> fl
     tails = [reduce_s(timing, stage, ranks) for stage, ranks in enumerate(placement)]
     one_copy = replace(timing, step_s=tuple(a + b for a, b in zip(timing.step_s, tails, strict=True)))
     if one_copy.speed:
-        # One pipeline stands for all copies, so it runs at the pace of the slowest.
+        # One pipeline represents all copies, so it runs at the speed of the slowest.
         pace = [min(timing.speed[r + config.depth * k] for k in range(config.data)) for r in range(config.depth)]
         one_copy = replace(one_copy, speed=tuple(pace))
     recompute = tuple(index for index, stage in enumerate(partition.stages) if stage.recompute)

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 NOT_FROM_DISK = (
     "a step on the host works on weights, gradients and states in its memory; from a disk they would all have to be "
-    "read just the same: spill to the host's memory, or step on the device"
+    "read as for a step on the device: spill to the host's memory, or step on the device"
 )
 
 
@@ -31,20 +31,20 @@ class Cap:
     """Cap on the memory of each device, and the tier that stages are spilled to where they do not fit.
 
     Attributes:
-        device_bytes: what each device holds at most: slots, activations and all.
-        tier: "host" or "disk"; None: the first that the topology has.
-        host_bytes: what the tier of a machine holds at most; None: the tier's capacity.
-        step_on: "device", "host", or "auto": all stages there or there, or some on the host, as is fastest by the
-            tier's rates; without the rate of steps on the host it is the device.
-        keep: stages that the cap leaves room for keep what a forward saved for its backward, instead of replaying it.
-        activations: what enters a stage waits on the tier too, from its forward to its replay: room for more
-            micro-batches, and more to move; None: only where nothing fits without.
+        device_bytes: limit of each device, including slots and activations.
+        tier: "host" or "disk"; None: the first one of the topology.
+        host_bytes: limit of the tier of a machine; None: the tier's capacity.
+        step_on: "device", "host", or "auto": all stages on the device, all on the host, or some on the host, whichever
+            is fastest by the tier's rates; without a rate for steps on the host, on the device.
+        keep: as many stages as fit under the cap keep their saved tensors, instead of replaying forwards.
+        activations: inputs of stages wait on the tier too, from the forward to the replay: room for more
+            micro-batches, and more copies; None: only where nothing fits otherwise.
         num_ranks: devices of all pipelines; those of one machine share its tiers.
         copies: of the pipeline, which add up their gradients.
         num_chunks: stages on each rank; 0: as many as are best.
-        clip: gradients are clipped by their global norm, which costs another visit of the stages that could not stay.
-        ties: groups of layers that share a weight; their stages need a slot each, and come again for their step.
-        sizes: exact bytes of the layers, where they are at hand; None: what the profile says.
+        clip: gradients are clipped by their global norm, which needs another visit of the stages that could not stay.
+        ties: groups of layers that share a weight; their stages need a slot each, and are visited again for their step.
+        sizes: exact bytes of the layers; None: those of the profile.
     """
 
     device_bytes: float
@@ -84,12 +84,12 @@ class Config:
         chunks: v.
         microbatch_size: b, samples.
         num_microbatches: per weight update, over all copies.
-        recompute: "none", "all", or "some": only where memory asks for it.
+        recompute: "none", "all", or "some": only where memory requires it.
         sharded: optimizer states sharded over the copies.
         partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
-        spill: slots, and where stages step, where stages are spilled.
+        spill: slots and places of the steps, where stages are spilled.
     """
 
     schedule: str
@@ -157,7 +157,7 @@ def _layout(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """The choices; `links`: also cuts that avoid slow messages."""
+    """The values to choose from; `links`: also cuts that avoid slow messages."""
 
     schedules: tuple[str, ...]
     depths: tuple[int, ...] | None
@@ -170,7 +170,7 @@ class Space:
     links: bool
 
     def batches(self, global_batch: int) -> Iterator[tuple[int, int]]:
-        """Every micro-batch size, and how many of it make the batch."""
+        """Every micro-batch size, with the number of micro-batches in the batch."""
         if self.num_microbatches is not None:
             yield -(-global_batch // self.num_microbatches), self.num_microbatches
             return
@@ -179,14 +179,14 @@ class Space:
 
 @dataclass
 class Problem:
-    """The model, the machine and the batch that every candidate is for; and what was worked out once.
+    """The model, the machine and the batch of all candidates; and values that are computed once.
 
     Attributes:
         profile: at one or several micro-batch sizes.
         topology: links and devices.
         global_batch: samples per weight update.
         state: optimizer bytes per weight byte.
-        cap: on the devices' memory, beyond what the topology says; None: none, and nothing is spilled.
+        cap: on the devices' memory, in addition to the topology's limits; None: none, and nothing is spilled.
     """
 
     profile: Profile
@@ -231,7 +231,7 @@ class Problem:
         return [min(memory)] * config.depth if config.replicas else _least_of_copies(config, memory)
 
     def slowness_of(self, config: Config) -> list[float]:
-        """Of each rank of one pipeline, over the device the profile is for: that of its slowest copy."""
+        """Slowness of each rank of one pipeline, relative to the profile's device: that of its slowest copy."""
         speeds = speeds_of(self.ranks(config.tensor))
         if not speeds or config.replicas:
             return [1.0] * config.depth
@@ -284,7 +284,7 @@ def _at_shape(
 
 
 def groups_fit(topology: Topology, tensor: int) -> bool:
-    """Whether the levels of a topology can be split into groups of so many neighbours."""
+    """Returns whether the levels of a topology can be split into groups of so many neighbours."""
     rest = tensor
     for level in topology.levels:
         if rest % level.width and level.width % rest:

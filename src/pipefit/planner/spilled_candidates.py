@@ -1,6 +1,6 @@
-"""Candidates that spill: of each cut the slots, and where its stages step; what they hold, and the lane that binds.
+"""Candidates that spill: slots and places of the steps for each cut; their memory, and the lane that binds.
 
-A model is cut into as many stages for each rank, even by weights, or as Hydra cuts.
+A model is split into equally many stages for each rank, even by weights, or by Hydra's rule.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUM_CUTS = 12
 _SLOTS = (1, 2, 3, 4, 6, 8)
 
 _SHARES = (0.25, 0.5, 0.75)
-"""Of the stages, that step on the host where the others step on the device."""
+"""Fractions of the stages that step on the host while the others step on the device."""
 
 
 def spilled_configs(problem: Problem, resident: Config, activations: bool, finest: bool = False) -> Iterator[Config]:
@@ -41,13 +41,13 @@ def spilled_configs(problem: Problem, resident: Config, activations: bool, fines
 
     Args:
         problem: with a cap.
-        resident: a candidate that spills nothing; these are it with slots.
-        activations: whether what enters a stage waits on the tier.
+        resident: a candidate that spills nothing, to which slots are added.
+        activations: whether inputs of stages wait on the tier.
         finest: also the cut with the smallest stages.
     """
     cap = problem.capped
     assert cap.tier is not None
-    # What the tier may take is of no account here.
+    # The capacity of the tier is not checked here.
     room = SpillSpec(cap.tier, cap.device_bytes, activations=activations)
     for partition in spilled_cuts(problem, resident.microbatch_size, finest):
         cutted = replace(resident, chunks=len(partition.stages) // cap.depth, layers=layers_of(partition))
@@ -67,9 +67,9 @@ def _slots(most: int, state: float) -> Iterator[tuple[int, int]]:
 
 
 def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterator[tuple[int, ...]]:
-    """The stages that may step on the host, together; of a split the last, which step first.
+    """The sets of stages that may step on the host; of a part of them the last stages, which step first.
 
-    Their steps have the longest until their weights are needed again.
+    Their steps have the longest time until their weights are needed again.
     """
     cap, tier, num_stages = problem.capped, problem.tier, len(partition.stages)
     tied = {stage for tie in cap.ties_of(partition) for stage in tie}
@@ -87,7 +87,7 @@ def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterat
 
 
 def _largest_tie(problem: Problem, partition: Partition) -> int:
-    """The most stages of a rank that share one weight: their gradients meet on its device."""
+    """Maximum number of a rank's stages that share one weight: their gradients are on its device together."""
     cap = problem.capped
     ties = [Counter(stage % cap.depth for stage in tie) for tie in cap.ties_of(partition)]
     return max((1, *(count for tie in ties for count in tie.values())))
@@ -101,7 +101,7 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     cap, spill, partition = problem.capped, config.spill, cut(problem, config, set())
     assert spill is not None and partition is not None
     _, cost = costs_of(problem, config, partition)
-    # Where what is moved does not depend on the number of micro-batches, one of each copy says all.
+    # Where the copies do not depend on the number of micro-batches, one micro-batch of each pipeline suffices.
     moves_once = not spill.activations and config.schedule in ("spilled", "breadth-first")
     counted = config.data if moves_once else config.num_microbatches
 
@@ -130,9 +130,9 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
 def _keeping(
     problem: Problem, config: Config, program: Program, cost: CostModel, peaks: list[float]
 ) -> tuple[int, ...]:
-    """Stages that keep what was saved instead of replaying it, as far as their device has room; adds it to `peaks`.
+    """Stages that keep their saved tensors instead of replaying, as many as fit; adds these bytes to `peaks`.
 
-    First come those whose replay takes the longest for the room that it saves.
+    Stages with the longest replay per saved byte come first.
     """
     cap = problem.capped
     replayed = {i.stage for instructions in program.ranks for i in instructions if i.op is Op.RECOMPUTE}
@@ -151,8 +151,7 @@ def _keeping(
 def _beside_slots(
     problem: Problem, config: Config, spill: SpillSpec, partition: Partition, cost: CostModel
 ) -> Sequence[float]:
-    """Bytes of each device in addition to its slots: activations at the cuts, and what one micro-batch saves."""
-    # With activations on the tier, what stays here where passes turn depends on the slots.
+    """Bytes of each device in addition to its slots: activations at the cuts, and saved tensors of one micro-batch."""
     weights = spill.weights_slots if spill.activations else max(2, _largest_tie(problem, partition))
     least = structs.replace(spill, weights_slots=min(weights, config.num_stages), optim_slots=0, on_host=())
     plan = plan_of(problem, replace(config, spill=least), partition)
@@ -161,9 +160,9 @@ def _beside_slots(
 
 
 def _beside_arena(program: Program, cost: CostModel) -> list[float]:
-    """Bytes that each device holds at once in addition to its slots; what is sent is held for a few messages longer."""
+    """Peak bytes of each device in addition to its slots; sent values are held for a few messages longer."""
     header, size, more = program.header, cost.size_bytes, 0.0
-    # What the last stage gives goes nowhere.
+    # The output of the last stage is not sent.
     acts, grads = cost.act_bytes[:-1], cost.grad_bytes[:-1]
     if len(set(header.placement)) > 1:
         more += FEW_SENDS * max(map(sum, zip(acts, grads, strict=True)))
@@ -174,12 +173,12 @@ def _beside_arena(program: Program, cost: CostModel) -> list[float]:
 
 
 def peaks_of(program: Program, cost: CostModel, others: Sequence[float] | None = None) -> list[float]:
-    """The most that each rank has on its device at once: its slots, what stays there, and all else.
+    """Peak bytes of each rank's device: its slots, resident tensors, and all other values.
 
     Args:
         program: that runs.
         cost: of its stages.
-        others: bytes of each device in addition to these; None: those of the program.
+        others: bytes of the other values; None: those of the program.
     """
     header, others = program.header, others or _beside_arena(program, cost)
     return [
@@ -189,7 +188,7 @@ def peaks_of(program: Program, cost: CostModel, others: Sequence[float] | None =
 
 
 def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
-    """Whether the tier of every machine holds what the ranks there keep on it."""
+    """Returns whether the tier of every machine has room for the records of its ranks."""
     cap = problem.capped
     assert cap.host_bytes is not None
     held = [tier_peak_bytes(program, rank, cost.size_bytes)[0] for rank in range(cap.num_ranks)]
@@ -197,11 +196,11 @@ def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
     return all(sum(held[first : first + share]) <= cap.host_bytes for first in range(0, cap.num_ranks, share))
 
 
-# ------------------------------------------------------------------------------ where the model is cut
+# -------------------------------------------------------------------------------- cuts of the model
 
 
 def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -> Iterator[Partition]:
-    """Cuts worth a try, the coarsest first, each once.
+    """Cuts to try, the coarsest first, each once.
 
     Args:
         problem: with a cap.
@@ -216,7 +215,7 @@ def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -
         counts = {cap.depth * cap.num_chunks}
     found = {_dealt(_even(weights, count), weights, cap.depth) for count in counts}
     if cap.depth > 1:
-        # Stages work at the same time: those that take as long.
+        # Stages work at the same time, so they should take equally long.
         for count in {len(layers) for layers in found}:
             found.add(_counts_of(minmax(profile, count)))
     for share in (0.25, 0.5, 0.75, 1.0):
@@ -244,7 +243,7 @@ def _counts_of(partition: Partition) -> tuple[int, ...]:
 
 
 def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> tuple[int, ...]:
-    """As many stages for each rank: the heaviest are halved, or, where that cannot be, the lightest joined.
+    """Equally many stages for each rank: the heaviest are halved, or, where this is impossible, the lightest merged.
 
     >>> _dealt([3, 1], [1, 1, 1, 1], 4), _dealt([1, 1, 1], [2, 1, 1], 2)
     ((1, 1, 1, 1), (1, 2))
@@ -265,7 +264,7 @@ def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> t
 
 
 def _even(weights: Sequence[float], count: int) -> list[int]:
-    """Layer counts of at most `count` stages whose largest is as small as it can be.
+    """Layer counts of at most `count` stages whose largest is as small as possible.
 
     >>> _even([3, 1, 1, 1, 4], 3)
     [2, 2, 1]

@@ -1,7 +1,7 @@
-"""Search under a cap on the devices' memory: what fits is not spilled; else the fastest cut, slots and places to step.
+"""Search under a cap on the devices' memory: a plan without spilling if one fits; else the fastest one that spills.
 
 A candidate that spills has a lower bound, the limit of its lanes. So candidates are simulated in the order of their
-bounds, until no bound that is left is below the best simulated time.
+bounds, until no remaining bound is below the best simulated time.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pipefit.spec.topology import Tier
 from pipefit.units import format_bytes, format_seconds
 
 _NUM_SIMULATED = 8
-"""Candidates that are simulated however long their programs are."""
+"""Number of candidates that are simulated regardless of the length of their programs."""
 _MOST_INSTRUCTIONS = 50_000
-"""Of all that are simulated beyond these: a second's worth."""
+"""Limit of all further simulated programs together: about a second of simulation."""
 
 
 def problem_under_cap(
@@ -45,7 +45,7 @@ def problem_under_cap(
     """The problem, and the candidate that spills nothing, not yet cut.
 
     Raises:
-        PlanError: a wish that has no meaning, or no such tier.
+        PlanError: an argument that makes no sense, or no such tier.
     """
     if not cap.device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {cap.device_bytes}")
@@ -103,9 +103,9 @@ def _check_schedule(order: Schedule, cap: Cap) -> None:
 
 
 def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> SearchResult:
-    """The fastest that fits the cap without spilling; where none does, the fastest that spills.
+    """The fastest candidate that fits under the cap without spilling; where none does, the fastest that spills.
 
-    Activations wait on the tier only where nothing fits without, or as the cap says.
+    Activations wait on the tier only where nothing fits otherwise, or as the cap specifies.
 
     Args:
         problem: with a cap.
@@ -113,7 +113,7 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
         schedule: of the request; None: the one of the candidate if stages are spilled, else "1f1b".
 
     Raises:
-        InfeasibleError: nothing fits; the message says the smallest cap that works.
+        InfeasibleError: nothing fits; the message names the smallest cap that works.
     """
     cap = problem.capped
     name = "1f1b" if schedule is None or find(schedule).spills else schedule
@@ -158,16 +158,16 @@ def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
 
 
 def _bound(estimated: Estimate) -> tuple[float, int]:
-    """The lower bound; of equals first those whose copies of one stage need not wait for another's."""
+    """The sort key: the lower bound; of equal ones first those whose copies of a stage need not wait for another's."""
     spill = estimated.config.spill
     assert spill is not None
     return round(estimated.period_s, 9), -min(spill.weights_slots, 2) - (min(spill.optim_slots, 2) or 2)
 
 
 def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
-    """The candidate with the shortest period, of equals the one with the fewest stages; None: none of those tried fits.
+    """The candidate with the shortest period, of equal ones that with the fewest stages; None: none tried fits.
 
-    Where none of the first fits by the clock, those that take least memory are tried.
+    Where none of the first ones fits in the simulation, those with the least memory are tried.
     """
     done, _ = simulate_best(problem, ranked, 1.0, _MOST_INSTRUCTIONS, _NUM_SIMULATED)
     if not done:
@@ -177,7 +177,7 @@ def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
 
 
 def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
-    """The candidate that takes least of a device: the same whatever the cap, so that the least that is named works."""
+    """The candidate with the least device memory: the same for every cap, so that the smallest cap named works."""
     free = replace(problem, cap=replace(problem.capped, device_bytes=math.inf, host_bytes=math.inf, keep=False))
     configs = spilled_configs(free, config, on_tier, finest=True)
     ranked = sorted((estimate(free, each) for each in configs), key=lambda each: max(each.peak_bytes))
@@ -214,7 +214,7 @@ _PLACES = {
 
 
 def _candidate(problem: Problem, other: Estimate, winner: Estimate) -> Candidate:
-    """The best with steps elsewhere, and why it lost."""
+    """The best candidate with another place of the steps, and the reason why it lost."""
     assert other.limit is not None and winner.limit is not None
     limit_s, gain = other.limit.limit_s, winner.limit.limit_s / other.limit.limit_s
     why = f"limit {format_seconds(limit_s)} per update ({other.limit.binds} binds)"

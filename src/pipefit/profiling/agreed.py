@@ -9,18 +9,20 @@ from statistics import median
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from pipefit.profiling.kinds import profile_kinds
+from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_sizes
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.batchnorm import DeferredBatchNorm
-from pipefit.stage.materialise import lent_weights
+from pipefit.stage.materialise import is_meta
 from pipefit.stage.split import NamedLayer
 
 _REPEATS, _LIMIT_S = 9, 5.0
@@ -31,16 +33,18 @@ def agreed_profile(
 ) -> Profile:
     """Measures the layers at the micro-batch sizes of the run; every rank gets the figures of rank 0.
 
-    All ranks measure at the same time, so that they slow each other down as they will in the run.
+    All ranks measure at the same time, so that they slow each other down as they will in the run. Of a model without
+    weights yet (meta device) one layer of each kind is measured, so that there is never more than one in memory.
 
     Args:
-        work: whose example is of at least the largest size; as many samples as an update has, where there are batch
-            norms.
+        work: with an example of at least the largest size; with batch norms, of as many samples as an update has.
         microbatch_sizes: the first is the profile's own, further ones are its `others`.
         session: the ranks of the run.
         repeats: as in `profile_layers`.
         warmup: as in `profile_layers`.
     """
+    if is_meta(work.layers):
+        return agreed(session, lambda: _by_kinds(work, microbatch_sizes))
     x, y = work.batch("measuring the layers")
     measure = partial(
         profile_sizes,
@@ -56,8 +60,14 @@ def agreed_profile(
         optimizer=work.optimizer,
         clips=work.clips,
     )
-    with lent_weights(nn.ModuleList([layer.module for layer in work.layers])), _as_trained(work.layers):
+    with _as_trained(work.layers):
         return agreed(session, measure)
+
+
+def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
+    device = measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32)
+    first, *others = (profile_kinds(work, size, device) for size in microbatch_sizes)
+    return first.with_others(others)
 
 
 def median_profile(profiles: Sequence[Profile]) -> Profile:
@@ -78,7 +88,7 @@ def agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
 
 @contextmanager
 def _as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
-    """Lets batch norms gather statistics as they do in a stage; no update follows."""
+    """The context in which batch norms gather statistics as in a stage; no update follows."""
     modules = [module for layer in layers for module in layer.module.modules() if isinstance(module, _BatchNorm)]
     adopted = [module for module in modules if not isinstance(module, DeferredBatchNorm)]
     for module in adopted:

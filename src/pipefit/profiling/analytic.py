@@ -1,7 +1,7 @@
-"""A profile from arithmetic: FLOP and bytes of every operation, for models and devices that are not here.
+"""A profile from arithmetic: FLOP and bytes of every operation, for models and devices that are not available here.
 
-Nothing is allocated: tensors are pretended, and of layers that are built alike (all blocks of a transformer) one is
-worked through. So a model of a trillion parameters takes seconds.
+Nothing is allocated: tensors are fake tensors of torch, and of identical layers (all blocks of a transformer) one is
+evaluated. So a model of a trillion parameters takes seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ADAM_BYTES = 28
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer for one micro-batch, and the forms of its input and output: payloads on the meta device."""
+    """The cost of one layer for one micro-batch, with its input and output as payloads on the meta device."""
 
     layer: Layer
     input: Any
@@ -52,12 +52,12 @@ def analytic_profile(
     """Computes a profile from FLOP and bytes, as `profile_layers` would measure it on such a device.
 
     Attention is counted as the fused kernels run it (no matrix of scores is kept). A storage that two layers save
-    counts for both: layers built alike are worked through once, without their neighbours.
+    counts for both: identical layers are evaluated once, without their neighbours.
 
     Args:
         layers: as in `profile_layers`, on any device (the meta device for what does not fit).
         example_input: payload of the first layer, on any device; only shapes and types matter.
-        device: its `flops`, `efficiency` and `memory_bandwidth_bytes_per_s` (0: products alone count).
+        device: its `flops`, `efficiency` and `memory_bandwidth_bytes_per_s` (0: only products count).
         loss: (output, target) -> scalar; None: `loss_s` is 0.
         target: for the loss; only shapes and types matter.
         microbatch_size: samples per micro-batch; None: as many as the example has. It may be larger than the example's.
@@ -98,7 +98,7 @@ def layer_costs(
     microbatch_size: int,
     dtype: torch.dtype | None = None,
 ) -> list[LayerCost]:
-    """The cost of each layer; layers that are built alike and have inputs of one form share one object."""
+    """The cost of each layer; identical layers with inputs of one form share one object."""
     form = _form(example_input, dtype, batch_of(example_input), microbatch_size)
     known: dict[Any, LayerCost] = {}
     costs = []
@@ -128,14 +128,14 @@ def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _like(form: Any, device: str = "cpu") -> Any:
-    """Tensors of a form; pretended ones within `pretended()`."""
+    """Tensors of a form; fake ones within `pretended()`."""
     return map_tensors(
         lambda t: torch.empty(t.shape, dtype=t.dtype, device=device, requires_grad=t.requires_grad), form
     )
 
 
 def _configuration(layer: nn.Module) -> tuple[Any, ...]:
-    """All that decides a layer's cost: its modules with their plain attributes, and the forms of its tensors."""
+    """The key of a layer's cost: its modules with their plain attributes, and the forms of its tensors."""
     modules = []
     for name, module in layer.named_modules():
         plain = {}
@@ -143,7 +143,7 @@ def _configuration(layer: nn.Module) -> tuple[Any, ...]:
             if isinstance(value, _PLAIN):
                 plain[key] = repr(value)
             elif not key.startswith("_"):
-                # Anything else, such as a function, only counts as the same when it is the same object.
+                # Anything else, such as a function, is equal only to the same object.
                 plain[key] = str(id(value))
         modules.append((name, type(module), module.extra_repr(), tuple(sorted(plain.items()))))
     tensors = [
@@ -157,11 +157,11 @@ _PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
 
 
 def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
-    """Works one layer through on pretended tensors: forward, input gradient alone, all gradients."""
+    """Evaluates one layer on fake tensors: forward, input gradient only, all gradients."""
     with in_train_mode(layer), pretended(), torch.enable_grad():
         state = _pretended_state(layer, dtype)
         given = _like(form)
-        # A copy, which a layer may change in place: a leaf of the graph it may not.
+        # A copy, which a layer may change in place, unlike a leaf of the graph.
         payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, given)
         persistent = {storage_key(tensor) for tensor in state.values()}
         seen: dict[int, Any] = {}
@@ -183,7 +183,7 @@ def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.d
 
 
 def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Parameters and buffers by name, pretended; what is tied stays tied."""
+    """Parameters and buffers by name, as fake tensors; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     state = {}
     named = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))

@@ -15,7 +15,7 @@ class Clock:
 
     On CUDA they are events, so that marking never waits for the device. On a CPU they are the wall clock or, with
     `own`, the processor time of the calling thread: the same on a quiet machine, and on a busy one without the time
-    in which somebody else had the processor.
+    in which other programs had the processor.
     """
 
     def __init__(self, device: torch.device, own: bool = False) -> None:
@@ -24,7 +24,7 @@ class Clock:
         self._now = time.thread_time if own else time.perf_counter
 
     def mark(self) -> Any:
-        """A time stamp of now, in the order of the device's work."""
+        """A time stamp in the order of the device's work."""
         if not self.cuda:
             return self._now()
         event = torch.cuda.Event(enable_timing=True)
@@ -50,7 +50,7 @@ class Clock:
 
 
 def works_alone(work: Callable[[], object]) -> bool:
-    """Whether the calling thread does all of the work: then its processor time is the time of the work."""
+    """Returns whether the calling thread does all of the work: then its processor time is the time of the work."""
     process, thread = time.process_time(), time.thread_time()
     work()
     process, thread = time.process_time() - process, time.thread_time() - thread
@@ -58,7 +58,7 @@ def works_alone(work: Callable[[], object]) -> bool:
 
 
 def median_of(samples: Sequence[float]) -> float:
-    """The median; 0 of nothing."""
+    """The median; 0 for no samples."""
     return float(median(samples)) if samples else 0.0
 
 

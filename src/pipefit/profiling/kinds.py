@@ -1,8 +1,8 @@
-"""Seconds of a model that is too large to run: one layer of each kind is measured in isolation and let go again.
+"""Seconds of a model that is too large to run: one layer of each kind is measured in isolation and then freed.
 
-A device does not reach one rate: a product of small matrices runs at half that of large ones, and the time of
-a gradient's sum or an optimizer's step depends on where its memory lies. So the arithmetic of `analytic_profile` is
-corrected by layers that run, one for all that are built alike.
+A device does not have one rate: a product of small matrices runs at half the rate of large ones, and the time of a
+gradient's sum or an optimizer's step depends on the place of its memory. So the arithmetic of `analytic_profile` is
+corrected by layers that are run, one for all identical ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.errors import ModelError
-from pipefit.profiling.analytic import LayerCost, layer_costs
+from pipefit.profiling.analytic import LayerCost, analytic_profile, layer_costs
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.passes import Step
 from pipefit.profiling.survey import saved_storages, storage_key
 from pipefit.profiling.tensors import batch_of, call_layer, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.untouched import random_state_kept, untouched
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
@@ -37,22 +38,22 @@ from pipefit.stage.training import MakeOptimizer
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
 T = TypeVar("T")
 _ROUNDED_TO_BYTES = 1024
-"""The memory in use besides tensors varies by less: other threads allocate too."""
+"""The memory in use, without tensors, varies by less than this: other threads allocate too."""
 _NUM_HELD, _HELD_BYTES = 10, 1 << 20
-"""Forwards are held next to each other until malloc has none of its small pieces in store, which count as in use; at
-a layer that saves more than so many bytes these matter nothing."""
+"""Number of forwards held at the same time, until malloc's cache of small pieces, which counts as in use, is empty;
+for a layer that saves more than so many bytes this cache does not matter."""
 _SMALL_BYTES = 64 << 20
-"""Of a layer that is run whatever the room."""
+"""Size of a layer that is run regardless of the memory limit."""
 
 
 class _Found(NamedTuple):
     """Measurements of one layer.
 
     Attributes:
-        seconds: forward, backward, and a step on its weights (0: it has none, or there was no room); None: there was
-            no room to train it.
-        noted_bytes: memory that a forward leaves in use besides tensors: what autograd notes until the backward, and
-            what the allocator rounds up.
+        seconds: forward, backward, and a step on its weights (0: it has none, or there was no memory); None: there was
+            no memory to train it.
+        noted_bytes: memory that a forward leaves in use in addition to tensors: autograd's own data until the backward,
+            and the allocator's rounding.
     """
 
     seconds: tuple[float, float, float] | None
@@ -72,31 +73,31 @@ def with_measured_kinds(
 ) -> Profile:
     """A computed profile with measured seconds, at its own micro-batch size.
 
-    Layers that are alike in their modules, the forms of their tensors and of their input are of one kind. One of each
-    is run forward and backward, its gradients added to some that are there, as in training; then the optimizer steps on
-    its weights. A layer on the meta device is copied and drawn for the while. There is never more than one in memory.
-    A kind that would not fit, and the loss, keep their computed seconds, scaled as the others' turned out to be.
+    Layers with equal modules and equal forms of their tensors and their input are of one kind. One of each is run
+    forward and backward, with its gradients added to existing ones, as in training; then the optimizer steps on its
+    weights. A layer on the meta device is copied and initialised meanwhile. There is never more than one in memory.
+    A kind that would not fit, and the loss, keep their computed seconds, scaled by the ratio of the measured kinds.
 
     Args:
         profile: of `analytic_profile` for these layers.
         layers: as there.
-        example_input: payload of the first layer, real: of at least the profile's micro-batch.
+        example_input: payload of the first layer, with data, of at least the profile's micro-batch.
         device: where to measure.
         optimizer: parameters -> optimizer; None: its seconds stay computed.
-        state_per_weight: bytes of its states for each byte of weights, to know what fits.
-        room_bytes: the most that a measurement may take on the device.
+        state_per_weight: bytes of its states for each byte of weights, to determine which layers fit.
+        room_bytes: memory limit of a measurement on the device.
         half: the type that autocast computes in; None: no autocast.
 
     Returns:
-        The profile with other seconds, and with the memory in use besides tensors in `saved_bytes`. The layers are as
-        before.
+        The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. Layers
+        are unchanged.
     """
     chain, size = named_layers(layers), profile.microbatch_size
     costs = layer_costs(chain, example_input, Device(flops=1.0), size)
     first = placed(take(example_input, size, batch_of(example_input)), device, None)
     found: dict[int, _Found] = {}
     for layer, cost in zip(chain, costs, strict=True):
-        # A small one is looked at in any case, so that the least room that is enough can be reported.
+        # A small one is always measured, so that the smallest sufficient memory can be reported.
         if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
             continue
         trained = _needs_bytes(cost) <= room_bytes
@@ -114,8 +115,42 @@ def with_measured_kinds(
     return _corrected(profile, [found.get(id(cost)) for cost in costs])
 
 
+def profile_kinds(
+    work: Workload,
+    microbatch_size: int,
+    device: Device,
+    state_per_weight: float = 2.0,
+    room_bytes: float = float("inf"),
+) -> Profile:
+    """A computed profile of a model with measured kinds of layers; the layers may be on the meta device.
+
+    Args:
+        work: the model and its training, with an example of at least `microbatch_size` samples.
+        microbatch_size: samples per micro-batch.
+        device: its rates, for what is not measured.
+        state_per_weight: see `with_measured_kinds`.
+        room_bytes: see there.
+    """
+    x, y = work.batch("measuring the layers")
+    # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
+    with torch.autocast("cpu", work.half, enabled=work.half is not None):
+        computed = analytic_profile(
+            work.layers, x, device, work.loss, y, microbatch_size=microbatch_size, model="the model"
+        )
+    return with_measured_kinds(
+        computed,
+        work.layers,
+        x,
+        work.device,
+        optimizer=work.optimizer,
+        state_per_weight=state_per_weight,
+        room_bytes=room_bytes,
+        half=work.half,
+    )
+
+
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
-    """Weights, gradients and those that come to be added to them where it is trained, and what goes through."""
+    """Bytes of weights, gradients and new gradients where it is trained, and of its activations."""
     layer = cost.layer
     return (3 if trained else 1) * layer.weight_bytes + layer.saved_bytes + 2 * layer.output_bytes
 
@@ -139,14 +174,14 @@ class _Forward:
     half: torch.dtype | None
 
     def __call__(self, payload: Any = None) -> Any:
-        # A tensor that a layer changes in place must be no leaf.
+        # A tensor that a layer changes in place must not be a leaf.
         given = map_tensors(_of_a_graph, self.payload if payload is None else payload)
         with torch.enable_grad(), torch.autocast(self.device.type, self.half, enabled=self.half is not None):
             return call_layer(self.layer.name, self.layer.module, given)
 
 
 def _present(layer: NamedLayer, device: torch.device) -> NamedLayer:
-    """The layer; in place of one of the meta device a copy that has weights."""
+    """The layer; for one of the meta device a copy with weights."""
     if is_meta([layer]):
         layer = copy.deepcopy(layer)
         materialise([layer], 0, device)
@@ -186,7 +221,7 @@ def _noted_bytes(run: _Forward) -> float:
         if tensors > _HELD_BYTES:
             held.clear()
         before = tell()
-        # Hooks have their notes too, and a stage that keeps what was saved while its weights are away has hooks.
+        # Hooks use memory too, and a stage that keeps saved tensors while its weights are away has hooks.
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             held.append(run())
         grown.append(tell() - before)

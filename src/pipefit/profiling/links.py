@@ -1,4 +1,4 @@
-"""Bandwidth and latency between ranks, from messages that go to and fro at several sizes.
+"""Bandwidth and latency between ranks, from round trips of messages of several sizes.
 
 A message of n bytes takes latency + n / bandwidth. Pairs are measured one after the other, so that they do not
 share a link.
@@ -26,7 +26,7 @@ SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Latency and bandwidth that come nearest to the measured times, in proportion to each.
+    """Latency and bandwidth with the least relative error of the measured times.
 
     Args:
         num_bytes: at least two different message sizes.
@@ -49,7 +49,7 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     if latency < 0:  # without a latency the slope alone is fitted
         latency, slope = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
     if slope <= 0:
-        raise TopologyError("larger messages were not slower: measure larger sizes, or when the machine is quiet")
+        raise TopologyError("larger messages were not slower: measure larger sizes, or on a quiet machine")
     return latency, 1 / slope
 
 
@@ -60,15 +60,15 @@ def measure_links(
     each: Device | None = None,
     name: str = "measured",
 ) -> Topology:
-    """Measures the links among the ranks of the default process group; every rank calls it and gets the answer.
+    """Measures the links among the ranks of the default process group; every rank calls it and gets the result.
 
     Ranks on one host form the inner level, hosts the outer one, when every host has as many ranks, in order. The inner
     level also gets the cores that they share.
 
     Args:
         sizes: message sizes in bytes.
-        repeats: messages to and fro per size; see `ping_pong`.
-        each: what every device is; see `measure_device`.
+        repeats: round trips per size; see `ping_pong`.
+        each: every device; see `measure_device`.
         name: of the topology.
 
     Raises:
@@ -81,7 +81,7 @@ def measure_links(
     times = {}
     for a, b in _pairs(world, per_host):
         mine = _time_pair(rank, a, b, sizes, repeats) if rank in (a, b) else []
-        # Every rank learns what rank a measured, and nobody disturbs the next pair.
+        # Every rank gets the figures of rank a, and no rank disturbs the next pair.
         times[a, b] = exchange_in_group(mine)[a]
     return topology_of(times, sizes, world, per_host, each or Device(), name, _cores(per_host))
 
@@ -111,13 +111,13 @@ def ping_pong(
 ) -> list[float]:
     """Seconds of one message of each size one way: half a round trip, the first two left out.
 
-    Every turn goes through all sizes, so that a slow moment of the machine hits them alike. The lower quartile is
-    taken: waiting for a processor that somebody else uses can take a hundred times as long as the message, and is no
+    Every round uses all sizes, so that a slow moment of the machine affects them alike. The lower quartile is taken:
+    waiting for a processor that another program uses can take a hundred times as long as the message, and is not a
     property of the link.
 
     Args:
         send: sends a message of so many bytes and returns when its buffer may be used again.
-        receive: returns when a message of so many bytes has come.
+        receive: returns when a message of so many bytes has arrived.
         starts: whether this side sends first; the other side calls it with False.
         sizes: in bytes.
         repeats: round trips that count, per size.
@@ -145,7 +145,7 @@ def _time_pair(rank: int, a: int, b: int, sizes: Sequence[int], repeats: int) ->
 
 
 def _ranks_per_host() -> int:
-    """Ranks on each host where all hosts have as many, one after the other; else 1: every rank counts as a host."""
+    """Ranks on each host where all hosts have equally many, in order; else 1: every rank counts as a host."""
     hosts = exchange_in_group(platform.node())
     world = len(hosts)
     width = hosts.count(hosts[0])
@@ -155,7 +155,7 @@ def _ranks_per_host() -> int:
 
 
 def _cores(per_host: int) -> int | None:
-    """Cores that the ranks of a host compute on together, the fewest of all hosts; None where GPUs do the work."""
+    """Cores that the ranks of a host share, the minimum over all hosts; None where GPUs compute."""
     if torch.cuda.is_available() or not hasattr(os, "sched_getaffinity"):
         return None
     theirs = exchange_in_group(sorted(os.sched_getaffinity(0)))
@@ -164,7 +164,7 @@ def _cores(per_host: int) -> int | None:
 
 
 def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:
-    """Neighbours inside every host, and one pair between every two hosts that follow each other."""
+    """Neighbours inside every host, and one pair between every two consecutive hosts."""
     inner = [(rank, rank + 1) for rank in range(world - 1) if (rank + 1) % per_host]
     outer = [(rank, rank + per_host) for rank in range(0, world - per_host, per_host)] if per_host < world else []
     return inner + outer
@@ -174,9 +174,9 @@ _TRIES = 3
 
 
 def links_of(session: Session, num_ranks: int) -> Topology:
-    """The links between the ranks of a run, measured now; those of a run in one process cost nothing.
+    """The links between the ranks of a run, measured now; in one process they are without cost.
 
-    On a machine too busy to measure them, the usual figures of Gloo over loopback.
+    On a machine too busy to measure them, these are the usual figures of Gloo over loopback.
     """
     if not session.is_distributed:
         return Topology.local(num_ranks, bandwidth_bytes_per_s=1e12, latency_s=0.0)
@@ -190,9 +190,9 @@ def links_of(session: Session, num_ranks: int) -> Topology:
 
 
 def per_core(topology: Topology, num_processes: int) -> float:
-    """Processes for each core of a machine when all of a run are at work; at least 1.
+    """Processes per core of a machine when all processes of a run compute; at least 1.
 
-    By so much the simulation slows them down, so by so much is divided what was measured while they all ran.
+    The simulation slows them down by this factor, so figures measured while they all ran are divided by it.
 
     >>> per_core(Topology.local(8, cores=2), 8)
     4.0

@@ -24,14 +24,14 @@ def measure_device(
     """Measures a device by a large matrix product and a large copy; takes well under a second.
 
     Args:
-        device: which.
-        threads: torch's threads for the while; None: as it is.
+        device: to measure.
+        threads: torch's threads meanwhile; None: unchanged.
         dtype: of the matrix product.
-        ranks: how many ranks share the memory of the machine (CPU) or of the device.
+        ranks: number of ranks that share the memory of the machine (CPU) or of the device.
         repeats: of which the medians are taken.
 
     Returns:
-        A device whose `efficiency` is 1, because its `flops` are reached and not printed on a data sheet.
+        A device with `efficiency` 1, because its `flops` are measured and not those of a data sheet.
     """
     place = torch.device(device)
     size = 8192 if place.type == "cuda" else 768

@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,12 @@ from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
+from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import MakeOptimizer
 
 _WARM_UP_S = 0.4
-# Repetitions below which a median says little.
+# Minimum number of repetitions for a useful median.
 _FEWEST = 3
 
 
@@ -48,36 +50,36 @@ def profile_layers(
 ) -> Profile:
     """Measures forward, input gradient and weight gradient of every layer, and the whole step, alternating.
 
-    Each repeat runs four passes through the whole model, so a slow moment of the machine hits all layers alike: one
+    Each repeat runs four passes through the whole model, so a slow moment of the machine affects all layers alike: one
     without marks (`step_s`), one with a mark at every layer (forward and full backward), one whose backward pass
     makes input gradients only, and one whose backward comes layer by layer in two halves. The weight
     gradient is the full backward minus the input gradient; layers that nothing trainable precedes have no input
     gradient, frozen layers no weight gradient. All figures are medians. A CPU with one thread is timed by the
-    processor time of that thread, so that other programs on the machine do not show. The layers run in train mode;
-    weights, gradients, buffers, modes and random numbers are afterwards as before.
+    processor time of that thread, so that other programs on the machine do not count. The layers run in train mode;
+    weights, gradients, buffers, modes and random numbers are restored afterwards.
 
     Args:
         layers: an `nn.Sequential`, a list of modules or of (name, module); see `named_layers`.
-        example_input: what the first layer takes: a tensor or a pytree of tensors, of at least `microbatch_size`
-            samples along the first dimension.
+        example_input: of the first layer: a tensor or a pytree of tensors, of at least `microbatch_size` samples along
+            the first dimension.
         loss: (output, target) -> scalar; None: the backward pass starts from gradients of one, and `loss_s` is 0.
         target: for the loss, with as many samples as the input.
         microbatch_size: samples per micro-batch; None: as many as the example has.
         repeats: measured turns, at least 1.
-        warmup: turns before them, and before these some passes for 0.4 s; 0: none of both.
-        limit_s: seconds after which no new turn begins, once three are measured; None: all of them.
-        device: where to measure; None: where the weights are.
-        dtype: of floating weights and inputs for the while; None: as they are.
-        threads: torch's threads for the while: as many as a rank will have; None: as it is.
+        warmup: turns before them, after some passes for 0.4 s; 0: neither.
+        limit_s: seconds after which no new turn begins, once three are measured; None: no limit.
+        device: of the measurement; None: that of the weights.
+        dtype: of floating weights and inputs meanwhile; None: unchanged.
+        threads: torch's threads meanwhile, as many as a rank will have; None: unchanged.
         optimizer: parameters -> optimizer; its step on copies of the trainable weights gives `optimizer_s`.
         clips: whether a step also takes the norm of the gradients and scales them.
         model: name for the profile.
 
     Returns:
-        A profile whose layers' seconds plus `loss_s` add up to `step_s`, but for noise.
+        A profile in which the layers' seconds and `loss_s` add up to `step_s`, except for noise.
 
     Raises:
-        ModelError: a layer cannot be called with its payload, or the loss is no single number.
+        ModelError: a layer cannot be called with its payload, or the loss is not a single number.
         DataError: the example has fewer samples than the micro-batch, or no batch dimension.
         ProfileError: `repeats` is below 1.
     """
@@ -97,21 +99,27 @@ def profile_layers(
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
-        step_s = 0.0
+        whole_s, call_s = 0.0, 0.0
         if optimizer:
-            weights_of = {id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}
-            step_s = step_seconds([*weights_of.values()], optimizer, clock, repeats, clips=clips, before=step.plain)
+            weights = list({id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}.values())
+            norms = [m for layer in chain for m in layer.module.modules() if isinstance(m, DeferredBatchNorm)]
+            steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
+            whole_s = steps_s(weights, optimizer, norms=norms)
+            # The step of each stage takes a fixed time, even with few weights.
+            call_s = min(steps_s(sorted(weights, key=torch.numel)[:1], optimizer, norms=norms[:1]), whole_s)
         where = _description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
+    measured = [_layer(index, one, turns) for index, one in enumerate(found)]
+    per_byte_s = (whole_s - call_s) / max(sum(layer.weight_bytes for layer in measured), 1)
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(_layer(index, one, turns) for index, one in enumerate(found)),
+        layers=tuple(msgspec.structs.replace(layer, step_s=layer.weight_bytes * per_byte_s) for layer in measured),
         device=where,
         source=f"measured: {how}; torch {torch.__version__}",
         step_s=median_of([turn.plain for turn in turns]),
         loss_s=median_of([turn.marked.loss_s for turn in turns]) if loss else 0.0,
-        optimizer_s=step_s,
+        optimizer_s=whole_s,
     )
 
 
@@ -160,7 +168,7 @@ class _Turn(NamedTuple):
 
 
 def _turns(step: Step, repeats: int, warmup: int, limit_s: float | None) -> list[_Turn]:
-    """Runs the passes alternating; their order changes every time, so that none always follows the same other."""
+    """Runs the passes alternating; their order changes every time, so that none always follows the same one."""
     turns: list[_Turn] = []
     start = time.perf_counter()
     # A core that was idle is slow at first.

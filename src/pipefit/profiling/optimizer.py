@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from pipefit.profiling.clock import Clock, median_of
+from pipefit.stage import batchnorm
+from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.training import MakeOptimizer
 from pipefit.stage.weights import WeightStore
 
@@ -22,8 +24,9 @@ def step_seconds(
     *,
     clips: bool = False,
     before: Callable[[], object] | None = None,
+    norms: Sequence[DeferredBatchNorm] = (),
 ) -> float:
-    """Measures steps as a stage makes them, on copies of the weights; their gradients are used up.
+    """Measures steps as a stage makes them, on copies of the weights; their gradients are consumed.
 
     Args:
         weights: that the optimizer steps; a gradient that is missing counts as zeros.
@@ -31,11 +34,12 @@ def step_seconds(
         clock: of their device.
         repeats: measured steps.
         clips: whether a step takes the norm of the gradients and scales them.
-        before: called before each step, with all other work of a training step, so that the step finds the processor's
-            caches as in training.
+        before: called before each step, with all other work of a training step, so that the processor's caches are as
+            in training.
+        norms: batch norms whose running averages change with the step.
 
     Returns:
-        The median seconds of a step: taking the gradients over, clipping, the optimizer, letting go.
+        The median seconds of a step: assigning gradients, batch norms, clipping, the optimizer, freeing gradients.
     """
     if not weights:
         return 0.0
@@ -53,6 +57,7 @@ def step_seconds(
             before()
         start = clock.mark()
         store.begin_step(0, in_place=True)
+        batchnorm.commit(norms, 0)
         if clips:
             nn.utils.clip_grad_norm_(store.masters, 1.0)
         stepper.step()

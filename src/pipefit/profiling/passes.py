@@ -1,9 +1,9 @@
-"""The passes that are timed: the whole model, the same with a mark at every layer, input gradients only, and halves.
+"""The timed passes: the whole model, the same with a mark at every layer, input gradients only, and halves.
 
-Marks sit on the graph of the *whole* step, so the seconds of the layers add up to it. Forward, they stand between
-the calls. Backward, a hook on the output of layer k fires when the gradient of that output is complete, which is when
-the backward pass of layer k begins: autograd's engine runs ready nodes in the reverse of the order in which they were
-made, so no node of layer k runs before every node of the layers after it.
+Marks are in the graph of the *whole* step, so the seconds of the layers add up to it. In the forward they are between
+the calls. In the backward a hook on the output of layer k fires when the gradient of that output is complete, which is
+the begin of the backward pass of layer k: autograd's engine runs ready nodes in the reverse of the order in which they
+were made, so no node of layer k runs before every node of the layers after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Step:
-    """One micro-batch through the whole model; gradients add up in `.grad`, as from the second micro-batch on."""
+    """One micro-batch through the whole model; gradients add up in `.grad`, as after the first micro-batch."""
 
     chain: Sequence[NamedLayer]
     payload: Any
@@ -67,7 +67,7 @@ class Step:
     def halved(self) -> list[tuple[float, float]] | None:
         """Seconds of each layer's backward in two halves, in isolation; None where one cannot be halved.
 
-        Autograd looks through the whole graph below wherever it starts, so each layer has a graph of its own.
+        Autograd traverses the whole graph below its start, so each layer has its own graph.
         """
         clock, payload = self.clock, self.payload
         borders: list[tuple[Saved, list[Tensor]]] = []
@@ -95,7 +95,7 @@ class Step:
         return [(clock.between(a, b), clock.between(b, c)) for a, b, c in reversed(marks)]
 
     def _roots(self, output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Where the backward pass starts and with which gradients; nothing where nothing can learn."""
+        """The roots of the backward pass and their gradients; nothing where nothing is trained."""
         if self.loss is None:
             roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
             return roots, [torch.ones_like(root) for root in roots]
@@ -113,7 +113,7 @@ class Step:
         clock, payload = self.clock, self.payload
         calls: list[tuple[Any, Any]] = []
         reached: list[tuple[int, Any]] = []
-        # Edges of the graph, not tensors: an output is let go as early as in the plain pass.
+        # Edges of the graph, not tensors: an output is freed as early as in the plain pass.
         edges: list[GradientEdge] = []
         nodes: set[Any] = set()
         for index, layer in enumerate(self.chain):
@@ -121,7 +121,7 @@ class Step:
             payload = layer.module(payload)
             calls.append((begin, clock.mark()))
             for leaf in tensors_of(payload):
-                # A tensor that a layer hands on unchanged is marked where it was made.
+                # A tensor that a layer returns unchanged is marked where it was made.
                 if leaf.grad_fn is not None and leaf.grad_fn not in nodes:
                     leaf.register_hook(_hook(index, reached, clock))
                     edges.append(get_gradient_edge(leaf))
@@ -163,6 +163,6 @@ def _input_gradients(roots: list[Tensor], seeds: list[Tensor | None], boundaries
         torch.autograd.grad(roots, boundaries, seeds, allow_unused=True)
     except RuntimeError as error:
         raise ModelError(
-            f"the input gradients alone cannot be taken: {error} "
+            f"input gradients cannot be computed without weight gradients: {error} "
             "(a layer that recomputes itself needs checkpoint(..., use_reentrant=False))"
         ) from error

@@ -1,4 +1,4 @@
-"""The seconds an operation takes on a device that is not here: max(FLOP / (peak · efficiency), bytes / bandwidth).
+"""Seconds of an operation on a device that is not available here: max(FLOP / (peak · efficiency), bytes / bandwidth).
 
 After Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009), per operation as
 eager PyTorch runs it: nothing is fused, and every operation reads its inputs from memory and writes its outputs there.
@@ -47,7 +47,7 @@ class Roofline(TorchDispatchMode):
 
 
 def _only_looks(func: Any) -> bool:
-    """Whether the operation gives another view of memory, or only asks for a tensor's device, and moves nothing."""
+    """Returns whether the operation moves no data: it makes a view of memory, or reads a tensor's device."""
     return func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE
 
 
@@ -60,7 +60,7 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return count(*args, **kwargs, out_val=result) if count else 0.0
 
 
-# Operations that torch's registry does not know: attention as a CPU runs it, which is how it runs on pretended tensors.
+# Operations that torch's registry does not know: attention as a CPU runs it, which is also used on fake tensors.
 _ALIKE = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
@@ -71,7 +71,7 @@ _FREE = frozenset({_ATEN.detach, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_stri
 
 @contextmanager
 def pretended() -> Iterator[FakeTensorMode]:
-    """Tensors with shapes and types but no memory; recurrent networks take the form whose products can be counted."""
+    """The context of fake tensors, without memory; recurrent networks use the form whose products can be counted."""
     # torch.backends.mkldnn.flags would set three other switches too, one with a warning.
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)

@@ -1,4 +1,4 @@
-"""One forward pass that weighs: bytes of outputs and gradients, and what autograd keeps for the backward pass."""
+"""One forward pass that counts bytes: of outputs and gradients, and of tensors that autograd saves for the backward."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pipefit.stage.split import NamedLayer
 
 
 class Weighed(NamedTuple):
-    """A layer with its bytes and no seconds.
+    """A layer with its bytes, without seconds.
 
     Attributes:
         layer: named.
-        gets_gradients: something trainable precedes the layer, so its input has a gradient.
-        learns: it has a trainable parameter.
+        gets_gradients: whether a trainable layer precedes it, so that its input has a gradient.
+        learns: whether it has a trainable parameter.
     """
 
     layer: Layer
@@ -32,13 +32,13 @@ class Weighed(NamedTuple):
 
 
 def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
-    """Runs the layers once and weighs each one.
+    """Runs the layers once and counts the bytes of each one.
 
     A storage that two layers save (the output of a ReLU is the input of the linear layer after it) counts once, for
-    the first of them: the sum over the layers of a stage is what it keeps, but for the input that reached it.
+    the first of them: the sum over the layers of a stage is the bytes it keeps, without its input.
 
     Raises:
-        ModelError: a layer raises; it is named with the shapes it was given.
+        ModelError: a layer raises; the message names it and the shapes of its input.
     """
     persistent = {
         storage_key(tensor) for layer in chain for tensor in (*layer.module.parameters(), *layer.module.buffers())
@@ -97,7 +97,7 @@ def _half_bytes(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
 
 @contextmanager
 def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]:
-    """Collects the storages that autograd saves, but for the persistent ones (weights and buffers), each once."""
+    """Collects the storages that autograd saves, except the persistent ones (weights and buffers), each once."""
 
     def pack(tensor: Tensor) -> Tensor:
         key = storage_key(tensor)
@@ -111,5 +111,5 @@ def saved_storages(seen: dict[int, Any], persistent: set[int]) -> Iterator[None]
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's memory: one for all tensors that share it, while one of them lives."""
+    """Identity of a tensor's memory: one for all tensors that share it, while one of them exists."""
     return tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""Payloads: what travels between layers, a tensor or any nesting of tuples, lists and dicts of tensors."""
+"""Payloads between layers: a tensor or any nesting of tuples, lists and dicts of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def map_tensors(function: Callable[[Tensor], Any], payload: Any) -> Any:
 
 
 def cut_off(tensor: Tensor) -> Tensor:
-    """A copy without the graph that made it; no leaf, as those refuse changes in place."""
+    """A copy without the graph that made it; not a leaf, because leaves refuse changes in place."""
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
@@ -62,7 +62,7 @@ def placed(payload: Any, device: torch.device, dtype: torch.dtype | None) -> Any
 
 
 def call_layer(name: str, layer: Callable[[Any], Any], payload: Any) -> Any:
-    """Calls a layer; what it raises becomes a `ModelError` with the layer's name and what it was given."""
+    """Calls a layer; an exception becomes a `ModelError` with the layer's name and its input."""
     try:
         return layer(payload)
     except Exception as error:

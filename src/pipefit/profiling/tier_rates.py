@@ -29,16 +29,16 @@ def measure_tier(
 ) -> Tier:
     """Measures the host's memory, or the disk of a folder, with the copies that spilling uses.
 
-    Reads alone, writes alone, and both at once: they share one channel when together they take longer than the mean of
-    what they would take side by side and one after the other. A disk has its checksums taken by whoever computes,
-    whose seconds are measured apart from the copies (on a GPU the copies contain them).
+    Reads in isolation, writes in isolation, and both at once. They share one channel when the time together is longer
+    than the mean of the two extremes: in parallel, and one after the other. On a disk the computing processor computes
+    checksums, which are timed separately from the copies (on a GPU the copies include them).
 
     Args:
         folder: on the disk; None: the host's memory.
         device: at the other end of the copies.
-        capacity_bytes: that it may take; None: what is free.
+        capacity_bytes: limit of the tier; None: the free space.
         num_bytes: of each of two records that are copied; fewer on a disk that has little room.
-        repeats: of which the medians count; the first is a rehearsal.
+        repeats: of which the medians are taken; the first is a warm-up.
 
     Raises:
         TierError: the folder cannot be used, or has no room.
@@ -69,7 +69,7 @@ def measure_tier(
         capacity_bytes,
         num_bytes / read_s,
         num_bytes / write_s,
-        # Side by side both would take the longer of them, one after the other their sum.
+        # In parallel both would take the longer of the two times, one after the other their sum.
         one_channel=both_s > (max(read_s, write_s) + read_s + write_s) / 2,
         check_bytes_per_s=check,
         commit_s=commit_s,

@@ -1,4 +1,4 @@
-"""Leaves the user's model as it was found: weights, gradients, buffers, modes, and every random number generator."""
+"""Restoring the user's model: weights, gradients, buffers, modes, and every random number generator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipefit.stage.split import NamedLayer
 
 @contextmanager
 def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
-    """The layers on `device` in `dtype`, in train mode and without gradients; afterwards all is as before.
+    """The context with the layers on `device` in `dtype`, in train mode and without gradients; then all is restored.
 
-    Parameters keep their identity (ties hold) and get other data for the while; buffers are replaced by copies, so
-    running statistics that a forward pass updates are the copies'.
+    Parameters keep their identity (so ties stay) and get other data meanwhile; buffers are replaced by copies, so a
+    forward pass updates only the running statistics of the copies.
     """
     roots = nn.ModuleList([layer.module for layer in chain])
     parameters = [(p, p.data, p.grad) for p in roots.parameters()]
@@ -53,7 +53,7 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
 
 @contextmanager
 def in_train_mode(root: nn.Module) -> Iterator[None]:
-    """All modules in train mode for the while."""
+    """The context with all modules in train mode."""
     modes = [(module, module.training) for module in root.modules()]
     root.train()
     try:
@@ -65,7 +65,7 @@ def in_train_mode(root: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Every generator afterwards as before: Python's, numpy's when it is loaded, torch's on the CPU and `device`."""
+    """Restores every generator afterwards: Python's, numpy's when it is loaded, torch's on the CPU and `device`."""
     python = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy else None
@@ -81,7 +81,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection in the middle of a measured pass."""
+    """The context of a measured pass, without garbage collection."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -93,7 +93,7 @@ def _no_collection() -> Iterator[None]:
 
 @contextmanager
 def with_threads(threads: int | None) -> Iterator[None]:
-    """Runs torch with this many threads; None: as it is."""
+    """Runs torch with this many threads; None: unchanged."""
     before = torch.get_num_threads()
     try:
         if threads is not None:

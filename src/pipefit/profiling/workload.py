@@ -1,4 +1,4 @@
-"""The training that a plan is made for: what can be measured of it."""
+"""The measurable part of the training for which a plan is made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Workload:
         layers: of the whole model; under a memory cap they may be on the meta device.
         loss: from the model's output and the target to their mean loss.
         optimizer: from the parameters of a stage to their optimizer.
-        device: where a rank computes.
+        device: of a rank.
         example: (input, target) of one batch; None: nothing can be measured.
         clips: gradients are clipped by their global norm.
         half: the type that autocast computes in; None: no autocast.
@@ -47,10 +47,10 @@ class Workload:
         """The example.
 
         Args:
-            why: what needs it, for the message.
+            why: the use of it, for the message.
 
         Raises:
-            PlanError: there is none.
+            PlanError: there is no example.
         """
         if self.example is None:
             raise PlanError(f"{why} needs example=(input, target), one batch of data")

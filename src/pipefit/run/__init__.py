@@ -1,1 +1,1 @@
-"""A whole run: options, data sources, training, metrics, and the page it leaves."""
+"""A whole run: options, data sources, training, metrics, and its report page."""

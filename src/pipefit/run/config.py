@@ -23,11 +23,11 @@ class RunConfig:
         lora: train adapters of peft over the weights of a folder, like r=8,alpha=16,target=all-linear; targets are
             names of modules with + between them, or all-linear.
         data: data sets: text, digits, synthetic, or your own files: text, or records as .jsonl or .parquet with
-            text, prompt and completion, or messages; default: what the model is made for.
-        context: the most tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.
+            text, prompt and completion, or messages; default: the data that suits the model.
+        context: maximum tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.
         pack: records follow each other without padding, in sequences of that many tokens.
         request: the pipeline.
-        precision: the type that layers compute in.
+        precision: the type in which layers compute.
         updates: clipping and seed.
         batch: samples per step.
         steps: weight updates.
@@ -37,8 +37,8 @@ class RunConfig:
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
         checkpoint_every: steps between checkpoints; 0: only at the end.
-        evaluate_every: steps between evaluations on held-out data, of which the best is kept; 0: only at the end.
-        patience: evaluations without a better loss after which training ends; 0: never.
+        evaluate_every: steps between evaluations on held-out data; the best weights are kept; 0: only at the end.
+        patience: evaluations without a better loss after which training ends; 0: no limit.
         sample: bytes to generate at the end, for language models.
     """
 
@@ -70,7 +70,7 @@ class RunConfig:
 
 
 def with_defaults(config: RunConfig) -> RunConfig:
-    """The configuration with the schedule and the number of processes that follow from the rest."""
+    """The configuration with the schedule and the number of processes that follow from the other options."""
     request, spread = config.request, config.request.parallelism
     is_capped = config.spill.cap_bytes is not None
     if spread.ranks is None:
@@ -95,10 +95,10 @@ _FREE = (
     "commit_every",
     "plan",
 )
-"""Options that another run may have when it resumes from the records of this one."""
+"""Options that may differ when another run resumes from the records of this one."""
 
 
 def facts_of(config: RunConfig) -> dict[str, Any]:
-    """The options of a run that decide its numbers, by their names on the command line, as JSON data."""
+    """The options of a run that determine its numbers, by their names on the command line, as JSON data."""
     facts = {f"--{name.replace('_', '-')}": value for name, value in as_flat(config).items() if name not in _FREE}
     return dict(json.loads(json.dumps(facts)))

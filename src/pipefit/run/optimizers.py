@@ -1,4 +1,4 @@
-"""Optimizers by name, as the verbs offer them."""
+"""Optimizers by name, for the verbs."""
 
 from __future__ import annotations
 

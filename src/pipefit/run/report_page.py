@@ -19,14 +19,14 @@ from pipefit.units import format_bytes, format_seconds
 
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
-    """Writes the page of a run that `pipefit train -o folder` has left.
+    """Writes the page of a run of `pipefit train -o folder`.
 
     Args:
         folder: of the run.
-        output: where the page goes; None: `folder/report.html`.
+        output: path of the page; None: `folder/report.html`.
 
     Raises:
-        PipefitError: the folder is no run's.
+        PipefitError: it is not the folder of a run.
     """
     place = Path(folder)
     if not place.is_dir():

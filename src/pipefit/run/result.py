@@ -1,4 +1,4 @@
-"""The result of a run: its figures, and the folder that holds everything it leaves."""
+"""The result of a run: its figures, and the folder of its files."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pipefit.timeline import Timeline, save_trace
 from pipefit.timeline.compare import Row
 
 METRICS = "metrics.jsonl"
-"""The loss of every step, written as it becomes known: a run that is killed has lost its last at most."""
+"""The loss of every step, written as soon as it is known: a killed run loses at most the last one."""
 
 
 @dataclass
 class RunResult:
-    """The figures of a run; the same on every rank but for paths and rows, which rank 0 has."""
+    """The figures of a run; the same on every rank, except paths and rows, which only rank 0 has."""
 
     losses: list[float]
     seconds: float
@@ -88,7 +88,7 @@ def _pictures(folder: Path, measured: Timeline, predicted: Timeline) -> dict[str
 
 
 def _plain(result: RunResult) -> dict[str, Any]:
-    """The result as JSON data. The error of a row follows from its figures, and may be infinite, which JSON has not."""
+    """The result as JSON data, without the errors of rows: they follow from its figures, and may be infinite."""
     data: dict[str, Any] = msgspec.to_builtins(asdict(result))
     data["rows"] = [{key: value for key, value in row._asdict().items() if key != "error"} for row in result.rows]
     return data
@@ -96,11 +96,11 @@ def _plain(result: RunResult) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def metrics_in(folder: Path | None, done: int) -> Iterator[Callable[..., None]]:
-    """Opens a file in a run's folder with a line for each step; gives what adds figures of a step by their names.
+    """Opens a file in a run's folder with a line for each step; returns a function that adds a step's figures by name.
 
     Args:
         folder: of the run; None: nothing is written.
-        done: steps that are done already. A run that resumes in its folder keeps their lines, and no later ones.
+        done: steps that are done already. A run that resumes in its folder keeps only their lines.
 
     Raises:
         PipefitError: it cannot be written.
@@ -123,7 +123,7 @@ def metrics_in(folder: Path | None, done: int) -> Iterator[Callable[..., None]]:
 
 
 def _before(path: Path, done: int) -> list[str]:
-    """The lines of the steps that are done; a last one that was cut off is none of them."""
+    """The lines of the steps that are done, without an incomplete last line."""
     if not done or not path.exists():
         return []
     lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]

@@ -19,7 +19,7 @@ from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build
 from pipefit.models.hub import is_folder, tokenizer_of
 from pipefit.models.registry import hub_bundle
-from pipefit.stage.materialise import can_be_drawn, initialise
+from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
 
 _USUAL_CONTEXT, _MOST_HELD_OUT = 512, 32
@@ -27,17 +27,17 @@ _USUAL_CONTEXT, _MOST_HELD_OUT = 512, 32
 
 @dataclass(frozen=True)
 class Source:
-    """Where a run's batches come from.
+    """The source of a run's batches.
 
     Attributes:
         name: for people.
-        batches: endless, (input, target); one step's worth each.
+        batches: endless, (input, target); one for each step.
         held_out: batches to evaluate on; () when there are none.
-        baseline: a loss that any learner should beat, and its name; None when there is none.
-        tokens_per_sample: of a text, the mean; 0 otherwise.
-        counts_hits: whether accuracy has a meaning.
-        example: a batch of it, where that is known without drawing one.
-        is_tuned: whether the model was trained before, so that the held-out loss before training means something.
+        baseline: a loss that a trained model should beat, and its name; None when there is none.
+        tokens_per_sample: mean of a text; 0 otherwise.
+        counts_hits: whether accuracy is defined.
+        example: one of its batches, where it is known without drawing one.
+        is_tuned: whether the model was trained before, so that the held-out loss before training is informative.
     """
 
     name: str
@@ -60,11 +60,11 @@ class Source:
                 raise DataError(f"{self.name} has no batch")
 
     def state(self) -> dict[str, Any]:
-        """Where the data stands, for a checkpoint."""
+        """The position in the data, for a checkpoint."""
         return dict(self.batches.state_dict()) if hasattr(self.batches, "state_dict") else {}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Resumes where a checkpoint stood."""
+        """Resumes from the position in a checkpoint."""
         if state and hasattr(self.batches, "load_state_dict"):
             self.batches.load_state_dict(state)
 
@@ -89,10 +89,10 @@ class _Counted:
 
 
 def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, Any]:
-    """A batch like those that come, of `batch` samples: random ones of the model's, or, where it has none, of the data.
+    """A batch of `batch` samples in the shapes of the run: the model's random example, else one from the data.
 
     Raises:
-        ModelError: neither has one.
+        ModelError: there is neither.
     """
     if source.is_tuned and source.example is not None:
         return source.example
@@ -111,14 +111,14 @@ def source_of(
 
     Args:
         bundle: the model.
-        data: "text", "digits" or "synthetic", or text files; (): what the model is made for.
+        data: "text", "digits" or "synthetic", or text files; (): the data that suits the model.
         batch: samples per step.
         seed: of the order of the data.
-        context: the most tokens of a sequence, for models with a tokenizer; 0: the model's own, at most 512.
+        context: maximum tokens of a sequence, for models with a tokenizer; 0: the model's own, at most 512.
         packed: whether records follow each other without padding; see `token_samples`.
 
     Raises:
-        DataError: unknown, missing, empty, or not what the model takes.
+        DataError: unknown, missing, empty, or unsuitable for the model.
     """
     wanted = tuple(data) or ((bundle.data,) if bundle.data else ("synthetic",))
     if wanted == ("digits",):
@@ -136,9 +136,7 @@ def source_of(
         raise DataError(f"--context and --pack are for models with a tokenizer, in a folder; {bundle.name} takes bytes")
     x, _ = bundle.example(1, 0)
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
-        raise DataError(
-            f"text is for language models; {bundle.name} takes something else: use --data synthetic or digits"
-        )
+        raise DataError(f"text is for language models; {bundle.name} takes other data: use --data synthetic or digits")
     context = x.shape[1]
     train, held = split_corpus(text(paths))
     batches = TextBatches(train, batch, context, seed=seed)
@@ -183,15 +181,14 @@ def _of_tokens(
 def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora: str = "") -> ModelBundle:
     """A model for a run, whose weights are the same with and without a cap.
 
-    One that says how a layer draws its weights draws them so, layer by layer, or reads them; where it may be empty it
-    comes without weights, for a layer gets them once it has a place. Any other is built in memory, for only its factory
-    knows how.
+    A model with its own function for a layer's weights draws or reads them layer by layer; with `empty` it comes
+    without weights, because each layer gets them later in its place. Any other model is built in memory by its factory.
     """
     with torch.device("meta") if empty else contextlib.nullcontext():
         bundle = hub_bundle(model, options, lora) if lora else build(model, **options)
     layers, own = named_layers(bundle.layers), getattr(bundle.layers, "initialise_layer", None)
     if own is None or not can_be_drawn(layers, own):
-        return build(model, **options) if empty else bundle
+        return build(model, **options) if is_meta(layers) else bundle
     if not empty and not is_folder(model):
         initialise(layers, seed, own)
     return bundle

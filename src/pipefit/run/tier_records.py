@@ -1,4 +1,4 @@
-"""The records that a run has left on a disk tier: one that resumes takes them up, one that begins anew keeps off."""
+"""The records of an earlier run on a disk tier: a resumed run reads them, a new run does not overwrite them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipefit.spill.rank import tier_name
 from pipefit.spill.tier_file import check_unused
 
 _OF_SPILLED = ("commit_every", "activations", "step_on", "keep")
-"""Options that mean nothing where no stage is spilled."""
+"""Options that have no effect where no stage is spilled."""
 
 
 def with_tier(config: RunConfig, rank: int) -> RunConfig:
-    """The configuration with the disk and the step that it resumes from, if it does.
+    """The configuration with the disk and the step from which it resumes, if it does.
 
-    Records that a run has left are not overwritten by one that begins anew.
+    A new run does not overwrite the records of an earlier one.
 
     Raises:
-        PlanError: an option of spilled stages means nothing here.
-        TierError: the records are of another run, cannot be resumed from where they are, or would be lost.
+        PlanError: an option of spilled stages has no effect here.
+        TierError: the records are of another run or in another place, or would be lost.
     """
     disk = config.spill.disk
     if disk or config.resume:
@@ -33,17 +33,17 @@ def with_tier(config: RunConfig, rank: int) -> RunConfig:
     if resumes:
         folder = Path(config.resume)
         if disk and Path(disk).resolve() != folder.resolve():
-            raise TierError(f"{folder}: a run resumes from what lies there in its place: give --disk {folder} too")
+            raise TierError(f"{folder}: a run resumes from the records there in place: give --disk {folder} too")
         check_same(folder, rank, {"run": facts_of(config)})
         config = _with_spill(config, replace(config.spill, disk=config.resume))
     elif disk and not config.resume and (step := committed_step(disk, rank)) is not None:
         raise TierError(
-            f"{disk} holds step {step} of a run that was cut off: resume with --resume {disk}, or remove the folder to "
-            "begin anew"
+            f"{disk} holds step {step} of an interrupted run: resume with --resume {disk}, or remove the folder to "
+            "start a new run"
         )
     spill = _checked(config)
     if spill is not None:
-        # It must still have a step to do, so that it can be measured: one cut off after its last does that again.
+        # It must still have a step to do, so that it can be measured: one interrupted after its last repeats that.
         latest = config.steps - 1 if resumes else False
         spill = replace(spill, resume=latest, about=facts_of(config))
     return _with_spill(config, spill)
@@ -54,10 +54,10 @@ def _with_spill(config: RunConfig, spill: Spilled | None) -> RunConfig:
 
 
 def _checked(config: RunConfig) -> Spilled | None:
-    """How stages spill; None: they do not.
+    """The options of spilling; None: no stage spills.
 
     Raises:
-        PlanError: an option of spilled stages means nothing here.
+        PlanError: an option of spilled stages has no effect here.
     """
     spill, usual = config.spill, Spilled()
     given = [f"--{n.replace('_', '-')}" for n in _OF_SPILLED if getattr(spill, n) != getattr(usual, n)]
@@ -67,7 +67,7 @@ def _checked(config: RunConfig) -> Spilled | None:
             f"{' and '.join(given)}: nothing is spilled; give --device-memory, --disk or --host-memory as well"
         )
     if spill.commit_every is not None and not spill.disk:
-        raise PlanError("--commit-every: only what lies on a disk outlasts the run; give --disk as well")
+        raise PlanError("--commit-every: only records on a disk outlast the run; give --disk as well")
     if spill.step_on == "host" and spill.disk:
         raise PlanError(NOT_FROM_DISK)
     return spill if is_spilled else None

@@ -43,15 +43,15 @@ from pipefit.timeline.compare import compare
 
 
 class Observer(Protocol):
-    """An observer of a run; that of the command line shows it to people. Only rank 0 has one that does anything."""
+    """An observer of a run, such as the display of the command line. Only rank 0 has one that does anything."""
 
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
-        """The plan stands; training begins."""
+        """The plan is made; training begins."""
 
     def stepped(self, step: int, loss: float, seconds: float, figures: StepFigures | None = None) -> None:
         """A step's loss is known, `seconds` after training began; `figures` are those of the ranks in its pass.
 
-        Steps count from 1, over all runs that resumed from each other.
+        Steps count from 1, including those of the runs from which this one resumed.
         """
 
     def counted(self, flop: ModelFlop | None) -> None:
@@ -59,7 +59,7 @@ class Observer(Protocol):
 
 
 def run(config: RunConfig, observer: Observer) -> RunResult:
-    """Runs on this rank; every rank of the run calls it alike.
+    """Runs on this rank; every rank of the run makes the same call.
 
     Raises:
         PipefitError: something in the configuration does not fit; nothing has been trained.
@@ -84,7 +84,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     result = _result(config, pipe, plan, subject.source, losses, seconds, report)
     result.held_out_before = before
     predicted = simulate(measured.program, cost, repeats=measured.num_repeats)
-    # What lives on a tier may be more than the host can hold.
+    # A model on a tier may be larger than the host's memory.
     state = {} if plan.spill or is_folder(config.model) else pipe.state_dict()
     if config.output:
         _save(config, pipe, subject.source)
@@ -133,7 +133,7 @@ def _build(config: RunConfig) -> _Subject:
 def _cost(
     config: RunConfig, work: Workload, plan: Plan, profile: Profile, topology: Topology, session: Session
 ) -> CostModel:
-    """Costs of the plan on these ranks; spilled stages of a plan without a cap need the tier's rates too."""
+    """Costs of the plan on these ranks; spilled stages of a plan without a cap also need the tier's rates."""
     if (config.request.spill or plan.spill) is not None and not topology.tiers:
         tier = machine_tier(config.spill, work, session, topology.tier_shares(plan.placement.num_ranks))
         topology = msgspec.structs.replace(topology, tiers=(tier,))
@@ -163,7 +163,7 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
         timeline = simulate(pipe.schedule(shape_of(plan, num_steps=steps)), cost)
     prediction = prediction_of(plan, timeline, config.batch)
     if config.spill.cap_bytes is not None and plan.prediction is not None:
-        # Those that were compared with the cap, to the byte.
+        # The bytes that were compared with the cap.
         prediction = msgspec.structs.replace(prediction, peak_bytes=plan.prediction.peak_bytes)
     return msgspec.structs.replace(plan, prediction=prediction)
 
@@ -178,12 +178,12 @@ def _resume(config: RunConfig, pipe: Pipeline, source: Source) -> None:
         if pipe.num_updates >= config.steps:
             raise PipefitError(
                 f"{config.resume} has done {pipe.num_updates} steps, and --steps {config.steps} counts them all: "
-                f"ask for more than {pipe.num_updates}"
+                f"give more than {pipe.num_updates}"
             )
 
 
 def _train(config: RunConfig, pipe: Pipeline, source: Source, observer: Observer) -> tuple[list[float], float]:
-    """Trains in segments between checkpoints and evaluations; then has the best weights that were evaluated."""
+    """Trains in segments between checkpoints and evaluations; then restores the best evaluated weights."""
     pipe.notes = lambda: {"data": source.state()}
     pipe.loop.shares_figures = True
     losses: list[float] = []
@@ -232,11 +232,11 @@ class _Best:
 
     @property
     def is_past(self) -> bool:
-        """Whether the best was long enough ago to stop."""
+        """Returns whether the best loss was long enough ago to stop."""
         return 0 < self._patience <= self._since
 
     def take(self, loss: float) -> None:
-        """Takes the loss of the weights as they are now; every rank has the same."""
+        """Takes the loss of the current weights, which is the same on every rank."""
         self._since += 1
         if loss < self._loss:
             self._loss, self._since = loss, 0
@@ -244,7 +244,7 @@ class _Best:
                 self._pipe.save(self._folder, keep=1)
 
     def restore(self) -> None:
-        """Goes back to the best weights, where they were kept."""
+        """Restores the best weights, where they were kept."""
         if self._since and self._folder:
             self._pipe.load(self._folder, weights_only=True)
 
@@ -293,7 +293,7 @@ def _hits(output: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _generated(config: RunConfig, subject: _Subject, plan: Plan, state: dict[str, torch.Tensor]) -> str:
-    """A sample of the trained language model, made by the whole model on this rank; "": it is none."""
+    """A sample of the trained language model, made by the whole model on this rank; "": not a language model."""
     context = subject.source.tokens_per_sample
     if not (context and config.sample and state) or is_folder(config.model):
         return ""

@@ -1,6 +1,6 @@
 """Small collectives among the processes of a run: JSON data, rows of figures, sums of tables.
 
-Every process of the run must call them alike. In a run of one process they return what was given.
+Every process of the run must make the same calls. In a run of one process they return their arguments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def exchange_in_group(data: Any, group: Any = None, device: torch.device | str =
 
 
 def gather_rows(session: Session, row: Sequence[float]) -> list[list[float]]:
-    """Returns the rows of all processes, by number; every process gives as many float64 figures."""
+    """Returns the rows of all processes, by number; all have the same number of float64 figures."""
     table = torch.zeros(session.num_ranks, len(row), dtype=torch.float64)
     table[session.rank] = torch.tensor(row, dtype=torch.float64)
     return sum_table(session, table).tolist()
@@ -60,7 +60,7 @@ def start_sum(session: Session, table: Tensor) -> Any:
 
 
 def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
-    """Returns the tensor with the values that process `source` gave, which are written in place."""
+    """Returns the tensor with the values of process `source`, written in place."""
     if session.is_distributed:
         dist.broadcast(tensor, source)
     return tensor
@@ -70,7 +70,7 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
     """Returns the value of a function, or its error, as JSON data: {"value": …} or {"error": text, "kind": class}."""
     try:
         return {"value": function()}
-    except Exception as problem:  # whatever it is, the other ranks must get it before this one raises
+    except Exception as problem:  # of any kind: the other ranks must get it before this one raises
         known = isinstance(problem, PipefitError)
         text = str(problem) if known else f"{type(problem).__name__}: {problem}"
         return {"error": text, "kind": type(problem).__name__}

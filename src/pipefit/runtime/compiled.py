@@ -1,4 +1,4 @@
-"""The tables that a rank looks up while it runs a program, worked out once from the dependency graph and liveness."""
+"""The tables that a rank looks up while it runs a program, computed once from the dependency graph and liveness."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
 
 @dataclass(frozen=True)
 class CompiledRank:
-    """One rank's list with what each instruction waits for and lets go.
+    """One rank's list, with the values that each instruction waits for and frees.
 
     Attributes:
-        program: the whole.
-        rank: whose list it is.
+        program: of all ranks.
+        rank: of the list.
         instructions: the list.
         awaits: for each instruction, the earlier receives, reductions and fetches it must wait for (each is waited for
             once).
-        awaited_at_end: those that no instruction waits for, but the next pass: such as weights that replicas join.
-        frees: for each instruction, the values nobody on the rank needs after it.
+        awaited_at_end: those that only the next pass waits for, such as gathers of new weights.
+        frees: for each instruction, the values that the rank does not need after it.
         in_place: the steps that may overwrite their weights.
         early: reductions over replicas that may begin inside an update's last backward of their stage, by its index.
     """
@@ -42,7 +42,7 @@ class CompiledRank:
     early: Mapping[int, Instruction]
 
     def part(self, first: int, end: int) -> CompiledRank:
-        """The instructions from `first` to before `end`, as a list of its own: nothing is under way across the cuts."""
+        """The instructions from `first` to before `end` as a list; no transfer may cross its ends."""
 
         def inside(indices: Iterable[int]) -> tuple[int, ...]:
             return tuple(index - first for index in indices if first <= index < end)
@@ -60,7 +60,7 @@ class CompiledRank:
 
 
 def compile_rank(program: Program, rank: int) -> CompiledRank:
-    """Everything the executor looks up for one rank; kept with the program."""
+    """The tables of the executor for one rank; kept with the program."""
     cache: dict[int, CompiledRank] = program.__dict__.setdefault("_compiled", {})
     if rank not in cache:
         cache[rank] = _compile(program, rank)
@@ -91,7 +91,7 @@ def _compile(program: Program, rank: int) -> CompiledRank:
 
 
 def _early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
-    """Those with no other collective between the two, so that the rank comes to its collectives in the same order."""
+    """Reductions without another collective before them, so that the order of the rank's collectives stays the same."""
     found: dict[int, Instruction] = {}
     last: dict[tuple[int, int], int] = {}
     collective = -1

@@ -1,13 +1,13 @@
 """One process per rank, over `torch.distributed`: Gloo on CPUs, NCCL on GPUs.
 
 Every send and receive is asynchronous. Shapes are agreed on once: the first activation of each shape on a link is
-announced by its contract, from which both ends know what all later ones look like; nothing is negotiated again until
-the shapes of the data change (a ragged last batch, another sequence length).
+announced by its contract, from which both ends know the shapes of all later ones. Nothing is negotiated again until the
+shapes of the data change (a smaller last batch, another sequence length).
 
 With tensor parallelism a rank is several processes:
 
     rank a = processes (a, 0) (a, 1)        a message from a to b goes from (a, j) to (b, j)
-                 │      │                   a piece of a value is the j-th of its t equal parts, laid flat
+                 │      │                   a piece of a value is the j-th of its t equal parts, flattened
     rank b = processes (b, 0) (b, 1)        the t processes of b gather the whole from each other
 """
 
@@ -42,20 +42,19 @@ class DistributedTransport:
     """This process's messages and reductions.
 
     Sends are kept, with their tensors, until the receiver must have them: its answer has arrived, or more than a few
-    later messages to it are under way; under a schedule whose receivers are busy with other stages meanwhile
-    (breadth-first), as many more as that takes. The verifier has proven that no order of waiting on sends can block a
-    program.
+    later messages to it have been sent. A schedule whose receivers are busy with other stages meanwhile (breadth-first)
+    may have more of them. The verifier has proved that no order of waiting on sends can block a program.
 
     Args:
         rank: its number.
         num_stages: of the model.
-        device: where it computes.
+        device: of the rank.
         mesh: the processes that share the rank.
-        link_groups: whether each direction of a link gets a process group of its own; on a GPU it does anyway.
+        link_groups: whether each direction of a link gets its own process group; on a GPU it always does.
 
     Attributes:
         bytes_sent: of all activations and gradients of the pass.
-        max_open_sends: messages of one kind to a rank that may be under way before the oldest is waited for.
+        max_open_sends: messages of one kind to a rank that may be open before the oldest is waited for.
     """
 
     def __init__(self, rank: int, num_stages: int, device: torch.device, mesh: Mesh, link_groups: bool = False) -> None:
@@ -70,12 +69,12 @@ class DistributedTransport:
         self._made: dict[tuple[int, str], Contract] = {}
         self._announced: dict[tuple[int, int, str], Contract] = {}
         self._told: set[tuple[int, int, str]] = set()
-        # The peers that have got an announcement in this pass.
+        # The peers that have received an announcement in this pass.
         self._learning: set[int] = set()
         self._feed: Feed = []
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
         self._deferred: dict[int, deque[_Receive]] = {}
-        # Every link of the programs so far, and how this process reaches the other end of its own.
+        # Every link of the programs so far, and the process groups of this process's own links.
         self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._parity = 0
@@ -83,17 +82,18 @@ class DistributedTransport:
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
         """Makes the process groups of a program's reductions and links; every process must call it with the same ones.
 
-        With NCCL each direction of a pair has a group of its own: NCCL runs what two ranks exchange in one stream, in
+        With NCCL each direction of a pair has its own group: NCCL runs the messages of two ranks in one stream, in
         order, where a send waits for its receive, so the directions would block each other. With Gloo they may share
-        one, but then share a connection and its lock, for which a rank that sends and the thread that receives turn.
+        one, but then they share a connection and its lock, for which the sending rank and the receiving thread compete.
 
-        Torch names a group by how many the process has made, members or not: a rank that makes one more or less than
-        another meets nobody under the names of all later ones, and waits. So what exists is remembered for all ranks.
+        Torch names a group by the number of groups that the process has made, as a member or not. If one rank made more
+        groups than another, the names of all later ones would differ, and the ranks would hang. So every rank records
+        the groups of all ranks.
 
         Args:
             member_sets: the ranks of each reduction.
             links: (sender, receiver).
-            unposted: how many messages the program leaves under way before their receives are posted.
+            unposted: number of messages that the program sends before their receives are posted.
         """
         self.max_open_sends = max(self.max_open_sends, FEW_SENDS + unposted)
         t = self._mesh.tensor
@@ -112,7 +112,7 @@ class DistributedTransport:
                     self._groups[members] = group
 
     def begin(self, feed: Feed) -> None:
-        """A pass begins."""
+        """Begins a pass."""
         self._feed = feed
         self._parity ^= 1
         self.bytes_sent = 0
@@ -137,13 +137,13 @@ class DistributedTransport:
             self.bytes_sent += leaf.nbytes
         queue = self._open.setdefault((to, kind), deque())
         queue.append(sent)
-        # A receiver that has not learnt a contract yet posts later than its program says: waiting here could mean that
+        # A receiver that does not know a contract yet posts later than its program specifies: a wait here could make
         # both ends wait for each other.
         while len(queue) > self.max_open_sends and to not in self._learning:
             queue.popleft().finish()
 
     def _agree(self, i: Instruction, to: int, message: Message, sent: _Sent) -> None:
-        """Holds an activation to its contract, and announces the contract to a receiver that has not seen it."""
+        """Checks an activation by its contract, and announces the contract to a receiver that has not seen it."""
         signature = self._feed[i.mb].signature
         contract = Contract.of(message.leaves, message.flags, message.structure)
         known = self._made.setdefault((i.stage, signature), contract)
@@ -168,9 +168,9 @@ class DistributedTransport:
             sent.works.extend((self._world.send([head], to, tag), self._world.send([text], to, tag + 1)))
 
     def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
-        """Posts a receive; whoever waits for it has the message delivered.
+        """Posts a receive; the wait for it delivers the message.
 
-        One whose shapes are not known yet is posted when it is waited for, and so are those behind it on the same link:
+        A receive with unknown shapes is posted when it is waited for, and so are those behind it on the same link:
         without tags, receives must be posted in the sender's order.
         """
         i = instruction
@@ -180,13 +180,13 @@ class DistributedTransport:
         return partial(self._arrive, receive)
 
     def _post_known(self) -> None:
-        """Posts the receives of every link whose shapes are known, in order, as far as that goes."""
+        """Posts the receives of every link in order, up to the first one with unknown shapes."""
         for waiting in self._deferred.values():
             while waiting and (contract := self._contract_of(waiting[0])) is not None:
                 self._post(waiting.popleft(), contract)
 
     def _contract_of(self, receive: _Receive) -> Contract | None:
-        """The contract of a value that will arrive, if it is known already."""
+        """The contract of a value that will arrive; None: not known yet."""
         i = receive.instruction
         signature = self._feed[i.mb].signature
         if receive.kind == Kind.ACT:
@@ -208,7 +208,7 @@ class DistributedTransport:
         receive.works = [group.recv([buffer], peer, first + k) for k, buffer in enumerate(buffers)]
 
     def _arrive(self, receive: _Receive) -> bool:
-        """Waits for a message; learns the shapes of those before it on its link, where they are not known."""
+        """Waits for a message; receives the shapes of those before it on its link, where they are not known."""
         while receive.message is None:
             self._learn(self._deferred[receive.peer][0])
             self._post_known()
@@ -236,7 +236,7 @@ class DistributedTransport:
         self._announced[peer, stage, signature] = Contract.from_bytes(text.numpy().tobytes())
 
     def _release(self, kind: str, stage: int, mb: int) -> None:
-        """Lets go of a send whose receiver has answered, and of all before it on the same link."""
+        """Frees a send whose receiver has answered, and all before it on the same link."""
         for (_, sent_kind), queue in self._open.items():
             if sent_kind == kind and any((sent.stage, sent.mb) == (stage, mb) for sent in queue):
                 while (sent := queue.popleft()) and (sent.stage, sent.mb) != (stage, mb):
@@ -244,7 +244,7 @@ class DistributedTransport:
                 sent.finish()
 
     def finish(self) -> None:
-        """Waits for every send under way."""
+        """Waits for every open send."""
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
@@ -257,7 +257,7 @@ class DistributedTransport:
         return leaf if shape == leaf.shape else leaf.reshape(-1, *shape)[self._mesh.index]
 
     def _piece_shape(self, whole: torch.Size) -> torch.Size:
-        """The shape of a piece; that of a tensor which cannot be divided and travels whole."""
+        """The shape of a piece; for a tensor that cannot be split evenly the whole shape."""
         size, rest = divmod(math.prod(whole), self._mesh.tensor)
         return whole if rest or not size else torch.Size([size])
 
@@ -271,7 +271,7 @@ class DistributedTransport:
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def all_reduce(self, members: tuple[int, ...], key: tuple[object, ...], tensors: list[Tensor]) -> Ending:
-        """Starts to sum tensors over some ranks: a single one where it is, several of one type in one message."""
+        """Starts to sum tensors over some ranks: a single one in place, several of one type in one message."""
         group = self._world if key[0] in _OVER_ALL else self._groups.get(members)
         if group is None:
             return lambda: True  # the sum over one process
@@ -290,9 +290,9 @@ class DistributedTransport:
         return _ending(*[dist.all_reduce(flat, group=group, async_op=True) for flat in flats], then=unpack)
 
     def reduce_scatter(self, members: tuple[int, ...], key: tuple[object, ...], whole: Tensor, part: Tensor) -> Ending:
-        """Starts to sum a flat tensor over some ranks, each of which gets its part where it lies in the whole.
+        """Starts to sum a flat tensor over some ranks, each of which gets its part in place.
 
-        Gloo would sum all of a copy on every rank, so there parts are exchanged and each rank adds up its own.
+        Gloo would sum a whole copy on every rank, so with Gloo parts are exchanged and each rank adds up its own.
         """
         group = self._groups[members]
         if whole.device.type == "cuda":
@@ -313,7 +313,7 @@ class DistributedTransport:
 
 
 class _Sent(NamedTuple):
-    """A message under way, with everything that must stay alive until it is done."""
+    """An open send, with everything that must stay alive until it is done."""
 
     stage: int
     mb: int
@@ -327,7 +327,7 @@ class _Sent(NamedTuple):
 
 @dataclass
 class _Receive:
-    """A receive: under way once it has a message, whose buffers are being filled.
+    """A receive: posted once it has a message, whose buffers are being filled.
 
     Attributes:
         kind: of the whole value, of which the instruction may name a piece.
@@ -343,7 +343,7 @@ class _Receive:
 
 
 def _ending(*works: Any, then: Callable[[], None] | None = None) -> Ending:
-    """Waits for some work, and then makes use of its result."""
+    """Waits for some work, and then calls `then`."""
 
     def end() -> bool:
         for work in works:

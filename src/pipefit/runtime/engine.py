@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def moved_bytes(self) -> tuple[float, float]:
-        """Bytes that this process has sent in the last pass: to other ranks, and to those it shares its rank with."""
+        """Bytes that this process has sent in the last pass: to other ranks, and to processes of its own rank."""
         inside = self.mesh.region.moved_bytes if self.mesh.region is not None else 0.0
         return float(sum(transport.bytes_sent for transport in self.transports)), inside
 
@@ -75,9 +75,9 @@ class Engine:
         """Executes a program once on the ranks of this process.
 
         Args:
-            program: proven.
+            program: proved by the verifier.
             feed: its data.
-            metric: taken of every output in addition to its loss.
+            metric: computed from every output in addition to its loss.
             look: called after each instruction.
             loss: of an output and its target, in place of the training's.
 
@@ -104,8 +104,8 @@ class Engine:
                 store.rebase()
             if worker.spilling:
                 worker.spilling.end_pass()
-        # Settings that wait until a program has run: all threads are there, and sizes have been seen. Under a cap, what
-        # is free is rather given back; with a GPU, activations are there.
+        # Settings after the first program, when all threads exist and sizes are known. Under a cap, free memory is
+        # returned instead; with a GPU, activations are there.
         if is_new and self.session.is_distributed and self.device.type == "cpu":
             let_carriers_wait()
             if not any(worker.spilling for worker in self.workers):
@@ -122,7 +122,7 @@ class Engine:
         graph = dependency_graph(program)
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
-        # Where each rank has one stage, receivers keep up with what is sent.
+        # Where each rank has one stage, receivers keep up with senders.
         unposted = most_unposted(program) if links and program.header.num_chunks > 1 else 0
         with self.session.at(MEETING):
             self._between.prepare(sets, links, unposted)

@@ -1,4 +1,4 @@
-"""The executor: one loop over a rank's instructions, whatever the schedule."""
+"""The executor: one loop over a rank's instructions, for every schedule."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-"""Lets the threads that carry messages have the core between two instructions, where each rank has only one: a message
-that others wait for would otherwise lie there until the scheduler ends this thread's turn, some milliseconds later."""
+"""Offers the core to the threads that carry messages between two instructions, where each rank has only one. Otherwise
+a message would wait until the scheduler ends this thread's time slice, some milliseconds later."""
 
 
 @dataclass
@@ -33,21 +33,21 @@ class Execution:
     """One rank's pass over a program.
 
     Attributes:
-        compiled: the rank's list and what it looks up.
+        compiled: the rank's list and its tables.
         worker: the rank's stages and optimizers.
-        transport: how it reaches the others.
+        transport: its connection to the others.
         feed: the data.
-        progress: where others can see how far the rank has come.
-        values: activations, inputs, gradients and what autograd saved, by (kind, stage, micro-batch).
-        endings: what is under way and will be waited for, by the index of its instruction.
+        progress: the rank's position, for other processes.
+        values: activations, inputs, gradients and tensors saved by autograd, by (kind, stage, micro-batch).
+        endings: asynchronous instructions that will be waited for, by index.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
-        metric, metrics: a further number taken of each output, and its weighted values.
+        metric, metrics: a further number computed from each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
         index: of the instruction that is running or waiting.
-        at_end: done once the list is through.
-        loss: takes the output of the model in place of the training's; None: that.
-        look: called after each instruction, when what it made and what it needed are both there.
-        starts, ends: when each instruction ran, in seconds of `time.perf_counter`.
+        at_end: called at the end of the list.
+        loss: of the model's output, in place of the training's; None: the training's.
+        look: called after each instruction, before values are freed.
+        starts, ends: times of each instruction, in seconds of `time.perf_counter`.
     """
 
     compiled: CompiledRank
@@ -69,10 +69,10 @@ class Execution:
     ends: list[float] = field(default_factory=list)
 
     def run(self, handlers: Handlers) -> Generator[Instruction]:
-        """Runs the list; yields the instruction that cannot go on yet (only a transport that never blocks makes it).
+        """Runs the list; yields an instruction that cannot continue yet (only with a transport that never blocks).
 
         Args:
-            handlers: what each operation does; see `pipefit.runtime.handlers`.
+            handlers: of the operations; see `pipefit.runtime.handlers`.
         """
         compiled, clock, progress = self.compiled, time.perf_counter, self.progress
         progress.passes += 1
@@ -99,7 +99,7 @@ class Execution:
             action()
 
     def _wait_for(self, awaited: Sequence[int]) -> Generator[Instruction]:
-        """Waits until earlier instructions are complete; yields the one that cannot go on meanwhile."""
+        """Waits until earlier instructions are complete; yields one that cannot continue meanwhile."""
         for index in awaited:
             end = self.endings.pop(index, None)
             if end is not None:

@@ -1,17 +1,17 @@
 """A backward in two halves that share no work: gradients of a stage's inputs first, those of its weights later.
 
-        output ──► gelu ──► linear ──► norm ──► linear ──► input        the first half goes along here, and keeps
-                              │          │         │                    what arrives at each node from which a
-                           weights    weights   weights                 way to weights branches off
-                                                                        the second half goes down from there
+        output ──► gelu ──► linear ──► norm ──► linear ──► input        the first half follows this path, and keeps
+                              │          │         │                    the gradient at each node from which a
+                           weights    weights   weights                 path to weights branches off
+                                                                        the second half starts there
 
-Where ways branch off the node itself runs in both halves: for its input in the first, for its weights in the second.
-A weight that is used several times in a stage cannot be reached from its uses one by one; some nodes (a fused
-recurrent layer, a function written in Python) make all their gradients whenever they run; and those of vectors, such as
-a norm's, take as long as reading what arrives. There the first half makes the gradient of the weight too, and only
-adding it up is left to the second.
+A node at which a path branches off runs in both halves: for its input in the first, for its weights in the second.
+There are three exceptions. A weight that is used several times in a stage cannot be reached from its uses one by one.
+Some nodes (a fused recurrent layer, a function written in Python) always make all their gradients. Gradients of
+vectors, such as a norm's, take as long as reading the incoming gradient. There the first half makes the gradient of the
+weight too, and the second half only adds it up.
 
-Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2, for what the halves are.
+Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2, for the halves.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from pipefit.errors import ModelError
 
 _AT_ONCE = ("MkldnnRnnLayerBackward0", "CudnnRnnBackward0")
-"""Nodes that make all their gradients whichever are asked for."""
+"""Nodes that always make all their gradients."""
 
 
 class Saved(NamedTuple):
     """The saved state of a forward for its backward.
 
     Attributes:
-        inputs: the stage's inputs that need a gradient, leaves of its graph; or edges where its graph ends.
-        edges: where the gradients of its outputs enter the graph. The outputs themselves are not held.
+        inputs: the stage's inputs that need a gradient, leaves of its graph; or edges at which its graph ends.
+        edges: at which the gradients of its outputs enter the graph. The outputs are not held.
     """
 
     inputs: Sequence[Tensor | GradientEdge]
@@ -47,9 +47,9 @@ class WeightRun(NamedTuple):
     """A part of the second half: autograd from some edges to some weights.
 
     Attributes:
-        edges: where gradients enter the graph.
+        edges: at which gradients enter the graph.
         grads: that enter there.
-        weights: whose gradients are made; (): of all that can be reached.
+        weights: of the gradients to make; (): all that can be reached.
     """
 
     edges: tuple[GradientEdge, ...]
@@ -70,9 +70,9 @@ def run_backward(
     The checks cost as much as the backward of a small stage; here shapes are a contract that messages keep.
 
     Args:
-        roots: where it starts.
+        roots: at which it starts.
         grads: of the roots.
-        inputs: where it ends; (): at every leaf.
+        inputs: at which it ends; (): at every leaf.
         again: the graph is used once more.
         accumulate: whether gradients are added to `.grad` instead of returned; None: where there are no inputs.
     """
@@ -84,14 +84,14 @@ _engine: Any = torch.autograd.Variable._execution_engine
 
 
 def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], list[WeightRun]]:
-    """The gradients of a stage's inputs, and what is left to do for those of its weights.
+    """The gradients of a stage's inputs, and the remaining work for those of its weights.
 
     Args:
-        saved: what the forward left; to be held until the second half is done.
+        saved: by the forward; to be held until the second half is done.
         grads: of the stage's outputs.
 
     Raises:
-        ModelError: a weight with a hook of its own is used several times, or inside a function written in Python.
+        ModelError: a weight with a hook is used several times, or inside a function written in Python.
     """
     roots, given = tuple(saved.edges), tuple(grads)
     if not roots or not saved.inputs:
@@ -114,7 +114,7 @@ def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | Non
 
 
 def weight_half(runs: list[WeightRun]) -> None:
-    """Adds the gradients of the weights to their `.grad`, and lets go of the graph piece by piece."""
+    """Adds the gradients of the weights to their `.grad`, and frees the graph piece by piece."""
     runs.reverse()
     while runs:
         run = runs.pop()
@@ -122,13 +122,13 @@ def weight_half(runs: list[WeightRun]) -> None:
 
 
 class _Ways:
-    """The nodes of a stage's graph, by where the ways from them lead.
+    """The nodes of a stage's graph, by the ends of the paths from them.
 
     Attributes:
-        children: of each node, the edges that leave it; every node comes after those it leads to.
-        to_input: the nodes from which a way leads to an input.
-        weights: of each node from which ways lead to weights only: which.
-        branches: of each node from which ways lead to both: the edges to nodes of `weights`.
+        children: of each node, its outgoing edges; every node comes after its children.
+        to_input: the nodes with a path to an input.
+        weights: of each node with paths only to weights: these weights.
+        branches: of each node with paths to both: the edges to nodes of `weights`.
     """
 
     def __init__(self, saved: Saved) -> None:
@@ -150,7 +150,7 @@ class _Ways:
                 self.weights[node] = found
 
     def entries(self, roots: Sequence[GradientEdge]) -> dict[Node, list[GradientEdge]]:
-        """Where gradients arrive at each node of `branches`."""
+        """The edges by which gradients arrive at each node of `branches`."""
         edges = [(edge.node, edge.output_nr) for edge in roots]
         edges += [edge for node in self.to_input for edge in self.children[node]]
         entries: dict[Node, list[GradientEdge]] = {node: [] for node in self.branches}
@@ -161,7 +161,7 @@ class _Ways:
 
 
 def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tuple[Node, int]]]:
-    """All nodes down to some ends, each with the edges that leave it; none comes before one that it leads to."""
+    """All nodes down to some ends, each with its outgoing edges; every node comes after its children."""
     done: dict[Node, list[tuple[Node, int]]] = {}
     stack: list[tuple[Node, list[tuple[Node, int]] | None]] = [(node, None) for node in starts]
     while stack:
@@ -181,11 +181,11 @@ class _Group:
     """Branches that lead to the same weights, and are therefore followed together.
 
     Attributes:
-        nodes: where ways branch off.
-        weights: that they lead to.
-        roots: the outputs that lead there and nowhere else, by number.
-        edges: where the first half stops.
-        is_early: whether it has made the gradients of the weights there, which are left to be added up.
+        nodes: at which paths branch off.
+        weights: at the ends of these paths.
+        roots: the outputs that lead only there, by number.
+        edges: at which the first half stops.
+        is_early: whether the first half makes the gradients of the weights, and the second only adds them up.
     """
 
     nodes: set[Node] = field(default_factory=set)
@@ -196,7 +196,7 @@ class _Group:
 
 
 def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
-    """The branches of a graph by the weights they lead to, from the outputs on, with the edges to be kept."""
+    """The branches of a graph by the weights they lead to, starting at the outputs, with the edges to be kept."""
     groups: dict[Any, _Group] = {}
 
     def joined(weights: Iterable[Any]) -> _Group:
@@ -231,9 +231,9 @@ def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
 
 
 def _overlap(ways: _Ways, group: _Group, roots: Sequence[GradientEdge]) -> bool:
-    """Whether a way from one start of an early group passes another, where what arrives would then count twice.
+    """Returns whether a path from one start of an early group passes another, so that a gradient would count twice.
 
-    So it is where a part of the stage without inputs, such as a decoder's first layers, is used at several places.
+    This happens where a part of the stage without inputs, such as a decoder's first layers, is used at several places.
     """
     captured, ends = {edge.node for edge in group.edges}, {roots[index].node for index in group.roots}
     if captured & ends:
@@ -248,12 +248,12 @@ def _overlap(ways: _Ways, group: _Group, roots: Sequence[GradientEdge]) -> bool:
 
 
 def _is_early(ways: _Ways, group: _Group) -> bool:
-    """Whether the first half makes the gradients of a group's weights, because it must or because it costs nothing."""
+    """Returns whether the first half makes the gradients of a group's weights: it must, or it costs nothing."""
     next_ones = (edge.node for node in group.nodes for edge in ways.branches[node])
     hooked = any(getattr(getattr(node, "variable", None), "_backward_hooks", None) for node in next_ones)
     at_once = any(isinstance(node, BackwardCFunction) or node.name() in _AT_ONCE for node in group.nodes)
     if not at_once and len(group.nodes) == 1:
-        # The gradient of a vector takes as long as reading what arrives.
+        # The gradient of a vector takes as long as reading the incoming gradient.
         return not hooked and all(node.variable.dim() < 2 for node in group.weights)
     if hooked:
         raise ModelError(

@@ -29,7 +29,7 @@ from pipefit.stage.payload import carries_gradient, flatten, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
 
 PARKED = "parked "
-"""Before the kind of a value of the run that waits on the tier: its flags and structure, without tensors."""
+"""Prefix of the kind of a value that waits on the tier: its flags and structure, without tensors."""
 
 
 def _load(run: Execution, i: Instruction) -> None:
@@ -52,7 +52,7 @@ def _on(payload: Any, device: torch.device, what: str) -> Any:
 
 
 def _forward(run: Execution, i: Instruction) -> None:
-    """A forward that will be replayed keeps nothing; which of its outputs need gradients it learns the first time."""
+    """Runs a forward. One that will be replayed saves nothing; its first run finds the outputs that need gradients."""
     known = run.worker.flags.get((i.stage, run.feed[i.mb].signature))
     replayed = (i.stage, i.mb) in run.compiled.program.recomputed
     with torch.set_grad_enabled(torch.is_grad_enabled() and (not replayed or known is None)):
@@ -84,14 +84,14 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     update = run.compiled.program.header.update_of(i.stage, i.mb)
     payload = unflatten(leaves, given.structure)
     if stage.is_cut and i.stage:
-        # What every rank has of the micro-batch never travels.
+        # The micro-batch's data that every rank has is not sent.
         payload["batch"] = _on(run.feed[i.mb].input, run.worker.device, "the batch")
     with _saving(run, i):
         output = stage.forward(payload, run.feed[i.mb].ordinal, replay, update)
     if stage.is_cut and i.stage < run.compiled.program.header.last_stage:
         output = output | {"batch": ()}
     outputs, structure = flatten(output, f"the output of stage {i.stage}")
-    # Without a graph there are no edges, though a layer may hand on an input of the stage that needs a gradient.
+    # Without a graph there are no edges, though a layer may return an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
     if stage.half is not None and i.stage < run.compiled.program.header.last_stage:
         known = flags if torch.is_grad_enabled() else run.worker.flags.get((i.stage, run.feed[i.mb].signature), flags)
@@ -139,7 +139,7 @@ def _backward(run: Execution, i: Instruction) -> None:
 
 
 def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Message:
-    """Gradients of some leaves, zero where autograd found no way to one."""
+    """Gradients of some leaves, zero where autograd found no path to a leaf."""
     return Message([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)])
 
 
@@ -160,7 +160,7 @@ def _backward_weight(run: Execution, i: Instruction) -> None:
         reducing.backward(run, i, lambda: weight_half(runs))
     else:
         weight_half(runs)
-    del saved  # Autograd does not hold the nodes of functions written in Python: what leads to them does.
+    del saved  # Autograd does not hold the nodes of functions written in Python; the edges to them do.
 
 
 def _send(run: Execution, i: Instruction) -> None:
@@ -190,7 +190,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
     if i.kind == Reduction.NORM and i.stage >= 0:
         return _norm_part(run, i)
     if i.kind == Reduction.NORM:
-        # Each rank brings its own entry and zeros for the others: the sum is the same to the bit in any order.
+        # Each rank has its own entry and zeros for the others, so the sum is bitwise the same in any order.
         squares = torch.zeros(program.header.num_processes, dtype=torch.float64, device=worker.device)
         squares[worker.process] = _local_square(run, i.version)
         run.norms[i.version] = squares
@@ -205,7 +205,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
 
 
 def _local_square(run: Execution, update: int) -> Tensor:
-    """The sum of squares of the gradients that count here: each weight once over all ranks."""
+    """The sum of squares of the gradients that this rank counts: each weight counts once over all ranks."""
     header, worker = run.compiled.program.header, run.worker
     mine = [s for s in worker.stages if header.placement[s][0] == worker.rank and not header.is_sharded(s)]
     norms = _norms_of(reducing.counted_parts(run) if header.sharded else [])
@@ -221,7 +221,7 @@ def _step(run: Execution, i: Instruction) -> None:
     worker.forget_idle_gradients(i.stage)
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
     batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
-    # Every rank decides about every update, whatever it trains: all must have one scale.
+    # Every rank decides about every update, even if it trains nothing: all must have one scale.
     taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
     if optimizer is None:
         return
@@ -231,7 +231,7 @@ def _step(run: Execution, i: Instruction) -> None:
 
 
 def _host_step(run: Execution, i: Instruction) -> None:
-    """The step on the host, asynchronously: gradients, weights and states are there."""
+    """Starts the step on the host, where gradients, weights and states are, asynchronously."""
     worker = run.worker
     batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
     taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
@@ -239,7 +239,7 @@ def _host_step(run: Execution, i: Instruction) -> None:
 
 
 def _update(run: Execution, i: Instruction) -> Callable[[], None]:
-    """Returns the function that makes an update once the gradients are with the optimizer; it looks up the rank now."""
+    """Returns the function that makes an update once the optimizer has the gradients; the rank is looked up now."""
     worker, header = run.worker, run.compiled.program.header
     optimizer, scheduler = worker.optimizers[i.stage], worker.schedulers.get(i.stage)
     scale = 1 / _steps_in(header, i.stage, i.version)
@@ -248,7 +248,7 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
     factor = None
     if worker.training.clip_norm is not None:
         norm = run.norms[i.version].sum().sqrt() * scale
-        # To the host now, where that steps: its thread knows nothing of the stream that has yet to compute the norm.
+        # The norm is copied to the host now: the thread of a host step does not wait for the stream that computes it.
         place = optimizer.param_groups[0]["params"][0].device
         factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(place)
 
@@ -266,7 +266,7 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
 
 
 def _steps_in(header: Any, stage: int, update: int) -> int:
-    """How many steps' worth of micro-batches an update of a stage averages: its replicas, but for a ragged last one."""
+    """Number of steps whose micro-batches an update of a stage averages: its replicas, or fewer in the last update."""
     size, total = header.updates[stage], header.total_microbatches
     covered = min(size, total - update * size)
     return -(-covered // header.num_microbatches)
@@ -282,11 +282,11 @@ def _barrier(run: Execution, i: Instruction) -> None:
     run.endings[run.index] = run.transport.all_reduce(members, ("barrier", run.index), token)
 
 
-# ---- spilling: copies start here, and go on while the rank computes --------------------------------------------------
+# ---- spilling: copies start here, and continue while the rank computes -----------------------------------------------
 
 
 def _fetch(run: Execution, i: Instruction) -> None:
-    """Starts to load a stage's weights, states or gradients, or data at a cut; whoever needs them waits."""
+    """Starts to load a stage's weights, states or gradients, or data at a cut."""
     if i.kind == Kind.INPUT:
         return _load(run, Instruction(Op.LOAD, i.stage, i.version))
     if i.kind not in SLOTTED:
@@ -305,12 +305,12 @@ def _fetch(run: Execution, i: Instruction) -> None:
 
 
 def _evict(run: Execution, i: Instruction) -> None:
-    """Starts to write back what has changed, or data at a cut; an input of the model is just let go of."""
+    """Starts to write back changed values, or data at a cut; an input of the model is only freed."""
     if i.kind == Kind.INPUT:
         del run.values[i.kind, i.stage, i.version]
         return
     if i.kind == Kind.WGRAD:
-        # Their marks go with them.
+        # Their marks are removed with them.
         run.worker.forget_idle_gradients(i.stage)
     copy = _spilling(run).stores[i.stage].evict(i.kind, i.version) if i.kind in SLOTTED else _park(run, i)
     _spilling(run).writes.append(copy)
@@ -325,7 +325,7 @@ def _park(run: Execution, i: Instruction) -> Copy:
 
 
 def _unparked(run: Execution, i: Instruction) -> tuple[Copy, Callable[[], None]]:
-    """An activation or its gradient on its way back, and what makes it a value of the run again once it is there."""
+    """The copy of an activation or gradient from the tier, and the function that makes it a value of the run again."""
     copy, tensors = _spilling(run).parked.read(Key(i.stage, i.kind, i.version))
 
     def arrived() -> None:
@@ -336,7 +336,7 @@ def _unparked(run: Execution, i: Instruction) -> tuple[Copy, Callable[[], None]]
 
 
 def _saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:
-    """Around a forward: what autograd saves of a stage that keeps it must not lie in its slot."""
+    """The context of a forward: tensors that autograd saves of a stage that keeps them must not be in its slot."""
     spill, spilling = run.compiled.program.header.spill, run.worker.spilling
     if spill is None or spilling is None or i.stage not in spill.keeps:
         return contextlib.nullcontext()
@@ -357,7 +357,7 @@ def _norm_part(run: Execution, i: Instruction) -> None:
 
 
 def _time(run: Execution, copy: Copy) -> None:
-    """The times of the instruction will be those of its copy, which its lane knows."""
+    """Sets the times of the instruction to those of its copy, which its lane records."""
     run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))
 
 

@@ -34,12 +34,12 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken p
 
 
 def program_file(folder: Path, number: int) -> Path:
-    """Where rank 0 leaves the program of a number, so that a position in it can be named."""
+    """The file in which rank 0 leaves the program of a number, so that a position in it can be named."""
     return folder / f"program-{number}.pipe"
 
 
 class LaunchError(PipefitError):
-    """A rank failed; the message says which, at which instruction, and where its log is."""
+    """A rank failed; the message names the rank, its instruction and its log."""
 
 
 def launch(
@@ -51,7 +51,7 @@ def launch(
     quiet: bool = False,
     deadline_s: float | None = None,
 ) -> list[Any]:
-    """Runs `function(*args)` in `num_ranks` processes that share a process group, and gives their results by rank.
+    """Runs `function(*args)` in `num_ranks` processes that share a process group; returns their results by rank.
 
     Processes come from a server that has torch loaded already, so they start in a fraction of a second. Only rank 0
     writes to the terminal; the others write to log files. When one rank fails, all are ended within seconds and the
@@ -62,11 +62,11 @@ def launch(
         function: importable by name; runs in each rank.
         num_ranks: processes to start.
         args: for the function; anything that can be pickled within this machine.
-        threads: CPU threads per rank; None: the cores divided among the ranks, at least one.
-        folder: private folder of the run, for logs; None: a temporary one, removed when all goes well.
-        quiet: rank 0 too writes to its log only.
-        deadline_s: how long a rank may stand at one instruction before the run is ended as hung, at least; 0: for ever;
-            None: what PIPEFIT_DEADLINE_S says, else 60 s.
+        threads: CPU threads per rank; None: the cores shared among the ranks, at least one.
+        folder: private folder of the run, for logs; None: a temporary one, removed when all ranks succeed.
+        quiet: rank 0 also writes only to its log.
+        deadline_s: minimum seconds that a rank may stay at one instruction before the run is ended as hung; 0: no
+            limit; None: the value of PIPEFIT_DEADLINE_S, else 60 s.
 
     Raises:
         LaunchError: a rank raised, or died.
@@ -80,7 +80,7 @@ def launch(
         stale.unlink(missing_ok=True)
     context = _server()
     environment = {
-        **os.environ,  # the server's own is as old as the server
+        **os.environ,  # the server's own environment is that of its start
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "PIPEFIT_RUN": str(place),
@@ -113,7 +113,7 @@ def launch(
 
 @contextlib.contextmanager
 def _passing_on_sigterm(processes: list[Any]) -> Iterator[threading.Event]:
-    """SIGTERM reaches the ranks; the event says that it came. Only a main thread can have handlers."""
+    """Passes SIGTERM on to the ranks; the event is set when it comes. Only a main thread can have handlers."""
     asked = threading.Event()
 
     def pass_on(*_: object) -> None:
@@ -149,7 +149,7 @@ def _main(
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
-    """A rank's process; one that hides writes to its log only."""
+    """Runs a rank's process; one that hides writes only to its log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
     if (launcher := mp.parent_process()) is not None:
@@ -176,7 +176,7 @@ _FINE = ("done", "stopped")
 
 
 def _outcome(function: Callable[..., Any], args: Sequence[Any], log: Path) -> tuple[str, Any]:
-    """Runs the function among the ranks: what became of it, in one word, and its result or error."""
+    """Runs the function among the ranks; returns the outcome in one word, and its result or error."""
     from pipefit.runtime import session
 
     try:
@@ -205,14 +205,14 @@ def _packed(outcome: tuple[str, Any]) -> bytes:
     """The outcome for the parent: tensors by value, since shared memory would vanish with this process."""
     try:
         return pickle.dumps(outcome)
-    except Exception as problem:  # an error or a result that cannot be pickled still has its words
+    except Exception as problem:  # of an error or a result that cannot be pickled the text is kept
         return pickle.dumps(("failed", f"{outcome[1]!r:.500} (not picklable: {problem})"))
 
 
 def _collect(
     processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: threading.Event
 ) -> list[tuple[str, Any]]:
-    """Waits for every rank's result; after a first failure, only for a moment more, to find the cause."""
+    """Waits for every rank's result; after a first failure, only briefly, to find the cause."""
     outcomes: dict[int, tuple[str, Any]] = {}
     deadline = None
     while len(outcomes) < len(processes):
@@ -239,10 +239,10 @@ def _collect(
 
 
 def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
-    """The error of the rank that is to blame: one that refused, raised or died before one that lost its peer."""
+    """The error of the rank that failed first: one that refused, raised or died before one that lost its peer."""
     first = min(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime, default=None)
     if first is not None:
-        said, _, rest = first.read_text(encoding="utf-8").partition("where the ranks are:\n")
+        said, _, rest = first.read_text(encoding="utf-8").partition("positions of the ranks:\n")
         return LaunchError(
             f"the run hung: {said.rstrip()}\n  all of it: {first}\n{textwrap.indent(rest.rstrip(), '  ')}"
         )
@@ -260,7 +260,7 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
 
 
 def _last_place(rank: int, place: Path) -> str:
-    """Where the rank was, from its progress file and the program that rank 0 left in the folder."""
+    """The rank's last position, from its progress file and the program that rank 0 left in the folder."""
     position = positions_of(place, rank + 1).get(rank)
     if position is None or not position.passes:
         return "before its first instruction"
@@ -271,7 +271,7 @@ def _last_place(rank: int, place: Path) -> str:
 
 
 def _end(processes: Sequence[Any], place: Path) -> None:
-    """Ends what still runs: politely, then not."""
+    """Ends the running processes: by SIGTERM, then by SIGKILL."""
     alive = [process for process in processes if process.is_alive()]
     if not alive:
         return

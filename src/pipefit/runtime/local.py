@@ -32,7 +32,7 @@ class _Collective:
 
     @functools.cached_property
     def sums(self) -> list[Tensor]:
-        """The sums, made by the first member that ends: members then overwrite what they gave."""
+        """The sums, made by the first member that ends, because members then overwrite their tensors."""
         return [functools.reduce(torch.add, column) for column in zip(*self.given, strict=True)]
 
 
@@ -54,19 +54,19 @@ class LocalTransport:
         self._pass = 0
 
     def begin(self, feed: Feed) -> None:
-        """Collectives of one pass must not meet those of the next."""
+        """Begins a pass: its collectives are separate from those of the next."""
         self._pass += 1
         self.bytes_sent = 0
 
     def send(self, instruction: Instruction, message: Message) -> None:
-        """Copies, as a real link would: neither side can then change what the other holds."""
+        """Copies, as a real link would, so that neither side can change the other's tensors."""
         i = instruction
         leaves = [leaf.clone(memory_format=torch.contiguous_format) for leaf in message.leaves]
         self.bytes_sent += sum(leaf.nbytes for leaf in leaves)
         self.mailbox.messages[i.peer, self.rank, i.kind, i.stage, i.mb] = message._replace(leaves=leaves)
 
     def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
-        """Has the message delivered once it is there; nothing to post, the mailbox has room."""
+        """Delivers the message once it is in the mailbox; nothing needs to be posted."""
         i = instruction
         key = (self.rank, i.peer, i.kind, i.stage, i.mb)
 
@@ -79,7 +79,7 @@ class LocalTransport:
         return end
 
     def all_reduce(self, members: tuple[int, ...], key: Key, tensors: list[Tensor]) -> Ending:
-        """The sums of the members' tensors replace them."""
+        """Replaces the members' tensors by their sums."""
         return self._join(members, key, tensors, lambda all_: torch._foreach_copy_(tensors, all_.sums))
 
     def reduce_scatter(self, members: tuple[int, ...], key: Key, whole: Tensor, part: Tensor) -> Ending:
@@ -88,7 +88,7 @@ class LocalTransport:
         return self._join(members, key, [whole], lambda all_: part.copy_(all_.sums[0].view(-1, len(part))[index]))
 
     def all_gather(self, members: tuple[int, ...], key: Key, part: Tensor, whole: Tensor) -> Ending:
-        """The parts of all; a copy of this one, for it may be stepped again before the last member looks."""
+        """Gathers the parts of all; this one is copied, since it may be stepped before the last member reads it."""
         given = [part.clone()]
         return self._join(members, key, given, lambda all_: torch.cat([one for (one,) in all_.given], out=whole))
 

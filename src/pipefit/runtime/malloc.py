@@ -1,4 +1,4 @@
-"""The allocator: how many bytes are in use, and what becomes of memory that is freed (with glibc)."""
+"""The allocator of glibc: bytes in use, and the treatment of freed memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _OWN_MAPPING_BYTES: Final = 1 << 20
 
 
 def keep_freed() -> None:
-    """Memory that is let go of stays with the process, for the next step.
+    """Keeps freed memory in the process, for the next step.
 
-    Else glibc returns what lies free at the end of its heap, and a step that keeps many activations gets page after
-    page anew from the system: 4 to 9 % of the steps of a small convolutional network.
+    Otherwise glibc returns free memory at the end of its heap, and a step that keeps many activations gets it back from
+    the system page by page: 4 to 9 % of the steps of a small convolutional network.
     """
     _set(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     _set(_M_TRIM_THRESHOLD, _NEVER)
 
 
 def give_back_freed() -> None:
-    """Memory that is let go of goes back to the system at once: else glibc keeps up to 32 MiB of every size it saw."""
+    """Returns freed memory to the system at once: otherwise glibc keeps up to 32 MiB of every size it saw."""
     _set(_M_MMAP_THRESHOLD, _OWN_MAPPING_BYTES)
 
 
 def trim() -> None:
-    """Gives free memory back to the system, once."""
+    """Returns free memory to the system, once."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -44,9 +44,9 @@ def _set(option: int, value: int) -> None:
 
 
 def in_use(device: torch.device) -> Callable[[], float] | None:
-    """Tells, whenever it is called, how many bytes are in use; None where the system does not know.
+    """A function that returns the bytes in use; None where the system does not report them.
 
-    On a CPU it is all that C and C++ have allocated, in whatever thread: tensors, and what torch notes about them.
+    On a CPU these are all allocations of C and C++, of all threads: tensors, and torch's data about them.
     """
     if device.type == "cuda":
         return lambda: float(torch.cuda.memory_allocated(device))

@@ -1,4 +1,4 @@
-"""Batches cut into micro-batches."""
+"""Batches split into micro-batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import DataError
 
 Weigh = Callable[[Any], float]
-"""How much a micro-batch counts in the mean of its batch, from its target: by default its number of samples."""
+"""The weight of a micro-batch in the mean of its batch, from its target; by default its number of samples."""
 
 
 class MicroBatch(NamedTuple):
@@ -33,16 +33,16 @@ class MicroBatch(NamedTuple):
 
 
 class Feed(Protocol):
-    """The data of one pass over a program: its micro-batches, as far as they are asked for."""
+    """The data of one pass over a program: its micro-batches, made when they are requested."""
 
     def __getitem__(self, mb: int, /) -> MicroBatch: ...
 
 
 def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]:
-    """A pytree of tensors, cut along their first dimension into nearly equal parts.
+    """A pytree of tensors, split along their first dimension into nearly equal parts.
 
     Raises:
-        DataError: there are fewer samples than micro-batches, or the tensors disagree on how many there are.
+        DataError: there are fewer samples than micro-batches, or the tensors have different numbers of samples.
     """
     leaves, structure = pytree.tree_flatten(batch)
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
@@ -68,23 +68,23 @@ def largest_part(batch: Any, num_microbatches: int) -> int:
 def feed_of(
     batch: tuple[Any, Any], num_microbatches: int, first_ordinal: int, mode: str, weigh: Weigh | None = None
 ) -> list[MicroBatch]:
-    """The data of a step, cut into micro-batches.
+    """The data of a step, split into micro-batches.
 
     Args:
         batch: (input, target).
         num_microbatches: of the step.
         first_ordinal: number of the first micro-batch since training began.
-        mode: "train" or "eval"; part of what shapes are agreed for.
-        weigh: how much a micro-batch counts.
+        mode: "train" or "eval"; a part of the signature for which shapes are agreed.
+        weigh: from a target to the weight of its micro-batch.
 
     Raises:
-        DataError: the batch cannot be cut so, or none of its micro-batches counts.
+        DataError: the batch cannot be split so, or all its micro-batches have weight 0.
     """
     parts, wanted = cut(batch[0], num_microbatches), cut(batch[1], num_microbatches, "the target")
     weights = [float(weigh(target)) if weigh else float(_num_samples(target)) for target in wanted]
     total = sum(weights)
     if not total > 0:
-        raise DataError(f"the micro-batches of a batch count {weights}; at least one must count more than 0")
+        raise DataError(f"the micro-batches of a batch have weights {weights}; at least one must be more than 0")
     return [
         MicroBatch(x, y, weight / total, first_ordinal + k, f"{mode} {_shapes(x)} {_shapes(y)}")
         for k, (x, y, weight) in enumerate(zip(parts, wanted, weights, strict=True))

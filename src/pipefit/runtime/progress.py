@@ -1,4 +1,4 @@
-"""Where each rank is: a few numbers in a small shared file, so that a dead rank's last instruction can be named."""
+"""The position of each rank: a few numbers in a small shared file, so that a dead rank's last instruction is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 _LAYOUT = struct.Struct("qqqqd")
 
-# Where a rank can be that is no instruction of a program.
+# Places of a rank outside of the instructions of a program.
 OUTSIDE, SAVING, LOSS, MEETING, TOKEN = -1, -2, -3, -4, -5
 PLACES = {
     OUTSIDE: "between two passes, in the code of the user",
@@ -24,14 +24,14 @@ PLACES = {
 
 
 class Position(NamedTuple):
-    """How far a rank has come.
+    """The position of a rank in its run.
 
     Attributes:
-        passes: begun so far.
+        passes: number of passes begun.
         index: in the program's list, or one of the places outside it (negative).
         program: number of the program, in the order in which programs were first run.
         pid: of the rank's process.
-        since_s: when it got there (monotonic seconds of its machine).
+        since_s: time of its arrival there (monotonic seconds of its machine).
     """
 
     passes: int
@@ -56,17 +56,17 @@ class Progress:
         self.at(OUTSIDE)
 
     def at(self, index: int) -> None:
-        """The rank begins the instruction at `index`, or is at a place outside the program."""
+        """Records that the rank begins the instruction at `index`, or is at a place outside the program."""
         _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, time.monotonic())
 
     @property
     def position(self) -> Position:
-        """Where the rank is."""
+        """The rank's position."""
         return Position(*_LAYOUT.unpack_from(self._memory))
 
 
 def progress_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its position."""
+    """The file to which a rank writes its position."""
     return folder / f"rank-{rank}.progress"
 
 

@@ -1,7 +1,7 @@
 """Reductions of a replicated stage, bucket by bucket, begun while its last backward of an update still runs.
 
-Under a sharded optimizer each replica gets the sum of its own part of every bucket, steps that part of the weights, and
-all of them put the new weights together.
+Under a sharded optimizer each replica gets the sum of its own part of every bucket and steps that part of the weights;
+then the new weights are gathered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def make_buckets(worker: Worker, program: Program) -> None:
-    """Buckets for the stages of a rank that the program reduces over replicas; they stay with the worker."""
+    """Makes the buckets of a rank's stages that the program reduces over replicas; they stay with the worker."""
     reduced = {i.stage for i in program.ranks[worker.rank] if i.op is Op.REDUCE and i.kind in SUMMED}
     for stage in reduced:
         if stage not in worker.buckets:
@@ -43,7 +43,7 @@ def make_buckets(worker: Worker, program: Program) -> None:
 
 
 def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
-    """A backward of a replicated stage; the last of an update starts the reduction of each bucket that is full."""
+    """Runs a backward of a replicated stage; the last of an update starts the reduction of each full bucket."""
     buckets = run.worker.buckets[i.stage]
     reduce = run.compiled.early.get(run.index)
     if reduce is None:
@@ -55,7 +55,7 @@ def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
 
 
 def _launcher(run: Execution, reduce: Instruction) -> Launch:
-    """Starts the reduction of a bucket and keeps what is under way for the `reduce` instruction."""
+    """A function that starts the reduction of a bucket and keeps it for the `reduce` instruction."""
     members = collective_members(run.compiled.program.header, reduce)
     under_way: list[Ending] = []
     run.values["launched", reduce.stage, reduce.version] = under_way
@@ -91,7 +91,7 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
 
 
 def gather_shards(run: Execution, i: Instruction) -> None:
-    """Puts the parts of new weights that the replicas have stepped together on each of them."""
+    """Gathers the new weights on each replica from the parts that the replicas have stepped."""
     store = run.worker.stores[i.stage]
     assert isinstance(store, ShardedStore)
     members = collective_members(run.compiled.program.header, i)
@@ -103,7 +103,7 @@ def gather_shards(run: Execution, i: Instruction) -> None:
 
 
 def counted_parts(run: Execution) -> list[Tensor]:
-    """Gradients of sharded stages that count here in the global norm: this replica's parts, tied weights once."""
+    """Gradients of sharded stages that this rank counts in the global norm: this replica's parts, tied weights once."""
     header, worker = run.compiled.program.header, run.worker
     found = []
     for stage, store in worker.stores.items():

@@ -1,4 +1,4 @@
-"""The process group of a run: who this process is, and joining the others."""
+"""The process group of a run: the number of this process, and joining the others."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Session:
 
     Attributes:
         rank: its number; 0 in a run of one process.
-        num_ranks: how many processes there are; 1: all ranks of a program run in this process.
+        num_ranks: number of processes; 1: all ranks of a program run in this process.
         folder: private folder of the run where pipefit itself started the ranks, all on this machine; else None.
-        progress: where this rank is.
-        before_leaving: what must be done before the process group is gone, such as waiting for sends under way.
+        progress: this rank's position.
+        before_leaving: called before the process group is removed, to wait for open sends, for example.
         programs: those that this rank has run, by digest, numbered in order.
         watchdog: ends this rank when it hangs; None in a run of one process.
         stop: whether this process was asked to stop.
@@ -49,11 +49,11 @@ class Session:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether ranks are processes."""
+        """Returns whether ranks are processes."""
         return self.num_ranks > 1
 
     def passing(self, program: Program) -> contextlib.AbstractContextManager[None]:
-        """A pass over a program: its position is known to others, and the watchdog looks at it."""
+        """The context of a pass over a program: its position is visible to others, and the watchdog checks it."""
         if self.watchdog is None:
             return contextlib.nullcontext()
         self.progress.program = self.programs.setdefault(program.digest, len(self.programs))
@@ -61,7 +61,7 @@ class Session:
 
     @contextlib.contextmanager
     def at(self, place: int) -> Iterator[None]:
-        """This rank is at a place outside its programs; see `progress.PLACES`."""
+        """The context of a place outside the programs; see `progress.PLACES`."""
         self.progress.at(place)
         yield
         self.progress.at(OUTSIDE)
@@ -92,7 +92,7 @@ def join() -> Session:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized():
         if folder is not None:
-            # Gloo would otherwise look the host's name up, which may resolve to an address of the outside.
+            # Gloo would otherwise look up the host's name, which may resolve to an external address.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             store = dist.FileStore(str(folder / "store"), num_ranks)
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
@@ -115,7 +115,7 @@ def join() -> Session:
 
 
 def _leave_well() -> None:
-    """At the end of a script under torchrun; one that raised leaves at once, for the others may not be there."""
+    """Ends a script under torchrun; one that raised leaves at once, because the others may not be there."""
     if not hasattr(sys, "last_value"):
         with contextlib.suppress(RuntimeError):
             leave()

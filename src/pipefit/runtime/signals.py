@@ -26,10 +26,10 @@ _TERMINATED = 128 + signal.SIGTERM
 
 @dataclass
 class Stop:
-    """Whether this run was asked to stop (SIGTERM).
+    """The state of a request to stop this run (SIGTERM).
 
     Attributes:
-        requested: this process was asked.
+        requested: this process got the request.
         agreed: all ranks know it, since the same step.
     """
 
@@ -38,12 +38,12 @@ class Stop:
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stack when it is asked."""
+    """The file to which a rank writes its stack on request."""
     return folder / f"rank-{rank}.stack"
 
 
 def answer_with_stack(folder: Path, rank: int) -> None:
-    """Lets others ask for this rank's stack, unless the user has another meaning for the signal."""
+    """Lets others request this rank's stack, unless the user has set another handler for the signal."""
     if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
         file = stack_file(folder, rank).open("w", encoding="utf-8")
         faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
@@ -51,14 +51,14 @@ def answer_with_stack(folder: Path, rank: int) -> None:
 
 def die_with_parent() -> None:
     """Asks the kernel to kill this process when its parent dies, so that no rank is left behind."""
-    with contextlib.suppress(OSError, AttributeError):  # only Linux knows it
+    with contextlib.suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         os._exit(_TERMINATED)
 
 
 def die_with(sentinel: int) -> None:
-    """Ends this process when a pipe's other end closes, that of the launcher: its kernel parent is the fork server."""
+    """Ends this process when the launcher's end of a pipe closes, because its kernel parent is the fork server."""
 
     def watch() -> None:
         wait([sentinel])
@@ -68,7 +68,7 @@ def die_with(sentinel: int) -> None:
 
 
 def listen(stop: Stop, folder: Path | None) -> None:
-    """On SIGTERM: asks to stop after the step; ends the process at a second one, or after a grace time.
+    """Installs the handler of SIGTERM: a stop after the step; the end of the process at a second one or a grace time.
 
     The grace time is 10 s; PIPEFIT_GRACE_S changes it. A handler that the user has set stays as it is.
     """

@@ -1,4 +1,4 @@
-"""The nouns of the border between the executor and the two transports, which carry tensors from rank to rank."""
+"""The types between the executor and the two transports, which carry tensors from rank to rank."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Message(NamedTuple):
 
 
 Ending = Callable[[], bool]
-"""Ends an operation under way: it waits until the result is where it belongs. Where nothing can be waited for, because
-the other ranks live in this process too, it returns False and must be called again once they have gone on."""
+"""Ends an asynchronous operation: it waits until the result is in place. Where it cannot wait, because the other ranks
+are in this process too, it returns False and must be called again after they have continued."""
 
 
 def all_of(endings: Sequence[Ending]) -> Ending:

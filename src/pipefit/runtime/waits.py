@@ -1,4 +1,4 @@
-"""Waiting ranks: which one waits for which, read from their positions, and the page that shows it."""
+"""Waiting ranks: the rank that each one waits for, from their positions, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, PLACES, Position
 
 
 def waits_for(program: Program, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
-    """The ranks that a rank may be waiting for at its position, each with what it should bring.
+    """The ranks that a rank may be waiting for at its position, each with the missing message or part.
 
-    A peer that has passed the instruction in question is not waited for. Empty: the rank is at work, or outside.
+    A peer that has passed the instruction is not waited for. Empty: the rank is computing, or outside the program.
     """
     here = positions[rank]
     others = {r: p for r, p in positions.items() if r != rank}
@@ -44,13 +44,13 @@ def waits_for(program: Program, rank: int, positions: Mapping[int, Position]) ->
             for member in graph.collectives[graph.collective_of[number]]:
                 needs(member, f"'{instruction}'")
     if instructions[here.index].op is Op.SEND and not found:
-        # A send waits for an earlier one to the same peer, when too many are under way.
+        # A send waits for an earlier one to the same peer, when too many are open.
         found[instructions[here.index].peer * program.header.tensor + part] = "its receives"
     return found or _partners(program, rank, positions)
 
 
 def _partners(program: Program, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
-    """The processes of the same tensor-parallel rank that have not come as far: inside a layer all wait for all."""
+    """The processes of the same tensor-parallel rank that are behind: inside a layer all wait for all."""
     here, tensor = positions[rank], program.header.tensor
     first = rank - rank % tensor
     return {
@@ -63,7 +63,7 @@ def _partners(program: Program, rank: int, positions: Mapping[int, Position]) ->
 
 
 def _index(position: Position) -> int:
-    """An order of positions inside a pass: what follows the program comes last."""
+    """An order of positions inside a pass: places after the program come last."""
     return position.index if position.index >= 0 else 1 << 60
 
 
@@ -72,7 +72,7 @@ _STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
 
 
 def _state(position: Position) -> str:
-    """Whether a rank's process is "stopped", "ended" or "there"."""
+    """The state of a rank's process: "stopped", "ended" or "there"."""
     try:
         return _STATES.get(Path(f"/proc/{position.pid}/stat").read_text().rpartition(")")[2].split()[0], "there")
     except OSError:
@@ -91,7 +91,7 @@ def where(program: Program | None, rank: int, position: Position) -> str:
 def _culprit(
     program: Program, rank: int, positions: Mapping[int, Position], states: Mapping[int, str]
 ) -> tuple[int | None, list[str]]:
-    """Follows who waits for whom from `rank` to one that waits for nobody; None: they wait in a circle."""
+    """Follows the waits from `rank` to a rank that waits for no other; None: they wait for each other in a cycle."""
     lines: list[str] = []
     seen: list[int] = []
     current = rank
@@ -102,7 +102,7 @@ def _culprit(
         peers = waits_for(program, current, positions)
         if not peers:
             return current, lines
-        # A rank that is stopped or gone explains more than one that also waits.
+        # A rank that is stopped or has ended explains more than one that also waits.
         peer = min(peers, key=lambda peer: (states.get(peer, "there") == "there", peer))
         lines.append(f"rank {current} waits for {peers[peer]} of rank {peer}")
         current = peer
@@ -113,12 +113,12 @@ def _verdict(culprit: int, place: str, position: Position, state: str) -> str:
     if state == "stopped":
         return f"rank {culprit} is stopped (by SIGSTOP or a debugger), {place}"
     if state == "ended":
-        return f"rank {culprit} has ended without a word, {place}"
+        return f"rank {culprit} has ended without an error message, {place}"
     if position.index == MEETING:
-        return f"rank {culprit} does not meet the others: {place}"
+        return f"rank {culprit} does not join the others: {place}"
     if position.index == OUTSIDE:
         return f"rank {culprit} has been outside the program too long: {place}"
-    return f"rank {culprit} does not go on, though it waits for no other rank: {place}"
+    return f"rank {culprit} does not continue, though it waits for no other rank: {place}"
 
 
 def hang_report(
@@ -130,37 +130,37 @@ def hang_report(
     num_ranks: int,
     stacks: Callable[[int], str] = lambda rank: "",
 ) -> str:
-    """One page about a rank that hangs: the verdict, the chain that leads to it, and where every rank is.
+    """One page about a rank that hangs: the cause, the chain of waits that leads to it, and all positions.
 
     Args:
-        rank: that found out.
+        rank: that detected the hang.
         program: that it runs.
         positions: of all ranks that are known.
-        stood_s: seconds it has stood at its instruction.
-        deadline_s: seconds it may.
+        stood_s: seconds that it has been at its instruction.
+        deadline_s: limit of these seconds.
         num_ranks: of the run.
-        stacks: gives the Python stack of a rank, "" if it cannot be had.
+        stacks: from a rank to its Python stack, "" if it is not available.
     """
-    # The process that finds out is there, even if it was stopped for a while.
+    # The process that detects the hang is running, even if it was stopped for a while.
     states = {other: "there" if other == rank else _state(position) for other, position in positions.items()}
     places = {other: where(program, other, position) for other, position in positions.items()}
     culprit, chain = (rank, []) if program is None else _culprit(program, rank, positions, states)
     if culprit is None:
-        verdict = f"the ranks wait for each other in a circle (for {stood_s:.0f} s)"
+        verdict = f"the ranks wait for each other in a cycle (for {stood_s:.0f} s)"
     elif culprit not in positions:
-        verdict = f"rank {culprit} is to blame: where it is is not known on this machine"
+        verdict = f"rank {culprit} is the cause: its position is not known on this machine"
     else:
         verdict = _verdict(culprit, places[culprit], positions[culprit], states[culprit])
     lines = [
         verdict,
-        f"seen by rank {rank}, which stood still for {stood_s:.1f} s, {places[rank]} "
+        f"detected by rank {rank}, which has waited for {stood_s:.1f} s, {places[rank]} "
         f"(deadline {deadline_s:.1f} s; PIPEFIT_DEADLINE_S changes it, 0 turns it off)",
         *chain,
-        "where the ranks are:",
+        "positions of the ranks:",
     ]
     for other in range(num_ranks):
         mark = f"{states[other]}, " if states.get(other, "there") != "there" else ""
         lines.append(f"  rank {other}: {mark}{places.get(other, 'not known on this machine')}")
     if states.get(culprit) == "there" and (stack := stacks(culprit)):
-        lines += [f"what rank {culprit} was doing (innermost call first):", stack.rstrip()]
+        lines += [f"stack of rank {culprit} (innermost call first):", stack.rstrip()]
     return "\n".join(lines) + "\n"

@@ -1,8 +1,8 @@
-"""Ends a rank that waits too long, and says who is to blame: nothing in `torch.distributed` can interrupt a wait.
+"""Ends a rank that waits too long, and names the rank that causes it: `torch.distributed` cannot interrupt a wait.
 
-A thread looks at the rank's position. When it has stood at one instruction for longer than a deadline, the thread
-follows who waits for whom through the ranks' positions to one that waits for nobody, writes one page about it, and ends
-the process; the launcher then ends the others and shows the page's first lines.
+A thread checks the rank's position. When it has been at one instruction for longer than a deadline, the thread follows
+the waits through the ranks' positions to a rank that waits for no other, writes one page about it, and ends the
+process; the launcher then ends the others and shows the page's first lines.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _FIRST_S = 600.0
 _FACTOR = 10.0
 _KEPT_PASSES = 31
 _ANSWER_S = 0.2
-# Where a rank waits for others outside its program, but in nobody's own code.
+# Places at which a rank waits for others outside its program, but not in the user's code.
 _WATCHED = (LOSS, MEETING)
 
 
 def hang_file(folder: Path, rank: int) -> Path:
-    """Where a rank leaves its page."""
+    """The file to which a rank writes its page."""
     return folder / f"rank-{rank}.hang"
 
 
 def deadline_from_environment() -> float | None:
-    """The step deadline that PIPEFIT_DEADLINE_S asks for; None where it is not set.
+    """The step deadline in PIPEFIT_DEADLINE_S; None where it is not set.
 
     Raises:
-        PipefitError: it is no number of seconds.
+        PipefitError: it is not a number of seconds.
     """
     text = os.environ.get("PIPEFIT_DEADLINE_S", "").strip()
     if not text:
@@ -67,8 +67,8 @@ class Watchdog:
         rank: of this process.
         num_ranks: of the run.
         progress: of this rank.
-        folder: where the other ranks' positions are; None: unknown.
-        floor_s: smallest deadline; 0: never.
+        folder: of the other ranks' positions; None: unknown.
+        floor_s: smallest deadline; 0: no deadline.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Watchdog:
 
     @property
     def deadline_s(self) -> float:
-        """How long one instruction may take now."""
+        """Seconds that one instruction may take now."""
         floor = self._given_s
         if floor is None:
             floor = _FLOOR_S if self._steps_s else _FIRST_S
@@ -92,20 +92,20 @@ class Watchdog:
 
     @contextlib.contextmanager
     def passing(self, program: Program) -> Iterator[None]:
-        """A pass over a program; it is watched while it lasts."""
+        """The context of a pass over a program, during which it is watched."""
         began = time.monotonic()
         self._program = program
         try:
             yield
         except BaseException:
-            # The position stays, for the message that names the last instruction; what follows is the user's affair.
+            # The position stays, for the message that names the last instruction; the user's code follows.
             self._stop.set()
             raise
         self._steps_s.append((time.monotonic() - began) / program.header.num_steps)
         self._progress.at(OUTSIDE)
 
     def stop(self) -> None:
-        """Watches no longer."""
+        """Stops watching."""
         self._stop.set()
 
     def _watch(self) -> None:
@@ -113,7 +113,7 @@ class Watchdog:
         seen, stood_s, before = self._progress.position, 0.0, time.monotonic()
         while not self._stop.wait(interval):
             now, position = time.monotonic(), self._progress.position
-            # A process that was itself stopped must not take that time for a hang.
+            # The time in which this process was stopped must not count as a hang.
             stood_s = stood_s + min(now - before, 2 * interval) if position == seen else 0.0
             seen, before = position, now
             if stood_s > self.deadline_s and (position.index >= 0 or position.index in _WATCHED):

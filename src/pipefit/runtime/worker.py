@@ -1,4 +1,4 @@
-"""A rank's lasting state: its stages, their weights and optimizers. Programs come and go over it."""
+"""A rank's persistent state: its stages, their weights and optimizers. Many programs run with it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Worker:
 
     Attributes:
         rank: its number.
-        training: loss, optimizer and the rest.
-        device: where it computes.
+        training: loss, optimizer and other settings.
+        device: of the rank.
         stages: by index.
         owned: the parameters each stage trains.
         stores: the weight versions of each stage.
@@ -41,7 +41,7 @@ class Worker:
         scale: of the loss; None: it is not scaled.
         spilling: tier, slots and lanes of the rank; None: all its stages stay on the device.
         mesh: the processes that share the rank by tensor parallelism.
-        flags: which outputs of a stage need gradients, learnt from the first micro-batch of each shape.
+        flags: for each output of a stage, whether it needs a gradient, from the first micro-batch of each shape.
     """
 
     rank: int
@@ -76,11 +76,11 @@ class Worker:
 
         Args:
             rank: its number.
-            training: loss, optimizer and the rest.
+            training: loss, optimizer and other settings.
             layers: of each stage.
             ties: all tied parameters of the model.
-            device: where it computes.
-            spilling: where spilled stages live.
+            device: of the rank.
+            spilling: of its spilled stages.
             mesh: the processes that share the rank.
             shards: (replica, replicas) of each stage whose optimizer is sharded over them.
 
@@ -130,18 +130,18 @@ class Worker:
     def presence(
         self, stage: int, optim: bool = False, change: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Between programs: has a stage on the device, wherever it lives; see `SpilledStore.present`."""
+        """The context, between programs, in which a stage is on the device; see `SpilledStore.present`."""
         spilled = self.spilling.stores if self.spilling else {}
         return spilled[stage].present(optim, change) if stage in spilled else contextlib.nullcontext()
 
     def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
-        """Gradients of all tied parameters in the model's order, and which of them are real.
+        """Gradients of all tied parameters in the model's order, and a mark for those that are real.
 
-        Zeros for those that none of these stages holds.
+        The others, of parameters that none of these stages holds, are zeros.
         """
         held = {o.tie.owner: (stage, o.parameter) for stage in stages for o in self.owned[stage] if o.tie}
         ties = {tie.owner: tie for tie in self.ties.values()}
-        # The same type on every rank, whatever it holds; once reduced, how many ranks had each gradient.
+        # The same type on every rank, also without the parameter; the sum is the number of ranks with each gradient.
         marks = torch.zeros(len(ties), dtype=next(iter(ties.values())).dtype, device=self.device)
         gradients = []
         for (name, tie), mark in zip(ties.items(), marks, strict=True):
@@ -158,19 +158,19 @@ class Worker:
         return [*gradients, marks]
 
     def mark_idle(self, stage: int, parameter: nn.Parameter, mark: Tensor) -> None:
-        """This rank has no gradient for a parameter; `mark` will say how many of the others have one."""
+        """Records a parameter without a gradient here; the reduced `mark` is the number of ranks that have one."""
         self._idle.setdefault(stage, []).append((parameter, mark))
 
     def forget_idle_gradients(self, stage: int) -> None:
-        """Takes the zeros away that stood in for gradients no rank had: the optimizer passes such weights by."""
+        """Removes zeros in place of gradients that no rank had: the optimizer then skips such weights."""
         for parameter, mark in self._idle.pop(stage, ()):
             if not mark:
                 parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:
-        """Gradients that this stage counts in the global norm: a tied weight counts where its first name lives.
+        """Gradients that this stage counts in the global norm: a tied weight counts at the stage of its first name.
 
-        Of the processes that share the rank each counts its parts, and the first what all of them hold.
+        Of the processes that share the rank each counts its parts, and the first one also the weights that all hold.
         """
         counted = (o for o in self.owned[stage] if o.tie is None or o.tie.owner == o.name)
         if not self.mesh.is_first:

@@ -1,4 +1,4 @@
-"""Finding a schedule by name (those of the house, a user's own, and other packages'), and the program of a plan."""
+"""Schedules by name (built-in ones, a user's own, and those of other packages), and the program of a plan."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pipefit.schedules.written import SUFFIX, from_file
 from pipefit.spec.plan import Plan
 
 HOUSE = (gpipe, one_f_one_b, looped, zero_bubble, spilled)
-"""The families of the house, one file each; importing a family registers its schedules."""
+"""The built-in families, one file each; importing a family registers its schedules."""
 
 
 def names() -> list[str]:
-    """The schedules of the house, then any others that have been registered."""
+    """The built-in schedules, then any others that have been registered."""
     return list(REGISTRY)
 
 
@@ -26,7 +26,7 @@ def find(name: str) -> Schedule:
     """A schedule by its name, or by the path of a `.pipe` file; entry points of the group `pipefit.schedules` count.
 
     Raises:
-        ScheduleError: there is none; the message suggests the nearest.
+        ScheduleError: no such schedule; the message suggests the nearest.
     """
     if name.endswith(SUFFIX):
         return from_file(name)
@@ -48,7 +48,7 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
     """The shape from which a plan's program is generated.
 
     Args:
-        plan: what the run follows.
+        plan: of the run.
         num_steps: weight updates in the program.
         ties: groups of stages that share a weight; a property of the model, not of the plan.
         clip: gradients are clipped by their global norm.
@@ -83,6 +83,6 @@ def program_of(plan: Plan, *, num_steps: int = 1) -> Program:
     """The program of a plan whose model has no tied weights.
 
     Raises:
-        ScheduleError: an unknown schedule, or a shape it has no meaning for.
+        ScheduleError: an unknown schedule, or a shape that it does not support.
     """
     return generate(plan.schedule, shape_of(plan, num_steps=num_steps))

@@ -13,7 +13,7 @@ from pipefit.passes.build import build
 
 @functools.lru_cache(maxsize=32)
 def forward_only(header: Header, num_microbatches: int) -> Program:
-    """Every micro-batch through every stage once, with the newest weights and nothing trained."""
+    """A program of every micro-batch through every stage once, with the newest weights and without training."""
     header = msgspec.structs.replace(
         header,
         schedule="forward",
@@ -26,7 +26,7 @@ def forward_only(header: Header, num_microbatches: int) -> Program:
     order = []
     for rank in range(header.num_ranks):
         mine = [fwd(stage, mb) for stage in header.stages_of(rank) for mb in header.microbatches_of(stage, rank)]
-        # Stage by stage where stages are fetched, so that each comes once; else micro-batch by micro-batch.
+        # Stage by stage where stages are fetched, so that each is fetched once; else micro-batch by micro-batch.
         size = header.total_microbatches if header.spill and header.num_ranks == 1 else header.num_ranks
         order.append(sorted(mine, key=lambda i: (i.mb // size, i.stage, i.mb)))
     return build(header, order)

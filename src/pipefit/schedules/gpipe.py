@@ -1,4 +1,4 @@
-"""The schedules that flush after running all forwards first: GPipe, and the two it is measured against."""
+"""GPipe, and its two baselines: naive model parallelism and data parallelism."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ def _interleavable(shape: Shape) -> None:
         wanted = f"{least}" if least == most else f"{least} to {most}"
         raise ScheduleError(
             f"interleaved: group: expected {wanted} micro-batches (with fewer than the "
-            f"{shape.depth} ranks of the pipeline they would wait in a circle), or 0 for {least}; got {group}"
+            f"{shape.depth} ranks of the pipeline they would wait for each other), or 0 for {least}; got {group}"
         )
     if len(set(shape.replicas)) > 1:
         raise ScheduleError(
-            f"interleaved: all stages need as many replicas (ranks alternate in step), got {list(shape.replicas)}"
+            f"interleaved: all stages need equally many replicas (ranks alternate in step), got {list(shape.replicas)}"
         )
 
 
@@ -35,15 +35,15 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
         .    F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3 .      rank 1
 
     F2.0: forward of stage 2 on micro-batch 0; rank 0 holds stages 0 and 2, rank 1 stages 1 and 3; drawn for f = b.
-    Time (m+(p−1)/v)(f+b). Option `group` sets the micro-batches of a group (0: p). A last group that is not full works
-    too; counts that p divides have the shortest bubble. With one chunk per rank it is 1F1B.
+    Time (m+(p−1)/v)(f+b). Option `group` sets the micro-batches of a group (0: p). The last group may be incomplete;
+    counts that p divides have the shortest bubble. With one chunk per rank it is 1F1B.
     Source: Megatron-LM (SC 2021) §2.2.2, figure 4.
     """
     size = task.options["group"] or task.depth
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
         mbs = task.microbatches_of(stages[0], rank)
-        # The order of a full last group, without the micro-batches it lacks: less cannot make ranks wait in a circle.
+        # The order of a full last group without its missing micro-batches: fewer cannot cause a cycle of waits.
         lacking = range(-1, -1 - (-len(mbs) % size), -1)
         slots = [*mbs, *lacking]
         groups = [slots[start : start + size] for start in range(0, len(slots), size)]
@@ -64,8 +64,8 @@ def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
 
     F2.0: forward of stage 2 on micro-batch 0; rank 0 holds stages 0 and 2, rank 1 stages 1 and 3; drawn for f = b.
     Time (m+(p−1)/v)(f+b) for m ≥ p; m micro-batches of activations. Each chunk's gradients are complete early, so their
-    reduction overlaps with the rest. Option `turn` 1: at the last stage, where forwards turn to backwards, each
-    backward follows its own forward, so that the stage keeps one micro-batch and need not replay it.
+    reduction overlaps with the remaining chunks. Option `turn` 1: at the last stage each backward follows its own
+    forward, so that the stage keeps one micro-batch and need not replay it.
     Source: Breadth-First Pipeline Parallelism (MLSys 2023) §3.
     """
     for rank in range(task.num_ranks):

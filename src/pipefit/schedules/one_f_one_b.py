@@ -78,7 +78,7 @@ def _pipedream(task: Task) -> Iterator[list[Instruction]]:
 
 @schedule(name="pipedream-vertical-sync", weights=WeightRule.VERTICAL, options={"warmup": 1}, check=_warmup_in_reach)
 def _vertical_sync(task: Task) -> Iterator[list[Instruction]]:
-    """PipeDream with vertical sync: a mini-batch uses the same version at every stage, the one it met at stage 0.
+    """PipeDream with vertical sync: a mini-batch uses the same version at every stage, the one it used at stage 0.
 
         F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4   rank 0: F3 and B3 use version 1
         .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .    rank 1: F3 and B3 use version 1

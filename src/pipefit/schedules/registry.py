@@ -1,4 +1,4 @@
-"""Schedules by name: those of the house, those of other packages, and a user's own."""
+"""Schedules by name: built-in ones, those of other packages, and a user's own."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Task:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks need an order."""
+        """Number of ranks that need an order."""
         return self.header.num_ranks
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return self.header.num_stages
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, from the input on."""
+        """The stages of a rank, starting from the input."""
         return self.header.stages_of(rank)
 
     def microbatches_of(self, stage: int, rank: int) -> list[int]:
@@ -55,18 +55,18 @@ Order = Callable[[Task], Iterable[Iterable[Instruction]]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A named generator. Call it with a `Shape` for the Program.
+    """A named generator: a callable from a `Shape` to a `Program`.
 
     Attributes:
-        name: how users ask for it.
+        name: by which users request it.
         order: the forwards and backwards of each rank.
         weights: its rule for weight versions.
-        layout: how stages lie on ranks; see `placement_of`.
-        chunks: whether it has a meaning for several stages per rank.
-        options: its own integers and their defaults.
-        check: raises ScheduleError for a shape it has no meaning for.
-        spills: whether it is made for stages that live on the host or on disk: it then spills all of them, and replays
-            forwards but of stages that keep what was saved, unless the shape says otherwise.
+        layout: placement of stages on ranks; see `placement_of`.
+        chunks: whether it supports several stages per rank.
+        options: its integer options and their defaults.
+        check: raises ScheduleError for a shape that it does not support.
+        spills: whether it is made for stages on the host or on disk. It then spills all of them, and replays forwards
+            except of stages that keep their saved tensors, unless the shape gives other settings.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Schedule:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether every micro-batch of an update uses the weights the update starts from."""
+        """Returns whether every micro-batch of an update uses the weights the update starts from."""
         return self.weights is WeightRule.FLUSH
 
     @property
@@ -92,7 +92,7 @@ class Schedule:
         """The program of a shape.
 
         Raises:
-            ScheduleError: the shape has no meaning here; the message names the nearest that has.
+            ScheduleError: the shape is not supported; the message names the nearest supported one.
         """
         unknown = sorted(set(shape.options) - set(self.options))
         if unknown:
@@ -157,7 +157,7 @@ def schedule(order: Order | None = None, **facts: Unpack[Facts]) -> Callable[[Or
     """Registers a schedule: a function from a `Task` to each rank's list of forwards and backwards.
 
     Loads, losses, weight versions, optimizer steps, reductions and messages are added by passes; proof, simulation,
-    picture and run come for free.
+    picture and run need no further code.
 
     >>> from pipefit.ir import bwd, fwd
     >>> @schedule

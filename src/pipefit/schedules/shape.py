@@ -1,4 +1,4 @@
-"""Shape: the integers a schedule is made from."""
+"""Shape: the integers from which a schedule is generated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefit.ir.spill import Spill
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
-    """The integers that a schedule is generated for.
+    """The integers for which a schedule is generated.
 
     Attributes:
         depth: positions of the pipeline, p; the number of ranks when no stage is replicated.
@@ -21,15 +21,15 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         num_steps: weight updates in the program.
         replicas: copies of each stage (empty: one each). All alike: ranks are numbered pipeline by pipeline; otherwise
             stage by stage.
-        placement: ranks of each stage, where the default does not serve.
+        placement: ranks of each stage; (): the default of the layout.
         recompute: stages that replay their forward; None: all.
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is needed before each step.
-        sharded: replicas of a stage step a part of its weights each.
+        sharded: each replica of a stage steps a part of its weights.
         ahead: compute instructions between posting a receive and needing it.
         tensor: processes that share each rank by tensor parallelism.
-        pieces: each of them sends its part of what travels, and the receiver gathers.
-        spill: stages that live on the host or on disk, and the slots they are fetched into (None: none).
+        pieces: each of them sends its part of a message, and the receiver gathers.
+        spill: stages that are kept on the host or on disk, and the slots into which they are fetched (None: none).
         prefetch: stages ahead that a spilled one is fetched (None: as soon as a slot is free).
         options: integers particular to the schedule.
     """
@@ -64,7 +64,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             updates = [self.num_microbatches * count for count in copies]
         elif weights is WeightRule.VERTICAL and len(set(copies)) > 1:
             raise ScheduleError(
-                f"{schedule}: all stages need as many replicas (their versions advance together), got {copies}"
+                f"{schedule}: all stages need equally many replicas (their versions advance together), got {copies}"
             )
         elif weights is WeightRule.VERTICAL:
             updates = [self.num_microbatches * copies[0]] * len(placement)
@@ -107,7 +107,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
                 why = "clipping by the global norm" if clips else "a tied weight"
                 raise ScheduleError(
                     f"{header.schedule}: {why} needs stages that step together, but stages {list(stages)} step once in "
-                    f"{counts} micro-batches; give them as many replicas each"
+                    f"{counts} micro-batches; give them equally many replicas"
                 )
 
 
@@ -136,7 +136,7 @@ def placement_of(
         raise ScheduleError(f"replicas: expected counts of at least 1, got {list(replicas)}")
     if layout == "single":
         if len(set(counts)) > 1:
-            raise ScheduleError(f"replicas: expected as many of every stage of a rank, got {list(replicas)}")
+            raise ScheduleError(f"replicas: expected the same number for all stages of a rank, got {list(replicas)}")
         return (tuple(range(counts[0])),) * stages
     if len(set(counts)) == 1:
         positions = [tuple(position + depth * copy for copy in range(counts[0])) for position in range(depth)]

@@ -17,8 +17,8 @@ def _spilled(task: Task) -> Iterator[list[Instruction]]:
                                                           e2             e1             e0   back
 
     F forward, B backward with its replay, S step, f fetch, e evict, each with its stage, digits after the point
-    micro-batches; drawn for two slots, and weights only. A stage comes once for the forwards of all micro-batches and
-    once for their backwards, so what is moved does not grow with their number; where the order turns it just stays.
+    micro-batches; drawn for two slots, and weights only. A stage is fetched once for the forwards of all micro-batches
+    and once for their backwards, so the bytes moved do not grow with their number; at the turn the stage stays.
     Source: Nagrecha and Kumar, Hydra (VLDB 2022) §4.
     """
     for rank in range(task.num_ranks):

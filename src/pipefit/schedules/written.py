@@ -1,4 +1,4 @@
-"""Schedules that are written down: the order of a `.pipe` file, or of a search, for the one shape it is for."""
+"""Schedules with a given order: that of a `.pipe` file, or of a search, for its one shape."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ORDERED = frozenset({Op.FWD, Op.BWD, Op.BWD_INPUT, Op.BWD_WEIGHT})
 
 
 def from_file(path: str) -> Schedule:
-    """The schedule of a `.pipe` file: its forwards and backwards, in their order; all else is built anew.
+    """The schedule of a `.pipe` file: its forwards and backwards in their order; the passes add all else again.
 
-    Its name is the path as given, so that a plan that names it finds it again.
+    Its name is the path as given, so that a plan with this name finds the file again.
 
     Raises:
-        ProgramError: the file is no program.
+        ProgramError: the file is not a program.
         ScheduleError: its order is not that of one update of a synchronous pipeline.
     """
     try:
@@ -51,7 +51,7 @@ def _read(path: str, changed_ns: int, size_bytes: int) -> Schedule:
 
 
 def layout_of(placement: Sequence[Sequence[int]]) -> tuple[int, int, str] | None:
-    """Ranks, chunks and layout of a placement; None: it is neither a loop nor a wave of single ranks."""
+    """Ranks, chunks and layout of a placement; None: neither a loop nor a wave of single ranks."""
     num_ranks = 1 + max(rank for ranks in placement for rank in ranks)
     num_chunks = max(len(placement) // num_ranks, 1)
     for layout in ("loop", "wave"):
@@ -63,7 +63,7 @@ def layout_of(placement: Sequence[Sequence[int]]) -> tuple[int, int, str] | None
 def written(name: str, header: Header, orders: Sequence[Sequence[Instruction]]) -> Schedule:
     """A schedule from each rank's forwards and backwards, for one update.
 
-    Copies of the whole pipeline follow it with micro-batches of their own; updates follow each other.
+    Copies of the whole pipeline follow the same order with their own micro-batches; updates follow each other.
 
     Args:
         name: of the schedule.

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules: backwards in two halves, of which the one that makes weight gradients fills the gaps."""
+"""Zero-bubble schedules: backwards in two halves; the half that makes weight gradients fills the gaps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pipefit.schedules.shape import Shape
 
 
 def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
-    """1F1B with `depth` times its warm-up; weight halves come so much later that all stages hold as much as the first.
+    """1F1B with `depth` times its warm-up; weight halves are delayed until all stages hold as much as the first.
 
-    What a stage further down would have in flight less than the first one, it has in weight halves still to do.
+    A later stage has fewer micro-batches in flight than the first; it has as many pending weight halves instead.
     """
     most = depth * num_warmup(task.header, 0)
     for stage, mbs in task.one_stage_each():
         warmup = min(depth * num_warmup(task.header, stage), len(mbs))
-        # A stage with fewer replicas than the first has more micro-batches in flight than it: nothing is put off.
+        # A stage with fewer replicas than the first has more micro-batches in flight: nothing is delayed.
         late = min(max(most - depth * num_warmup(task.header, stage), 0), len(mbs))
         order = [fwd(stage, mb) for mb in mbs[:warmup]]
         for done, mb in enumerate(mbs):
@@ -42,7 +42,7 @@ def _h1(task: Task) -> Iterator[list[Instruction]]:
 
     F forward, I and W the halves of a backward for inputs and for weights, digits micro-batches; drawn for f = i = w.
     Time m(f+i+w) + (p−1)·max(f, i, f+i−w) for m ≥ p, where 1F1B takes (m+p−1)(f+i+w); min(p, m) micro-batches of
-    activations on every rank, and in addition what the first half of a backward keeps for the second.
+    activations on every rank, and in addition the gradients that the first half of a backward keeps for the second.
     Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2.1.
     """
     return _late_weights(task, 1)
@@ -58,8 +58,8 @@ def _h2(task: Task) -> Iterator[list[Instruction]]:
 
     F forward, I and W the halves of a backward for inputs and for weights, digits micro-batches; drawn for f = i = w.
     Time from update to update m(f+i+w) + (p−1)·max(0, f+i−2w, i−f) for m ≥ 2p−1: a rank begins the next update when its
-    own weights have stepped. Where all wait for each other at every step (for the norm to clip by), little is left of
-    what it gains on H1. 2p−1 micro-batches of activations on every rank.
+    own weights have stepped. Where all ranks wait for each other at every step (for the norm of clipping), it is hardly
+    faster than H1. 2p−1 micro-batches of activations on every rank.
     Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §2.2.
     """
     return _late_weights(task, 2)
@@ -70,13 +70,13 @@ def _two_chunks(shape: Shape) -> None:
         raise ScheduleError(f"zb-v has two stages per rank, got {shape.num_chunks}; use 2 chunks")
     if len(set(shape.replicas)) > 1:
         raise ScheduleError(
-            f"zb-v: all stages need as many replicas (each rank holds two stages), got {list(shape.replicas)}"
+            f"zb-v: all stages need equally many replicas (each rank holds two stages), got {list(shape.replicas)}"
         )
 
 
 @schedule(name="zb-v", layout="wave", chunks=True, check=_two_chunks)
 def _v(task: Task) -> Iterator[list[Instruction]]:
-    """Zero-bubble V: stages go down the ranks and up again, so that each rank holds as much and none is idle.
+    """Zero-bubble V: stages go down the ranks and up again, so that all ranks hold equally much and none is idle.
 
         F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 I0.1 W0.1 I0.2 W0.2 W3.2 .      rank 0
         .    F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 I1.1 I2.2 I1.2 W1.1 W1.2 W2.1 W2.2   rank 1
@@ -85,10 +85,10 @@ def _v(task: Task) -> Iterator[list[Instruction]]:
     stages 0 and 3, rank 1 stages 1 and 2; drawn for f = i = w.
     Time 3mf + (p−1)f/2 for f = i = w and m ≥ 2p−1, and 3mf from update to update (from five ranks on a little more); p
     micro-batches of activations on every rank, as 1F1B on its first.
-    The order is that in which ranks find work when every chunk's F, I and W take one unit of time: first a forward, or,
-    where 2p chunks of activations are held, a weight half that makes room for it; then an input half; then a weight
-    half; of several the one that is further on its way.
-    Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §6, for placement and bound; the order is our own.
+    The order is greedy, with one unit of time for F, I and W of every chunk: first a forward, or, where 2p chunks of
+    activations are held, a weight half that makes room for it; then an input half; then a weight half; of several, the
+    one at the later stage of its micro-batch.
+    Source: Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024) §6, for placement and bound; not for the order.
     """
     last = task.num_stages - 1
     instructions = {Op.FWD: fwd, Op.BWD_INPUT: bwd_input, Op.BWD_WEIGHT: bwd_weight}
@@ -105,7 +105,7 @@ def _v(task: Task) -> Iterator[list[Instruction]]:
 
 @cache
 def _found_work(depth: int, num_microbatches: int) -> list[list[tuple[Op, int, int]]]:
-    """For each rank of a V: operation, stage and number of micro-batch of what it does, in order."""
+    """For each rank of a V, its instructions in order: operation, stage and micro-batch."""
     ops = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
     ended: _Ended = {op: [[] for _ in range(2 * depth)] for op in ops}
     orders: list[list[tuple[Op, int, int]]] = [[] for _ in range(depth)]
@@ -121,7 +121,7 @@ def _found_work(depth: int, num_microbatches: int) -> list[list[tuple[Op, int, i
 
 
 _Ended = dict[Op, list[list[int]]]
-"""When each operation of each stage ended, by micro-batch."""
+"""The end of each operation of each stage, by micro-batch."""
 
 
 def _next(ended: _Ended, depth: int, num_microbatches: int, position: int, now: int) -> tuple[Op, int] | None:

@@ -1,8 +1,8 @@
 """The clock: every rank issues its list in order; a message or collective happens when all its sides have issued it.
 
-A rank is a generator that runs on until it must wait. Where nothing is shared each time is the latest of a few others,
-so the order in which ranks are looked at changes nothing. What is shared (a link, a port, the cores of a machine) goes
-to who comes first, so ranks are then looked at in the order of their clocks.
+A rank is a generator that runs until it must wait. Where nothing is shared each time is the maximum of a few others, so
+the order in which ranks are processed changes nothing. A shared resource (a link, a port, the cores of a machine)
+serves the first request first, so ranks are then processed in the order of their clocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipefit.simulate.sharing import Machine
 _end = itemgetter(1)
 
 UNKNOWN: Final = -1
-"""Stands for a time that is not known yet; no time is negative."""
+"""A time that is not known yet; no time is negative."""
 
 
 @dataclass(slots=True)
@@ -50,10 +50,11 @@ class EventEngine:
     free: dict[Key, float] = field(default_factory=dict)
     taken: dict[Key, list[tuple[float, float]]] = field(default_factory=dict)
     ready: list[int] = field(default_factory=list)
+    # (time, rank), or (time, number of ranks + entry) of a transfer that is ready then.
     agenda: list[tuple[float, int]] = field(default_factory=list)
 
     def run(self) -> None:
-        """Runs until no rank can go on; the end of an instruction that hangs stays UNKNOWN."""
+        """Runs until no rank can continue; the end of an instruction that hangs stays UNKNOWN."""
         graph = self.layout.graph
         num_ranks = len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
@@ -73,6 +74,10 @@ class EventEngine:
                 time, rank = machine.end()
             else:
                 time, rank = heapq.heappop(self.agenda)
+            if rank >= num_ranks:
+                n = rank - num_ranks
+                self._try(n, n % len(self.layout.codes), time)
+                continue
             self.clock[rank] = max(self.clock[rank], time)
             next(ranks[rank], None)
 
@@ -120,7 +125,7 @@ class EventEngine:
                     yield
                 posted[n] = now
                 if code == message and alone:
-                    # All that `_try` comes to where nothing is shared.
+                    # The result of `_try` where nothing is shared.
                     q = partners[i]
                     other = posted[base + q]
                     if other >= 0:
@@ -129,10 +134,10 @@ class EventEngine:
                         if blocked_on[ranks[q]] == base + q:
                             self._wake(ranks[q], base + q)
                 else:
-                    self._try(n, i)
+                    self._try(n, i, now)
 
     def _work(self, rank: int, now: float, seconds: float) -> Generator[None, None, float]:
-        """Seconds of work on a core of the rank's machine, from `now` on; returns when it is done."""
+        """Works for some seconds on a core of the rank's machine, starting at `now`; returns the time of its end."""
         if now > self.clock[rank]:
             heapq.heappush(self.agenda, (now, rank))
             yield
@@ -143,15 +148,19 @@ class EventEngine:
         return now
 
     def _wake(self, rank: int, n: int) -> None:
-        """Lets a rank go on that waits for what has now ended."""
+        """Continues a rank that waits for an instruction that has now ended."""
         self.blocked_on[rank] = UNKNOWN
         if self.contention or self.cores:
             heapq.heappush(self.agenda, (max(self.clock[rank], self.end[n]), rank))
         else:
             self.ready.append(rank)
 
-    def _try(self, n: int, i: int) -> None:
-        """Lets a message, collective or copy happen if all its sides have issued it and hold what they need."""
+    def _try(self, n: int, i: int, now: float) -> None:
+        """Starts a message, collective or copy if all its sides have issued it and have the values they need.
+
+        A message or collective requests its links and ports when it is ready, not when that time becomes known; the
+        copies of a rank keep their order.
+        """
         layout, prices = self.layout, self.prices
         if self.end[n] >= 0:
             return
@@ -159,6 +168,7 @@ class EventEngine:
         travels, lanes = prices.travel[base > 0], prices.lanes.get(i, ())
         travel = travels[i]
         finish = max([self.free.get(lane, 0) for lane in lanes]) + travel if lanes else 0
+        ready: float = 0
         for side in sides:
             begin = self.posted[base + side]
             if begin < 0:
@@ -170,6 +180,10 @@ class EventEngine:
                     return
                 begin = max(begin, self.end[base + need])
             finish = max(finish, begin + travels[side])
+            ready = max(ready, begin)
+        if lanes and ready > now and i not in prices.copies:
+            heapq.heappush(self.agenda, (ready, len(self.clock) + n))
+            return
         first = finish - travel
         if i in prices.channels and travel:
             first, finish = self._through(prices.channels[i], first, travel)
@@ -185,13 +199,13 @@ class EventEngine:
                 self._wake(rank, base + side)
             for user in layout.users.get(side, ()):
                 if self.posted[base + user] >= 0:
-                    self._try(base + user, user)
+                    self._try(base + user, user, now)
 
     def _through(self, channel: Key, begin: float, seconds: float) -> tuple[float, float]:
-        """Moves something through a channel while nobody else does; when that begins and ends.
+        """Reserves a channel for a transfer; returns its begin and end.
 
-        Who comes to be known first goes first, and another moves in the gaps: so the channel is never idle while there
-        is something to move, whatever the order in which that becomes known.
+        Transfers are reserved in the order in which they become known, and a later one may use a gap before an earlier
+        one. So the channel is never idle while a transfer is ready.
         """
         taken = self.taken.setdefault(channel, [])
         pieces: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""The figures by which schedules are compared: the object that `pipefit draw --json` answers."""
+"""The figures by which schedules are compared: the object that `pipefit draw --json` prints."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def metrics(
 def steady_period_s(program: Program, cost: CostModel, *, contention: bool = False, rendezvous: bool = True) -> float:
     """Seconds per step in the steady state, without a barrier between steps.
 
-    A synchronous program is repeated. An asynchronous one fills and drains once, so it must hold enough steps
-    for a rhythm; of a shorter one, the time of its busiest rank per step is given, which the rhythm cannot beat.
+    A synchronous program is repeated. An asynchronous one fills and drains once, so it must hold enough steps for a
+    steady state; for a shorter one the result is the time of its busiest rank per step, a lower bound of the period.
     """
     is_synchronous = program.header.weights is WeightRule.FLUSH
     repeats = -(-_ROUNDS // program.header.num_steps) if is_synchronous else 1

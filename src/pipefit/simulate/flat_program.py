@@ -14,10 +14,10 @@ from pipefit.ir.program import Program
 class Code(enum.IntEnum):
     """The action of a rank's clock at an instruction.
 
-    WORK: runs at once: all it needs comes from earlier work of the rank.
+    WORK: runs at once; all values it needs come from earlier work of the rank.
     WAIT: runs once messages or reductions have arrived.
-    MESSAGE: is issued; it only waits for its other side.
-    PENDING: is issued; it waits for its needs asynchronously: reductions, copies, messages passed on.
+    MESSAGE: is issued; it waits only for its other side.
+    PENDING: is issued; it waits asynchronously for the values it needs: reductions, copies, messages passed on.
     """
 
     WORK = 0
@@ -35,7 +35,7 @@ class FlatProgram:
         codes: a `Code` for each instruction.
         waits: for each, the messages, reductions and copies whose values it needs.
         users: for each of those, the PENDING instructions that need it.
-        costs: for each, the index of the entry in `kinds` that costs the same.
+        costs: for each, the index of the entry in `kinds` with the same cost.
         kinds: an instruction and its rank for each different cost.
         partners: of messages; −1 for the rest.
     """

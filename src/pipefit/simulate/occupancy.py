@@ -1,4 +1,4 @@
-"""Memory over time: the lifetimes of liveness, on the clock."""
+"""Memory over time: the lifetimes of liveness, with simulated times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Samples = tuple[tuple[float, float], ...]
 
 
 def memory_over_time(program: Program, cost: CostModel, engine: EventEngine) -> tuple[Samples, ...]:
-    """For each rank, (time_s, bytes) wherever its memory changes, beginning with what is there at the start.
+    """For each rank, (time_s, bytes) at every change of its memory, beginning with the bytes at the start.
 
-    A value takes room from the start of the instruction that makes it (a receive: from posting) to the end of the last
-    one that needs it (a send: until its message has arrived). What ends where something else begins makes room first.
-    The slots of what is spilled are there throughout.
+    A value takes memory from the start of the instruction that makes it (a receive: from posting) to the end of the
+    last one that needs it (a send: until its message has arrived). At equal times, values are freed before others are
+    made. The slots of spilled stages are there throughout.
     """
     return tuple(_rank_memory(program, cost, engine, rank) for rank in range(len(program.ranks)))
 
@@ -40,18 +40,18 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
         base = lap * size + first
         after = engine.end[base + last] if last >= 0 else seam
         for born, dies, amount in sized:
-            # What is there at the start, and what stays to the end, meet at the seam between two passes.
+            # Values held at the start of a pass are those held at the end of the pass before.
             begin = seam if born < 0 else engine.start[base + born] if born < count else after
             end = after if dies >= count else engine.end[base + dies]
             if begin < end:
                 changes[begin] = changes.get(begin, 0) + amount
                 changes[end] = changes.get(end, 0) - amount
         seam = after
-    # Slots are there throughout, full or empty; the states of an optimizer too, unless they come and go in slots.
+    # Slots are there throughout, full or empty; the states of an optimizer too, unless they move through slots.
     held = arena_bytes(header, rank, cost.size_bytes) if header.spill else 0
     held += cost.staying_bytes(header, rank)
     samples: list[tuple[float, float]] = [] if 0 in changes else [(0, held)]
-    # What is there after the last pass stays there.
+    # Values held after the last pass stay.
     changes[seam] = changes.get(seam, 0) + sum(amount for _, dies, amount in sized if dies >= count)
     for time in sorted(changes):
         if changes[time] or time == 0:

@@ -20,11 +20,11 @@ class Prices:
     """Seconds of one program under one cost model, by instruction number; pairs are for the first pass and later ones.
 
     Attributes:
-        hold: how long it holds its rank (its work, or its issuing).
-        travel: how long a message, reduction or copy takes after this side has issued it; it is there when that has
+        hold: seconds that it holds its rank (its work, or its issuing).
+        travel: seconds of a message, reduction or copy after this side has issued it; it has arrived when they have
             passed for all sides.
-        lanes: resources that one instruction has at a time: for copies, the lane of their rank; for messages
-            under contention, their link; for what goes through shared ports, these.
+        lanes: resources that serve one instruction at a time: for copies, the lane of their rank; for messages
+            under contention, their link; for transfers through shared ports, these.
         copies: each fetch and evict, with the evictions of the pass before that it must wait for.
         arrivals: seconds that a rank spends on arrived data before the instruction that waited for them begins.
         channels: of copies that alternate with those of another lane, the channel of both.
@@ -70,7 +70,7 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
     between, closing = cost.pass_s, _closing(layout)
     spill = graph.program.header.spill
     if spill is not None and graph.program.header.num_ranks > 1:
-        # Ranks of a pipeline wait between two passes for a commit of the tier, when all is written.
+        # Ranks of a pipeline wait between two passes for a commit of the tier, once everything is written.
         for commit_s in (tier.commit_s for tier in cost.tiers if tier.name == spill.tier and tier.commit_s):
             between, closing = between + commit_s, _closing(layout, Op.EVICT)
     return Prices(
@@ -102,7 +102,7 @@ def _without(travel: list[float], kept: frozenset[int]) -> list[float]:
 
 
 def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
-    """Seconds a rank spends on what has come, by the first that waits for it: on messages, and checksums of fetches."""
+    """Seconds a rank spends on arrived messages and on checksums of fetches, by the first instruction that waits."""
     found: dict[int, float] = {}
     if not (cost.arrival_s or any(tier.check_bytes_per_s for tier in cost.tiers)):
         return found
@@ -118,10 +118,10 @@ def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dic
 
 
 def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
-    """Of each rank, the instructions that the next pass waits for and nothing in this one.
+    """Of each rank, the instructions that the next pass waits for, but none in this pass.
 
-    Those are reductions whose end no instruction waits for, such as those that put weights together; steps on the host,
-    whose optimizers may be read between two passes; and the operations in `more`.
+    These are reductions whose end no instruction waits for, such as gathers of new weights; steps on the host, because
+    their optimizers may be read between two passes; and the operations in `more`.
     """
     awaited = {number for needed in layout.waits for number in needed}
     result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
@@ -133,9 +133,9 @@ def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
 
 
 def _copies(graph: Graph, kept: frozenset[int]) -> dict[int, tuple[int, ...]]:
-    """Each copy; for a fetch, what it needs of the pass before: that its value is written, and its slot free.
+    """Each copy; for a fetch, the evictions of the pass before that write its value and free its slot.
 
-    What is in this pass is in the graph. What is kept in its slot needs nothing.
+    Waits within a pass are in the graph. A fetch of a value that is still in its slot waits for nothing.
     """
     needed: dict[int, tuple[int, ...]] = {n: () for n, i in enumerate(graph.instructions) if i.op in COPY_OPS}
     for rank, (start, end) in enumerate(pairwise(graph.starts)):

@@ -1,8 +1,8 @@
-"""Cores that ranks share: what runs at once on a machine divides its cores evenly.
+"""Cores that ranks share: processes that run at the same time on a machine share its cores evenly.
 
 Ranks that compute, or issue messages, take a core; one that waits takes none. While n processes of a machine with c
-cores run, each goes at the rate min(1, c/n): processor sharing, which is what slices of time come to. Rates change with
-every beginning and end, so everything happens in the order of time.
+cores run, each runs at the rate min(1, c/n): processor sharing, the limit of short time slices. Rates change with every
+begin and end, so events are processed in the order of time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Machine:
 
     Attributes:
         cores: for ranks; of ranks that are t processes each, 1/t of the machine's.
-        done: seconds of work, each on a whole core, of a process that has run since the beginning.
+        done: seconds of work, on a whole core, of a process that has run since the beginning.
         now: the time for which `done` holds.
-        work: what runs, (the `done` at which it ends, rank), first to end first.
+        work: running work as (the `done` at which it ends, rank), the first to end first.
     """
 
     cores: float
@@ -29,13 +29,13 @@ class Machine:
     work: list[tuple[float, int]] = field(default_factory=list)
 
     def begin(self, now: float, seconds: float, rank: int) -> None:
-        """A rank begins work that takes so long on a whole core."""
+        """Begins work of a rank that takes `seconds` on a whole core."""
         self._advance(now)
         heapq.heappush(self.work, (self.done + seconds, rank))
 
     @property
     def next_end(self) -> float:
-        """The time at which the first running work ends, if nothing else begins."""
+        """The time at which the first running work ends, if no other begins."""
         if not self.work:
             return math.inf
         left = self.work[0][0] - self.done
@@ -43,7 +43,7 @@ class Machine:
         return self.now + (left if num <= self.cores else left * num / self.cores)
 
     def end(self) -> tuple[float, int]:
-        """The first ends: when, and whose it is."""
+        """Ends the first running work; returns its time and rank."""
         time = self.next_end
         self.now, self.done = time, self.work[0][0]
         return time, heapq.heappop(self.work)[1]

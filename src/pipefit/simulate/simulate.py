@@ -33,11 +33,11 @@ def simulate(
 ) -> Timeline:
     """Times of each instruction's start and end.
 
-    Every rank issues its list in order. An instruction of the compute lane starts when the rank is free and what it
-    needs has arrived. Any other is issued and completes asynchronously: a message starts when both sides have posted
-    it, a reduction when all members have, a copy when its lane is free; where reads and writes of a tier alternate,
-    they move in each other's gaps. Weights that lie in their slots since the pass before are not read. Where a machine
-    of the topology has fewer cores than processes, those that work at the same time share them evenly.
+    Every rank issues its list in order. An instruction of the compute lane starts when the rank is free and the values
+    it needs have arrived. Any other is issued and completes asynchronously: a message starts when both sides have
+    posted it, a reduction when all members have, a copy when its lane is free; where reads and writes of a tier
+    alternate, each uses the gaps of the other. Weights that are still in their slots from the pass before are not read.
+    Where a machine of the topology has fewer cores than processes, those that work at the same time share them evenly.
 
     >>> from pipefit.cost import unit
     >>> from pipefit.schedules import Shape, generate
@@ -46,19 +46,19 @@ def simulate(
     33
 
     Args:
-        program: what to run.
+        program: to simulate.
         cost: seconds and bytes.
         repeats: passes over the program, one after the other on each rank, without a barrier between them.
         contention: messages on the same link (from one rank to another) travel one at a time, in the order in which
-            both their sides have posted them. So does, with or without it, whatever goes through the same port of a
-            level of the topology that has one (`Level.one_port`): a message occupies the sender's port out and the
-            receiver's port in, a reduction those of all its members.
-        rendezvous: False: a message starts when it is sent, whether or not its receive is posted yet, so that how far
-            ahead receives are posted changes nothing: the closed forms of the papers assume this.
-        memory: whether to follow the memory of each rank.
+            both their sides have posted them. Messages and reductions through a shared port (`Level.one_port`) do so in
+            any case: a message occupies the sender's port out and the receiver's port in, a reduction those of all its
+            members.
+        rendezvous: False: a message starts when it is sent, even if its receive is not posted yet, as the closed forms
+            of the papers assume.
+        memory: whether to record the memory of each rank.
 
     Raises:
-        InvalidProgramError: something waits for what never comes; the message names both.
+        InvalidProgramError: an instruction waits for something that never happens; the message names both.
         PlanError: the cost model is for another number of stages or ranks.
     """
     if cost.num_stages != program.header.num_stages:
@@ -71,8 +71,8 @@ def simulate(
         raise PlanError(f"repeats: expected at least 1, got {repeats}")
     if (contention or cost.has_ports) and not rendezvous:
         raise PlanError(
-            "where messages take turns on links or ports, their order is that in which both sides have posted them, so "
-            "it needs rendezvous"
+            "messages that share links or ports travel in the order in which both sides have posted them, so "
+            "contention needs rendezvous"
         )
     options = {"contention": contention, "no_rendezvous": not rendezvous}
     notes = {name: 1.0 for name, value in options.items() if value}
@@ -86,10 +86,9 @@ def simulate(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses Python's search for cycles.
+    """Pauses Python's garbage collector.
 
-    It would walk over all the small tuples made here, again and again, and find none; without it this takes half the
-    time.
+    It would repeatedly traverse all the small tuples made here and find no cycle; the pause halves the time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -103,7 +102,7 @@ def collector_paused() -> Iterator[None]:
 def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rendezvous: bool) -> EventEngine:
     layout = flat_program(program)
     _check(layout)
-    # Only where a machine has more ranks than cores is there something to share.
+    # Ranks share cores only where a machine has more ranks than cores.
     places = [cost.machine_of(rank) for rank in range(len(program.ranks))]
     crowds = Counter(places)
     machines = {place: Machine(place[1]) for place in crowds}
@@ -151,7 +150,7 @@ def _events(engine: EventEngine) -> tuple[Event, ...]:
 
 
 def _hang(graph: Graph) -> str:
-    """The instruction at which each rank waits, and what it waits for."""
+    """The instruction at which each rank waits, and the one it waits for."""
     run = Blocking(graph)
     lines = ["the program hangs:"]
     for this in run.run().values():
@@ -159,7 +158,7 @@ def _hang(graph: Graph) -> str:
         awaited = run.waits_for(this)
         here = next((side for side in graph.sides(awaited) if graph.ranks[side] == rank), this)
         peer, there = graph.place(awaited)
-        line = f"  rank {rank} stands at instruction {index} ({graph.instructions[this]})"
+        line = f"  rank {rank} is at instruction {index} ({graph.instructions[this]})"
         line += f" and waits for {graph.instructions[here]}" if here != this else ""
         lines.append(
             f"{line}, which rank {peer} has not reached (its instruction {there}: {graph.instructions[awaited]})"

@@ -1,4 +1,4 @@
-"""The number of messages of a link under way before their receives are posted."""
+"""The number of messages of a link that are sent before their receives are posted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pipefit.ir.program import Program
 from pipefit.simulate.simulate import simulate
 
 FEW_SENDS = 4
-"""Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
+"""Messages of one kind to a rank that are kept after sending, where nothing acknowledges their arrival."""
 
 
 def most_unposted(program: Program) -> int:
-    """The most messages of one kind that a rank has sent to another which has not posted their receives yet.
+    """Maximum number of messages of one kind that a rank has sent before the other rank posts their receives.
 
-    Under unit costs. A sender that allows itself fewer waits for a rank that has other things to do first.
+    Computed under unit costs. A sender that allows fewer would wait for a rank that has other work to do first.
 
     >>> from pipefit.schedules import Shape, generate
     >>> most_unposted(generate("1f1b", Shape(depth=2, num_microbatches=8)))

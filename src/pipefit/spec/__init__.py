@@ -1,4 +1,4 @@
-"""The nouns that cross borders, and their files."""
+"""The data types that modules exchange, and their files."""
 
 from pipefit.spec.plan import Candidate, Partition, Placement, Plan, Prediction, SpillSpec, StageSpec
 from pipefit.spec.profile import Layer, Profile

@@ -1,4 +1,4 @@
-"""Nouns as files: each says `"format": "pipefit.<noun>/1"`, is checked when read, and is written atomically."""
+"""Files of the data types: each has `"format": "pipefit.<noun>/1"`, is checked when read, and written atomically."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def decode(noun: str, data: object, kind: type[T], error: type[PipefitError], wh
 
 
 def check_format(noun: str, found: object, error: type[PipefitError], where: str) -> None:
-    """Refuses data of another noun or version, or of none."""
+    """Refuses data of another type or version, or without a format."""
     expected = f"pipefit.{noun}/1"
     if found == expected:
         return
     hint = "is this another kind of file?"
     if found is None:
-        hint = "every file says what it is"
+        hint = "every file needs one"
     elif str(found).startswith(f"pipefit.{noun}/"):
         hint = f"this pipefit reads version 1 of a {noun}"
     raise error(f"{where}: format: expected {expected!r}, got {'none' if found is None else repr(found)}; {hint}")
@@ -85,7 +85,7 @@ def read_text(path: str | Path, error: type[PipefitError] = PipefitError) -> str
 
 
 def parse_toml(text: str, error: type[PipefitError], where: str) -> dict[str, Any]:
-    """TOML text as data; what is not TOML is a user's error of kind `error`, with line and column."""
+    """TOML text as data; a mistake in it is a user's error of kind `error`, with line and column."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
@@ -93,7 +93,7 @@ def parse_toml(text: str, error: type[PipefitError], where: str) -> dict[str, An
 
 
 def read_json(path: str | Path, error: type[PipefitError] = PipefitError) -> Any:
-    """The JSON data of a file; what is not JSON is a user's error of kind `error`, with line and column."""
+    """The JSON data of a file; a mistake in it is a user's error of kind `error`, with line and column."""
     try:
         return json.loads(read_text(path, error))
     except json.JSONDecodeError as problem:
@@ -111,7 +111,7 @@ def write_atomically(path: str | Path, content: str | bytes, *, durable: bool = 
     Args:
         path: of the file.
         content: of the file.
-        durable: whether it survives a power cut, too: file and folder are forced to disk.
+        durable: whether it also survives a power cut: file and folder are forced to disk.
 
     Raises:
         PipefitError: the folder is missing, or the path is a directory, or the disk is full.
@@ -142,7 +142,7 @@ def write_atomically(path: str | Path, content: str | bytes, *, durable: bool = 
 
 
 def sync_folder(place: Path) -> None:
-    """Forces a directory's entries to the disk: a rename lasts only then."""
+    """Forces a directory's entries to the disk: only then is a rename durable."""
     handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,7 +1,7 @@
-"""Options of a training, each defined once: its name, type, default and help, for Python, TOML and the command line.
+"""Options of a training run, each defined once: name, type, default and help, for Python, TOML and the command line.
 
 Python takes the frozen dataclasses themselves. The command line (`pipefit.cli.options`) makes one flag of each field,
-with the help that stands under "Attributes" and the names given here; a TOML file takes the same names.
+with the help under "Attributes" and the names given here; a TOML file takes the same names.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pipefit.errors import PlanError, nearest
 from pipefit.units import parse_quantity
 
 AUTO: Final = "auto"
-"""The choice of whoever leaves it to the planner."""
+"""The value that leaves a choice to the planner."""
 
 STEP_ON: Final = ("auto", "device", "host")
-"""Where spilled stages may step."""
+"""Places where spilled stages may step."""
 
 KEEP: Final = ("auto", "all", "none")
-"""Which spilled stages may keep their activations."""
+"""Choices of the spilled stages that keep their activations."""
 
 Group = TypeVar("Group")
 
@@ -30,9 +30,9 @@ def setting(default: Any, *flags: str, typed: Any = None, least: int | None = No
     """A field of a group of options.
 
     Args:
-        default: its value where nobody gives one, or `dict` for an empty one.
+        default: its value where none is given, or `dict` for an empty one.
         flags: its names on the command line, the long one first; (): made from the field's name.
-        typed: its type on the command line, where that is not Python's: a type, or "numbers" (2,1), "words" (a=1,b=2;
+        typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "words" (a=1,b=2;
             may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several after one flag).
         least: the smallest whole number that it may be.
         hidden: for Python only.
@@ -43,12 +43,12 @@ def setting(default: Any, *flags: str, typed: Any = None, least: int | None = No
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a model is spread over processes.
+    """The distribution of a model over processes.
 
     Attributes:
         ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, or 2.
         chunks: stages on each rank, for the looped schedules.
-        replicas: copies of each stage, such as 2,1; one number stands for all.
+        replicas: copies of each stage, such as 2,1; one number is for all.
         data_parallel: copies of the whole pipeline.
         tensor: processes that share each rank by tensor parallelism, for models with tensor rules (gpt).
         sequence_parallel: the processes of a rank also split the sequence between them.
@@ -76,10 +76,10 @@ class Parallelism:
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """Copies of each stage; one number: of every stage; (): one of each.
+        """Copies of each stage; one number is for every stage; (): one copy of each.
 
         Raises:
-            PlanError: they are given in two ways.
+            PlanError: both `replicas` and `data_parallel` are given.
         """
         each = (self.replicas,) if isinstance(self.replicas, int) else tuple(self.replicas)
         if self.data_parallel == 1:
@@ -109,14 +109,14 @@ class Precision:
 
 @dataclass(frozen=True)
 class Updates:
-    """All of a weight update but its optimizer: clipping, schedule of learning rates, seed.
+    """Settings of a weight update in addition to its optimizer: clipping, learning-rate schedule, seed.
 
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
         seed: of dropout; in a run also of weights and the order of the data.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
-        weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. Give
-            the number of tokens that count when the loss averages over them.
+        weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When
+            the loss averages over tokens, return the number of tokens that count.
     """
 
     clip_norm: float | None = setting(None, "--clip")
@@ -127,25 +127,25 @@ class Updates:
 
 @dataclass(frozen=True)
 class Spilled:
-    """How stages spill to the host's memory or to disk: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
+    """Spilling of stages to the host's memory or to disk: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
 
     Attributes:
         device_memory: cap on the device's memory, like 1.5GiB: the rest of the model waits on the host or on disk.
-        host_memory: most that spilled stages may take of a machine's memory; default: no limit.
-        disk: folder in which spilled stages wait, without a limit on the host's memory all of them.
+        host_memory: limit on the machine's memory that spilled stages take; default: no limit.
+        disk: folder in which spilled stages wait; all of them, unless the host's memory is used up to a limit.
         slots: stages whose weights and gradients are on the device at once: one computes, the others load.
         optim_slots: stages whose optimizer states are on the device at once; 0: these stay there.
         step_on: where spilled stages step; on the host the optimizer's states stay there. auto: the faster of both by
             the plan for a cap, else the device. In Python also the stages that step on the host.
-        keep: spilled stages that keep their activations on the device, and replay nothing; auto: what a cap has room
-            for, else none. In Python also their numbers.
-        activations: inputs of spilled stages wait there too, until their replay; under a cap also where nothing fits
-            without.
+        keep: spilled stages that keep their activations on the device, and replay nothing; auto: as many as fit under
+            a cap, else none. In Python also their numbers.
+        activations: inputs of spilled stages wait there too, until their replay; under a cap this is also chosen where
+            nothing fits otherwise.
         prefetch: stages ahead that the next one is loaded; None: as soon as a slot is free; 0: when it is needed.
         resume: resume from the last step that a run committed in `disk` before it was cut off. Model, plan and training
             must be the same; `Pipeline.num_updates` is the step. A number: from that step or one before.
         commit_every: steps between commits to disk, to resume from; 0: none; default: 1 if all is there, else 10.
-        about: JSON data that must also be the same to resume, each by the name that a message calls it.
+        about: further JSON data that must be the same to resume, by the names that messages use.
     """
 
     device_memory: float | str | None = setting(None, typed=str)
@@ -194,9 +194,9 @@ class Request:
         microbatches: per weight update.
         stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
             a number of stages, or "auto".
-        plan: follow this plan: schedule, stages and micro-batches are then its own.
-        parallelism: how the model is spread over processes.
-        spill: how stages spill; None: they do not.
+        plan: follow this plan, with its schedule, stages and micro-batches.
+        parallelism: distribution of the model over processes.
+        spill: spilling of stages; None: none.
     """
 
     schedule: str | None = None
@@ -234,10 +234,10 @@ def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None 
     Args:
         kind: of the group.
         values: by names as `as_flat` gives them.
-        usual: the group that gives what is not named; None: the defaults.
+        usual: the group with the values of the other options; None: the defaults.
 
     Raises:
-        PlanError: a name is none of an option.
+        PlanError: a name is not that of an option.
     """
     usual = kind() if usual is None else usual
     known = as_flat(usual)
@@ -277,10 +277,10 @@ def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def check_least(group: Any) -> None:
-    """Checks the whole numbers of a group against the least that each may be.
+    """Checks that no whole number of a group is below its minimum.
 
     Raises:
-        PlanError: one is smaller, or no whole number.
+        PlanError: one is smaller, or not a whole number.
     """
     for one in fields(group):
         least, value = one.metadata.get("least"), getattr(group, one.name)

@@ -1,4 +1,4 @@
-"""Partition, Placement and Plan: which layers make a stage, which ranks run it, and how the whole is trained."""
+"""Partition, Placement and Plan: the layers of each stage, the ranks that run it, and the settings of the training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipefit.spec.files import decode, encode, read_json, write_json
 
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One stage: its layers (indices of the profile), how often it is replicated, how wide it is split.
+    """One stage: its layers (indices of the profile), replicas, and tensor width.
 
     Attributes:
         layers: indices, increasing.
@@ -77,7 +77,7 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_layers(self) -> int:
-        """How many layers all stages hold together."""
+        """Number of layers in all stages together."""
         return sum(len(stage.layers) for stage in self.stages)
 
 
@@ -98,7 +98,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return 1 + max(rank for ranks in self.ranks for rank in ranks)
 
 
@@ -123,20 +123,20 @@ class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Stages on another tier, the room that they have, and the limit that was found.
+    """Stages on another tier, the slots for them, and the predicted limit.
 
     Attributes:
         tier: "host" or "disk". The folder of a disk belongs to the run, not to the plan.
-        device_bytes: what a rank may use of its device: slots, activations and all.
-        host_bytes: what the tier may take, for all ranks together; None: no limit.
+        device_bytes: limit on each rank's use of its device, including slots and activations.
+        host_bytes: limit on the tier's size, for all ranks together; None: no limit.
         weights_slots: on each rank, for the weights and gradients of its spilled stages.
         optim_slots: for the states of their optimizers; 0: these stay on the device.
         stages: that are spilled; (): all.
         prefetch: stages ahead that are loaded; None: as soon as a slot is free.
-        activations: whether what enters a stage waits on the tier too, from its forward to its replay.
+        activations: whether the input of a stage waits on the tier too, from its forward to its replay.
         on_host: the stages that step on the host.
-        keeps: the stages that keep what was saved for their backward on the device while their weights are away.
-        peak_bytes: predicted of the fullest device; 0: not predicted.
+        keeps: the stages that keep the tensors saved for their backward on the device while their weights are away.
+        peak_bytes: predicted for the fullest device; 0: not predicted.
         limit_s: seconds per update that no order of work and copies can beat; 0: not known.
         binds: the lane that sets this limit.
         resident_s: seconds per update of a device that holds the whole model; 0: not known.
@@ -164,7 +164,7 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A plan that was considered, in short, and why it lost ("" for the winner)."""
+    """A short form of a plan that was considered, and the reason why it lost ("" for the winner)."""
 
     summary: str
     family: str
@@ -181,15 +181,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         method: how it was found ("auto", "pipedream", "gpipe", "2bw", "ptdp", "by hand").
         schedule: name of the schedule.
         num_microbatches: per weight update.
-        microbatch_size: samples; 0: whatever the batch gives.
+        microbatch_size: samples; 0: determined by the batch.
         num_chunks: stages per rank.
         options: further arguments of the schedule (integers).
         data: copies of the whole pipeline.
         sharded_optimizer: optimizer states sharded over the data-parallel ranks.
-        spill: which stages live on the host or on disk; None: none.
-        sequence_parallel: tensor-parallel processes also divide the sequence between them where every one of them
+        spill: stages that are kept on the host or on disk; None: none.
+        sequence_parallel: tensor-parallel processes also split the sequence between them where every one of them
             would compute the same.
-        scatter_gather: without that, each of them sends its part of a message, and the receiver gathers.
+        scatter_gather: otherwise each of them sends its part of a message, and the receiver gathers.
     """
 
     partition: Partition
@@ -230,7 +230,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.sequence_parallel and widths == {1}:
             raise PlanError("sequence_parallel: expected a tensor width of at least 2, got 1")
         if self.spill is not None and widths != {1}:
-            raise PlanError("spill: stages that live on another tier cannot be sharded by tensor parallelism too")
+            raise PlanError("spill: stages on another tier cannot be sharded by tensor parallelism too")
 
     @property
     def tensor(self) -> int:
@@ -239,7 +239,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def pieces(self) -> bool:
-        """Whether what travels is cut into pieces."""
+        """Returns whether messages are split into pieces."""
         return self.tensor > 1 and self.scatter_gather and not self.sequence_parallel
 
     @property

@@ -1,4 +1,4 @@
-"""Profile: what each layer of a model costs at one micro-batch size, and which layer feeds which."""
+"""Profile: seconds and bytes of each layer of a model at one micro-batch size, and the edges between layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
 
 ARITHMETIC = "GPT arithmetic"
-"""How the source of a computed profile begins (`pipefit.planner.computed_profile`)."""
+"""The first words of a computed profile's source (`pipefit.planner.computed_profile`)."""
 
 
 class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,7 +32,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         spread_s: half the distance between the quartiles of the measured forward + backward time.
         step_s: seconds of the optimizer's step on its weights, a part of the profile's `optimizer_s`.
         split_s: seconds that the second half of a backward takes beyond `backward_weight_s`; None: not measured.
-        split_input_s: those that the first half takes beyond `backward_input_s`.
+        split_input_s: seconds that the first half takes beyond `backward_input_s`.
         half_bytes: bytes that a backward in two halves keeps from the first to the second, in addition to those saved;
             None: not known.
     """
@@ -69,7 +69,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _FIXED = ("weight_bytes", "step_s")
 _UNKNOWN = ("grad_bytes", "split_s", "half_bytes")
-"""Figures that may be None, and scale too where they are not."""
+"""Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", *_FIXED, *_UNKNOWN))
 
@@ -78,11 +78,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     """The layers of a model in an order in which data flows forward, and the edges between them.
 
     Attributes:
-        model: what was profiled.
+        model: name of the profiled model.
         microbatch_size: samples per micro-batch that all figures are for.
         layers: in a topological order of the edges.
         edges: pairs (i, j): layer j takes the output of layer i; None: the layers are a chain.
-        device: what it was measured on, or how it was computed.
+        device: of the measurement, or a description of the computation.
         source: where the figures come from.
         step_s: measured seconds of forward + loss + backward of the whole model; None: not measured.
         loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.
@@ -159,7 +159,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     def optimizer_of(self, layers: Iterable[int]) -> float:
         """Seconds of one optimizer step on some of the layers.
 
-        What every step costs and what the layers' weights add; their share by bytes where no layer was measured.
+        The fixed cost of every step and the share of the layers' weights; by bytes where no layer was measured.
 
         >>> layers = (Layer("a", 1, 1, 1, 8, 0, 30, step_s=1), Layer("b", 1, 1, 1, 8, 0, 10, step_s=3))
         >>> Profile("m", 1, layers, optimizer_s=6).optimizer_of([1])
@@ -178,7 +178,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     def at(self, microbatch_size: int) -> Profile:
         """The profile at a micro-batch size: as measured, else on the line through the two nearest sizes.
 
-        With one size only, seconds and bytes grow with the samples; weights and the optimizer's step never do.
+        With one size only, seconds and bytes are proportional to the samples; weights and the optimizer's step are not.
 
         >>> small, large = (Profile("m", b, (Layer("a", 1 + b, 0, 0, 8 * b, 0, 4),)) for b in (2, 4))
         >>> both = small.with_others([large])
@@ -216,7 +216,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
 
 
 def check_finite(of: object, names: Iterable[str], place: str) -> None:
-    """Refuses figures that are negative or no finite number; `place` is that of the object in the file."""
+    """Refuses figures that are negative or not finite; `place` is that of the object in the file."""
     for name in names:
         value = getattr(of, name)
         if not (math.isfinite(value) and value >= 0):

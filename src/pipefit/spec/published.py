@@ -20,8 +20,8 @@ from pipefit.spec.profile import Layer, Profile, check_finite
 
 _FOLDER = Path(__file__).resolve().parent.parent / "profiles_published"
 
-# The file of the translator does not store its batch size; the command in its authors' README uses 64, and
-# 64 samples of 24 words explain its dominant activation (4 bytes · 1024 · 1536).
+# The file of GNMT does not store its batch size. The command in its authors' README uses 64, and 64 samples of 24
+# words explain its dominant activation (4 bytes · 1024 · 1536).
 _BATCH_SIZE_ELSEWHERE = {"gnmt": 64}
 
 
@@ -59,7 +59,7 @@ def load_profile(path: str | Path) -> Profile:
     (41, 128)
 
     Raises:
-        ProfileError: no such file or name; or what is wrong in it, with the path inside the file.
+        ProfileError: no such file or name, or a mistake in the file, with the path inside it.
     """
     if str(path) in published_names() and not Path(path).is_file():
         path = _FOLDER / f"{path}.json"
@@ -74,13 +74,13 @@ def load_profile(path: str | Path) -> Profile:
 def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
     """A published layer graph as a Profile, for one whole mini-batch.
 
-    What the published form leaves open is settled so:
+    The published form leaves some points open. They are resolved as follows:
 
     - a source whose description begins with "Input" is data loading: it stays as a layer, but costs nothing;
-    - sinks whose description begins with "__getitem__" (parts of an output nobody uses) are left out, in one pass;
-    - the backward pass is published as one figure: half is put down to the input and half to the weights,
+    - sinks whose description begins with "__getitem__" (unused parts of an output) are left out, in one pass;
+    - the backward pass is published as one figure: half is assigned to the input and half to the weights,
       and all of it to the input where a layer has no weights;
-    - bytes saved for the backward pass are not published: the output's bytes stand for them.
+    - bytes saved for the backward pass are not published: the output's bytes are taken instead.
 
     The layers come in a topological order, nodes that could be next in the order of the file.
 
@@ -107,7 +107,7 @@ def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
 
 
 def _check(graph: _Graph, where: str) -> dict[str, int]:
-    """The index of every node by its id, after everything in the file was looked at."""
+    """Checks all nodes and edges of the file; returns the index of every node by its id."""
     index_of: dict[str, int] = {}
     for index, node in enumerate(graph.nodes):
         if node.id in index_of:

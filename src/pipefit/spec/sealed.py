@@ -1,11 +1,11 @@
-"""Files that vouch for themselves: small JSON documents with a checksum, and entries that name other files with theirs.
+"""Files with checksums: small JSON documents with their own, and entries that name other files with theirs.
 
-Whatever must survive a crash is committed in this order, by checkpoints, disk tiers and studies alike:
+Data that must survive a crash is committed in this order, by checkpoints, disk tiers and studies alike:
 
     new files, each forced to disk ─► the ranks agree ─► a document that names them replaces the last one atomically
                                                       ─► its folder is forced to disk
 
-Until the document is in place, the state before counts; nothing that the last document names is overwritten.
+Until the document is in place, the previous state is valid; nothing that the last document names is overwritten.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
 
 
 def seal(data: Mapping[str, Any], indent: int | None = None) -> str:
-    """JSON text that ends with the checksum of all before it.
+    """JSON text that ends with the checksum of all text before it.
 
     Args:
         data: JSON data with its "format" first.
@@ -105,7 +105,7 @@ def write_sealed(path: Path, data: Mapping[str, Any], *, indent: int | None = No
         path: of the document.
         data: JSON data with its "format" first.
         indent: see `seal`.
-        durable: whether it survives a power cut, too; else only the death of the process, which takes no waiting.
+        durable: whether it also survives a power cut; else only the death of the process, which needs no waiting.
 
     Raises:
         PipefitError: the folder is missing, or the disk is full.
@@ -119,7 +119,7 @@ def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError)
     Args:
         path: of the document.
         form: the format it must have, such as "pipefit.checkpoint/1".
-        error: what to raise.
+        error: the exception to raise.
 
     Raises:
         PipefitError: of kind `error`: it cannot be read, is damaged, or of another version.

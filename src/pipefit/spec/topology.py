@@ -17,7 +17,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One device.
 
     Attributes:
-        memory_bytes: what a rank may use.
+        memory_bytes: limit for a rank.
         flops: peak FLOP per second; 0: unknown (then profiles must be measured).
         memory_bandwidth_bytes_per_s: of the device's own memory; 0: unknown.
         efficiency: fraction of `flops` that dense layers reach.
@@ -38,7 +38,7 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         bandwidth_bytes_per_s: of its links.
         latency_s: of its links.
         cores: processor cores that all devices of one unit of this level share, where a device is a process; None: each
-            has its own.
+            device has its own.
         one_port: whether all links of a unit of the level below leave it through one port of this bandwidth, and enter
             it through another, as the processes of a server share its network card; else links share nothing.
     """
@@ -54,19 +54,19 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Tier(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Memory beyond the device: "host" or "disk", with its capacity and the rates of its link to the tier above.
 
-    They are those of a machine, which its ranks share: see `Topology.tiers_among`.
+    Capacity and rates are those of a machine and shared by its ranks: see `Topology.tiers_among`.
 
     Attributes:
         name: "host" or "disk".
-        capacity_bytes: that it may take.
+        capacity_bytes: its size.
         read_bytes_per_s: towards the device.
         write_bytes_per_s: away from it.
         latency_s: of each copy.
         step_bytes_per_s: bytes of weights that an optimizer steps in the host's memory; 0: not known.
-        one_channel: whether reads and writes take turns, as on most disks; else both keep their rates.
-        check_bytes_per_s: bytes of which whoever computes takes the checksum, for all that is copied; 0: of nothing.
-        commit_s: seconds of committing a step, which the ranks of a pipeline wait for between two steps, when all is
-            written; 0: nothing is committed.
+        one_channel: whether reads and writes alternate, as on most disks; else both keep their rates.
+        check_bytes_per_s: rate at which the computing processor computes the checksum of copied bytes; 0: no checksums.
+        commit_s: seconds of committing a step once everything is written; the ranks of a pipeline wait for it between
+            two steps; 0: nothing is committed.
     """
 
     name: str
@@ -87,7 +87,7 @@ _UNITS = {
     for name in noun.__struct_fields__
     if name.endswith(end)
 }
-"""The kind of quantity that a field is, by the end of its name; the longer end counts."""
+"""The kind of quantity of a field, by the suffix of its name; the longest suffix counts."""
 
 
 class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         levels: from the innermost (devices in a server) to the outermost.
-        device: every device, where `devices` does not say otherwise.
+        device: every device, unless `devices` is given.
         devices: one entry per rank, when they differ.
         tiers: host and disk, for spilling.
         name: for people.
@@ -125,7 +125,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_devices(self) -> int:
-        """How many devices there are: the product of the widths."""
+        """Number of devices: the product of the widths."""
         return math.prod(level.width for level in self.levels)
 
     def device_of(self, rank: int) -> Device:
@@ -152,7 +152,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise TopologyError(f"ranks {a} and {b} are not both among the {self.num_devices} devices of this topology")
 
     def ports(self, a: int, b: int) -> tuple[tuple[object, ...], ...]:
-        """The ports that a message from one rank to another shares with others: out of a unit, and into a unit.
+        """The shared ports of a message from one rank to another: out of a unit, and into a unit.
 
         >>> Topology((Level("server", 4, 12e9), Level("rack", 2, 1e9, one_port=True))).ports(1, 6)
         (('out', 1, 0), ('in', 1, 1))
@@ -162,7 +162,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def machine(self) -> tuple[int, float]:
-        """Devices of a machine, and the cores that they share: those of the innermost level that has a number of them.
+        """Devices of a machine, and the cores that they share: those of the innermost level with a number of cores.
 
         >>> Topology.local(3, cores=2).machine
         (3, 2)
@@ -175,7 +175,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return 1, math.inf
 
     def tier_shares(self, num_ranks: int) -> int:
-        """How many of so many ranks are on one machine, and share its tiers.
+        """Number of ranks, of `num_ranks`, that are on one machine and share its tiers.
 
         A machine is the level that has cores, or else the innermost.
 
@@ -186,7 +186,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max(min(num_ranks, self.levels[0].width if math.isinf(cores) else span), 1)
 
     def tiers_among(self, num_ranks: int) -> tuple[Tier, ...]:
-        """The tiers, at the rates that are left for each of so many ranks when all of a machine copy at once."""
+        """The tiers, at the rate of each of `num_ranks` ranks when all ranks of a machine copy at the same time."""
         count = self.tier_shares(num_ranks)
         rates = ("read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s")
         return tuple(

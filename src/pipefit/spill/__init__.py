@@ -1,4 +1,4 @@
-"""Stages that live on another tier: records, slots, and the copies between them.
+"""Stages that are kept on another tier: records, slots, and the copies between them.
 
 One rank has one `Spilling`, which owns everything else:
 
@@ -12,6 +12,6 @@ One rank has one `Spilling`, which owns everything else:
             ├── files: TierFile       the file, and its commits with checksums       (tier_file.py)
             └── lanes: Lanes          threads that copy: read, write, host steps     (lanes.py)
 
-A `fetch` starts `tier.read` from a record into a slot, an `evict` starts `tier.write` back; each returns a `Copy` that
-whoever needs the record, or the slot, waits for.
+A `fetch` starts `tier.read` from a record into a slot, an `evict` starts `tier.write` back. Each returns a `Copy`; code
+that needs the record, or the slot, waits for it.
 """

@@ -1,6 +1,6 @@
-"""The arena: a device's memory for records, allocated once and divided into flat slots; parameters are views of them.
+"""The arena: a device's memory for records, allocated once and split into flat slots; parameters are views of them.
 
-Nothing is allocated while training, so a cap on the device's memory can be stated before it starts.
+Nothing is allocated while training, so a cap on the device's memory can be guaranteed before it starts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def aligned(num_bytes: int, device: torch.device | None = None) -> Tensor:
-    """A flat uint8 tensor whose first byte lies on a multiple of `ALIGNMENT`, as direct I/O asks for."""
+    """A flat uint8 tensor whose first byte is at a multiple of `ALIGNMENT`, as direct I/O requires."""
     whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start : start + num_bytes]
 
 
 def pin(memory: Tensor) -> None:
-    """Pins host memory where it lies, to the byte: torch's own pinned memory comes in powers of two.
+    """Pins host memory in place, to the byte: torch's own pinned memory has sizes that are powers of two.
 
-    For all devices of the process, whichever is the current one. Copies to and from it are asynchronous; torch's
-    allocator does not know it and cannot keep it from being freed meanwhile, so whoever frees it waits for them.
+    It is pinned for all devices of the process. Copies to and from it are asynchronous. Torch's allocator does not know
+    it and cannot prevent that it is freed meanwhile, so the caller must wait for them before it frees the memory.
 
     Args:
         memory: whole pages, as of `aligned`.
@@ -46,12 +46,12 @@ def unpin(memory: Tensor) -> None:
 
 
 class Slot:
-    """Room for one record.
+    """Memory for one record.
 
     Attributes:
         bytes: its memory.
         busy: copies that still read it; a new one into it waits for them.
-        kept: whose weights still lie there, and their version, until something else is loaded.
+        kept: the stage whose weights are still in it, and their version, until another record is loaded.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -60,7 +60,7 @@ class Slot:
         self.kept: tuple[object, int] | None = None
 
     def taken(self) -> tuple[Copy, ...]:
-        """The copies that must end, and end well, before the slot is overwritten; they are then forgotten."""
+        """Returns and clears the copies that must end without an error before the slot is overwritten."""
         waits, self.busy = tuple(self.busy), []
         return waits
 
@@ -68,9 +68,9 @@ class Slot:
 class Arena:
     """The slots of one device; several trials may use them one after another.
 
-    Copy streams read and write slots that the caller's stream has allocated. Nothing must be
-    reported to torch's allocator (`Tensor.record_stream`), since no slot goes back to it before the lanes are closed;
-    and earlier uses of the memory are over when a copy begins: it waits for what was launched on the caller's stream.
+    Copy streams read and write slots that the caller's stream has allocated. Torch's allocator need not know this
+    (`Tensor.record_stream`): no slot is returned to it before the lanes are closed, and a copy begins only after all
+    work that was launched earlier on the caller's stream.
 
     Args:
         sizes: bytes of the largest record of each kind ("weights", "wgrad", "optim").
@@ -91,7 +91,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots, with those before the first that align it."""
+        """Bytes of all slots, including the alignment of the first."""
         return self._memory.untyped_storage().nbytes()
 
     def slot(self, kind: str, index: int) -> Slot:
@@ -102,8 +102,8 @@ class Arena:
 def save_places(record: Callable[[], Tensor]) -> saved_tensors_hooks:
     """While it is entered, autograd saves places in a record of weights instead of views of it.
 
-    A saved view of the weights would be a view of the slot, which may hold another stage by the time of the backward.
-    So the view is made anew where the weights are when the backward asks for it.
+    A saved view of the weights would be a view of the slot, which may hold another stage at the time of the backward.
+    So the backward makes a new view in the slot in which the weights are then.
 
     Args:
         record: gives the bytes of the slot in which the weights are at that moment.

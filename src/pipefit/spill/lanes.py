@@ -1,8 +1,8 @@
 """Copy lanes: threads that move records between tiers while the rank computes.
 
-A lane does its copies one after the other, in the order in which they were submitted. A copy may have to wait for
-others of any lane, and only for those submitted before it, so that no circle can arise. The optimizer's steps
-on the host have a lane of their own.
+A lane runs its copies one after the other, in the order in which they were submitted. A copy may wait for others of any
+lane, but only for those submitted before it, so there are no cycles. The optimizer's steps on the host have their own
+lane.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 
 class Copy:
-    """A copy under way.
+    """A copy that was started.
 
     Attributes:
         num_bytes: that it moves.
-        started_s, ended_s: when it ran, in seconds of `time.perf_counter`; 0: not yet.
+        started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet.
         check: of the copied data, made once by the thread that waits for the copy, on its own cores.
     """
 
@@ -30,7 +30,7 @@ class Copy:
         self.check: Callable[[], None] | None = None
 
     def record_times(self, starts: list[float], ends: list[float], index: int) -> None:
-        """Records when it ran, as soon as that is known."""
+        """Records its times, as soon as they are known."""
 
         def write(_: Future[None]) -> None:
             starts[index], ends[index] = self.started_s, self.ended_s
@@ -38,14 +38,14 @@ class Copy:
         self._future.add_done_callback(write)
 
     def ended(self) -> bool:
-        """Whether it has, well or not."""
+        """Returns whether it has ended, with or without an error."""
         return self._future.done()
 
     def wait(self) -> None:
         """Waits for its end.
 
         Raises:
-            TierError: it has failed, or one that it had to wait for has, or what has come is not what it should be.
+            TierError: it failed, or a copy that it waited for failed, or its data does not have its checksum.
         """
         self._future.result()
         check = self.check
@@ -54,7 +54,7 @@ class Copy:
             self.check = None
 
     def run(self, work: Callable[[], None], after: Sequence[Copy], computed: Callable[[], None] | None = None) -> None:
-        """Does the work on the calling thread, once all copies of `after` have ended and `computed` returns."""
+        """Runs the work on the calling thread, once all copies of `after` have ended and `computed` returns."""
         try:
             for earlier in after:
                 earlier.wait()
@@ -75,8 +75,8 @@ class Lane:
 
     Args:
         name: of its thread.
-        device: whose copies it makes; a CUDA device gets a stream of its own for them.
-        threaded: whether it has a thread; else whoever asks for a copy makes it, on the current stream.
+        device: of the copies; on a CUDA device they get their own stream.
+        threaded: whether it has a thread; else the caller makes the copy, on the current stream.
     """
 
     def __init__(self, name: str, device: torch.device, threaded: bool = True) -> None:
@@ -86,10 +86,10 @@ class Lane:
     def submit(self, work: Callable[[], None], num_bytes: int, after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
-        On a CUDA device it begins once the device has done all that the caller's stream was given before, and it has
-        ended once the device says so: until then the slots at its ends are its own. Both are waited for by the
-        lane's thread, asleep. What is launched after the caller has waited for the copy finds what it brought; no
-        stream needs to wait for another.
+        On a CUDA device it begins once the device has finished all earlier work of the caller's stream, and ends once
+        the device reports its end; until then no other work may use its slots. The lane's thread sleeps during both
+        waits. Work launched after the caller has waited for the copy finds its data; no stream needs to wait for
+        another.
         """
         copy = Copy(num_bytes)
         if self._thread is None:
@@ -123,9 +123,8 @@ class Lanes:
     """The lanes of one device; several stores may share them.
 
     Args:
-        device: whose copies they make; None: the CPU.
-        threaded: whether copies run while the rank computes; else where they are asked for, which costs less for small
-            ones.
+        device: of the copies; None: the CPU.
+        threaded: whether copies run while the rank computes; else in the caller, which is faster for small ones.
 
     Attributes:
         threaded: as given.
@@ -141,6 +140,6 @@ class Lanes:
         self.host = Lane("step", torch.device("cpu"), threaded)
 
     def close(self) -> None:
-        """Ends the threads once what they have been given is done."""
+        """Ends the threads once their submitted work is done."""
         for lane in (self.read, self.write, self.host):
             lane.close()

@@ -1,7 +1,7 @@
 """The states that an optimizer keeps for each parameter.
 
-They are found by trial before anything is allocated; those that move with their stage are views of a record, wherever
-that is, or stand-ins.
+They are found by a trial step before anything is allocated. Those that move with their stage are views of a record, or
+stand-ins while it is away.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class StateSpec(NamedTuple):
 
 
 class StateRules(NamedTuple):
-    """How an optimizer treats its states.
+    """Properties of an optimizer's states.
 
     Attributes:
-        zero_at_first: whether it does the same with zeros as with no states yet; see `is_zero_at_first`.
-        numbers: that it keeps for each parameter outside of the records, as zeros by name; see `numbers_outside`.
+        zero_at_first: whether zeros are equivalent to no states yet; see `is_zero_at_first`.
+        numbers: numbers that it keeps for each parameter outside of the records, as zeros by name; see
+            `numbers_outside`.
     """
 
     zero_at_first: bool = False
@@ -83,15 +84,15 @@ def probe_states(make: MakeOptimizer, parameters: Sequence[Tensor], device: torc
 
 
 def _moves(value: Tensor, device: torch.device) -> bool:
-    """Whether a state goes into a record: with a GPU, single numbers stay where the optimizer put them."""
+    """Returns whether a state belongs to a record: with a GPU, single numbers stay where the optimizer put them."""
     return device.type == "cpu" or value.dim() > 0
 
 
 def numbers_outside(make: MakeOptimizer, device: torch.device) -> dict[str, Tensor]:
     """The single numbers that an optimizer keeps for each parameter outside of the records, as zeros, by name.
 
-    They are found by a real step of a tiny parameter, for where they lie is the optimizer's choice: Adam counts its
-    steps on the host, a fused Adam on the GPU. On a CPU they are in the records, and there are none.
+    They are found by a real step of a tiny parameter, because the optimizer chooses their device: Adam counts its
+    steps on the host, a fused Adam on the GPU. On a CPU they are in the records, and the result is empty.
     """
     if _moves(torch.zeros(()), device):
         return {}
@@ -111,9 +112,9 @@ def _stepped(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.de
 
 
 def is_zero_at_first(make: MakeOptimizer) -> bool:
-    """Whether an optimizer that finds zeros as its states does the same as one that has none yet.
+    """Returns whether an optimizer treats zeros as its states in the same way as no states yet.
 
-    Then states can lie in their slot from the first step on. Else (SGD with dampening, which starts from the first
+    Then states can be in their slot from the first step. Else (SGD with dampening, which starts from the first
     gradient) the first step makes them, and they are moved to the slot after it.
     """
     generator = torch.Generator().manual_seed(0)
@@ -142,15 +143,15 @@ class MovedStates:
     """The states of some parameters, one after the other in a record.
 
     Args:
-        stage: whose they are, for messages.
-        specs: which there are, and of what parameter.
+        stage: of the parameters, for messages.
+        specs: the states, with their parameters.
         rules: of the optimizer.
         device: of their stand-ins while they are away.
 
     Attributes:
         layout: of the record.
-        known: places of those that the optimizer has made.
-        optimizer: that keeps them; None: not known yet, or nothing is stepped.
+        known: places of the states that the optimizer has made.
+        optimizer: of the states; None: not known yet, or nothing is stepped.
     """
 
     def __init__(
@@ -171,23 +172,23 @@ class MovedStates:
         """Sets the optimizer that keeps them.
 
         Args:
-            optimizer: that keeps them.
-            master_of: by the id of a parameter, what the optimizer has in its place.
+            optimizer: of the states.
+            master_of: the optimizer's parameter by the id of the stage's parameter.
         """
         self.optimizer, self._master_of = optimizer, master_of
 
     def _kept(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
-        """Place and key of each, and all that the optimizer keeps for its parameter; none without an optimizer."""
+        """Place and key of each, with all states of its parameter; none without an optimizer."""
         if self.optimizer is not None:
             for index, (parameter, spec) in enumerate(self._specs):
                 yield index, spec.key, self.optimizer.state.get(self._master_of[id(parameter)], {})
 
     def tensors(self) -> list[Tensor]:
-        """Those that the optimizer has now."""
+        """The states that the optimizer has now."""
         return [state[key] for _, key, state in self._kept() if state.get(key) is not None]
 
     def bind(self, record: Tensor) -> None:
-        """Makes them views of a record; those that the optimizer has not made yet only where zeros do the same."""
+        """Makes them views of a record; those not made yet only where zeros are equivalent."""
         for index, key, state in self._kept():
             if self._rules.zero_at_first or index in self.known:
                 assert self.optimizer is not None
@@ -199,16 +200,16 @@ class MovedStates:
                         state[number] = zero.clone()
 
     def unbind(self) -> None:
-        """Replaces them, while they are away, by stand-ins that have their shapes and no memory."""
+        """Replaces them, while they are away, by stand-ins with their shapes and without memory."""
         for index, key, state in self._kept():
             if key in state:
                 state[key] = absent(self.layout.fields[index], self._device)
 
     def adopt(self, record: Tensor) -> None:
-        """Moves those that lie elsewhere, as the optimizer has made them, into the record.
+        """Moves states that the optimizer has made elsewhere into the record.
 
         Raises:
-            TierError: one has another shape or type than room was made for.
+            TierError: one has another shape or type than its place in the record.
         """
         for index, key, state in self._kept():
             value, view = state.get(key), self.layout.fields[index].of(record)
@@ -220,8 +221,8 @@ class MovedStates:
                 continue
             if value.shape != view.shape or value.dtype != view.dtype:
                 raise TierError(
-                    f"stage {self._stage}: the optimizer keeps {key} as {value.dtype}{list(value.shape)}, room "
-                    f"was made for {view.dtype}{list(view.shape)}"
+                    f"stage {self._stage}: the optimizer keeps {key} as {value.dtype}{list(value.shape)}, its record "
+                    f"has room for {view.dtype}{list(view.shape)}"
                 )
             view.copy_(value)
             state[key] = view

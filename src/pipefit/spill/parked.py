@@ -1,4 +1,4 @@
-"""Tensors that wait on a tier: activations and gradients at stage boundaries, or what else one process leaves."""
+"""Tensors that wait on a tier: activations and gradients at stage boundaries, and other tensors of a process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipefit.stage.record_layout import Field, Layout
 
 
 class _Waiting(NamedTuple):
-    """Tensors that wait: how they lie in their record, and the version of that."""
+    """Tensors that wait: their layout in the record, and its version."""
 
     fields: list[Field]
     version: int
@@ -28,13 +28,13 @@ class _Waiting(NamedTuple):
 class ParkedTensors:
     """Tensors on a tier, by the key of their record.
 
-    How large a record must be is known once its tensors are there for the first time: then it gets its room, which it
-    keeps until larger ones come.
+    The size of a record is known once its tensors exist for the first time: then it gets its room, which it keeps until
+    larger ones come.
 
     Args:
-        tier: where they wait.
-        device: where they come from, and return to.
-        is_scratch: whether no commit names them, but for a tier that processes share.
+        tier: on which they wait.
+        device: from which they come, and to which they return.
+        is_scratch: whether commits leave them out (except on a tier that processes share).
     """
 
     def __init__(self, tier: TierStore, device: torch.device, is_scratch: bool = True) -> None:
@@ -46,10 +46,10 @@ class ParkedTensors:
         self._under_way: deque[Copy] = deque()
 
     def write(self, key: Key, tensors: Sequence[Tensor]) -> Copy:
-        """Starts to write tensors; the caller need not keep them. What `read` gave is on the tier still.
+        """Starts to write tensors; the caller need not keep them. Tensors that `read` returned stay on the tier.
 
-        At most `UNDER_WAY` copies of them are on the device at a time: this waits until the first of so many is
-        written, so that a slow tier does not fill the device.
+        At most `UNDER_WAY` copies of them are on the device at a time: this waits until the first of them is written,
+        so that a slow tier does not fill the device.
 
         Raises:
             TierError: there is no room for them.
@@ -60,7 +60,7 @@ class ParkedTensors:
             copy = Copy(0)
             copy.run(lambda: None, ())
             return copy
-        # What computes with a tensor may add up in the order in which it lies.
+        # The strides are kept: operations may add up in memory order.
         layout = Layout(tensors, as_they_lie=True)
         if layout.num_bytes > self._sizes.get(key, -1):
             self._tier.reserve_more({key: layout.num_bytes}, self._is_scratch)
@@ -77,11 +77,11 @@ class ParkedTensors:
         return copy
 
     def read(self, key: Key, keep: bool = False) -> tuple[Copy, Callable[[], list[Tensor]]]:
-        """Starts to read tensors; the second value gives them once the first has ended.
+        """Starts to read tensors; the second value returns them once the first has ended.
 
         Args:
             key: of their record.
-            keep: whether they will be read again, though they are not written again.
+            keep: whether they will be read again without being written again.
         """
         waiting = self._waiting[key] if keep else self._waiting.pop(key)
         record = aligned(self._sizes[key], self._device)
@@ -104,7 +104,7 @@ class ParkedTensors:
         return rows
 
     def restore(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Takes up the tensors that `describe` was called for, in place of those known here."""
+        """Restores the tensors from the result of `describe`, in place of those known here."""
         self._sizes.clear()
         self._waiting.clear()
         for stage, kind, mb, size, version, plain in rows:

@@ -29,7 +29,7 @@ from pipefit.stage.training import Training
 
 
 def tier_name(rank: int) -> str:
-    """The name of the files of a rank's disk tier, without ending."""
+    """The name of the files of a rank's disk tier, without suffix."""
     return f"rank-{rank}"
 
 
@@ -41,7 +41,7 @@ class RankStages:
         rank: its number.
         layers: of each stage.
         shared: ids of the parameters that several stages use; they stay on the device.
-        initialise: the model's own way to draw a layer's weights.
+        initialise: the model's own function to draw a layer's weights.
     """
 
     rank: int
@@ -52,21 +52,21 @@ class RankStages:
 
 @dataclass
 class Spilling:
-    """Everything a rank has for spilling, over all its programs.
+    """All objects of a rank for spilling, over all its programs.
 
     Attributes:
         stores: of its spilled stages.
         arena: the slots.
-        tier: where the stages live.
-        resumed: what an earlier run committed, from which this one resumes.
+        tier: of the spilled stages.
+        resumed: the commit of an earlier run from which this one resumes.
         committed: the last commit that was started.
         committed_step: its step, or that of `resumed`.
         commit_every: steps from one commit to the next; 0: none.
         writes: started since the last commit.
         parts: norms of the gradients of stages that have left the device, by update and stage.
-        steps: on the host, that this program has started.
+        steps: host steps that this program has started.
         parked: activations that wait on the tier.
-        resident: tensors that stay on the device, as the last commit names them.
+        resident: records of the tensors that stay on the device, as the last commit names them.
     """
 
     stores: dict[int, SpilledStore]
@@ -90,14 +90,14 @@ class Spilling:
     ) -> Spilling:
         """Moves the spilled stages of a rank to their tier, one after the other.
 
-        Layers of the meta device get their weights in a slot, so that there is never more than that of them in memory.
+        Layers of the meta device get their weights in a slot, so that never more than a slot of them is in memory.
 
         Args:
             stages: of the rank.
-            program: one of those that will run; it says which stages are spilled.
+            program: one of those that will run; its header names the spilled stages.
             training: its optimizer and seed.
-            device: where the rank computes.
-            where: the tier is.
+            device: of the rank.
+            where: the options of spilling.
 
         Raises:
             PipefitError: the tier has not enough room, or the optimizer cannot be spilled.
@@ -119,7 +119,7 @@ class Spilling:
         arena = make_arena(stores.values(), spill, device)
         folder = where.folder if spill.tier == "disk" else None
         if folder is None and spill.tier == "disk":
-            raise PlanError("the plan spills to disk: say where, by --disk FOLDER or spill=Spilled(disk=FOLDER)")
+            raise PlanError("the plan spills to disk: name a folder by --disk FOLDER or spill=Spilled(disk=FOLDER)")
         tier = TierStore(folder, tier_name(stages.rank), device=device, host_bytes=where.host_bytes)
         spilling = cls(stores, arena, tier)
         try:
@@ -135,12 +135,12 @@ class Spilling:
         return spilling
 
     def make_room(self, program: Program, rank: int, where: Spilled) -> None:
-        """Takes room for the records of a rank, or takes up what an earlier run committed.
+        """Reserves room for the records of a rank, or restores the commit of an earlier run.
 
         Args:
-            program: says which stages' gradients go to the tier.
-            rank: that the stages are of.
-            where: says whether the run resumes, and commits.
+            program: determines the stages whose gradients are written to the tier.
+            rank: of the stages.
+            where: determines whether the run resumes, and commits.
 
         Raises:
             TierError: there is not enough room, or nothing to resume from.
@@ -159,14 +159,14 @@ class Spilling:
         if found != kept:
             key = next(key for key in {**found, **kept} if found.get(key) != kept.get(key))
             was, needed = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (found, kept))
-            raise TierError(f"{where.folder}: {key}: its record has {was}, this run's {needed}; it is of another run")
+            raise TierError(f"{where.folder}: {key}: its record has {was}, this run's {needed}: it is of another run")
         self.tier.reserve_more(scratch)
 
     def resume_from(self, step: int) -> None:
-        """Before the first program: takes the records of a step that is not after the one that was found.
+        """Before the first program: restores the records of a step that is not after the one that was found.
 
         Raises:
-            TierError: they are not whole.
+            TierError: they are damaged.
         """
         assert self.resumed is not None
         if step < self.resumed.step:
@@ -177,7 +177,7 @@ class Spilling:
             store.hold(self.resumed.version(stage))
 
     def end_pass(self) -> None:
-        """A program has ended.
+        """Ends a program.
 
         Raises:
             TierError: the commit of the program before has failed.
@@ -190,11 +190,11 @@ class Spilling:
         self.settle()
 
     def is_commit_due(self, step: int) -> bool:
-        """Whether a step is to be committed."""
+        """Returns whether a step is to be committed."""
         return 0 < self.commit_every <= step - self.committed_step
 
     def check_writes(self) -> None:
-        """Looks at the writes that have ended, where a step is not committed.
+        """Checks the writes that have ended, where a step is not committed.
 
         Raises:
             TierError: one of them has failed.
@@ -205,11 +205,11 @@ class Spilling:
             copy.wait()
 
     def commit(self, step: int, state: Mapping[str, Any]) -> None:
-        """Starts to commit a step with all that was written.
+        """Starts to commit a step with all its written records.
 
         Args:
             step: weight updates done.
-            state: JSON data: what else is needed to resume from there.
+            state: JSON data: the other state that is needed to resume.
         """
         self.committed = self.tier.commit(step, state, self.writes)
         self.committed_step = step
@@ -230,7 +230,7 @@ def make_arena(stores: Iterable[SpilledStore], spill: Spill, device: torch.devic
     """The slots of a rank, each as large as the largest record of its kind.
 
     Raises:
-        InfeasibleError: the device has no room for them.
+        InfeasibleError: they do not fit on the device.
     """
     largest = dict.fromkeys(SLOTTED, 0)
     for store in stores:
@@ -244,7 +244,7 @@ def make_arena(stores: Iterable[SpilledStore], spill: Spill, device: torch.devic
 
 
 def make_stand_in(tensor: Tensor, device: torch.device) -> Tensor:
-    """In place of a tensor of the meta device: a weight's has no memory; a buffer's has, with no values yet."""
+    """The stand-in for a tensor of the meta device: no memory for a weight; memory without values for a buffer."""
     if isinstance(tensor, nn.Parameter):
         return torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

@@ -1,4 +1,4 @@
-"""The weights of one stage that lives on a tier: on the device only while it sits in a slot."""
+"""The weights of one spilled stage: on the device only while the stage is in a slot."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from pipefit.stage.training import Training
 
 
 class SpilledStore:
-    """Stands where a resident stage has its `WeightStore`.
+    """The store of a spilled stage, in place of the `WeightStore` of a resident one.
 
-    Its parameters are views of a slot while the stage sits there, and hold nothing else: then they have their shapes,
-    and NaN for whoever reads them. Gradients are summed in the slot's twin, and the optimizer's states are views of a
-    slot of their own, or stay.
+    Its parameters are views of a slot while the stage is there. Otherwise they have their shapes and no memory, and
+    reading them gives NaN. Gradients are summed in the second slot next to it, and the optimizer's states are views of
+    their own slot, or stay.
 
     Args:
         stage: its number.
         layers: of the stage.
         shared: ids of the parameters that several stages use; they stay on the device.
         training: its optimizer.
-        header: of the program; it says where the stage steps, and whether its optimizer's states move.
+        header: of the program; it specifies the place of the step, and whether the optimizer's states move.
         rules: of the optimizer.
         device: of the slots.
 
@@ -46,12 +46,12 @@ class SpilledStore:
         masters: the parameters that the optimizer gets.
         on_host: whether it steps on the host: the optimizer gets views of its records there, and its states never
             leave them.
-        num_updates: how often its record was renewed before this program, version 0 of which the tier holds.
+        num_updates: updates before this program, whose version 0 the tier holds.
         reached: places of the gradients of this update that a micro-batch has reached so far.
-        states: what its optimizer keeps, where that moves; None: it stays on the device.
-        summed: the parameters whose gradients lie in the slot.
-        gradients: where they lie there.
-        on_arrival: called with the slot's room for gradients when the stage comes into it.
+        states: of its optimizer, where they move; None: they stay on the device.
+        summed: the parameters whose gradients are in the slot.
+        gradients: their places there.
+        on_arrival: called with the slot's memory for gradients when the stage is loaded into it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class SpilledStore:
             )
         self._moved = self.summed + [p for p in parameters if not p.requires_grad]
         self.layout = Layout(self._moved)
-        # The gradients lie in the slot as replicas reduce them.
+        # The gradients are in the slot in the order in which replicas reduce them.
         is_replicated = len(header.placement[stage]) > 1
         self.gradients = record_layout(self.summed)[1] if is_replicated else Layout(self.summed)
         self.on_arrival: Callable[[Tensor], None] | None = None
@@ -111,12 +111,12 @@ class SpilledStore:
 
     @torch.no_grad()
     def store_first(self, slot: int, fill: Callable[[], None] | None = None, held: int | None = None) -> None:
-        """Moves its weights to the tier, by way of a slot; the memory that they had is free.
+        """Moves its weights to the tier, through a slot, and frees their former memory.
 
         Args:
-            slot: that it goes through.
-            fill: gives the weights their first values, in the slot; None: they have them already.
-            held: the version that its records on the tier hold, of an earlier run; nothing is written then.
+            slot: for the transfer.
+            fill: sets the first values of the weights, in the slot; None: they have them already.
+            held: the version of its records on the tier, of an earlier run; nothing is written then.
         """
         room = self._free(WEIGHTS, slot)
         for view, parameter in zip(self.layout.views(room.bytes), self._moved, strict=True):
@@ -133,7 +133,7 @@ class SpilledStore:
         room.busy.append(self._tier.write(Key(self.stage, WEIGHTS), 0, record))
 
     def hold(self, version: int) -> None:
-        """Its records on the tier hold a version, and count."""
+        """Marks its records on the tier as holding a version."""
         self.num_updates, self._is_held = version, True
         self._unbind()
 
@@ -144,10 +144,10 @@ class SpilledStore:
         return {tensor.data_ptr() for tensor in (*self._moved, *states)}
 
     def make_masters(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Makes the optimizer's parameters; they share the memory of the live ones wherever that is.
+        """Makes the optimizer's parameters; they always share the memory of the live ones.
 
         Args:
-            trained: those that this stage's optimizer steps: all, but for shared ones that another stage's does.
+            trained: those that this stage's optimizer steps: all except shared ones that another stage's steps.
         """
         self._trained = list(trained)
         where: dict[int, Tensor] = {}
@@ -159,7 +159,7 @@ class SpilledStore:
         return self.masters
 
     def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
-        """Sets the optimizer whose states it moves; those that it has made already go to the tier."""
+        """Sets the optimizer whose states it moves; states that exist already are moved to the tier."""
         if self.states is None:
             return
         self.states.belong_to(optimizer, self._master_of)
@@ -176,16 +176,16 @@ class SpilledStore:
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def fetch(self, kind: str, version: int, slot: int) -> Copy:
-        """Starts to load a record into a slot, once nothing reads that slot any more.
+        """Starts to load a record into a slot, once no copy reads that slot any more.
 
         Weights or states that left the slot last are still there: those of the first stages of a step, which are also
         the last that the step before has written. They are not read again, and need not wait for the end of their
-        writing.
+        write.
 
         Args:
             kind: "weights", "optim" or "wgrad".
             version: of the weights, in the program that runs; of gradients, their update.
-            slot: its number; gradients go to the twin of the stage's weights slot.
+            slot: its number; gradients use the second slot next to the stage's weights.
         """
         room = self._arena.slot(kind, slot)
         kept, room.kept = room.kept, None
@@ -206,7 +206,7 @@ class SpilledStore:
         return copy
 
     def arrived(self, kind: str, version: int, slot: int) -> None:
-        """A fetch has ended: the stage's tensors become views of the slot."""
+        """After a fetch: makes the stage's tensors views of the slot."""
         self._slots[kind] = slot
         record = self._arena.slot(kind, slot).bytes
         if kind == WEIGHTS:
@@ -243,18 +243,18 @@ class SpilledStore:
         return copy
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Around a forward whose stage may leave before its backward: see `save_places`."""
+        """The context of a forward whose stage may leave before its backward: see `save_places`."""
         return save_places(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
 
     # ---- as a WeightStore does --------------------------------------------------------------------------------------
 
     def at(self, version: int) -> None:
-        """The version must sit in a slot; it is the only one that can."""
+        """Checks that the version is in a slot; it is the only one that can be."""
         assert WEIGHTS in self._slots, f"stage {self.stage} is not on the device"
         assert version == self._version, f"stage {self.stage}: version {self._version} is there, not {version}"
 
     def begin_step(self, version: int, in_place: bool) -> None:
-        """Hands the gradients to the optimizer, which works in the slots once they are no longer being written."""
+        """Passes the gradients to the optimizer, which works in the slots once they are no longer being written."""
         self.at(version)
         for kind in {WEIGHTS, OPTIM} & self._slots.keys():
             self._free(kind, self._slots[kind])
@@ -263,7 +263,7 @@ class SpilledStore:
         self._version = version + 1
 
     def end_step(self) -> None:
-        """Lets go of the gradients; states that the optimizer has just made move to their slot."""
+        """Frees the gradients; moves states that the optimizer has just made to their slot."""
         for parameter, master in zip(self._trained, self.masters, strict=True):
             master.grad = parameter.grad = None
         self.reached.clear()
@@ -274,8 +274,8 @@ class SpilledStore:
         """Starts a step on the host, from its records of weights and gradients there; both have left the device.
 
         Args:
-            version: of the weights that it starts from.
-            work: the optimizer's, on the gradients of its parameters; None: this step is skipped.
+            version: of the weights from which it starts.
+            work: the optimizer's step, on the gradients of its parameters; None: this step is skipped.
         """
         reached = sorted(self.reached)
         self.reached.clear()
@@ -297,13 +297,13 @@ class SpilledStore:
         return self._tier.step(self.stage, self.num_updates + version + 1, step, [self._read] if self._read else [])
 
     def drop(self, version: int) -> None:
-        """Forgets weights that the tier still has; their slot is free."""
+        """Frees the slot of weights that are unchanged on the tier."""
         self.at(version)
         self._arena.slot(WEIGHTS, self._slots.pop(WEIGHTS)).kept = self, self.num_updates + version
         self._unbind()
 
     def rebase(self) -> None:
-        """Calls the newest version 0 again."""
+        """Renumbers the newest version as 0."""
         self.num_updates += self._version
         self._version = 0
 
@@ -312,8 +312,8 @@ class SpilledStore:
         """Between programs: brings the stage onto the device.
 
         Args:
-            optim: its optimizer's states too.
-            change: what was done to them is written back, with the optimizer's states.
+            optim: also its optimizer's states.
+            change: write changes back, with the optimizer's states.
         """
         kinds = [WEIGHTS] + [OPTIM] * ((optim or change) and self.states is not None and not self.on_host)
         for kind in kinds:
@@ -341,14 +341,14 @@ class SpilledStore:
         return self.sizes()[Key(self.stage, kind)]
 
     def _free(self, kind: str, slot: int) -> Slot:
-        """A slot that nothing copies any more."""
+        """A slot after all copies of it have ended."""
         room = self._arena.slot(kind, slot)
         for copy in room.taken():
             copy.wait()
         return room
 
     def _keep(self, place: int, parameter: Tensor) -> None:
-        """Moves a gradient that autograd has made to its place in the slot; from then on autograd adds to it there."""
+        """Moves a gradient that autograd has made to its place in the slot, where autograd then adds to it."""
         if place in self.reached or WEIGHTS not in self._slots or parameter.grad is None:
             return
         record = self._arena.slot(WGRAD, self._slots[WEIGHTS]).bytes
@@ -366,7 +366,7 @@ class SpilledStore:
             master.data = data
 
     def _adopt_states(self) -> None:
-        """Moves what the optimizer has made to where it belongs: in a slot, or on the host."""
+        """Moves the optimizer's new states to their place: in a slot, or on the host."""
         if self.states is None or self.states.optimizer is None:
             return
         if self.on_host:
@@ -379,7 +379,7 @@ class SpilledStore:
             self.point(parameter, absent(field, self._device))
 
     def _gather_gradients(self) -> None:
-        """Moves gradients that did not come from autograd, such as zeros of a reduction, to their place."""
+        """Moves gradients that autograd did not make, such as zeros of a reduction, to their place."""
         slot = self._slots.setdefault(WGRAD, self._slots[WEIGHTS])
         views = self.gradients.views(self._arena.slot(WGRAD, slot).bytes)
         for place, (parameter, view) in enumerate(zip(self.summed, views, strict=True)):

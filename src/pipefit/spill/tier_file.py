@@ -1,11 +1,11 @@
-"""The files of a disk tier: the records, what they are of, and the last two commits.
+"""The files of a disk tier: the records, facts about them, and the last two commits.
 
 rank-0.tier                     the records, preallocated
-rank-0.json                     what the records are of
-rank-0.commit, rank-0.before    the last commit and the one before it: which records are whole, where, with checksums
+rank-0.json                     facts that identify the records: model, run and optimizer
+rank-0.commit, rank-0.before    the last commit and the one before it: complete records, their places and checksums
 
 A record that is committed has two copies, written alternately, so that the one that the last commit names is never
-overwritten. A payload without the checksum of its commit was not kept by the disk.
+overwritten. A record that does not have the checksum of its commit was damaged by the disk.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Written(NamedTuple):
     """A record in the file.
 
     Attributes:
-        start: of its first copy.
+        start: position of its first copy.
         num_bytes: of each copy.
-        copies: 2 for one that is committed, else 1; 0 for one in the host's memory that is not.
-        version: that was written last; −1: none.
-        copy: which holds it; −1: none.
-        checksum: of it.
+        copies: 2 for one that is committed, else 1; 0 for one in the host's memory that is not committed.
+        version: written last; −1: none.
+        copy: the one that holds it; −1: none.
+        checksum: of its bytes.
     """
 
     start: int
@@ -56,7 +56,7 @@ class Written(NamedTuple):
     checksum: int = 0
 
     def position(self, copy: int) -> int:
-        """Where a copy begins."""
+        """The position of a copy."""
         return self.start + copy * self.num_bytes
 
     @property
@@ -66,17 +66,17 @@ class Written(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the last copy ends."""
+        """The end of the last copy."""
         return self.position(self.copies)
 
 
 class Commit(NamedTuple):
-    """A step whose records are whole.
+    """A step with complete records.
 
     Attributes:
         step: weight updates done.
-        state: JSON data: what else is needed to resume from there.
-        records: that belong to it.
+        state: JSON data: the other state that is needed to resume.
+        records: of the step.
     """
 
     step: int
@@ -89,10 +89,10 @@ class Commit(NamedTuple):
 
 
 def chunk_sum(data: memoryview) -> int:
-    """A checksum of whole blocks, made to run at the speed of memory: the CRC of the sums of their 64-bit words.
+    """A checksum of whole blocks at the speed of memory: the CRC of the sums of their 64-bit words.
 
-    A block that is missing, old, moved or flipped in a bit changes it; words that change places inside a block do not.
-    It works on all of the calling thread's cores, so call it where nothing else computes.
+    A block that is missing, old, moved or has a flipped bit changes it; words that change places in a block do not.
+    It uses all of the calling thread's cores, so call it where nothing else computes.
 
     Args:
         data: writable memory; a multiple of `ALIGNMENT`.
@@ -104,11 +104,11 @@ def chunk_sum(data: memoryview) -> int:
 
 
 class TierFile:
-    """The files of an open tier; every failure becomes one message that says what is still whole.
+    """The files of an open tier; every failure becomes one message that names the last complete step.
 
     Args:
         folder: of the files; made if its parent exists.
-        name: of the files, without ending.
+        name: of the files, without suffix.
         shared: whether other processes may have it open; then commits survive the death of one, and no power cut. Else
             it is read and written past the page cache, where the file system allows it.
 
@@ -123,7 +123,7 @@ class TierFile:
         self.path = folder / f"{name}.tier"
         self._about, self._commit, self._before = (folder / f"{name}.{end}" for end in ("json", "commit", "before"))
         self._durable = not shared
-        # Pieces of a record, several under way at once: reads and writes have each their own, so that neither waits.
+        # Pieces of a record are copied in parallel: reads and writes have separate pools, so that neither waits.
         self._pools = [ThreadPoolExecutor(_THREADS, f"pipefit-p{way}") for way in ("read", "write")]
         self._last: Commit | None = None
         try:
@@ -142,7 +142,7 @@ class TierFile:
         self._inode = os.fstat(self._fd).st_ino
 
     def status(self) -> str:
-        """A message's end: what is left to resume from."""
+        """The end of a message: the step from which a run can resume."""
         if self._last is None:
             return "no step was committed"
         if not self.path.exists():
@@ -151,7 +151,7 @@ class TierFile:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Makes failures of the file system messages that say what is left."""
+        """Turns failures of the file system into messages that name the last complete step."""
         try:
             yield
         except TierError:
@@ -164,11 +164,11 @@ class TierFile:
     # ---- room ------------------------------------------------------------------------------------------------------
 
     def allocate(self, num_bytes: int, about: Mapping[str, Any] | None) -> None:
-        """Takes all the room at once; what an earlier run committed is no longer valid.
+        """Reserves all the space at once; commits of an earlier run are no longer valid.
 
         Args:
             num_bytes: of all records.
-            about: JSON data: what they are of; None: nobody asks.
+            about: JSON data that identifies them; None: not needed.
 
         Raises:
             TierError: there is not enough.
@@ -183,7 +183,7 @@ class TierFile:
                 write_sealed(self._about, {"format": FORMAT, "about": about})
 
     def extend(self, num_bytes: int) -> None:
-        """Takes room up to a size.
+        """Reserves space up to a size.
 
         Raises:
             TierError: there is not enough.
@@ -229,7 +229,7 @@ class TierFile:
             pass
 
     def is_whole(self, at: Written) -> bool:
-        """Whether a committed record has its checksum, or was not written yet."""
+        """Returns whether a committed record has its checksum, or was not written yet."""
         if at.copy < 0:
             return True
         buffer = memoryview(mmap.mmap(-1, at.num_bytes)) if at.num_bytes else memoryview(b"")
@@ -248,7 +248,7 @@ class TierFile:
     # ---- commits ---------------------------------------------------------------------------------------------------
 
     def commit(self, commit: Commit) -> None:
-        """Forces the records to disk, then names the step they belong to; the commit before it stays as well.
+        """Forces the records to disk, then commits their step; the commit before it stays as well.
 
         Raises:
             TierError: the disk refused, or the folder is no longer there.
@@ -261,13 +261,13 @@ class TierFile:
                 raise FileNotFoundError(errno.ENOENT, "it is no longer the file that was opened")
             if self._durable and self._commit.exists():
                 self._commit.replace(self._before)
-            # What is written next overwrites the step before: when this returns, the names are on the disk.
+            # Later writes overwrite the step before, so the new commit must be on the disk when this returns.
             data = {"format": FORMAT, "step": commit.step, "state": commit.state, "records": rows}
             write_sealed(self._commit, data, durable=self._durable)
         self._last = commit
 
     def commits(self) -> list[Commit]:
-        """The committed steps whose records may be whole, the last one first.
+        """The committed steps whose records may be complete, the last one first.
 
         Raises:
             TierError: there is none, or the records were truncated.
@@ -282,7 +282,7 @@ class TierFile:
         return found
 
     def resume_from(self, commit: Commit) -> None:
-        """Forgets what was committed after a step.
+        """Removes the commits after a step.
 
         Raises:
             TierError: the folder cannot be written.
@@ -297,7 +297,7 @@ class TierFile:
                 sync_folder(self.path.parent)
 
     def close(self, discard: bool) -> None:
-        """Closes the files, and removes them if they are to be discarded."""
+        """Closes the files; removes them if `discard` is set."""
         for pool in self._pools:
             pool.shutdown()
         os.close(self._fd)
@@ -307,7 +307,7 @@ class TierFile:
 
 
 def _open(path: Path, direct: bool) -> int:
-    """Opens or makes a file, past the page cache if that is wanted and possible."""
+    """Opens or makes a file, bypassing the page cache if requested and possible."""
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     if direct and hasattr(os, "O_DIRECT"):
         with contextlib.suppress(OSError):
@@ -319,14 +319,14 @@ def _lock(handle: int, path: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise TierError(f"{path}: another run uses it; give each run a --disk folder of its own") from None
+        raise TierError(f"{path}: another run uses it; give each run its own --disk folder") from None
 
 
 def check_unused(folder: Path, name: str) -> None:
     """Refuses a tier that a run has open.
 
     Raises:
-        TierError: one has.
+        TierError: a run has it open.
     """
     path = folder / f"{name}.tier"
     with contextlib.suppress(OSError), path.open("rb") as file:
@@ -337,7 +337,7 @@ def read_commits(folder: Path, name: str) -> list[Commit]:
     """The committed steps of a tier, the last one first; none where there is no tier.
 
     Raises:
-        TierError: none of those that are there can be read.
+        TierError: there are commits, but none can be read.
     """
     found, problems = [], []
     for ending in ("commit", "before"):

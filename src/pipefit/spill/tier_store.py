@@ -1,4 +1,4 @@
-"""The store of records: in the host's memory, in a file on disk, or some here and the rest there."""
+"""The store of records: in the host's memory, in a file on disk, or partly in each."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FIRST_IN_MEMORY = {WEIGHTS: 0, WGRAD: 1, OPTIM: 2}
 
 @dataclass
 class _Record:
-    """A record and where it lies.
+    """A record and its place.
 
     Attributes:
-        disk: its place in the file, and what that holds; without a copy where it is in memory only.
+        disk: its place and version in the file; without a copy where it is in memory only.
         is_committed: whether commits name it.
-        memory: its place in the host's memory; None: it lies on disk.
+        memory: its place in the host's memory; None: it is on disk.
         version: that can be read; −1: none.
         requested: the version that `write` was called with last; None: none.
         written: the last write.
@@ -51,28 +51,28 @@ class _Record:
 
 
 class TierStore:
-    """Records of a tier. All sizes are multiples of `ALIGNMENT`; sources and targets are flat uint8 tensors so aligned.
+    """Records of a tier. All sizes are multiples of `ALIGNMENT`; sources and targets are aligned flat uint8 tensors.
 
-    Where there is a folder, all records lie in its file but for those that fit into `host_bytes`, weights first. Each
-    has a version and a checksum, and those that are committed have two copies: a run that is cut off resumes from
-    `recover`, since later writes go to the other copy of each. The host's memory does not outlive the process, so a
-    commit copies its records to the disk.
+    Where there is a folder, all records are in its file except those that fit into `host_bytes`, weights first. Each
+    has a version and a checksum, and those that are committed have two copies: an interrupted run resumes by `recover`,
+    since later writes use the other copy of each. The host's memory does not outlive the process, so a commit copies
+    its records to the disk.
 
     Attributes:
-        files: of the disk tier; None: all lies in the host's memory.
+        files: of the disk tier; None: all records are in the host's memory.
         lanes: that copy.
 
     Args:
         folder: for the file, made if its parent exists; None: no disk.
-        name: of the file, without ending; one for each rank or trial.
+        name: of the file, without suffix; one for each rank or trial.
         lanes: that copy; None: those of the device.
-        device: whose memory the records come from; to and from disk, those of a GPU go by way of pinned buffers as
-            large as the largest.
-        shared: whether processes take turns with it. The caller sees to it that one writes at a time, and the next
+        device: of the records' sources and targets; to and from disk, those of a GPU pass through pinned buffers as
+            large as the largest record.
+        shared: whether several processes use it. The caller must ensure that one writes at a time, and that the next
             calls `recover` first. Commits then name scratch records too, of which there is one copy; they survive the
-            death of a process and no power cut. Else no other process may have it open, commits survive a power cut,
-            and the one before the last stays as well.
-        host_bytes: the most of the host's memory that records may take; None: no limit, or with a folder none of it.
+            death of a process, but not a power cut. Else no other process may have it open, commits survive a power
+            cut, and the one before the last stays as well.
+        host_bytes: limit on the records in the host's memory; None: no limit, or with a folder no records there.
 
     Raises:
         TierError: the folder cannot be used, or another run uses the file.
@@ -97,7 +97,7 @@ class TierStore:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that it occupies of the host's memory."""
+        """Bytes of the host's memory that it uses."""
         return sum(buffer.numel() for buffer in self._buffers)
 
     @property
@@ -115,12 +115,12 @@ class TierStore:
     def reserve(
         self, sizes: Mapping[Key, int], scratch: Collection[Key] = (), about: Mapping[str, Any] | None = None
     ) -> None:
-        """Makes room for all records at once, before the first is written; those of an earlier run are lost.
+        """Reserves space for all records at once, before the first is written; those of an earlier run are lost.
 
         Args:
             sizes: bytes of each.
-            scratch: those that no commit names: they live within a step only, or the run is not resumed.
-            about: JSON data: what the records are of, for who resumes; None: nobody asks.
+            scratch: records that no commit names: they exist only within a step, or the run cannot be resumed.
+            about: JSON data that identifies the records for a resumed run; None: not needed.
 
         Raises:
             TierError: there is not enough room.
@@ -130,7 +130,7 @@ class TierStore:
             self.files.allocate(self.disk_bytes, about)
 
     def reserve_more(self, sizes: Mapping[Key, int], is_scratch: bool = True) -> None:
-        """Makes room for further records; what a key had before is forgotten, unless a commit names it.
+        """Reserves space for further records; a key's former record is dropped, unless a commit names it.
 
         Raises:
             TierError: there is not enough room.
@@ -153,7 +153,7 @@ class TierStore:
         self._pin_largest()
 
     def _memory(self, sizes: Mapping[Key, int]) -> dict[Key, Tensor]:
-        """Room in the host's memory for the records that belong there."""
+        """Host memory for the records that belong there."""
         held, total = dict(sizes), sum(sizes.values())
         if self.files is not None:
             held, total = {}, 0
@@ -186,7 +186,7 @@ class TierStore:
     def _pin_largest(self) -> None:
         """Pins buffers as large as the largest record on disk, where the device is a GPU.
 
-        Each lane has one: its thread makes one copy at a time, to the end.
+        Each lane has one: its thread makes one copy at a time.
         """
         if self.files is None or self._device.type != "cuda":
             return
@@ -223,7 +223,7 @@ class TierStore:
     def _start(
         self, lane: Lane, record: _Record, version: int, work: Callable[[], None], after: Sequence[Copy]
     ) -> Copy:
-        """Starts what makes a version of a record."""
+        """Starts the work that makes a version of a record."""
         record.requested = version
         record.written = lane.submit(work, record.disk.num_bytes, after)
         return record.written
@@ -233,7 +233,7 @@ class TierStore:
         through = self._pinned["write"][: record.disk.num_bytes] if source.is_cuda else source
         data = memoryview(through.numpy())
         # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
-        # by that time on every core. Whoever has computed the data computes them, on all cores.
+        # by that time on every core. So the thread that has computed the data computes them, on all cores.
         known = chunk_sum(data) if is_ready and not source.is_cuda else None
 
         def work() -> None:
@@ -277,8 +277,7 @@ class TierStore:
             assert disk is not None
             if found.checksum != chunk_sum(memoryview(through.numpy())):
                 raise DamageError(
-                    f"{key} in {disk.path} does not have its checksum: the disk did not keep what was written; "
-                    f"{disk.status()}"
+                    f"{key} in {disk.path} does not have its checksum: the disk has damaged it; {disk.status()}"
                 )
 
         waits = (*after, *([record.written] if record.written else []))
@@ -289,7 +288,7 @@ class TierStore:
     # ---- steps on the host -----------------------------------------------------------------------------------------
 
     def record(self, key: Key) -> Tensor:
-        """The bytes of a record in the host's memory, where they lie."""
+        """The bytes of a record in the host's memory, without a copy."""
         memory = self._records[key].memory
         assert memory is not None, f"{key} is not in the host's memory"
         return memory
@@ -308,7 +307,7 @@ class TierStore:
     # ---- commits ---------------------------------------------------------------------------------------------------
 
     def commit(self, step: int, state: Mapping[str, Any], after: Sequence[Copy] = ()) -> Copy:
-        """All records as written so far belong to `step`, with what else is needed to resume from there.
+        """Commits all records written so far as `step`, with the other state that is needed to resume.
 
         Only later writes wait for it.
 
@@ -327,7 +326,7 @@ class TierStore:
                 copies.append(self.lanes.write.submit(save, record.disk.num_bytes))
 
         def work() -> None:
-            # Others may get room meanwhile.
+            # Other records may get space meanwhile.
             named = {key: record for key, record in list(self._records.items()) if record.is_committed}
             files.commit(Commit(step, dict(state), {key: record.disk for key, record in named.items()}))
             for record in named.values():
@@ -336,12 +335,12 @@ class TierStore:
         return self.lanes.write.submit(work, 0, (*after, *copies))
 
     def recover(self, at_most: int | None = None, check: bool = True) -> Commit:
-        """Takes up the last committed step, whatever was being written when the run before was cut off.
+        """Restores the last committed step; writes that were in progress when the earlier run ended are ignored.
 
         Args:
-            at_most: later steps are left out. They are still there for a later call, until something is written.
-            check: whether every record of it is read and checked now; where one is damaged, the step before is taken
-                if that is whole. Else each is checked when it is read.
+            at_most: later steps are skipped. They are still there for a later call, until something is written.
+            check: whether every record of it is read and checked now; where one is damaged, the previous step is used
+                if it is whole. Else each record is checked when it is read.
 
         Raises:
             TierError: there is no committed step, or records are damaged.
@@ -350,7 +349,7 @@ class TierStore:
         path, commits = self.files.path, self.files.commits()
         candidates = [commit for commit in commits if at_most is None or commit.step <= at_most]
         if not candidates:
-            raise TierError(f"{path}: step {at_most} is needed, the first that is there is {commits[-1].step}")
+            raise TierError(f"{path}: step {at_most} is needed, the first one there is {commits[-1].step}")
         damaged: Key | None = None
         for commit in candidates:
             damaged = next((key for key, at in commit.records.items() if check and not self.files.is_whole(at)), None)
@@ -370,7 +369,7 @@ class TierStore:
         return commit
 
     def resume_from(self, commit: Commit) -> None:
-        """Forgets later commits, which `recover` has left out; records that belong in memory are read into it."""
+        """Removes later commits, which `recover` has skipped; records that belong in memory are read into it."""
         assert self.files is not None
         self.files.resume_from(commit)
         for key, at in commit.records.items():
@@ -378,7 +377,7 @@ class TierStore:
                 self.files.read_all(memoryview(memory.numpy()), at.position(at.copy))
 
     def close(self, discard: bool = False) -> None:
-        """Waits for what is under way and releases the memory; files stay, unless they are to be discarded."""
+        """Waits for running copies and frees the memory; files stay, unless `discard` is set."""
         self.lanes.close()
         for buffer in (*self._pinned.values(), *self._buffers):
             if self._device.type == "cuda" and buffer.numel():
@@ -391,7 +390,7 @@ class TierStore:
 
 
 def _copy(source: Tensor, target: Tensor) -> None:
-    """On the host with numpy: torch would take the threads that compute. With a GPU it is only begun."""
+    """Copies with numpy on the host, because torch would use the computing threads; with a GPU asynchronously."""
     if source.device.type == "cpu" and target.device.type == "cpu":
         np.copyto(target.numpy(), source.numpy())
     else:

@@ -1,9 +1,9 @@
-"""Records: what lies on a tier. A record is the flat bytes of one stage's weights, states or other tensors.
+"""Records on a tier. A record is the flat bytes of one stage's weights, states or other tensors.
 
     device (slots)  ⇄  host (pinned buffers)  ⇄  disk (one preallocated file)
 
-Each record has a version, which counts weight updates since training began. A store holds one version of each record to
-read; the disk keeps the committed one as well until the next is committed, so that a write that is cut off loses
+Each record has a version, which counts weight updates since training began. A store holds one readable version of each
+record; the disk keeps the committed one as well until the next is committed, so that an interrupted write loses
 nothing.
 """
 
@@ -17,14 +17,14 @@ ALIGNMENT = GRAIN_BYTES
 """Bytes to which records, slots and positions in files are aligned."""
 
 WEIGHTS, WGRAD, OPTIM = "weights", "wgrad", "optim"
-"""Kinds of records that lie in slots while they are on the device."""
+"""Kinds of records that are in slots while they are on the device."""
 
 
 class Key(NamedTuple):
     """Names a record of a store.
 
     Attributes:
-        stage: whose it is.
+        stage: of the record.
         kind: "weights", "optim", "wgrad", "act", "grad", …
         mb: micro-batch of an activation or gradient; −1 otherwise.
     """

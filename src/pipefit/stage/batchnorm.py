@@ -1,4 +1,4 @@
-"""Batch norm over micro-batches: each is normalised by its own statistics, the running averages see the mini-batch."""
+"""Batch norm over micro-batches: each is normalised by its own statistics; running averages use the mini-batch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A batch norm whose running averages move once per update, by the statistics of all its micro-batches together.
+    """A batch norm whose running averages change once per update, by the statistics of all its micro-batches together.
 
-    A module becomes one by `DeferredBatchNorm.adopt`, which keeps its parameters, buffers and names; `release` gives it
-    back its own class. `update` says which update the next forward's statistics belong to (several are in flight under
-    an asynchronous schedule); None: to none, as in a replay.
+    `DeferredBatchNorm.adopt` turns a module into one and keeps its parameters, buffers and names; `release` restores
+    its own class. `update` is the update that the next forward's statistics belong to (several are in flight under an
+    asynchronous schedule); None: none, as in a replay.
 
     Source: GPipe (NeurIPS 2019) §2.1.
     """
@@ -38,7 +38,7 @@ class DeferredBatchNorm(_BatchNorm):
         module.update = 0
 
     def release(self) -> None:
-        """Gives the module back its own class."""
+        """Restores the module's own class."""
         own = self._own_class
         del self._own_class, self._seen, self._gathered, self.update
         self.__class__ = own
@@ -55,7 +55,7 @@ class DeferredBatchNorm(_BatchNorm):
         return normal
 
     def gathered(self, update: int) -> Tensor | None:
-        """Count, sum and sum of squares (3 × channels) of an update so far; what replicas add up."""
+        """Count, sum and sum of squares (3 × channels) of an update so far, which replicas add up."""
         if update in self._seen:
             self._gathered[update] = _sums([self], update)
         return self._gathered.get(update)
@@ -68,9 +68,9 @@ def _deferred_class(own: type) -> type:
 
 @torch.no_grad()
 def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
-    """Moves the running averages of batch norms by the mini-batch of an update, once.
+    """Updates the running averages of batch norms by the mini-batch of an update, once.
 
-    The channels of those that are alike are laid side by side: for small layers the number of operations is what costs.
+    The channels of similar ones are concatenated: for small layers the number of operations determines the time.
     """
     alike: dict[tuple[object, ...], list[DeferredBatchNorm]] = {}
     for module in dict.fromkeys(modules):
@@ -86,26 +86,29 @@ def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
         sizes = [module.num_features for module in group]
         count, total, squares = _sums(group, update)
         mean = total / count
-        variance = (squares / count - mean * mean) * (count / (count - 1).clamp(min=1))
+        variance = (squares - total * mean) / (count - 1).clamp(min=1)
         for name, values in (("running_mean", mean), ("running_var", variance)):
             buffers = [getattr(module, name) for module in group]
             torch._foreach_lerp_(buffers, list(values.to(buffers[0].dtype).split(sizes)), share)
 
 
 def _sums(modules: Sequence[DeferredBatchNorm], update: int) -> Tensor:
-    """Count, sum and sum of squares (3 × channels) of modules that have seen as much of an update; taken from them."""
-    sums: list[Tensor] = []
+    """Takes count, sum and sum of squares (3 × channels) from modules with the same micro-batches of an update."""
+    gathered = None
     if update in modules[0]._gathered:
-        sums.append(torch.cat([module._gathered.pop(update) for module in modules], 1))
-    if update in modules[0]._seen:
-        # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
-        seen = [module._seen.pop(update) for module in modules]
-        sizes = torch.tensor([module.num_features for module in modules])
-        micro_batches = list(zip(*seen, strict=True))
-        mean = torch.stack([torch.cat([mean for mean, _, _ in of]) for of in micro_batches]).double()
-        invstd = torch.stack([torch.cat([invstd for _, invstd, _ in of]) for of in micro_batches])
-        variance = invstd.double().pow(-2) - modules[0].eps
-        counts = torch.tensor([[count for _, _, count in of] for of in micro_batches], dtype=torch.float64)
-        counts = counts.repeat_interleave(sizes, 1).to(mean.device).unsqueeze(1)
-        sums += torch.stack([torch.ones_like(mean), mean, variance + mean * mean], 1) * counts
-    return functools.reduce(torch.add, sums)
+        gathered = torch.cat([module._gathered.pop(update) for module in modules], 1)
+    if update not in modules[0]._seen:
+        assert gathered is not None
+        return gathered
+    # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
+    micro_batches = list(zip(*(module._seen.pop(update) for module in modules), strict=True))
+    mean, invstd = (
+        torch.cat([one[part] for of in micro_batches for one in of]).double().view(len(micro_batches), -1)
+        for part in (0, 1)
+    )
+    squares = invstd.pow(-2).sub_(modules[0].eps).addcmul_(mean, mean)
+    counts = torch.tensor([[count for *_, count in of] for of in micro_batches], dtype=torch.float64)
+    if len(modules) > 1:
+        counts = counts.repeat_interleave(torch.tensor([module.num_features for module in modules]), 1)
+    sums = torch.stack([torch.ones_like(mean), mean, squares], 1).mul_(counts.to(mean.device).unsqueeze(1)).sum(0)
+    return sums if gathered is None else sums + gathered

@@ -1,10 +1,10 @@
-"""Models built on the meta device, whose layers get their weights one by one when there is room for them.
+"""Models built on the meta device, whose layers get their weights one by one when there is memory for them.
 
     with torch.device("meta"):
         model = gpt(layers=48, hidden=2048, heads=16)
 
-The weights of a layer depend only on the seed and its place in the model, so they are the same however the model is
-split and wherever they lie.
+The weights of a layer depend only on the seed and its place in the model, so they are the same for every split of the
+model and on every tier.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import layer_seed
 
 InitialiseLayer = Callable[[str, nn.Module], None]
-"""A model's own way to draw a layer's weights, its attribute `initialise_layer`: from the prefix of the layer's names
-and its module. One with an attribute `is_complete` gives every weight; for others modules draw theirs first."""
+"""A model's own function to initialise a layer's weights, its attribute `initialise_layer`: from the prefix of the
+layer's names and its module. With an attribute `is_complete` it sets every weight; else modules draw theirs first."""
 
 _INITIALISATION = -1
 
 
 def is_meta(layers: Sequence[NamedLayer]) -> bool:
-    """Whether some weight or buffer of the layers has no memory yet."""
+    """Returns whether some weight or buffer of the layers has no memory yet."""
     modules = [layer.module for layer in layers]
     return any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
 
 def can_be_drawn(layers: Sequence[NamedLayer], own: InitialiseLayer | None = None) -> bool:
-    """Whether each layer can draw its own weights: no two share one, and every module with weights resets them.
+    """Returns whether each layer can initialise its own weights.
 
-    Or the model's own way gives every weight.
+    Either no two layers share one and every module with weights can reset them, or the model's own function sets all.
     """
     if getattr(own, "is_complete", False):
         return True
@@ -56,12 +56,12 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 def stand_in(
     layers: Sequence[NamedLayer], make: Callable[[Tensor], Tensor], of: Callable[[Tensor], bool] = lambda t: t.is_meta
 ) -> None:
-    """Replaces some parameters and buffers by what `make` gives for them; shared ones stay shared.
+    """Replaces some parameters and buffers by the results of `make`; shared ones stay shared.
 
     Args:
         layers: of the model.
-        make: from a parameter or buffer to what stands in its place.
-        of: which are replaced; usually those of the meta device.
+        make: from a parameter or buffer to its replacement.
+        of: selects those that are replaced; usually those of the meta device.
     """
     made: dict[int, nn.Parameter] = {}
     for layer in layers:
@@ -80,7 +80,7 @@ def stand_in(
 def lent_weights(root: nn.Module) -> Iterator[None]:
     """Lends memory to the weights of the meta device for a while, so that the modules can run.
 
-    All of them lie in the same random numbers, each at another place: what is lent is hardly more than the
+    All of them are views of the same random numbers, each at another offset, so the memory lent is hardly more than the
     largest weight. Nothing may change them meanwhile.
     """
     found = [
@@ -121,7 +121,7 @@ def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
 
 
 def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | None = None) -> None:
-    """Draws the weights of layers in place: by `reset_parameters` of their modules, then in the model's own way.
+    """Draws the weights of layers in place: by `reset_parameters` of their modules, then by the model's own function.
 
     Raises:
         ModelError: a module has weights but no `reset_parameters`.

@@ -19,7 +19,7 @@ def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], pytre
     """The tensors of a payload and its structure.
 
     Raises:
-        ModelError: something in it is not a tensor, so it could not be sent to another stage.
+        ModelError: a leaf is not a tensor, so it could not be sent to another stage.
     """
     if isinstance(payload, Tensor):
         return [payload], _LEAF
@@ -34,7 +34,7 @@ def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], pytre
 
 
 def unflatten(leaves: list[Tensor], structure: pytree.TreeSpec) -> Any:
-    """The payload again."""
+    """The payload of some leaves; the inverse of `flatten`."""
     return leaves[0] if structure is _LEAF else pytree.tree_unflatten(leaves, structure)
 
 
@@ -45,7 +45,7 @@ def read_structure(text: str) -> pytree.TreeSpec:
 
 
 def carries_gradient(leaf: Tensor) -> bool:
-    """Whether a gradient will come back for this output of a stage."""
+    """Returns whether a gradient will come back for this output of a stage."""
     return leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())
 
 
@@ -68,7 +68,7 @@ class Contract:
         return cls(structure, tuple(shapes))
 
     def to_bytes(self) -> bytes:
-        """For the announcement that precedes the first message of each shape."""
+        """The bytes of the announcement before the first message of each shape."""
         leaves = [[list(shape), str(dtype).removeprefix("torch."), flag] for shape, dtype, flag in self.leaves]
         return json.dumps([pytree.treespec_dumps(self.structure), leaves]).encode()
 

@@ -1,8 +1,8 @@
-"""Mixed precision: the type stages compute and send in, and the scale of the loss that keeps small gradients alive.
+"""Mixed precision: the type in which stages compute and send, and the scale of the loss that preserves small gradients.
 
-Weights, their gradients and the optimizer stay in float32. Under `bf16` or `fp16` layers run under torch's autocast;
-what needs a gradient crosses from stage to stage in the half type and is taken up as float32 again, so a message has
-half the bytes and sums inside a stage lose nothing. The loss is computed in float32.
+Weights, their gradients and the optimizer stay in float32. Under `bf16` or `fp16` layers run under torch's autocast.
+Tensors that need a gradient are sent from stage to stage in the half type and converted to float32 there, so a message
+has half the bytes and sums inside a stage lose nothing. The loss is computed in float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The type of a name; None: that of the model, whatever it is."""
+"""The type of a name; None: the model's own."""
 
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**126
@@ -69,10 +69,10 @@ def in_float32(leaves: Sequence[Tensor], half: torch.dtype) -> list[Tensor]:
 
 
 def scale_versions(program: Program) -> tuple[int, ...]:
-    """For each update, how many updates were decided when its first loss was computed.
+    """For each update, the number of updates decided when its first loss is computed.
 
-    The scale of an update's loss may rest on these and no others: it is then the same on every rank, and known to the
-    last stage. An update that uses the weights of version v comes after the decision of update v − 1.
+    The scale of an update's loss may depend only on these: it is then the same on every rank, and known to the last
+    stage. An update that uses the weights of version v comes after the decision of update v − 1.
     """
     kept: tuple[int, ...] | None = program.__dict__.get("_scale_versions")
     if kept is None:
@@ -109,7 +109,7 @@ class LossScale:
     _finite: dict[int, bool] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """A pass over a program begins."""
+        """Begins a pass over a program."""
         self._after = [self.scale]
         self._finite = {}
 
@@ -118,7 +118,7 @@ class LossScale:
         return self._after[scale_versions(program)[update]]
 
     def decide(self, update: int, norms: Tensor) -> bool:
-        """Whether an update is taken; every rank asks at its first step of each update, in order.
+        """Returns whether an update is taken; every rank calls this at its first step of each update, in order.
 
         Args:
             update: of the pass.

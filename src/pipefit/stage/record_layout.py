@@ -1,4 +1,4 @@
-"""Which tensor lies where in a record."""
+"""Places of tensors in a record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def padded(num_bytes: int, to: int = 4096) -> int:
 
 
 class Field(NamedTuple):
-    """One tensor of a record: its place in bytes, shape and type, and its strides where it does not lie row by row."""
+    """One tensor of a record: its place in bytes, shape and type, and its strides where it is not contiguous."""
 
     start: int
     shape: torch.Size
@@ -42,8 +42,8 @@ class Layout:
     """The tensors of a record, one after the other.
 
     Args:
-        tensors: that it is to hold.
-        as_they_lie: whether they keep their strides, where they have no gaps; else they lie row by row.
+        tensors: of the record.
+        as_they_lie: whether they keep their strides, where they have no gaps; else they are contiguous.
 
     Attributes:
         fields: in the order given.
@@ -62,7 +62,7 @@ class Layout:
 
     @classmethod
     def of(cls, fields: Iterable[Field], num_bytes: int) -> Layout:
-        """One whose tensors have their places already."""
+        """A layout of tensors with given places."""
         made = cls(())
         made.fields, made.num_bytes = list(fields), padded(num_bytes)
         return made
@@ -73,7 +73,7 @@ class Layout:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it has neither gaps nor overlaps in memory, whatever the order of its dimensions."""
+    """Returns whether it has neither gaps nor overlaps in memory, in any order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
@@ -83,6 +83,6 @@ def laid_out_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def absent(field: Field, device: torch.device) -> Tensor:
-    """Stands for a tensor that is on another tier: its shape and type, no memory; whoever reads it finds NaN."""
+    """A stand-in for a tensor that is on another tier: its shape and type, without memory; reading it gives NaN."""
     fill = float("nan") if field.dtype.is_floating_point or field.dtype.is_complex else 0
     return torch.full((), fill, dtype=field.dtype, device=device).expand(field.shape)

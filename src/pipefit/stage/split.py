@@ -17,9 +17,9 @@ class NamedLayer(NamedTuple):
 
     Attributes:
         index: from 0.
-        prefix: of the names of its parameters; "" where they have nothing in common.
+        prefix: of the names of its parameters; "" where they have no common one.
         module: from one payload to the next.
-        label: what it is called where the prefix says too little.
+        label: its name where the prefix is not enough.
     """
 
     index: int
@@ -29,7 +29,7 @@ class NamedLayer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For people and profiles; no two layers of a model have the same."""
+        """Its name for people and profiles, unique in its model."""
         return self.label or self.prefix
 
     @property
@@ -46,7 +46,7 @@ def named_layers(model: Any) -> list[NamedLayer]:
             that was cut (its own layers); layers that have names already stay as they are.
 
     Raises:
-        ModelError: the model is none of these, or has no layers; an item is no module; two layers have one name.
+        ModelError: the model is none of these, or has no layers; an item is not a module; two layers have one name.
     """
     found = getattr(model, "layers", model)
     if isinstance(found, list | tuple) and found and all(isinstance(layer, NamedLayer) for layer in found):
@@ -59,7 +59,7 @@ def named_layers(model: Any) -> list[NamedLayer]:
     else:
         raise ModelError(
             f"expected an nn.Sequential or a list of modules, got {type(model).__name__}; "
-            "write the model as a sequence of layers, each taking what the one before gives"
+            "write the model as a sequence of layers, each taking the output of the one before"
         )
     if not named:
         raise ModelError("the model has no layers: expected at least one")

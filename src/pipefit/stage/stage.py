@@ -19,8 +19,8 @@ from pipefit.stage.split import NamedLayer
 def layer_seed(seed: int, ordinal: int, layer: int) -> int:
     """The seed of a layer's random numbers for one micro-batch of the whole training.
 
-    It depends on neither ranks, stages nor schedule, so dropout draws the same masks however the model is split, and a
-    replay draws them again.
+    It depends on neither ranks, stages nor schedule, so dropout draws the same masks for every split of the model, and
+    a replay draws them again.
     """
     mixed = (seed * 0x9E3779B97F4A7C15 + ordinal * 0xBF58476D1CE4E5B9 + layer * 0x94D049BB133111EB) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
@@ -59,7 +59,7 @@ class Stage:
         )
 
     def _no_inplace_at_the_border(self) -> None:
-        """A stage's input is a leaf of its own graph; a first layer that overwrites it would be refused by autograd."""
+        """Prevents an in-place first operation: a stage's input is a leaf of its graph, which autograd protects."""
         module: nn.Module = self.layers[0].module
         while children := list(module.children()):
             if not isinstance(module, nn.Sequential):
@@ -81,7 +81,7 @@ class Stage:
         Args:
             payload: the output of the stage before, or the model's input.
             ordinal: the micro-batch's number since training began, which seeds its random numbers.
-            replay: whether this is a recompute, which must count nothing twice.
+            replay: whether this is a recompute, which must not count anything twice.
             update: that batch norms count the micro-batch for.
         """
         for module in self.batchnorms:
@@ -92,7 +92,7 @@ class Stage:
             self._generator.manual_seed(layer_seed(self.seed, ordinal, layer))
 
         try:
-            # Inside, so that weights are cast once for each forward, and anew for the next version's.
+            # Inside, so that weights are cast once for each forward, and again for the next version's.
             with contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half):
                 if self.is_cut:
                     first, last = self.layers[0], self.layers[-1]
@@ -152,6 +152,6 @@ class Stage:
                 raise ModelError(f"layer {layer.name}: {problem}") from None
 
     def release(self) -> None:
-        """Gives batch norms back their own class."""
+        """Restores the classes of batch norms."""
         for module in self.batchnorms:
             module.release()

@@ -16,7 +16,7 @@ from pipefit.stage.training import Tie
 def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[str, Tie]:
     """Every name of a parameter that several stages train, with the first of its names.
 
-    One that layers of a single stage share is like any other parameter of that stage.
+    A parameter shared only by layers of one stage is like any other parameter of that stage.
     """
     stage_of = _stage_of(partition)
     return {
@@ -39,7 +39,7 @@ def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tup
     Groups that have a stage in common become one, so that each stage belongs to at most one.
 
     Raises:
-        ModelError: stages share a batch norm: each would keep running averages of its own.
+        ModelError: stages share a batch norm: each would keep its own running averages.
     """
     stage_of = _stage_of(partition)
     _refuse_shared_batchnorm(layers, stage_of)
@@ -58,8 +58,8 @@ def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, i
             known = first.setdefault(id(module), layer)
             if isinstance(module, _BatchNorm) and stage_of[known.index] != stage_of[layer.index]:
                 raise ModelError(
-                    f"layers {known.prefix} and {layer.prefix} share a batch norm but lie in different stages, whose "
-                    "running averages would differ; put both in one stage, or give each a batch norm of its own"
+                    f"layers {known.prefix} and {layer.prefix} share a batch norm but are in different stages, whose "
+                    "running averages would differ; put both in one stage, or give each its own batch norm"
                 )
 
 
@@ -69,7 +69,7 @@ def _stage_of(partition: Partition) -> dict[int, int]:
 
 
 def _named_at(layers: Sequence[NamedLayer]) -> list[list[tuple[str, nn.Parameter, int]]]:
-    """Each trained parameter under all its names, with the index of the layer that has it so."""
+    """Each trained parameter under all its names, with the index of the layer of that name."""
     names: dict[int, list[tuple[str, nn.Parameter, int]]] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.prefix):

@@ -1,4 +1,4 @@
-"""How a model is trained, and the parameters that its stages train."""
+"""Settings of a model's training, and the parameters that its stages train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeScheduler = Callable[[Optimizer], LRScheduler]
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained, whatever the schedule.
+    """Settings of a model's training that do not depend on the schedule.
 
     Attributes:
         loss: from the model's output and the target to a scalar, the mean over the micro-batch.
@@ -39,7 +39,7 @@ class Training:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
+        """Returns whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
         return self.clip_norm is not None or self.loss_scale is not None
 
 

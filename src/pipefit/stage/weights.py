@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class WeightStore:
     """`at(version)` points the live parameters at the tensors of a version; nothing is copied to read one.
 
-    The optimizer works on masters, parameters of their own that share the newest version's memory: a step on the live
-    parameters would be seen by autograd as a change of what micro-batches in flight have saved, and refused.
+    The optimizer works on masters, separate parameters that share the newest version's memory. Autograd would treat a
+    step on the live parameters as a change of tensors saved by micro-batches in flight, and refuse their backward.
 
     Attributes:
         masters: the parameters that the optimizer gets.
@@ -33,11 +33,11 @@ class WeightStore:
 
     @torch.no_grad()
     def begin_step(self, version: int, in_place: bool) -> None:
-        """Readies masters and gradients for the optimizer, which turns `version` into `version` + 1.
+        """Prepares masters and gradients for the optimizer, which turns `version` into `version` + 1.
 
         Args:
-            version: what the step starts from.
-            in_place: `version` is not needed any more, so its tensors are overwritten; else they are copied once.
+            version: from which the step starts.
+            in_place: `version` is no longer needed, so its tensors are overwritten; else they are copied once.
         """
         data = self._versions[version]
         if not in_place:
@@ -52,16 +52,16 @@ class WeightStore:
             self._current = version + 1
 
     def end_step(self) -> None:
-        """Lets go of the gradients."""
+        """Frees the gradients."""
         for master, parameter in zip(self.masters, self._parameters, strict=True):
             master.grad = parameter.grad = None
 
     def drop(self, version: int) -> None:
-        """Forgets a version."""
+        """Frees a version."""
         del self._versions[version]
 
     def rebase(self) -> None:
-        """Calls the newest version 0 again: a program has ended, the next one starts counting anew."""
+        """Renumbers the newest version as 0: a program has ended, and the next one counts from 0."""
         newest = max(self._versions)
         self.at(newest)
         self._versions = {0: self._versions[newest]}

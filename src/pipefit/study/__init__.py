@@ -1,6 +1,6 @@
 """Studies: many trials on few devices, a shard at a time. `pf.study(trials, …)` runs one; `pf.Study` is the object.
 
-What plans, simulates and judges a study needs no torch; `execute` does, and loads when a study runs.
+Planning, simulation and stopping rules need no torch; `execute` does, and loads when a study runs.
 """
 
 from __future__ import annotations

@@ -17,20 +17,20 @@ class Study:
     """Trials that share devices a shard at a time.
 
     Args:
-        trials: nothing of them is built before a device is ready for it.
+        trials: none is built before a device is ready for it.
         define: from values to a `Trial`, for trials that `search` chooses while the study runs.
         search: chooses trials; see `pipefit.study.trial_search`.
-        options: as in a study file, the same as `StudySpec` has:
+        options: those of a study file and of `StudySpec`:
             workers (2): processes, one per device.
-            policy ("lrtf"): which trial a free device takes: "lrtf", "fifo", "round-robin" or "whole-task".
+            policy ("lrtf"): rule for the next trial of a free device: "lrtf", "fifo", "round-robin" or "whole-task".
             device_memory (None): of a device, as 64 << 20 or "64 MiB"; models are split for it. None: they are not.
-            tier ("disk"): "disk" or "host": where trials live between turns.
-            memory (None): the most that they may take there together; None: all that is free.
+            tier ("disk"): "disk" or "host": place of trials between turns.
+            memory (None): limit on all trials there together; None: all free space.
             threads (0): CPU threads of each worker; 0: an equal share of the cores.
             stop (None): a stopping rule, its name, or both with numbers as `{"rule": "median", "min_steps": 10}`.
             output ("runs/study"): the study's folder.
             name ("study"): for people.
-            device (""): where workers compute; "": GPUs when there are some, else the CPU.
+            device (""): of the workers; "": GPUs when there are some, else the CPU.
 
     Raises:
         PipefitError: an option is unknown, or values do not fit together.
@@ -48,7 +48,7 @@ class Study:
         **options: Any,
     ) -> None:
         if (search is None) != (define is None):
-            raise StudyError("search=… chooses values and define=… makes a trial of them: give both, or trials alone")
+            raise StudyError("search=… chooses values and define=… makes a trial of them: give both, or only trials")
         if search is None and not trials:
             raise StudyError("a study needs trials, or a search that chooses them")
         self._define, self._search, self.spec = define, search, spec_of(trials, options)
@@ -68,9 +68,9 @@ class Study:
 
         Args:
             resume: continue from the output folder.
-            observer: called when something has happened.
-            forked: workers are forks of this program and have all its functions. False: they are processes of their
-                own, which needs trials that can be pickled, and a program with `if __name__ == "__main__"`.
+            observer: called after each event of the study.
+            forked: workers are forks of this program and have all its functions. False: they are separate processes,
+                which need trials that can be pickled, and a program with `if __name__ == "__main__"`.
 
         Raises:
             StudyError: the folder holds another study, or one that was not to be resumed.

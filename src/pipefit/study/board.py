@@ -1,4 +1,4 @@
-"""The state of a study: where each trial stands and which one is next. It knows nothing of processes."""
+"""The state of a study: the progress of each trial and the choice of the next one, independent of processes."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ _KEPT = ("status", "reason", "losses", "busy_s", "moved_s", "moves", "shards", "
 _ROW = ("name", "values", "steps", "score", "last_loss", "held_out", *_KEPT)
 
 _AHEAD_S = 0.25
-"""A device gets turns for so long ahead, where the policy would choose no other trial: it does not wait for orders."""
+"""Seconds of turns that a device gets at once, where the policy would choose no other trial, to avoid waits."""
 _MOST_DEATHS = 2
-"""A trial under which so many workers have died fails: it is likely to be the cause."""
+"""Number of workers' deaths after which their trial fails, because it is likely to be the cause."""
 
 
 @dataclass
 class TrialProgress:
-    """How far a trial of the study has come; at the end, its result.
+    """The progress of a trial of the study; at the end, its result.
 
     Attributes:
         number: in the order of the study.
         trial: its definition.
-        name: of its files, too.
-        status: "waiting" to be admitted, "ready", "running", "held" at a rung, or how it ended: "finished", "stopped"
-            by the rule, "failed".
-        reason: why it ended, where it did not finish.
+        name: also of its files.
+        status: "waiting" to be admitted, "ready", "running", "held" at a rung, or its end: "finished", "stopped" by the
+            rule, "failed".
+        reason: of its end, where it did not finish.
         losses: of each step done.
         held_out: (step, loss) of every evaluation on held-out data, steps from 1.
-        turn: the next one of the step under way.
+        turn: the next one of the current step.
         first_step: of this run of the study.
         num_turns, shards, parameters, tier_bytes, device_bytes: see `Figures`; 0: it is not built yet.
-        device: that had its last turn; −1: none.
-        last_turn: when, counted in turns of the study.
+        device: of its last turn; −1: none.
+        last_turn: time of its last turn, counted in turns of the study.
         busy_s: seconds of devices that it took.
-        moves: how often it changed its device.
+        moves: number of changes of its device.
         moved_s: of `busy_s`, reading and writing its state.
         deaths: of workers that had it.
         turn_s: mean seconds and number of each turn of a step.
@@ -83,17 +83,17 @@ class TrialProgress:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The values in which it differs from other trials."""
+        """The values that distinguish it from other trials."""
         return self.trial.values
 
     @property
     def has_ended(self) -> bool:
-        """Whether it takes no more turns."""
+        """Returns whether it takes no more turns."""
         return self.status in _ENDED
 
     @property
     def is_built(self) -> bool:
-        """Whether it was admitted in this run of the study."""
+        """Returns whether it was admitted in this run of the study."""
         return self.num_turns > 0
 
     @property
@@ -131,7 +131,7 @@ class TrialProgress:
         self.held_out = [(step, math.inf if loss is None else loss) for step, loss in row["held_out"]]
 
     def stands_at(self, found: Progress) -> None:
-        """Puts it where its last commit left it."""
+        """Sets it to the position of its last commit."""
         self.turn, self.losses, self.held_out = found
 
     def measured(self, turn: int, seconds: float) -> None:
@@ -157,15 +157,15 @@ class TrialProgress:
 
 
 class Board:
-    """All trials of a study, and the rules by which devices take them.
+    """All trials of a study, and the rules for the next trial of a device.
 
     Args:
         entries: its trials.
         num_devices: that take turns.
-        policy: by which they do.
+        policy: for the next trial.
         stop: stops trials early.
         on_end: called when a trial has ended.
-        admits_singly: each admission changes the room of the next, as under a limit on the tier.
+        admits_singly: each admission changes the space for the next, as under a limit on the tier.
 
     Attributes:
         entries: its trials; more may be added.
@@ -188,7 +188,7 @@ class Board:
         self._choose, self._stop, self._on_end = POLICIES[policy], stop, on_end
         self._admits_singly = admits_singly
         self._count = 0
-        self._sent_back = False  # a trial was, for want of room, and nothing has ended since
+        self._sent_back = False  # whether a trial was sent back for lack of space, and nothing has ended since
 
     # ---- the next job ----------------------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class Board:
         return self._begin(entry, device, "turn", self._num_turns(entry, offer))
 
     def _num_turns(self, entry: TrialProgress, offer: Sequence[Ready]) -> int:
-        """Turns that a trial takes before the policy chooses again: one step at most where a rule stops trials."""
+        """Turns of a trial before the policy chooses again: at most one step where a rule stops trials."""
         num_turns = entry.num_turns
         left = num_turns - entry.turn
         cost = entry.cost
@@ -226,7 +226,7 @@ class Board:
         return max(1, sum(1 for _ in itertools.takewhile(lambda end_s: end_s <= most_s, ends_s)))
 
     def _may_begin(self, device: int) -> bool:
-        """Whole tasks are admitted one at a time, as devices come free; else all are, so that any can be chosen."""
+        """Returns whether a device may begin a trial: whole tasks one at a time; else all of them."""
         if self._sent_back or (
             self._admits_singly and any(e.status == "running" and not e.is_built for e in self.entries)
         ):
@@ -244,7 +244,7 @@ class Board:
 
     @property
     def is_over(self) -> bool:
-        """Whether no trial takes another turn."""
+        """Returns whether no trial takes another turn."""
         return all(entry.has_ended for entry in self.entries)
 
     @property
@@ -254,13 +254,13 @@ class Board:
 
     @property
     def tier_bytes(self) -> int:
-        """Bytes of the tier that the trials which continue take."""
+        """Bytes on the tier of the trials that continue."""
         return sum(entry.tier_bytes for entry in self.entries if not entry.has_ended)
 
     # ---- its outcome -------------------------------------------------------------------------------------------
 
     def book(self, turns: Sequence[TimedTurn]) -> None:
-        """Notes turns that are committed, or admissions; whether the trial gets further ones is said afterwards."""
+        """Records committed turns, or admissions; `settle` then decides whether the trial gets further ones."""
         self.turns += turns
         for turn in turns:
             entry = self.entries[turn.trial]
@@ -284,7 +284,7 @@ class Board:
         self.settle(number)
 
     def sent_back(self, number: int) -> None:
-        """There is no room on the tier for a trial now: it waits until another one has ended.
+        """Lets a trial without space on the tier wait until another one has ended.
 
         When no other trial can end, it fails: those that are held at a rung wait for it.
         """
@@ -298,12 +298,12 @@ class Board:
         self._end(self.entries[number], "failed", reason)
 
     def set_back(self, number: int) -> None:
-        """A job was not done, for a reason outside the trial: the trial is where it was before."""
+        """Restores a trial whose job was not done, for a reason outside the trial."""
         entry = self.entries[number]
         entry.status, entry.device = "ready" if entry.is_built else "waiting", -1
 
     def lost(self, number: int, how: str, found: Progress) -> None:
-        """The worker that had a trial died; the trial is where its last commit left it."""
+        """Restores a trial whose worker died, at its last commit."""
         entry = self.entries[number]
         entry.deaths += 1
         if entry.deaths >= _MOST_DEATHS:
@@ -315,7 +315,7 @@ class Board:
             self.settle(number)
 
     def settle(self, number: int) -> None:
-        """A trial has done its job: it is finished, ready, or subject to the stopping rule."""
+        """After a job: the trial is finished, ready, or subject to the stopping rule."""
         entry = self.entries[number]
         entry.status = "ready"
         if entry.steps >= entry.trial.steps:
@@ -326,7 +326,7 @@ class Board:
         self._fail_for_want_of_room()
 
     def _fail_for_want_of_room(self) -> None:
-        """Ends a trial that has no room, where only trials that wait for it are left."""
+        """Ends a trial without space, where only trials that wait for it are left."""
         if not self._sent_back or any(entry.status in ("ready", "running") for entry in self.entries):
             return
         held = sum(entry.status == "held" for entry in self.entries)
@@ -335,7 +335,7 @@ class Board:
         self.failed(waiting.number, f"no room on the tier for its state, {others}; give more (memory = …)")
 
     def _review(self) -> None:
-        """Applies the rule again to trials that wait at a rung: others may have come there, or ended."""
+        """Applies the rule again to trials that wait at a rung: others may have reached it, or ended."""
         before: list[str] = []
         while before != (before := [entry.status for entry in self.entries]):
             for entry in self.entries:
@@ -387,7 +387,7 @@ class Board:
         return spent
 
     def predict(self) -> None:
-        """Simulates the whole study once every trial was measured twice, for its first turns are slow."""
+        """Simulates the whole study once every trial was measured twice, because first turns are slow."""
         entries = [entry for entry in self.entries if not entry.has_ended]
         is_known = all(min((n for _, n in entry.turn_s.values()), default=0) >= 2 for entry in entries)
         if self.prediction is None and entries and is_known:
@@ -412,13 +412,13 @@ class Board:
 
     @property
     def left_s(self) -> float:
-        """The least time that the study still takes; infinite until every trial was measured."""
+        """Lower bound of the remaining seconds of the study; infinite until every trial was measured."""
         left = [entry.remaining_s for entry in self.entries if not entry.has_ended]
         return lower_bound_s(left, self.num_devices)
 
     @property
     def done(self) -> float:
-        """The share of all steps that are done, or will not be."""
+        """The share of all steps that are done, or will be skipped."""
         steps = sum(entry.trial.steps for entry in self.entries)
         return sum(e.trial.steps if e.has_ended else e.steps for e in self.entries) / max(steps, 1)
 
@@ -429,4 +429,4 @@ class Board:
 
 
 Observer = Callable[[Board], None]
-"""A function that a study calls when something has happened."""
+"""A function that a study calls after each event."""

@@ -49,7 +49,7 @@ def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
 
 
 def spec_of(trials: Sequence[Trial], options: Mapping[str, Any]) -> StudySpec:
-    """A study of trials, with options by the names of a study file; None is as good as left out.
+    """A study of trials, with options by the names of a study file; None is the same as no value.
 
     Raises:
         PipefitError: an unknown option, or a value that does not fit.
@@ -129,14 +129,14 @@ def _space(given: Any) -> dict[str, list[Any]]:
         head, dot, _ = key.partition(".")
         _check_keys([head], _TRIAL)
         if dot and not key.startswith(_OPTIONS):
-            raise StudyError(f"{key}: options of the model stand by name, as in options.width = [64, 128]")
+            raise StudyError(f"{key}: options of the model are given by name, as in options.width = [64, 128]")
         if not isinstance(values, list) or not values:
             raise StudyError(f"{key}: expected a list of values, as in lr = [1e-3, 3e-4], got {values!r}")
     return space
 
 
 def _check_different(trials: Iterable[Trial]) -> None:
-    """Refuses a training that is listed twice: it would give the same numbers twice."""
+    """Refuses a trial that is listed twice: it would give the same numbers twice."""
     seen: dict[str, str] = {}
     for number, trial in enumerate(trials):
         name, training = file_name(number, trial), {**trial.as_dict(), "name": "", "values": {}}
@@ -146,7 +146,7 @@ def _check_different(trials: Iterable[Trial]) -> None:
 
 
 def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any]) -> Trial:
-    """A trial: the settings of all, its own over them, and those of a point of the grid over both."""
+    """A trial: the common settings, overridden by its own, and both by those of a point of the grid."""
     settings, chosen = {**shared, **own, **point}, {**own, **point}
     values = {key.removeprefix(_OPTIONS): value for key, value in chosen.items() if key != "name"}
     options = {key.removeprefix(_OPTIONS): value for key, value in settings.items() if key.startswith(_OPTIONS)}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _COLUMNS = 5  # of the legend
 _MOST_BOXES = 3000
-"""Beyond these, the boxes are an image inside the picture."""
+"""Number of boxes beyond which they are an image inside the picture."""
 
 
 def picture(outcome: StudyTimeline, names: Sequence[str], num_devices: int, title: str = "") -> str:

@@ -33,14 +33,14 @@ class StudyResult:
         policy: that chose the turns.
         num_devices: workers.
         trials: in the order of the study.
-        best: name of the trial with the lowest score; None: none ended well.
+        best: name of the trial with the lowest score; None: no trial succeeded.
         makespan_s: measured, from the first turn to the last.
-        bound_s: no policy is faster for the same turns: max(longest trial, total / devices).
+        bound_s: lower bound over all policies for the same turns: max(longest trial, total / devices).
         gap: makespan over bound, minus one.
         predicted_s: the makespan, simulated after the first turns of each trial; None: a trial began too late for that.
         policies: for every policy "makespan_s" and "gap", simulated with the measured turns.
-        interrupted: it was stopped before its end, and can be resumed.
-        resumed: figures of time are of this run only, which resumed an earlier one.
+        interrupted: whether it was stopped before its end, and can be resumed.
+        resumed: whether this run resumed an earlier one; times are then of this run only.
         paths: of its files.
     """
 
@@ -80,8 +80,8 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
     Args:
         board: the study.
         name: of the study.
-        interrupted: it has not come to its end.
-        resumed: it was resumed. Where nothing was left to do, times are those that the earlier run has measured.
+        interrupted: whether it was stopped before its end.
+        resumed: whether it was resumed. Where nothing was left to do, times are those of the earlier run.
         folder: of the study.
     """
     best, before = board.best, None
@@ -123,24 +123,24 @@ def save_result(result: StudyResult, board: Board, folder: Path) -> None:
 
 
 def write_entry(entry: TrialProgress, folder: Path) -> None:
-    """Writes how a trial has ended, for a study that is resumed."""
+    """Writes the end of a trial, for a study that is resumed."""
     write_sealed(folder / "trials" / entry.name / "trial.json", {"format": _ENDED, **entry.as_dict()}, indent=1)
 
 
 def read_entry(number: int, trial: Trial, name: str, folder: Path) -> TrialProgress:
-    """A trial as an earlier run of the study has ended it; else a new one.
+    """A trial that an earlier run of the study has ended; else a new one.
 
     Raises:
         StudyError: the file of its end is damaged.
     """
     entry = TrialProgress(number, trial, name)
-    if row := _kept(folder / "trials" / name / "trial.json", _ENDED, "the trial is then trained anew"):
+    if row := _kept(folder / "trials" / name / "trial.json", _ENDED, "the trial is then trained again"):
         entry.restore(row)
     return entry
 
 
 def _kept(path: Path, form: str, consequence: str) -> dict[str, Any] | None:
-    """A document of an earlier run that can be done without; None: there is none.
+    """A dispensable document of an earlier run; None: there is none.
 
     Raises:
         StudyError: it is damaged.
@@ -164,7 +164,7 @@ def reread(path: Path, form: str, cure: str) -> dict[str, Any]:
 
 
 def loss_text(value: float | None) -> str:
-    """A loss for people, those of a trial that diverges in few digits; nothing where there is none.
+    """A loss for people, in few digits for a trial that diverges; empty where there is none.
 
     >>> [loss_text(0.25), loss_text(4.1827e28), loss_text(None)]
     ['0.2500', '4.183e+28', '']
@@ -175,7 +175,7 @@ def loss_text(value: float | None) -> str:
 
 
 def table_of(result: StudyResult) -> str:
-    """A study's result for people: a row for each trial, why trials ended, the figures, and the paths of files."""
+    """A study's result for people: a row for each trial, reasons of their ends, the figures, and the paths of files."""
     score = "held-out" if any(row.held_out for row in result.trials) else "score"
     rows: list[tuple[str, ...]] = [("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")]
     reasons: dict[str, list[str]] = {}

@@ -13,8 +13,8 @@ from pipefit.errors import PipefitError, nearest
 
 
 SLACK = 0.02
-"""Under `lrtf` a device keeps its last trial while that is at most so much shorter than the longest one: a share of the
-remaining time of all trials, which vanishes towards the end, where it would count."""
+"""Tolerance of `lrtf`: a device keeps its last trial while the longest one is longer by at most this share of the
+remaining time of all trials, which vanishes towards the end."""
 
 
 class Ready(NamedTuple):
@@ -23,8 +23,8 @@ class Ready(NamedTuple):
     Attributes:
         number: of the trial, in the order of the study.
         remaining_s: in isolation; infinite until it was measured.
-        last_turn: when it last had a turn, counted in turns of the study; −1: never.
-        device: that had it last; −1: none.
+        last_turn: time of its last turn, counted in turns of the study; −1: none.
+        device: of its last turn; −1: none.
     """
 
     number: int
@@ -34,7 +34,7 @@ class Ready(NamedTuple):
 
 
 Policy = Callable[[Sequence[Ready], int], int | None]
-"""From the trials that are ready and the device that is free to the number of the one it takes; None: it waits."""
+"""From the ready trials and the free device to the number of the trial that it takes; None: it waits."""
 
 
 def lrtf(ready: Sequence[Ready], device: int) -> int | None:
@@ -80,8 +80,8 @@ class TrialCost(NamedTuple):
 
     Attributes:
         turns_s: seconds of each turn of one step, in their order.
-        num_steps: how often they come.
-        admission_s: to build it, before its first turn.
+        num_steps: number of steps.
+        admission_s: seconds to build it, before its first turn.
     """
 
     turns_s: tuple[float, ...]
@@ -95,18 +95,18 @@ class TrialCost(NamedTuple):
 
 
 class TimedTurn(NamedTuple):
-    """A shard's stay on a device.
+    """A turn of a shard on a device, with its times.
 
     Attributes:
         trial: its number.
-        device: where.
+        device: of the turn.
         step: of the trial; −1: its admission.
         turn: within the step.
-        start_s: when the device took it, in seconds of the machine's monotonic clock.
-        end_s: when it was committed.
+        start_s: its start, in seconds of the machine's monotonic clock.
+        end_s: its commit.
         loss: of the step, when the turn has completed it; NaN otherwise.
         held_out: the loss on held-out data after the step, where it was evaluated; NaN otherwise.
-        moved_s: of that time, reading and writing state.
+        moved_s: seconds of reading and writing state in that time.
     """
 
     trial: int
@@ -121,7 +121,7 @@ class TimedTurn(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration in seconds."""
         return self.end_s - self.start_s
 
 
@@ -131,7 +131,7 @@ class StudyTimeline(NamedTuple):
     Attributes:
         turns: in the order of their ends.
         makespan_s: from the first start to the last end.
-        bound_s: no policy is faster: max(longest trial, all of them shared out evenly).
+        bound_s: lower bound over all policies: max(longest trial, total / devices).
     """
 
     turns: tuple[TimedTurn, ...]
@@ -154,7 +154,7 @@ def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
 
 
 _MOST_TURNS = 6000
-"""Simulating more takes seconds, and changes no digit that people read."""
+"""Maximum number of simulated turns: more would take seconds, and change no printed digit."""
 
 
 def coarser(costs: Sequence[TrialCost], most: int = _MOST_TURNS) -> list[TrialCost]:
@@ -192,7 +192,7 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
         policy: a name from `POLICIES`.
 
     Raises:
-        PipefitError: no devices, an unknown policy, or a cost that is no finite time.
+        PipefitError: no devices, an unknown policy, or a cost that is not a finite time.
     """
     if num_devices < 1:
         raise PipefitError(f"a study needs at least 1 device, got {num_devices}")

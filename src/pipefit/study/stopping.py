@@ -1,9 +1,9 @@
-"""Rules that stop trials early. A rule sees losses only, so a study that is resumed stops the same trials.
+"""Rules that stop trials early. A rule sees only losses, so a study that is resumed stops the same trials.
 
 After each step of a trial `judge` gives the verdict on it: None, `WAIT` or the reason why it is stopped. Its arguments:
 
     trial     its number
-    losses    of every trial that has begun, one per step it has done. On held-out data that is the last value found,
+    losses    of every trial that has begun, one for each step done. On held-out data each is the last evaluation's,
               infinite before the first; the rule is then called at steps that are evaluated
     alive     the trials that may still take turns
 """
@@ -23,7 +23,7 @@ Losses = Mapping[int, Sequence[float]]
 
 
 WAIT = "wait"
-"""The verdict on a trial that waits for others; the reason why it is stopped is one, too, and None: it goes on."""
+"""The verdict for a trial that waits for others. The others are None (it continues) and the reason of a stop."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Patience:
 
     Attributes:
         patience: steps without improvement.
-        least: the least improvement that counts.
-        smooth: steps whose mean is compared, since losses of single batches jump.
+        least: the smallest improvement that counts.
+        smooth: steps whose mean is compared, because losses of single batches vary.
         min_steps: no trial stops earlier.
         on: "loss" of the training, or "held-out".
     """
@@ -60,13 +60,13 @@ class Patience:
 class Median:
     """Stops a trial whose best loss so far is worse than the median of the others' averages up to the same step.
 
-    The median depends on how far the others have come, hence on the machine; `halving` does not.
+    The median depends on the progress of the others, hence on the machine; `halving` does not.
     Source: Google Vizier (KDD 2017) §3.2.2.
 
     Attributes:
         min_steps: no trial is stopped earlier.
         every: steps between verdicts.
-        min_trials: others that must have come as far.
+        min_trials: number of others that must have reached the same step.
         on: "loss" of the training, or "held-out".
     """
 
@@ -77,7 +77,7 @@ class Median:
     on: str = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
-        """Stops at each `every`-th step, when enough others have come as far and half of them did better."""
+        """Stops at each `every`-th step, when enough others have reached it and half of them were better."""
         best, at = min(losses[trial]), len(losses[trial])
         if at < self.min_steps or at % self.every:
             return None
@@ -92,11 +92,11 @@ class Median:
 class Halving:
     """Successive halving: at each rung trials wait for each other, and only the best share continues.
 
-    Which trials survive does not depend on the machine: waiting costs nothing where others can take the turns.
+    The surviving trials do not depend on the machine; waiting costs nothing where others can take the turns.
     Source: Jamieson and Talwalkar (AISTATS 2016).
 
     Attributes:
-        first: steps to the first rung; the next is `factor` times as far.
+        first: steps to the first rung; each further one is at `factor` times as many.
         factor: one of so many continues.
         smooth: steps whose mean loss is compared.
         on: "loss" of the training, or "held-out".

@@ -23,7 +23,7 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 
 _TEXTS = ("name", "output", "device")
 _LONGEST = 80
-"""Of names; a longer one ends with a checksum, so that two do not become one."""
+"""Maximum length of names; a longer one ends with a checksum, so that names stay different."""
 
 
 class StudyError(PipefitError):
@@ -44,7 +44,7 @@ def at(where: str) -> Iterator[None]:
 
 
 def _expect(*expected: tuple[str, object, bool, str]) -> None:
-    """Refuses values that do not fit: of each its key, itself, whether it fits, and what was expected."""
+    """Refuses values that do not fit: for each its key, its value, whether it fits, and the expected form."""
     for key, value, fits, words in expected:
         if not fits:
             raise StudyError(f"{key}: expected {words}, got {value!r}")
@@ -55,7 +55,7 @@ class Trial:
     """One training run of a study. Nothing of it is built before it is admitted.
 
     A model by name is trained on named data, as `pipefit train` does. A model given as a factory needs `loss` and
-    `data` as well. What a factory captures is sent to no other machine, only to the processes of the study.
+    `data` as well. Objects that a factory captures are sent only to the processes of the study, not to other machines.
 
     Attributes:
         name: of the trial; "": made from its number and `values`.
@@ -65,8 +65,8 @@ class Trial:
         data: a name or names as for `pipefit train --data`; or a callable from the step's number (from 0) to its
             (input, target).
         held_out: gives the held-out batches, each (input, target); for data that is a callable.
-        evaluate: steps between evaluations on held-out data, of which the last step is one; 0: none. The trial is then
-            scored by its last, in place of its losses.
+        evaluate: steps between evaluations on held-out data, including one after the last step; 0: none. The score of
+            the trial is then its last evaluation, in place of its losses.
         batch: samples per step, for data by name.
         microbatches: per step.
         steps: weight updates.
@@ -76,8 +76,8 @@ class Trial:
         scheduler: from an optimizer to its learning-rate schedule; None: by `warmup`.
         clip: largest global norm of the gradients; 0: none.
         seed: of weights, data and dropout.
-        shards: parts that the model is split into; 0: as many as the device's memory requires.
-        values: those in which the trial differs from others, for people.
+        shards: parts of the model; 0: as many as the device's memory requires.
+        values: that distinguish the trial from others, for people.
     """
 
     name: str = ""
@@ -134,7 +134,7 @@ class Trial:
 
 
 def is_amount(value: object) -> bool:
-    """Whether a value is a finite number of at least 0."""
+    """Returns whether a value is a finite number of at least 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
@@ -158,16 +158,16 @@ class StudySpec:
     Attributes:
         trials: in the order in which they were given.
         workers: processes, one per device.
-        policy: which trial a free worker takes; see `POLICIES`.
-        device_memory: the most that a shard may need on a device, as 64 << 20 or "64 MiB"; None: no limit, models are
-            not split for it.
-        tier: "disk": trials live in the study's folder; "host": in shared memory, which is lost when the machine stops.
-        memory: the most that all trials may take there together; None: all that is free.
+        policy: rule for the next trial of a free worker; see `POLICIES`.
+        device_memory: limit of a shard on a device, as 64 << 20 or "64 MiB"; None: no limit, models are not split for
+            it.
+        tier: "disk": trials are in the study's folder; "host": in shared memory, which is lost when the machine stops.
+        memory: limit on all trials there together; None: all free space.
         threads: CPU threads of each worker; 0: an equal share of the cores.
         stop: the rule that stops trials early; None: none does.
         output: the study's folder.
         name: for people.
-        device: where workers compute; "": GPUs when there are some, else the CPU.
+        device: of the workers; "": GPUs when there are some, else the CPU.
     """
 
     trials: tuple[Trial, ...]
@@ -199,7 +199,7 @@ class StudySpec:
                 raise StudyError(f"{key}: expected more than 0 bytes, got {vars(self)[key]!r}")
         names = [file_name(number, trial) for number, trial in enumerate(self.trials)]
         if twice := {name for name in names if names.count(name) > 1}:
-            raise StudyError(f"two trials are called {sorted(twice)[0]}: give them names of their own")
+            raise StudyError(f"two trials are called {sorted(twice)[0]}: give them different names")
         self._check_evaluations()
 
     @property
@@ -213,23 +213,23 @@ class StudySpec:
         return in_bytes(self.memory, "memory") or 0.0
 
     def _check_evaluations(self) -> None:
-        """Scores are compared, so they must be of one kind; a rule needs the losses that it looks at."""
+        """Checks that all scores are of one kind, and that the stopping rule has its losses."""
         evaluates = {trial.evaluate > 0 for trial in self.trials}
         if len(evaluates) > 1:
-            raise StudyError("evaluate: some trials are scored on held-out data and some are not; say it for all")
+            raise StudyError("evaluate: some trials are scored on held-out data and some are not; set it for all")
         if self.stop is None or self.stop.on != HELD_OUT:
             return
         if False in evaluates:
-            raise StudyError(f"stop: on = {HELD_OUT!r} needs trials that evaluate: say after how many steps")
+            raise StudyError(f"stop: on = {HELD_OUT!r} needs trials that evaluate: set evaluate, in steps")
         first = getattr(self.stop, "first", 0)
         if any(first % trial.evaluate for trial in self.trials):
             raise StudyError(f"stop: first = {first}: trials must be evaluated there; evaluate must divide it")
 
     def check_further(self, trial: Trial, others: Sequence[Trial]) -> None:
-        """Whether a trial that comes later fits in.
+        """Checks a trial that is added later.
 
         Raises:
-            StudyError: it is scored otherwise than the others, or not as the stopping rule needs.
+            StudyError: its score is of another kind than those of the others, or unsuitable for the stopping rule.
         """
         if not isinstance(trial, Trial):
             raise StudyError(f"define must give a Trial, got {type(trial).__name__}")
@@ -262,7 +262,7 @@ class Figures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Progress(NamedTuple):
-    """Where the last commit of a trial left it.
+    """The progress of a trial at its last commit.
 
     Attributes:
         turn: the next one of the step.
@@ -284,7 +284,7 @@ class Job(NamedTuple):
         argument: number of consecutive turns, bytes of room on the tier, or the file to write.
         name: of the trial, and of its folder.
         values: of a trial that a search chose.
-        alive: the trials that continue; nothing is kept of the others.
+        alive: the trials that continue; the worker keeps nothing of the others.
     """
 
     kind: str
@@ -296,7 +296,7 @@ class Job(NamedTuple):
 
 
 def file_name(number: int, trial: Trial) -> str:
-    """The trial's name, fit for a file."""
+    """The trial's name, in a form for file names."""
     words = trial.name or "-".join([f"t{number:02d}", *(f"{key}={value}" for key, value in trial.values.items())])
     name = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", words).strip("-.") or f"t{number:02d}"
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9]}-{zlib.crc32(words.encode()):08x}"

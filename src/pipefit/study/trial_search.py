@@ -1,4 +1,4 @@
-"""Searches by ask and tell, which choose the values of the next trial; for instance Optuna."""
+"""Searches with `ask` and `tell`, which choose the values of the next trial, such as Optuna."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class Search(Protocol):
     """Chooses trials while the study runs."""
 
     def ask(self) -> Values | None:
-        """The values of a further trial; None: none now (it is asked again when a trial has ended)."""
+        """The values of a further trial; None: none now (it is called again when a trial has ended)."""
 
     def tell(self, values: Values, score: float | None) -> None:
-        """Takes the score of a trial it chose, lower is better; None: it failed."""
+        """Takes the score of a chosen trial, lower is better; None: it failed."""
 
     def again(self, values: Values) -> None:
-        """Takes values that it chose before the study was resumed: `tell` follows, `ask` must not give them again."""
+        """Takes values chosen before the study was resumed: `tell` follows, `ask` must not return them again."""
 
 
 class OptunaSearch:
@@ -32,7 +32,7 @@ class OptunaSearch:
     Args:
         study: an Optuna study that minimises.
         suggest: from an Optuna trial to values, as `{"lr": trial.suggest_float("lr", 1e-4, 1e-1, log=True)}`.
-        num_trials: how many to ask for.
+        num_trials: number of trials to choose.
 
     Raises:
         StudyError: the Optuna study maximises.
@@ -64,10 +64,10 @@ class OptunaSearch:
         self._study.tell(number, score, state=state, skip_if_finished=True)
 
     def again(self, values: Values) -> None:
-        """Finds the trial in Optuna's own storage, where that has lasted; else gives Optuna one of these values.
+        """Finds the trial in Optuna's own storage, if it was kept; else adds a trial with these values.
 
         Raises:
-            StudyError: Optuna does not give these values: there are more of them, or others, than it suggests.
+            StudyError: Optuna does not suggest these values: there are more of them, or others.
         """
         self._left -= 1
         taken = {number for _, number in self._open}

@@ -17,7 +17,7 @@ from pipefit.schedules import Shape, find
 from pipefit.verify import verify
 
 _CROSSING = (Kind.ACT, Kind.GRAD, Kind.INPUT)
-"""Data that waits on the tier from one turn to a later one; inputs of the model are just loaded again."""
+"""Data that waits on the tier from one turn to a later one; inputs of the model are loaded again."""
 
 
 class Turn(NamedTuple):
@@ -37,20 +37,20 @@ class Turn(NamedTuple):
 
 @functools.cache
 def step_program(num_shards: int, num_microbatches: int, clip: bool = False, num_slots: int = 1) -> Program:
-    """One step of a model in shards on one device: the schedule `spilled`, with a tier that holds all between turns.
+    """One step of a model in shards on one device: the schedule `spilled`, with all state on the tier between turns.
 
         fetch 0 F0.0 F0.1 drop 0 | fetch 1 F1.0 B1.0 F1.1 B1.1 S1 evict 1 | fetch 0 B0.0 B0.1 S0 evict 0
 
-    F forward, B backward with its replay, S step, digits after the point micro-batches, | where a turn ends. At its end
+    F forward, B backward with its replay, S step, digits after the point micro-batches, | the end of a turn. At its end
     a turn evicts the activations and gradients that cross the cut, and a later turn fetches them. S shards have 2S - 1
     turns. Clipping by the global norm puts all steps but the first shard's after the last backward: every other shard
-    then comes once more, with its gradients.
+    then has one more turn, with its gradients.
 
     Args:
         num_shards: stages of the program.
         num_microbatches: of the step.
         clip: whether gradients are clipped by their global norm.
-        num_slots: 1, or one for each shard, which then finds its weights where it left them.
+        num_slots: 1, or one for each shard, which then keeps its weights there.
     """
     spill = Spill.of(num_shards, 1, 1, "disk")
     program = find("spilled")(Shape(1, num_microbatches, num_shards, clip=clip, spill=spill, prefetch=0))
@@ -94,7 +94,7 @@ def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
 
 
 def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
-    """Each turn with the eviction of the states that it has fetched: the pass leaves it to the next that needs room."""
+    """Each turn with the eviction of its fetched states, which the pass would leave to a later turn."""
     evictions = [i for turn in turns for i in turn if i.op is Op.EVICT and i.kind == Kind.OPTIM]
     result = []
     for turn in turns:
@@ -111,7 +111,7 @@ def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Ins
     result = []
     for number, turn in enumerate(turns):
         later = {value for values in needed[number + 1 :] for value in values}
-        # What a turn has fetched leaves with it, so that nothing stays on the device; the tier has it still.
+        # Values that a turn has fetched are dropped at its end, so that nothing stays on the device; the tier has them.
         leaving = sorted((made[number] | needed[number].keys()) & later)
         fetched = (_moved(Op.FETCH, value) for value in needed[number])
         result.append([turn[0], *fetched, *turn[1:], *(_moved(Op.EVICT, value) for value in leaving)])
@@ -123,7 +123,7 @@ def _moved(op: Op, value: Value) -> Instruction:
 
 
 def _in_own_slots(program: Program) -> Program:
-    """Every shard in a slot of its own, though it leaves at the end of each turn: its bytes lie there still."""
+    """Every shard in its own slot, though it leaves at the end of each turn: its bytes are still there."""
     spill = program.header.spill
     assert spill is not None
     count = program.header.num_stages

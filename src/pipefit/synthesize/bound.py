@@ -10,12 +10,13 @@ from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, OrderProbl
 
 
 def bound_s(problem: OrderProblem) -> float:
-    """A time that no order of the steps can beat.
+    """A lower bound of the makespan over all orders of the steps.
 
-    First, for every step, what must come before and after it: along its micro-batch; the same step of the micro-batches
-    before and after (they are alike, so they may be taken to go in order); and, where memory is limited, the end of the
-    micro-batch whose place a forward takes. With these heads and tails each rank in isolation is one machine whose best
-    order with interruptions is known: of what is there, always that with the longest tail. The worst rank counts.
+    First, for every step, the work that must come before and after it: along its micro-batch; the same step of earlier
+    and later micro-batches (they are alike, so they may be assumed to be in order); and, where memory is limited, the
+    end of the micro-batch whose place a forward takes. With these heads and tails each rank in isolation is one machine
+    whose best order with interruptions is known: of the available steps, always that with the longest tail. The bound
+    is that of the worst rank.
 
     Source: Carlier, The one-machine sequencing problem (European Journal of Operational Research 11, 1982), for heads,
     tails and the bound with interruptions.
@@ -38,12 +39,12 @@ def bound_s(problem: OrderProblem) -> float:
             edges.append(Edge(INPUT * count + step % count, step))
     last = (WEIGHT if problem.split else BACKWARD) * count
     for stage, held in enumerate(problem.takes):
-        # Micro-batches of a stage that its rank has room for.
+        # Micro-batches of a stage that fit on its rank.
         window = min(problem.room[problem.home[stage]] / held, problem.num_microbatches) if held else 0
         if window >= 1:
             edges.append(Edge(last + stage, stage, 0.0, int(window)))
     heads = _longest(chain, edges, seconds, [0.0] * len(seconds), problem.num_microbatches)
-    # The same from the end: what must follow the end of each step.
+    # The same from the end: the work that must follow each step.
     back = [Edge(edge.target, edge.source, edge.lag, edge.shift) for edge in edges]
     closing = [problem.closing_s[problem.home[step % count]] for step in range(len(seconds))]
     tails = _longest(chain[::-1], back, seconds, closing, problem.num_microbatches)
@@ -63,7 +64,7 @@ _BACKWARDS = (INPUT, WEIGHT, BACKWARD)
 
 
 class Edge(NamedTuple):
-    """A step that waits for another: for that of as many micro-batches before, and for the way of its result."""
+    """A step that waits for another, some micro-batches earlier, and for the transfer of its result."""
 
     source: int
     target: int
@@ -74,7 +75,7 @@ class Edge(NamedTuple):
 def _longest(
     chain: Sequence[int], edges: Iterable[Edge], seconds: Sequence[float], least: Sequence[float], count: int
 ) -> dict[int, list[float]]:
-    """For every step of a chain, by micro-batch, the longest way to it along the edges."""
+    """For every step of a chain, by micro-batch, the longest path to it along the edges."""
     into: dict[int, list[Edge]] = {step: [] for step in chain}
     for edge in edges:
         into[edge.target].append(edge)

@@ -18,9 +18,9 @@ class Policy:
     Attributes:
         eager: of each rank, whether it takes a forward before the first half of a backward.
         room: of each rank, the memory that it uses.
-        group: micro-batches that go through one stage of a rank before the next stage has its turn.
-        patience: a rank rather waits than fills its time with a second half where other work is there before so much
-            of that half is done.
+        group: micro-batches that go through one stage of a rank before its next stage.
+        patience: a fraction of a second half's time: a rank waits instead of starting that half where other work
+            arrives within it.
     """
 
     eager: tuple[bool, ...]
@@ -30,7 +30,7 @@ class Policy:
 
 
 def policies(problem: OrderProblem) -> Iterator[Policy]:
-    """Policies that the known schedules follow, and their relatives."""
+    """Policies of the known schedules, and variants of these."""
     ranks, count = len(problem.stages), problem.num_microbatches
     each = [sum(problem.takes[stage] + problem.halves[stage] for stage in stages) for stages in problem.stages]
     most = [min(room, count * size) for room, size in zip(problem.room, each, strict=True)]
@@ -58,7 +58,7 @@ def nearby(policy: Policy, problem: OrderProblem, random: Random) -> Policy:
 
 
 def listed(problem: OrderProblem, policy: Policy) -> Order | None:
-    """The order of a policy; None: no micro-batch finds room."""
+    """The order of a policy; None: no micro-batch fits into memory."""
     board = _Board(problem, policy)
     events = [(0.0, rank) for rank in range(len(problem.stages))]
     while events:
@@ -84,7 +84,7 @@ class _Board:
         free: when each rank is free again.
         held: memory of each rank.
         done: steps so far: forwards, then first halves (or whole backwards), then second halves.
-        arrived: when what each forward and each backward needs is on its rank.
+        arrived: the time at which the input of each forward and backward is on its rank.
         order: of each rank.
     """
 
@@ -104,7 +104,7 @@ class _Board:
         return self.done[self.count + stage] - self.done[2 * self.count + stage] if self.problem.split else 0
 
     def coming(self, rank: int) -> list[tuple[float, int]]:
-        """Known start times of each next forward and backward of a rank, if there is room for it."""
+        """Known start times of each next forward and backward of a rank, where its memory suffices."""
         found = []
         for stage in self.problem.stages[rank]:
             for step in (stage, self.count + stage):
@@ -114,7 +114,7 @@ class _Board:
         return found
 
     def _has_room(self, rank: int, stage: int) -> bool:
-        """Whether a forward fits in addition to the rest of the oldest micro-batch: so nothing is ever stuck."""
+        """Returns whether a forward fits in addition to the rest of the oldest micro-batch; so no rank gets stuck."""
         stages, last = self.problem.stages[rank], (2 if self.problem.split else 1) * self.count
         oldest = min(self.done[last + s] for s in stages)
         rest = sum(self.size[s] for s in stages if self.done[s] <= oldest) if self.done[stage] > oldest else 0.0
@@ -136,7 +136,7 @@ class _Board:
         return forward != eager, self.done[step] // self.policy.group, stage if forward else -stage
 
     def take(self, rank: int, step: int, now: float) -> list[tuple[float, int]]:
-        """Does a step; gives the times at which ranks may have something to do."""
+        """Runs a step; returns the times at which ranks may have new work."""
         problem, (kind, stage) = self.problem, divmod(step, self.count)
         whole = kind == INPUT and not problem.split
         done = BACKWARD * self.count + stage if whole else step

@@ -26,23 +26,23 @@ _OPS: Final = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT, Op.BWD)
 Order = list[list[int]]
 """The steps of each rank."""
 
-_SLACK = 1e-9  # what sums of fractions may be off
+_SLACK = 1e-9  # tolerance for sums of fractions
 
 
 @dataclass(frozen=True)
 class Limit:
-    """The memory that an order may take, of each rank; None: any.
+    """The memory limit of each rank; None: no limit.
 
     Attributes:
         in_flight: micro-batches of the rank's layers whose activations are held.
-        capacity_bytes: all that is held.
+        capacity_bytes: of all values held.
     """
 
     in_flight: tuple[float, ...] | None = None
     capacity_bytes: tuple[float, ...] | None = None
 
     def keeps(self, program: Program, cost: CostModel) -> bool:
-        """Whether a program keeps it, by the liveness of its values."""
+        """Returns whether a program respects the limit, by the liveness of its values."""
         ranks = range(len(program.ranks))
         if self.in_flight and any(peak_inflight(program, r) > self.in_flight[r] + _SLACK for r in ranks):
             return False
@@ -60,11 +60,11 @@ class OrderProblem:
     Attributes:
         header: placement and micro-batches.
         seconds: of each step.
-        feeds: for each step what feeds it, and how long that travels; −1: nothing but earlier steps of its stage. The
-            feeder is a forward or, for backwards whole or in halves alike, a first half.
-        closing_s: of each rank, after its last step: the optimizer's.
-        takes: what a forward adds to the memory of its rank, by stage: bytes, or 1 where micro-batches count.
-        halves: what the first half of a backward adds until the second; 0 where backwards stay whole.
+        feeds: for each step the step that feeds it, and the seconds of the transfer; −1: only earlier steps of its
+            stage. The feeding step is a forward or, for whole and split backwards alike, a first half.
+        closing_s: seconds of each rank after its last step: the optimizer's.
+        takes: memory that a forward adds to its rank, by stage: bytes, or 1 where micro-batches are counted.
+        halves: memory that the first half of a backward adds until the second; 0 where backwards stay whole.
         room: of each rank, in these units.
         split: whether backwards may come in halves.
     """
@@ -142,7 +142,7 @@ class OrderProblem:
         return tuple(ranks[0] for ranks in self.header.placement)
 
     def keeps(self, rank: int, order: Sequence[int]) -> bool:
-        """Whether every micro-batch of a rank takes its steps in order, and what is held has room."""
+        """Returns whether every micro-batch of a rank takes its steps in order, within the memory limit."""
         count, held, room = self.header.num_stages, 0.0, self.room[rank]
         done = [0] * (4 * count)
         for step in order:
@@ -180,7 +180,7 @@ class OrderProblem:
         return result
 
     def steps(self, program: Program) -> Order:
-        """The order of a program; its micro-batches are taken to be in order."""
+        """The order of a program; its micro-batches are assumed to be in order."""
         count = self.header.num_stages
         kinds = {op: kind * count for kind, op in enumerate(_OPS)}
         return [[kinds[i.op] + i.stage for i in instructions if i.op in kinds] for instructions in program.ranks]

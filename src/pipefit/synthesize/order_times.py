@@ -1,4 +1,4 @@
-"""Times of the steps of an order: the simulator's law where messages leave at once, thousands of times a second."""
+"""Times of the steps of an order by the simulator's law without rendezvous, thousands of orders per second."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Times:
 def timed(problem: OrderProblem, order: Order) -> Times | None:
     """The times of an order; None: its ranks wait for each other for ever."""
     seconds, feeds, count = problem.seconds, problem.feeds, problem.header.num_stages
-    # What is fed from: forwards by stage, then backwards by stage; its ends and places, micro-batch by micro-batch.
+    # Steps that feed others: forwards by stage, then backwards by stage; ends and places by micro-batch.
     ends: list[list[float]] = [[] for _ in range(2 * count)]
     places: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
     waiting = [-1] * (2 * count)

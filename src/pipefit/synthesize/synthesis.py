@@ -1,4 +1,4 @@
-"""From costs and memory to a schedule: built-in ones, list schedules, and the neighbours of the best."""
+"""Search for a schedule by costs and memory: built-in ones, list schedules, and the neighbours of the best."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipefit.synthesize.walk import Walk, with_whole_backwards
 from pipefit.verify import verify
 
 NAME = "synthesized"
-_EQUAL = 1e-9  # of a time: less is no difference
+_EQUAL = 1e-9  # relative difference below which times are equal
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Synthesis:
     """A schedule that was found.
 
     Attributes:
-        schedule: it, for this one shape; `program` is what it makes.
+        schedule: for this one shape; it generates `program`.
         program: proved by the verifier.
         makespan_s: simulated.
-        bound_s: a time that no order can beat.
-        built_in: seconds of each built-in schedule of this shape that keeps the limit.
-        num_candidates: orders that were looked at.
+        bound_s: a lower bound over all orders.
+        built_in: seconds of each built-in schedule of this shape that respects the limit.
+        num_candidates: number of orders examined.
         is_cut_short: whether the clock ended the search, so that another run may find something else.
     """
 
@@ -49,17 +49,17 @@ class Synthesis:
 
     @property
     def gap(self) -> float:
-        """The distance from the bound, as a share of it; 0: nothing can be faster."""
+        """The distance from the bound, as a fraction of it; 0: nothing can be faster."""
         return max(self.makespan_s / self.bound_s - 1, 0.0) if self.bound_s else 0.0
 
     @property
     def best_built_in(self) -> str | None:
-        """The fastest built-in schedule; None: none keeps the limit."""
+        """The fastest built-in schedule; None: none respects the limit."""
         return min(self.built_in, key=self.built_in.__getitem__, default=None)
 
 
 def header_of(num_ranks: int, num_microbatches: int, num_chunks: int = 1, layout: str = "loop") -> Header:
-    """The header of the schedule to find: a cost model is made for it.
+    """The header of the schedule to find; the cost model must be made for it.
 
     Raises:
         ScheduleError: a count below 1, or an unknown layout.
@@ -82,10 +82,10 @@ def synthesize(
 ) -> Synthesis:
     """Searches for the order of forwards and backwards with the least makespan.
 
-    The built-in schedules of the shape and list schedules are the starts; from the best of them steps of critical paths
-    are moved. It ends at the bound, after so many candidates, or when the time is over; up to there the same arguments
-    give the same schedule. What is returned keeps the limit, is proved by the verifier, and is no slower than any
-    built-in schedule that keeps the limit too.
+    The search starts from the built-in schedules of the shape and from list schedules; in the best of them steps on
+    critical paths are moved. It ends at the bound, after `candidates` orders, or after `seconds`; unless the time ends
+    it, the same arguments give the same schedule. The result respects the limit, is proved by the verifier, and is no
+    slower than any built-in schedule that respects the limit too.
 
     >>> found = synthesize(header_of(num_ranks=4, num_microbatches=8), in_flight=4)
     >>> found.makespan_s, found.bound_s, found.best_built_in
@@ -94,17 +94,17 @@ def synthesize(
     Args:
         header: ranks, stages and micro-batches, as `header_of` makes it.
         cost: seconds and bytes; None: a forward takes 1 and so does each half of a backward. With a topology messages
-            take turns on its links.
+            queue on its links.
         in_flight: micro-batches of a rank's layers whose activations it may hold, for each rank or for all.
         capacity_bytes: memory of each rank, likewise.
         split: whether backwards may come in halves.
-        candidates: orders to look at.
-        seconds: to search.
+        candidates: maximum number of orders to examine.
+        seconds: maximum duration of the search.
         seed: of the random moves.
 
     Raises:
         ScheduleError: a stage has several ranks, or a limit makes no sense.
-        InfeasibleError: nothing keeps the limit.
+        InfeasibleError: nothing respects the limit.
     """
     if candidates < 1 or not seconds > 0:
         raise PipefitError(f"expected at least one candidate and more than 0 seconds, got {candidates} and {seconds}")
@@ -125,11 +125,11 @@ def synthesize(
     found = [(schedule, program) for schedule in made if limit.keeps(program := schedule(_shape(header)), cost)]
     if not found:
         raise InfeasibleError(
-            "no order keeps the limit: each rank must be able to hold at least one micro-batch; allow more, or use "
+            "no order respects the limit: each rank must be able to hold at least one micro-batch; allow more, or use "
             "more ranks"
         )
     took = [_makespan_s(program, cost) for _, program in found]
-    # Of those that are as fast, what holds least.
+    # Of equally fast ones, that with the least memory.
     fastest = min(range(len(found)), key=lambda n: (took[n] > min(took) * (1 + _EQUAL), _held(found[n][1])))
     schedule, program = found[fastest]
     verify(program).raise_if_bad()
@@ -146,7 +146,7 @@ def _shape(header: Header) -> Shape:
 
 
 def _makespan_s(program: Program, cost: CostModel) -> float:
-    """As `pipefit simulate` has it: real links are shared and wait for receives, unit costs know no such thing."""
+    """The makespan as `pipefit simulate` gives it: links of a topology are shared, and sends wait for receives."""
     real = cost.topology is not None
     return simulate(program, cost, contention=real, rendezvous=real, memory=False).makespan_s
 
@@ -185,7 +185,7 @@ def _one_by_one(header: Header) -> Program:
 
 
 def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
-    """Bytes that ranks hold in addition to activations: the least of the schedules there are."""
+    """Bytes that ranks hold in addition to activations: the minimum over the given schedules."""
 
     def size(value: Value) -> float:
         return 0 if value.kind in (Kind.SAVED.value, Kind.HALF.value) else cost.size_bytes(value)

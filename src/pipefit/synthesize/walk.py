@@ -14,25 +14,25 @@ from pipefit.synthesize.order_times import Times, timed
 
 _KEPT = 6  # the best orders, of which the first few are searched around
 _STARTS = 2
-_LISTED = 0.02  # of the candidates: list schedules of policies near the best
-_LISTING = 0.4  # of the seconds, at most: the same
-_EQUAL = 1e-9  # of a time: less is no difference
-_MEMORY = 30  # orders ago: what a new one must not be worse than, unless it is no worse than the last
-_TRIES = 20  # moves until one makes sense
-_REACH = 12  # places that a step moves at most
+_LISTED = 0.02  # fraction of the candidates that are list schedules of policies near the best
+_LISTING = 0.4  # maximum fraction of the seconds for these
+_EQUAL = 1e-9  # relative difference below which times are equal
+_MEMORY = 30  # an order may be no worse than the one kept this many orders ago, or than the last one
+_TRIES = 20  # attempts at a valid move
+_REACH = 12  # maximum places that a step moves
 
 
 @dataclass
 class Walk:
-    """A search under way.
+    """A running search.
 
     Attributes:
         problem: of the order.
-        bound: a time that no order can beat: there the search ends.
-        candidates: orders to look at.
+        bound: a lower bound over all orders; the search ends there.
+        candidates: maximum number of orders to examine.
         seconds: of the clock.
         best: the best orders, each with its makespan.
-        looked_at: orders so far.
+        looked_at: orders examined so far.
         is_cut_short: whether the clock has ended a part of it.
     """
 
@@ -103,12 +103,12 @@ class Walk:
 
 
 def improved(problem: OrderProblem, order: Order, random: Random) -> Iterator[tuple[float, Order]]:
-    """Orders around one, each with its makespan; it never ends.
+    """An endless sequence of orders around one, each with its makespan.
 
-    A step of the critical path moves to before, or past, a few others of its rank; sometimes all later ones of its kind
-    too, as the rhythm of a pipeline repeats. What results is kept if it is no worse than what was kept last, or than
-    what was kept some time ago (late acceptance), where of two makespans that are equal the one whose ranks are done
-    earlier is better.
+    A step of the critical path moves before, or past, a few others of its rank; sometimes all later ones of its kind
+    move too, because the pattern of a pipeline repeats. The new order is kept if it is no worse than the one kept last,
+    or than the one kept some time ago (late acceptance). Of two equal makespans, the order whose ranks finish earlier
+    is better.
 
     Source: Burke, Bykov, The late acceptance hill-climbing heuristic (European Journal of Operational Research 258,
     2017); moves on critical paths: Nowicki, Smutnicki, A fast taboo search algorithm for the job shop problem
@@ -146,7 +146,7 @@ def _moved(steps: list[int], index: int, random: Random) -> list[int]:
     """A rank's steps with one moved, or with a step before it moved past it; later steps of its kind may move along."""
     by = random.randint(1, _REACH) * random.choice((-1, 1))
     if random.random() < 0.5 and index:
-        # A step that delays a critical one goes behind it.
+        # A step that delays a critical one moves behind it.
         index = max(index - abs(by), 0)
         by = abs(by)
     places = [index]
@@ -161,7 +161,7 @@ def _moved(steps: list[int], index: int, random: Random) -> list[int]:
 
 
 def with_whole_backwards(problem: OrderProblem, order: Order) -> Order:
-    """Joins the halves of a backward that follow each other, wherever that makes nothing later.
+    """Merges consecutive halves of a backward, where this delays nothing.
 
     A whole backward is one instruction, and keeps nothing between its halves.
     """

@@ -1,4 +1,4 @@
-"""Is a pipeline's training that of one process? References that share nothing with the executor, and the comparison."""
+"""The comparison of pipeline with single-process training: references that share nothing with the executor."""
 
 from pipefit.testing.case import Case, Outcome
 from pipefit.testing.equality import CheckResult, check, compare, expected, run, tolerance_of

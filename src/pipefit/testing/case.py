@@ -1,4 +1,4 @@
-"""A case that is trained twice, by a pipeline and by the reference, and the outcome of each."""
+"""A case that is trained by a pipeline and by the reference, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pipefit.stage.precision import first_scale, half_of
 
 
 def descend(parameters: list[nn.Parameter]) -> Optimizer:
-    """SGD with momentum, the optimizer of a check: unlike Adam it hides no wrongly scaled gradient."""
+    """SGD with momentum, the optimizer of a check: unlike Adam it does not hide a wrongly scaled gradient."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its data and how both sides train it. Neither side changes any of it: each works on a deep copy.
+    """A model, its data and the training of both sides. Neither side changes it: each works on a deep copy.
 
     Attributes:
         model: an `nn.Sequential` or a list of layers.
         batches: (input, target) of each step, all of one program.
         counts: layers of each stage.
-        request: schedule, micro-batches and parallelism of the pipeline; its number of processes is given.
+        request: schedule, micro-batches and parallelism of the pipeline, with its number of processes.
         precision: in which both sides compute.
         updates: clipping, learning rates, weights of micro-batches and seed of both sides.
         loss: from output and target to their mean.
@@ -85,11 +85,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The losses, gradients and weights of a training. Where a weight lives on several ranks, each rank's copy is here.
+    """The losses, gradients and weights of a training run, with each rank's copy of a weight on several ranks.
 
     Attributes:
         losses: of each step.
-        gradients: of the first update as the optimizer saw them, by rank and the user's names.
+        gradients: of the first update at the optimizer, by rank and the user's names.
         weights: weights and buffers at the end, by rank and the user's names.
         names: for the reference: of every parameter that trains, each once, in the model's order.
     """

@@ -1,8 +1,7 @@
 """The asynchronous schedules by their formulas: gradients of old weights, applied to new ones.
 
 Mini-batch k computes all its gradients at the weights w_s^{(version(s, k))} of every stage s, and stage s adds them to
-its newest version. `version` is the whole difference between the schedules; it is written here from the papers, and no
-program is read.
+its newest version. The schedules differ only in `version`, which is written here from the papers, without a program.
 
     pipedream        version(s, k) = ⌊max(⌊k/R_s⌋ − W_s, 0) / m⌋      W_s = ⌊(N − 1 − Σ_{t<s} R_t) / R_s⌋
     vertical sync    version(s, k) = version(0, k) of pipedream
@@ -34,7 +33,7 @@ from pipefit.testing.reference import aliases, micro_batches, weighted_loss
 
 Rule = Callable[[int, int], int]
 Gradients = dict[str, Tensor | None]
-"""By a weight's name; of a tied weight the first in the model's order."""
+"""Gradients by a weight's name; of a tied weight the first in the model's order."""
 
 
 def version_rule(schedule: str, replicas: Sequence[int], num_microbatches: int, warmup: int = 1) -> Rule:
@@ -83,7 +82,7 @@ class _Part:
 
     @torch.no_grad()
     def point(self, version: int) -> None:
-        """Makes the weights those of a version."""
+        """Sets the weights to those of a version."""
         for name, parameter in self.parameters.items():
             parameter.copy_(self.versions[version][name])
 
@@ -91,7 +90,7 @@ class _Part:
         """Adds the gradients of the micro-batch that has just run to those of its update.
 
         Raises:
-            PipefitError: one is not finite; which later losses would have another scale is in no formula here.
+            PipefitError: one is not finite; the formulas here do not cover the scales of later losses.
         """
         grads = {name: p.grad for name, p in self.parameters.items()}
         if scale != 1 and not all(torch.isfinite(grad).all() for grad in grads.values() if grad is not None):
@@ -105,7 +104,7 @@ class _Part:
             self.parameters[name].grad = None
 
     def step(self, gradients: Gradients, update: int) -> None:
-        """w(t+1) = optimizer(w(t), gradient), whatever version the gradient was taken at."""
+        """w(t+1) = optimizer(w(t), gradient), for a gradient of any version."""
         for name, master in self.masters.items():
             gradient = gradients[name]
             master.grad = None if gradient is None else gradient.clone()
@@ -123,7 +122,7 @@ def delayed_reference(case: Case) -> Outcome:
     replicas = case.copies
     version = version_rule(case.schedule, replicas, m, case.request.parallelism.options.get("warmup", 1))
     owners = {name: names[0] for _, names in aliases(named_layers(case.model)) for name in names}
-    whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is shared out among the replicas
+    whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is split among the replicas
     parts = [_Part(case, s, m if whole else m * replicas[s], owners) for s in range(depth)]
     first: dict[str, Tensor] = {}
     losses = [0.0] * len(case.batches)
@@ -150,7 +149,7 @@ def delayed_reference(case: Case) -> Outcome:
 
 
 def _run(case: Case, parts: Sequence[_Part], version: Rule, k: int, *micro_batch: Any) -> float:
-    """Forward and backward of micro-batch k at the versions of the rule; its weighted loss."""
+    """Runs forward and backward of micro-batch k at the versions of the rule; returns its weighted loss."""
     for s, part in enumerate(parts):
         part.point(version(s, k))
     updates = [k // part.size for part in parts]

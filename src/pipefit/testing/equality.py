@@ -1,4 +1,4 @@
-"""The comparison of a pipeline with one process: the user's first question."""
+"""The comparison of pipeline training with single-process training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipefit.testing.reference import reference
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Whether a pipeline and one process agree.
+    """The result of a comparison of a pipeline with one process.
 
     Differences are relative: the largest difference inside a tensor, over the largest number in the reference's tensor
     (or a hundredth of the largest among all of them, where a tensor holds nothing but rounding).
@@ -82,22 +82,22 @@ def check(
         model: an `nn.Sequential`, a list of layers, or anything with `layers`, `loss` and `example` (a model bundle).
         schedule: its name.
         microbatches: per step.
-        stages: layers of each stage; None: as even as can be.
+        stages: layers of each stage; None: as even as possible.
         parallelism: of the pipeline; 2 ranks where it gives no number.
         precision: "bf16" or "fp16": both sides run their layers under autocast; needs float32.
         updates: clipping, learning rates, weights of micro-batches, seed of data and dropout.
         optimizer: from parameters to an optimizer; SGD, not Adam, which hides a wrongly scaled gradient.
-        steps: how many updates.
+        steps: number of updates.
         batch_size: samples per step, one number or one for each step; None: two for each micro-batch, and one more so
             that micro-batches differ in size.
         loss: from output and target to their mean; None: the bundle's, else cross entropy.
         example: (batch, seed) -> random (input, target); None: the bundle's.
-        dtype: what model and data are converted to.
-        transport: "local" (all ranks in this process) or "distributed" (one process each); None: local, but for
+        dtype: to which model and data are converted.
+        transport: "local" (all ranks in this process) or "distributed" (one process each); None: local, except for
             tensor parallelism, which needs processes.
 
     Raises:
-        PipefitError: what was given does not fit together.
+        PipefitError: the arguments do not fit together.
     """
     precision = Precision.of(precision)
     if half_of(precision.dtype) is not None and dtype != torch.float32:
@@ -138,10 +138,10 @@ def expected(case: Case) -> Outcome:
 
 
 def tolerance_of(dtype: torch.dtype, half: torch.dtype | None = None, tensor: int = 1) -> float:
-    """The largest relative difference that rounding explains.
+    """The largest relative difference that rounding can cause.
 
     Under autocast both sides round the same numbers to the half type, and add up in float32. Only processes that share
-    a layer add up parts that are rounded already.
+    a layer add up parts that are already rounded.
     """
     if half is not None and tensor > 1:
         return torch.finfo(half).eps ** 0.5
@@ -170,7 +170,7 @@ def compare(got: Outcome, wanted: Outcome, tolerance: float) -> CheckResult:
 def _differences(
     got: Mapping[int, Mapping[str, Tensor]], wanted: Mapping[str, Tensor], names: Sequence[str]
 ) -> Iterator[tuple[str, float]]:
-    """For each tensor of each rank, in the reference's order: how far it is off; infinitely where none or too many are.
+    """The difference of each tensor of each rank, in the reference's order; infinite for missing or extra tensors.
 
     Args:
         got: of each rank.
@@ -224,7 +224,7 @@ def layer_counts(
     replicas: Sequence[int] = (),
     stages: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """Layers of each stage: as given, else as even as can be, the first stages taking one more."""
+    """Layers of each stage: as given, else as even as possible, with one more in the first stages."""
     shape = {"num_chunks": num_chunks, "replicas": replicas, "stages": stages}
     made = by_hand(num_layers, num_ranks=num_ranks, schedule=schedule, num_microbatches=1, **shape)
     return tuple(len(stage.layers) for stage in made.partition.stages)

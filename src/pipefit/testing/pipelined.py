@@ -1,4 +1,4 @@
-"""The pipeline's side of a check: trains a case with `pipefit.Pipeline` and records what every rank holds."""
+"""The pipeline's side of a check: trains a case with `pipefit.Pipeline` and records the tensors of every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_pipeline(case: Case) -> Pipeline:
 
 
 def run_pipeline(case: Case) -> Outcome:
-    """Trains a case's batches; gives the losses, and gradients and weights of the ranks of this process.
+    """Trains a case's batches; returns the losses, and gradients and weights of the ranks of this process.
 
     Without a launcher the process holds all ranks. Under one, every rank calls it, and `Outcome.joined` joins them.
     """
@@ -51,7 +51,7 @@ def _whole(worker: Worker, table: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _recorded(worker: Worker) -> dict[str, Tensor]:
-    """A table that fills with a rank's gradients just before its optimizers first step."""
+    """A table that is filled with a rank's gradients just before the first step of its optimizers."""
     table: dict[str, Tensor] = {}
     for stage, optimizer in worker.optimizers.items():
         pairs = list(zip((o.name for o in worker.owned[stage]), worker.stores[stage].masters, strict=True))

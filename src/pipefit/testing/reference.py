@@ -1,7 +1,7 @@
-"""One process, one model, no pipeline: the numbers that a synchronous schedule must compute.
+"""Single-process training without a pipeline: the numbers that a synchronous schedule must compute.
 
-Nothing here comes from the executor. Only what the *definition* of the numbers needs is shared with it: the seeds of a
-layer's random numbers and the running averages of batch norm (`pipefit.stage`).
+Nothing here comes from the executor. Only the *definition* of the numbers is shared with it: the seeds of a layer's
+random numbers and the running averages of batch norm (`pipefit.stage`).
 
 Mixed precision is that of torch, autocast and `GradScaler`. One thing of the pipeline is part of its definition:
 activations between stages are rounded to the half type there, and so are their gradients.
@@ -64,7 +64,7 @@ def _stages(layers: Sequence[NamedLayer], case: Case) -> list[Stage]:
 
 
 def _taken(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Steps, unless a gradient is not finite."""
+    """Steps, unless a gradient is not finite; returns whether it did."""
     before = scaler.get_scale()
     scaler.step(optimizer)
     scaler.update()
@@ -112,7 +112,7 @@ def weighted_loss(
         case: the training.
         stages: of the whole model.
         number: of the micro-batch, counted over all batches.
-        updates: of each stage: the number of the update that the micro-batch belongs to.
+        updates: for each stage the number of the micro-batch's update.
         x: input.
         y: target.
         share: in the mean loss of the batch.
@@ -120,7 +120,7 @@ def weighted_loss(
     half = case.half
 
     def as_sent(leaf: Tensor) -> Tensor:
-        """Rounded to the half type where it carries a gradient, as float32 again."""
+        """A leaf rounded to the half type and back to float32, where it carries a gradient."""
         return leaf.to(half).float() if leaf.requires_grad and leaf.dtype in (torch.float32, half) else leaf
 
     payload, target = (pytree.tree_map(lambda leaf: leaf.to(case.device), item) for item in (x, y))
@@ -133,7 +133,7 @@ def weighted_loss(
 
 
 def aliases(layers: Sequence[NamedLayer]) -> list[tuple[nn.Parameter, list[str]]]:
-    """Every parameter once, with all the names under which the user knows it."""
+    """Every parameter once, with all its names in the user's model."""
     found: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for layer in layers:
         for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
@@ -142,7 +142,7 @@ def aliases(layers: Sequence[NamedLayer]) -> list[tuple[nn.Parameter, list[str]]
 
 
 def _gradients(layers: Sequence[NamedLayer]) -> dict[str, Tensor]:
-    """A copy of every gradient under every name; zeros where none arrived."""
+    """A copy of every gradient under every name; zeros where there is none."""
     return {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
         for parameter, names in aliases(layers)

@@ -1,4 +1,4 @@
-"""When instructions ran, simulated or measured, and what that says."""
+"""Times of instructions, simulated or measured, and figures computed from them."""
 
 from pipefit.timeline.compare import KindTimes, Row, by_kind, compare
 from pipefit.timeline.path import Wait, critical_path, waited_for

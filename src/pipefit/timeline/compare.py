@@ -12,9 +12,9 @@ class KindTimes(NamedTuple):
     """Times of one operation on one stage.
 
     Attributes:
-        num_times: how often it ran, on all ranks and in all repeats.
-        total_s: together.
-        median_s: of one.
+        num_times: number of runs, on all ranks and in all repeats.
+        total_s: seconds of all runs.
+        median_s: median seconds of one run.
     """
 
     num_times: int
@@ -30,7 +30,7 @@ class Row(NamedTuple):
         predicted: seconds (for "bubble": a fraction).
         measured: likewise.
         error: measured / predicted − 1; for "bubble" the difference; infinite where nothing was predicted.
-        num_measured: how often it was measured.
+        num_measured: number of measurements.
     """
 
     name: str
@@ -53,7 +53,7 @@ def by_kind(timeline: Timeline) -> dict[tuple[str, int], KindTimes]:
 
 
 def compare(predicted: Timeline, measured: Timeline) -> list[Row]:
-    """Predicted against measured: makespan, period and bubble, then the median of each operation and stage.
+    """Compares predicted with measured: makespan, period and bubble, then the median of each operation and stage.
 
     Makespans are per repeat, so that a prediction of one pass compares with a measurement of many.
     """

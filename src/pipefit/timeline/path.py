@@ -1,4 +1,4 @@
-"""Why something happened when it did: the binding predecessor of each event, and the chain behind the makespan."""
+"""Reasons of start times: the binding predecessor of each event, and the critical path."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Wait(NamedTuple):
 
     Attributes:
         reason: "start": nothing came before it; "rank": its rank was busy with `by`; "message", "reduction" or "copy":
-            something it needs arrived with `by`; "sender", "receiver" or "member": that side, `by`, issued it last;
+            a value it needs arrived with `by`; "sender", "receiver" or "member": that side, `by`, issued it last;
             "link": another message or reduction, `by`, was on the link or at the port; "lane": another copy, `by`, was
             on the lane.
-        by: the event that held it up; None at the start.
-        waited_s: for the compute lane: how long the rank stood idle before it; otherwise from its issuing until `by`
-            let it happen.
+        by: the event that delayed it; None at the start.
+        waited_s: for the compute lane: idle seconds of the rank before it; otherwise seconds from its issuing to the
+            end of the wait for `by`.
     """
 
     reason: str
@@ -33,7 +33,7 @@ class Wait(NamedTuple):
 
 
 def waited_for(timeline: Timeline, event: Event) -> Wait:
-    """The last thing that had to happen before an event could."""
+    """The last condition for an event to start, and the event that fulfilled it."""
     if timeline.lane(event) is Lane.COMPUTE:
         return _work_waited_for(timeline, event)
     if timeline.lane(event) is Lane.COPY:
@@ -44,14 +44,14 @@ def waited_for(timeline: Timeline, event: Event) -> Wait:
 def critical_path(timeline: Timeline) -> list[Event]:
     """The chain of events that determines the makespan, in the order of time.
 
-    It goes back from the work or the copy that ends last, through what each event waited for. A message appears as its
-    receive, and as its send where it was the sender that came last.
+    It is followed backwards from the work or the copy that ends last, through the event that each one waited for. A
+    message appears as its receive, and also as its send where the sender issued last.
     """
     lanes = (Lane.COMPUTE, Lane.COPY) if timeline.program.header.spill else (Lane.COMPUTE,)
     ending = (event for event in timeline.events if timeline.lane(event) in lanes)
     current: Event | None = max(ending, key=_end, default=None)
     path: list[Event] = []
-    # No path is longer than there are events; a measured timeline with broken clocks must not run for ever.
+    # A path has at most as many steps as there are events, so inconsistent measured clocks cannot loop for ever.
     while current is not None and len(path) <= len(timeline.events):
         path.append(current)
         current = waited_for(timeline, current).by
@@ -72,7 +72,7 @@ def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
 
 
 def _copy_waited_for(timeline: Timeline, event: Event) -> Wait:
-    """The latest of: what it needs or what made room for it, the copy before it on its lane, and its rank's asking."""
+    """The latest of: a value it needs or the freeing of its slot, the copy before it on its lane, and its issuing."""
     found = [(_name(timeline, item), item) for item in _arrivals(timeline, event)]
     before = _held_before(timeline, event)
     if before is not None:
@@ -100,7 +100,7 @@ _NAMES = {Op.SEND: "message", Op.RECV: "message", Op.REDUCE: "reduction", Op.BAR
 def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
     sides = _sides(timeline, event)
     if "no_rendezvous" in timeline.notes:
-        # The message was under way before its receive was posted, unless that was the last thing to happen.
+        # The message had started before its receive was posted, unless the receive came last.
         sides = [s for s in sides if timeline.instruction(s).op is not Op.RECV or s.start_s >= s.end_s] or sides
     last = max(sides, key=lambda side: (_ready_s(timeline, side), side is event))
     ready = _ready_s(timeline, last)
@@ -136,7 +136,7 @@ def _sides(timeline: Timeline, event: Event) -> list[Event]:
 
 
 def _events(timeline: Timeline, repeat: int, numbers: Iterable[int]) -> list[Event]:
-    """The events of some instructions of the graph in one pass, as far as they ran."""
+    """The events of some instructions of the graph in one pass, where they ran."""
     places = map(dependency_graph(timeline.program).place, numbers)
     found = (timeline.by_place.get((rank, repeat, position)) for rank, position in places)
     return [event for event in found if event is not None]
@@ -196,7 +196,7 @@ def _held_before(timeline: Timeline, event: Event) -> Event | None:
 
 
 def _place_before(timeline: Timeline, event: Event) -> tuple[int, int, int]:
-    """(rank, repeat, position) of what a rank issued before; the repeat is negative where there is nothing."""
+    """(rank, repeat, position) of the rank's previous instruction; the repeat is negative where there is none."""
     if event.position:
         return event.rank, event.repeat, event.position - 1
     return event.rank, event.repeat - 1, len(timeline.program.ranks[event.rank]) - 1

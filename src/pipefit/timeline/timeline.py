@@ -1,4 +1,4 @@
-"""Timeline: when each instruction of a program ran, simulated or measured; both are this one type."""
+"""Timeline: start and end of each instruction of a program; one type for simulated and measured runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pipefit.ir.program import Program
 
 
 class Event(NamedTuple):
-    """One instruction's stay on its lane.
+    """The time of one instruction on its lane.
 
     Attributes:
-        rank: who ran it.
-        position: its place in the rank's list.
-        repeat: which pass over the program (0 for the first).
-        start_s: for a message or reduction: when the rank began to issue it; for compute and copies: when the rank, or
-            the lane of the copy, began it, everything it needs being there.
-        end_s: for a message, reduction or copy: when it had arrived.
+        rank: the rank that ran it.
+        position: its index in the rank's list.
+        repeat: the pass over the program (0 for the first).
+        start_s: for a message or reduction, the time at which the rank began to issue it; for compute and copies, the
+            time at which the rank or the copy's lane began it, with all needed values present.
+        end_s: its end; for a message, reduction or copy, its arrival.
     """
 
     rank: int
@@ -41,12 +41,12 @@ class Timeline:
     """The events of one or several passes over a program, and the memory of each rank over time.
 
     Attributes:
-        program: what ran.
+        program: the program that ran.
         events: by rank, then by repeat, then in the rank's order.
-        memory: for each rank, (time_s, bytes) samples in order; () where it was not followed.
+        memory: for each rank, (time_s, bytes) samples in order; () where it was not recorded.
         source: "simulated" or "measured".
         num_repeats: passes over the program.
-        notes: how it was made, where that matters to `waited_for`: "contention", "no_rendezvous".
+        notes: settings of the simulation that `waited_for` needs: "contention", "no_rendezvous".
     """
 
     program: Program
@@ -93,22 +93,22 @@ class Timeline:
 
     @cached_property
     def start_s(self) -> float:
-        """When the first instruction of the compute lane starts, or the first copy of a program that spills."""
+        """Start of the first instruction of the compute lane, or of the first copy of a program that spills."""
         return min((event.start_s for event in self._span), default=0)
 
     @cached_property
     def end_s(self) -> float:
-        """When the last instruction of the compute lane ends, or the last copy of a program that spills."""
+        """End of the last instruction of the compute lane, or of the last copy of a program that spills."""
         return max((event.end_s for event in self._span), default=0)
 
     @property
     def makespan_s(self) -> float:
-        """From the first instruction of the compute lane to the end of the last, all repeats together."""
+        """Seconds from the first instruction of the compute lane to the end of the last, all repeats together."""
         return self.end_s - self.start_s
 
     @cached_property
     def step_ends_s(self) -> tuple[float, ...]:
-        """When each step is complete: the end of the last work, on any rank, on its micro-batches and its updates.
+        """End of each step: of the last work, on any rank, on its micro-batches and its updates.
 
         A step is `num_microbatches` micro-batches; steps of all repeats follow each other.
         """
@@ -132,7 +132,7 @@ class Timeline:
 
     @cached_property
     def is_steady(self) -> bool:
-        """Whether at least two steps are complete before the pipeline begins to drain: only then is there a rhythm."""
+        """Returns whether at least two steps end before the pipeline drains: only then is there a steady state."""
         return self._steady_steps() >= 2
 
     @cached_property
@@ -140,8 +140,8 @@ class Timeline:
         """Seconds between the ends of steps in the steady state.
 
         The average over the second half of the steps that are complete before any rank has run its last forward, so
-        that neither the fill nor the drain counts. With fewer than two such steps: over all there are; with one
-        step: the makespan.
+        that neither the fill nor the drain counts. With fewer than two such steps: over all steps; with one step: the
+        makespan.
         """
         ends = self.step_ends_s
         last = self._steady_steps() - 1
@@ -188,5 +188,5 @@ class Timeline:
         return (self.makespan_s * len(self._busy_s) - busy) / busy if busy else 0.0
 
     def peak_bytes(self, rank: int) -> float:
-        """The most bytes a rank holds at any time; 0 where memory was not followed."""
+        """Maximum of bytes that a rank holds at any time; 0 where memory was not recorded."""
         return max((size for _, size in self.memory[rank]), default=0) if self.memory else 0

@@ -51,7 +51,7 @@ def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
     """The timeline of a trace made by `to_chrome_trace`.
 
     Raises:
-        PipefitError: it is none, or something in it is malformed.
+        PipefitError: it is not a trace, or malformed.
     """
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
@@ -79,7 +79,7 @@ def load_trace(path: str | Path) -> Timeline:
     """Reads a trace that `save_trace` wrote.
 
     Raises:
-        PipefitError: with the file and what is wrong in it.
+        PipefitError: with the file and the mistake in it.
     """
     return from_chrome_trace(read_json(path, PipefitError), str(path))
 

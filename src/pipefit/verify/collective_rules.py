@@ -1,4 +1,4 @@
-"""Rule `collectives`: reductions that are due, their members, their place and their order."""
+"""Rule `collectives`: required reductions, their members, their place and their order."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _due(header: Header) -> dict[Key, tuple[int, ...]]:
     groups += [(Reduction.TIED.value, tie[0]) for tie in header.ties if len(tie) > 1]
     for kind, stage in groups:
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
-        # Stages of one rank that share a weight are summed too, though nothing travels.
+        # Stages of one rank that share a weight are summed too, though nothing is sent.
         is_local = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
         if (kind == Reduction.REPLICAS and len(members) == 1) or is_local:
             continue
@@ -68,7 +68,7 @@ def _due(header: Header) -> dict[Key, tuple[int, ...]]:
 
 
 def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
-    """Reductions before gradients they must hold, before other reductions they must hold, or after a step."""
+    """Reductions before gradients they must contain, before other reductions they must contain, or after a step."""
     header, ranks = s.header, s.graph.ranks
     last_gradient: dict[tuple[int, int, int], int] = {}
     for stage, mb, number in s.each(*WEIGHT_GRADIENT_OPS):
@@ -81,7 +81,7 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
     }
     for (rank, (kind, stage, update)), number in positions.items():
         stages = reduced_stages(header, kind, stage, rank)
-        # A gather of new weights follows its step: that it needs their shards is a rule of values.
+        # A gather of new weights follows its step; the rules of values check that it has their shards.
         for member in stages if kind != Reduction.SHARDS else ():
             gradient = last_gradient.get((rank, member, update), -1)
             if gradient > number:
@@ -102,13 +102,13 @@ def _barriers(s: Subject) -> Iterator[Finding]:
     counts = [sum(i.op is Op.BARRIER for i in instructions) for instructions in s.program.ranks]
     for rank, count in enumerate(counts):
         if count < max(counts):
-            yield Finding("collectives", rank, -1, f"comes to {count} barriers, other ranks to {max(counts)}")
+            yield Finding("collectives", rank, -1, f"has {count} barriers, other ranks have {max(counts)}")
 
 
 def _out_of_order(s: Subject) -> Iterator[Finding]:
-    """Any two ranks come to the collectives they share in one order.
+    """Any two ranks issue the collectives they share in the same order.
 
-    Ranks only differ where two sets of members meet, so one sequence for each pair of sets is compared.
+    Ranks can differ only where two sets of members overlap, so one sequence for each pair of sets is compared.
     """
     graph = s.graph
     expected: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, list[int]]] = {}
@@ -127,5 +127,5 @@ def _out_of_order(s: Subject) -> Iterator[Finding]:
                 for number, mine, theirs in zip(numbers, order, reference, strict=True):
                     if mine != theirs:
                         there = next(n for n in graph.collectives[theirs] if graph.ranks[n] == first)
-                        yield s.at("collectives", number, f"out of order: here rank {first} comes to {s.where(there)}")
+                        yield s.at("collectives", number, f"out of order: here rank {first} has {s.where(there)}")
                         break

@@ -1,4 +1,4 @@
-"""Rules `complete` and `ownership`: everything happens once, and where it belongs."""
+"""Rules `complete` and `ownership`: every instruction is there once, and on its rank."""
 
 from __future__ import annotations
 

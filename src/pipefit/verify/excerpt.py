@@ -9,7 +9,7 @@ from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
 from pipefit.units import columns
 
 _AROUND, _ROWS = 3, 8
-"""Columns that are shown before and after an instruction, and the most ranks."""
+"""Columns that are shown before and after an instruction, and the maximum number of ranks."""
 
 _ABBREVIATED = {
     Reduction.REPLICAS.value: "sum",
@@ -21,7 +21,7 @@ _ABBREVIATED = {
 
 
 def cell(i: Instruction) -> str:
-    """An instruction in as few letters as tell it from the others.
+    """A short label that distinguishes an instruction from all others.
 
     >>> cell(Instruction(Op.FWD, 0, 3, 0)), cell(Instruction(Op.SEND, 0, 3, kind="act", peer=1))
     ('F0.3', 'act0.3>1')
@@ -41,7 +41,7 @@ def cell(i: Instruction) -> str:
 
 
 def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int) -> str:
-    """The grid around an instruction; its cell is marked >so<. Instructions of one column need not run together.
+    """The grid around an instruction; its cell is marked >like this<. Columns are positions, not times.
 
     Args:
         ranks: the instructions of each rank.

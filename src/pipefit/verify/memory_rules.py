@@ -16,7 +16,7 @@ def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[
     """A capacity for each rank.
 
     Raises:
-        PipefitError: not one for each rank, or negative.
+        PipefitError: a wrong number of capacities, or a negative one.
     """
     given = [capacity_bytes] * num_ranks if isinstance(capacity_bytes, int | float) else list(capacity_bytes)
     if len(given) != num_ranks:

@@ -13,7 +13,7 @@ Owed = tuple[str, int, int]
 
 
 def messages(s: Subject) -> Iterator[Finding]:
-    """Each value that another rank needs crosses once, whole or in pieces, from its maker to its user."""
+    """Each value that another rank needs is sent once, whole or in pieces, from its maker to its user."""
     links = _owed(s.header)
     crossed: dict[Owed, int] = {}
     instructions, ranks = s.graph.instructions, s.graph.ranks
@@ -39,7 +39,7 @@ def messages(s: Subject) -> Iterator[Finding]:
 
 
 def _gathers(s: Subject) -> Iterator[Finding]:
-    """A value that came in pieces is gathered once; that its pieces are there is the rule of dependencies."""
+    """A value that came in pieces is gathered once; the rule of dependencies checks that its pieces are there."""
     seen: dict[Owed, int] = {}
     for stage, mb, number in s.each(Op.GATHER):
         first = seen.setdefault((s.graph.instructions[number].kind, stage, mb), number)
@@ -48,7 +48,7 @@ def _gathers(s: Subject) -> Iterator[Finding]:
 
 
 def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
-    """The values that must cross, and from which rank to which."""
+    """The values that must be sent, with source and target rank."""
     result: dict[Owed, tuple[int, int]] = {}
     for stage in range(header.last_stage):
         here, after = header.placement[stage], header.placement[stage + 1]

@@ -1,4 +1,4 @@
-"""Rules `dependencies`, `use-after-free` and `deadlock`: what an instruction waits for is there when it runs."""
+"""Rules `dependencies`, `use-after-free` and `deadlock`: the values an instruction needs are there when it runs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pipefit.verify.subject import Finding, Subject
 
 
 def dependencies(s: Subject) -> Iterator[Finding]:
-    """Needs that nothing on the rank makes in time; and replays that come before what they replay."""
+    """Needed values that nothing on the rank makes in time; and replays that come before their forward."""
     for number, value in s.graph.missing:
         if _last_gone(s, number, value) is None:
             yield s.at("dependencies", number, f"needs {value}, which {_later_maker(s, number, value)}")
-    # A replay uses the random numbers its forward drew, which no value stands for.
+    # A replay uses the random numbers that its forward drew, which are not a value.
     for key, numbers in s.places[Op.RECOMPUTE].items():
         forwards = s.places[Op.FWD].get(key, [])
         for number in numbers:
@@ -24,7 +24,7 @@ def dependencies(s: Subject) -> Iterator[Finding]:
 
 
 def use_after_free(s: Subject) -> Iterator[Finding]:
-    """Needs that were there but are used up, dropped or evicted."""
+    """Needed values that were there but have been consumed, dropped or evicted."""
     for number, value in s.graph.missing:
         gone = _last_gone(s, number, value)
         if gone is not None:
@@ -32,7 +32,7 @@ def use_after_free(s: Subject) -> Iterator[Finding]:
 
 
 def deadlock(s: Subject) -> Iterator[Finding]:
-    """Every cycle of ranks that wait for each other, as a list, under the strictest run (`pipefit.ir.blocking`)."""
+    """Every cycle of ranks that wait for each other, as a list, under blocking execution (`pipefit.ir.blocking`)."""
     run = Blocking(s.graph)
     stuck = run.run()
     for cycle in run.cycles(stuck):
@@ -45,7 +45,7 @@ def deadlock(s: Subject) -> Iterator[Finding]:
 
 
 def _last_gone(s: Subject, number: int, value: Value) -> int | None:
-    """The last earlier instruction of the rank that used a value up."""
+    """The last earlier instruction of the rank that consumed a value."""
     start = s.graph.starts[s.graph.ranks[number]]
     for earlier in range(number - 1, start - 1, -1):
         if value in consumes(s.graph.instructions[earlier], s.program, s.graph.ranks[number]):

@@ -1,4 +1,4 @@
-"""Report: everything that is wrong with a program, each with the place in the grid."""
+"""Report: all violations in a program, each with its place in the grid."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ RULES: Final[dict[str, str]] = {
     "deadlock": "no cycle of waiting, even when a send waits for its receive and a collective for all its members",
     "collectives": "all members take part in each reduction that is due, in one order, after gradients, before steps",
     "versions": "weights have the version that the header's rule asks for, and are dropped exactly when they are dead",
-    "residency": "what is spilled comes into a free slot, from a tier that holds that version, and is home at the end",
+    "residency": "a spilled value is fetched into a free slot, from a tier with that version, and ends on its tier",
     "memory": "what a rank holds at once fits its capacity",
 }
 """Every rule, and its requirement in one sentence."""
 
 
 class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One thing that is wrong.
+    """One violation.
 
     Attributes:
         rule: a key of `RULES`.
-        rank: where; −1 when it belongs to no rank.
-        index: in the rank's list; −1 when it is about something that is not there.
+        rank: of the place; −1 when it belongs to no rank.
+        index: in the rank's list; −1 when something is missing.
         instruction: its text, "" when index is −1.
-        message: the expectation, and what was found in its place.
+        message: the expectation, and the finding in its place.
         excerpt: the grid around it, with a mark.
     """
 
@@ -54,7 +54,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         schedule: the name in the program's header.
-        num_instructions: how many were checked.
+        num_instructions: number of instructions checked.
         violations: by rule in the order of `RULES`, then by rank and index.
     """
 
@@ -64,7 +64,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Returns whether there are no violations."""
         return not self.violations
 
     def __str__(self) -> str:

@@ -14,15 +14,15 @@ from pipefit.ir.spill import SLOTTED, TIERS
 from pipefit.verify.subject import Finding
 
 Problems = Iterator[tuple[str, str]]
-"""Rules that are broken, and how: the first is reported, so that later ones may rely on what earlier ones ask for."""
+"""Violated rules with messages: only the first is reported, so later ones may assume that earlier ones hold."""
 
 
 def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[Finding]]:
     """The program without malformed instructions.
 
     Returns:
-        The rest, as many ranks as the header names; for each of its instructions the index it had (None: nothing was
-        set aside); and what was found.
+        The other instructions, with as many ranks as the header names; the former index of each (None: nothing was set
+        aside); and the findings.
     """
     header = program.header
     kept: list[list[int]] = [[] for _ in range(max(header.num_ranks, len(program.ranks)))]
@@ -87,7 +87,7 @@ def _message(header: Header, i: Instruction, rank: int) -> Problems:
 
 
 def _version(header: Header, i: Instruction) -> Problems:
-    """Whether there is such a version, or such an update where its gradients are meant."""
+    """Checks that the version exists, or the update where its gradients are meant."""
     stages = range(header.num_stages) if i.kind == Reduction.NORM else (i.stage,)
     updates = max(header.num_updates(stage) for stage in stages)
     if i.op is Op.REDUCE and not 0 <= i.version < updates:
@@ -107,7 +107,7 @@ def _tier(header: Header, i: Instruction) -> Problems:
 
 
 def _moved(header: Header, i: Instruction) -> Problems:
-    """Whether the value is moved at all; activations have the micro-batch for their version."""
+    """Checks that the value can be moved; for activations `version` is the micro-batch."""
     if i.kind not in SLOTTED:
         if not 0 <= i.version < header.total_microbatches:
             yield "ownership", f"there is no micro-batch {i.version} of stage {i.stage}"
@@ -118,5 +118,5 @@ def _moved(header: Header, i: Instruction) -> Problems:
 def _slot(header: Header, i: Instruction) -> Problems:
     most = header.spill.slots(i.kind) if header.spill else 0
     if not (0 <= i.slot < most or (not most and i.slot == -1)):
-        expected = f"one of @0 to @{most - 1}" if most else "@*: it lies in no slot"
+        expected = f"one of @0 to @{most - 1}" if most else "@*: it has no slot"
         yield "residency", f"expected slot {expected}, got {'@*' if i.slot < 0 else f'@{i.slot}'}"

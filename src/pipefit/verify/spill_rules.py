@@ -1,7 +1,7 @@
 """Rule `residency`: spilled values are on their tier or in one slot of the device, and never lost.
 
-The rule walks each rank's list and keeps what the device's slots and the tier hold. A tier holds of each stage one
-version of the weights and of the optimizer's states: the one written last.
+The rule walks each rank's list and tracks the contents of the device's slots and of the tier. For each stage a tier
+holds one version of the weights and of the optimizer's states: the one written last.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Rank:
     Attributes:
         header: of the program.
         recomputed: the (stage, micro-batch) whose forward is replayed.
-        here: (kind, stage) → its slot, and the version or update that lies there.
-        tier: (kind, stage) → the version or update that is written there.
+        here: (kind, stage) → its slot, and the version or update in it.
+        tier: (kind, stage) → the version or update written there.
         parked: the activations there, (kind, stage, micro-batch).
         saved: of each stage, the micro-batches whose activations autograd keeps, with views of the slot.
     """
@@ -40,13 +40,13 @@ class _Rank:
     saved: dict[int, set[int]] = field(default_factory=dict)
 
     def slot(self, kind: str, stage: int) -> int | None:
-        """The slot in which a kind of a stage lies."""
+        """The slot of a stage's values of a kind."""
         slot, _ = self.here.get((kind, stage), (None, 0))
         return slot
 
 
 def residency(s: Subject) -> Iterator[Finding]:
-    """Fetches read what the tier holds into free slots; no change is lost; everything is home at the end."""
+    """Fetches read existing values into free slots; no change is lost; everything is on its tier at the end."""
     spill = s.header.spill
     if spill is None:
         return
@@ -85,8 +85,8 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
     if i.kind == _WGRAD:
         if weights != i.slot:
             place = "nowhere" if weights is None else f"in slot @{weights}"
-            yield f"gradients lie in the twin of their weights' slot, but the weights of stage {i.stage} are {place}"
-        # The sum goes on here: what the tier has is no longer the newest.
+            yield f"gradients need the second slot of their weights, but the weights of stage {i.stage} are {place}"
+        # The sum continues here: the tier's copy is no longer the newest.
         state.tier.pop((i.kind, i.stage), None)
     state.here[i.kind, i.stage] = i.slot, i.version
 
@@ -97,7 +97,7 @@ def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
         return
     if i.kind == _WEIGHTS:
         yield from _kept_views(state, i)
-    # That it is here, in that version, is a rule of values.
+    # The rules of values check that it is here in that version.
     state.here.pop((i.kind, i.stage), None)
     state.tier[i.kind, i.stage] = i.version
 
@@ -112,15 +112,15 @@ def _drop(state: _Rank, i: Instruction) -> Iterator[str]:
 
 
 def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
-    """Tensors saved by autograd lie in the slot, but for stages that keep them: their backward reads any slot.
+    """Tensors saved by autograd are in the slot, except for stages that keep them: their backward reads any slot.
 
-    That the slot then holds the same version is a rule of values.
+    The rules of values check that the slot then holds the same version.
     """
     assert state.header.spill is not None
     kept = state.saved.get(i.stage)
     if kept and i.stage not in state.header.spill.keeps:
         mbs = ", ".join(f"m{mb}" for mb in sorted(kept))
-        yield f"what autograd keeps of {mbs} is in this slot and goes too: replay stage {i.stage} before its backward"
+        yield f"tensors saved by autograd for {mbs} leave with this slot: replay stage {i.stage} before its backward"
 
 
 def _forward(state: _Rank, i: Instruction) -> Iterator[str]:

@@ -17,9 +17,9 @@ class Finding(NamedTuple):
 
     Attributes:
         rule: its name.
-        rank: where; −1 for what belongs to no rank.
-        position: the index in the rank's list; −1 for something that is not there.
-        message: the expectation, and what was found in its place.
+        rank: of the place; −1 when it belongs to no rank.
+        position: the index in the rank's list; −1 when something is missing.
+        message: the expectation, and the finding in its place.
     """
 
     rule: str
@@ -35,7 +35,7 @@ class Subject:
     Attributes:
         program: without malformed instructions.
         graph: its dependencies.
-        kept: of each of its instructions, the index in the program that was given (None: the same).
+        kept: for each of its instructions, the index in the given program (None: the same).
         places: for each operation, the numbers of its instructions by stage and micro-batch, or, where it has none,
             version; a loss is the last stage's, a step on the host is a step.
     """
@@ -69,7 +69,7 @@ class Subject:
         return self.program.header
 
     def place(self, number: int) -> tuple[int, int]:
-        """The rank of an instruction, and its index in the program that was given."""
+        """The rank of an instruction, and its index in the given program."""
         rank, index = self.graph.place(number)
         return rank, index if self.kept is None else self.kept[rank][index]
 

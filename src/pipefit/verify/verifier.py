@@ -1,4 +1,4 @@
-"""verify: every rule over one program."""
+"""verify: checks one program by every rule."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def verify(
         program: valid or not.
         capacity_bytes: memory of each rank, or one number for all; None: the rule `memory` is not checked.
         size: bytes of a value; needed with `capacity_bytes` and `tier_bytes`.
-        tier_bytes: room on the tier that stages are spilled to, for all ranks together (None: no limit).
+        tier_bytes: capacity of the tier that stages are spilled to, for all ranks together (None: no limit).
         max_versions: of one stage's weights alive at once (None: one with a flush, two with double buffering, else
             as many as the order needs).
 
@@ -55,7 +55,7 @@ def verify(
     1f1b: 48 instructions, no violations
 
     Raises:
-        PipefitError: a capacity without sizes, or not one for each rank.
+        PipefitError: a capacity without `size`, or a wrong number of capacities.
     """
     clean, kept, findings = set_aside(program)
     subject = Subject.of(clean, kept)
@@ -64,7 +64,7 @@ def verify(
     findings += versions(subject, max_versions)
     for limit, name in ((capacity_bytes, "capacity_bytes"), (tier_bytes, "tier_bytes")):
         if limit is not None and size is None:
-            raise PipefitError(f"{name} needs size: how many bytes a value takes")
+            raise PipefitError(f"{name} needs size: a function from a value to its bytes")
     if size is not None and capacity_bytes is not None:
         findings += memory(subject, capacities(capacity_bytes, program.header.num_ranks), size)
     if size is not None and tier_bytes is not None:

@@ -1,4 +1,4 @@
-"""Rule `versions`: the weights that are used, the number that is kept, and their drops."""
+"""Rule `versions`: the versions of weights that are used, the number kept, and their drops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _used(s: Subject) -> Iterator[Finding]:
 
 
 def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
-    """Drops, each against the last use of its version: not before it, not after the next computation, not never."""
+    """Checks that each version is dropped after its last use and before the next computation."""
     start = s.graph.starts[rank]
     last_use: dict[tuple[int, int], int] = {}
     gone: dict[tuple[int, int], int] = {}
@@ -73,7 +73,7 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
 
 
 def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
-    """Versions alive after each step; one in place overwrites its weights, so it adds none."""
+    """Checks the number of versions alive after each step; a step in place overwrites its weights and adds none."""
     if most is None:
         return
     instructions = s.program.ranks[rank]

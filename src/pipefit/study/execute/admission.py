@@ -50,7 +50,7 @@ class Recipe:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the model has no weights yet: each layer draws its own once there is room for it."""
+        """Returns whether the model has no weights yet: each layer draws its own when there is memory for it."""
         return is_meta(self.layers)
 
     @cached_property
@@ -64,10 +64,10 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
 
     Args:
         trial: its definition.
-        empty: a model by name whose layers can draw their own weights comes without them.
+        empty: build a model by name without weights, if its layers can draw them.
 
     Raises:
-        PipefitError: something in the trial does not fit; what a factory raises passes as it is.
+        PipefitError: something in the trial does not fit; exceptions of a factory pass unchanged.
     """
     torch.manual_seed(trial.seed)
     if isinstance(trial.model, str):
@@ -90,7 +90,7 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
 
 
 def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Callable[[], Sequence[Batch]]]:
-    """Batches by number of the step, and held-out batches: as `pipefit train` has them with the same seed."""
+    """Batches by number of the step, and held-out batches: those of `pipefit train` with the same seed."""
     assert not callable(trial.data)
     wanted = trial.data or ((bundle.data,) if bundle.data else ("synthetic",))
     if wanted == ("synthetic",):
@@ -106,7 +106,7 @@ def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Call
 
 
 def on_meta(trial: Trial) -> Recipe | None:
-    """The recipe with a model that takes no memory; None where that cannot be done faithfully."""
+    """The recipe with a model that takes no memory; None where its weights could not be reproduced."""
     try:
         with torch.device("meta"):
             recipe = recipe_of(trial)
@@ -120,20 +120,20 @@ def on_meta(trial: Trial) -> Recipe | None:
 
 
 def build_trial(trial: Trial, capacity_bytes: float) -> tuple[Recipe, list[int], Figures]:
-    """Builds a trial for a device: with its first weights, or with layers that draw them when there is room.
+    """Builds a trial for a device: with its first weights, or with layers that draw them when there is memory.
 
     Where the device is limited, a model whose layers can draw their own weights is built without any: it may be larger
-    than the memory of the host. What a layer draws is the same either way.
+    than the memory of the host. The drawn weights are the same in both cases.
 
     Args:
         trial: its definition.
-        capacity_bytes: of the device; 0: no limit, then the model is split only where the trial says so.
+        capacity_bytes: of the device; 0: no limit, then the model is split only where the trial specifies it.
 
     Returns:
         The trial, the layers of each shard, and the figures.
 
     Raises:
-        InfeasibleError: it needs more memory than the device has, however it is split.
+        InfeasibleError: it needs more memory than the device has, for every split.
         PipefitError: something in it does not fit.
     """
     recipe = recipe_of(trial, empty=capacity_bytes > 0)
@@ -175,7 +175,7 @@ def _split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) ->
     if max(sizes) > capacity_bytes:
         raise InfeasibleError(
             f"shard {sizes.index(max(sizes))} of {wanted} needs {int(max(sizes))} bytes on the device, there are "
-            f"{int(capacity_bytes)}; ask for more shards, or leave their number to pipefit (shards = 0)"
+            f"{int(capacity_bytes)}; give more shards, or leave their number to pipefit (shards = 0)"
         )
     return partition, max(sizes)
 

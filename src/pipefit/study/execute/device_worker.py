@@ -1,4 +1,4 @@
-"""A worker: a process with a device that does one job at a time, and keeps nothing that must last."""
+"""A worker: a process with a device that does one job at a time, without persistent state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KEPT_BYTES = 1 << 30
 
 
 class Settings(NamedTuple):
-    """The data that a worker starts with.
+    """The initial data of a worker.
 
     Attributes:
         number: of the worker, and of its device.
@@ -41,7 +41,7 @@ class Settings(NamedTuple):
         folder: of the trials' folders.
         log: file of its output.
         trials: by number.
-        define: makes a trial of values, for those that a search chooses later on.
+        define: makes a trial from values that a search chooses later.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
     Attributes:
         outcome: "done", "no-room" on the tier, "tier" (it has failed) or "failed".
         result: of an admission the figures; the reason where the job is not done.
-        turns: that are committed, or the admission.
+        turns: the committed ones, or the admission.
     """
 
     outcome: str
@@ -72,12 +72,12 @@ class Answer(NamedTuple):
 
 
 def work(settings: Settings, pipe: Connection) -> None:
-    """The main function of the process: jobs come over the pipe, and their answers go back."""
-    # A fork must not delete the objects of its parent: a process group waits for ever for threads that are not here.
+    """The main function of the process: receives jobs over the pipe, and sends answers back."""
+    # A fork must not delete the objects of its parent: a process group would wait for ever for missing threads.
     gc.freeze()
     _settle(settings)
     # OpenMP's threads belong to the thread that first computed with several. A fork does not have them, and that thread
-    # would wait for them for ever: another one computes.
+    # would wait for them for ever, so another one computes.
     thread = threading.Thread(target=_work, args=(settings, pipe), name="pipefit-worker")
     thread.start()
     thread.join()
@@ -136,7 +136,7 @@ class _OpenTrials:
         self._trials: OrderedDict[int, OpenTrial] = OrderedDict()
 
     def answer(self, job: Job, is_called: Callable[[], bool]) -> Answer:
-        """Does a job; turns end early where `is_called`, for a job that comes meanwhile can only be to end."""
+        """Does a job; turns end early where `is_called`, because a job that comes meanwhile can only be the end."""
         for number in self._trials.keys() - job.alive - {job.trial}:
             self._drop(number)
         turns: list[TimedTurn] = []
@@ -177,7 +177,7 @@ class _OpenTrials:
         return self._trials[number]
 
     def _make_room(self, number: int) -> None:
-        """Releases shards of other trials: under a limit all of them, else those that had no turn for longest."""
+        """Releases shards of other trials: under a limit all of them, else those whose last turn is the longest ago."""
         allowed = 0 if self._settings.spec.device_bytes else _KEPT_BYTES
         held = sum(opened.held_bytes for opened in self._trials.values())
         for other, opened in self._trials.items():
@@ -191,9 +191,9 @@ class _OpenTrials:
 
 
 def reason_of(problem: BaseException, doing: str = "") -> str:
-    """Why a trial failed, in a line or two; where its state is damaged, also what to do."""
+    """The reason why a trial failed, in a line or two; for damaged state with the remedy."""
     if isinstance(problem, DamageError):
-        return f"{str(problem).removesuffix('; resume from a checkpoint')}; train it anew, in another study"
+        return f"{str(problem).removesuffix('; resume from a checkpoint')}; train it again, in another study"
     if isinstance(problem, PipefitError):
         return str(problem)
     text = str(problem)

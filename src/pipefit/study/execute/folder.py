@@ -20,7 +20,7 @@ from pipefit.study.trial import StudyError, StudySpec, plain
 from pipefit.units import format_bytes
 
 _FORMAT, _CHOSEN = "pipefit.study/4", "pipefit.study-chosen/1"
-_CURE = "the study cannot be resumed; run it anew in another output"
+_CURE = "the study cannot be resumed; run it again in another output"
 _PATIENCE_S = 2.0
 """Seconds that another run, which was just killed, may take to release the folder."""
 
@@ -30,11 +30,11 @@ class StudyFolder:
 
     Args:
         spec: the study.
-        resume: the folder must hold it; else it must hold none.
+        resume: whether the folder must hold this study; else it must not hold any.
 
     Attributes:
-        path: of the folder, as it was given.
-        state: where trials live between turns; absolute, for workers may have been started elsewhere.
+        path: of the folder, as given.
+        state: place of trials between turns; absolute, because workers may have another working directory.
 
     Raises:
         StudyError: the folder holds another study, one that was not to be resumed, or one that runs.
@@ -89,7 +89,7 @@ class StudyFolder:
 
     @property
     def free_bytes(self) -> float:
-        """Room for the state of trials."""
+        """Free space for the state of trials."""
         return float(shutil.disk_usage(self.state).free)
 
     def choose(self, values: Sequence[Mapping[str, Any]]) -> None:
@@ -111,7 +111,7 @@ class StudyFolder:
 
 
 def _check_cut(before: float, now: float) -> None:
-    """Refuses less memory than trials were split for: shards stay as they are."""
+    """Refuses less memory than that for which trials were split: shards stay as they are."""
     if now and not 0 < before <= now:
         was = f"for {format_bytes(before)} of" if before else "without a limit on"
         raise StudyError(
@@ -121,9 +121,9 @@ def _check_cut(before: float, now: float) -> None:
 
 
 def _make(place: Path, is_private: bool = False) -> None:
-    """Makes a folder; a private one must be this user's, and no other user can write to it.
+    """Makes a folder; a private one must belong to this user, and no other user can write to it.
 
-    Shared memory is one place for all users of a machine, and the folder's name there can be guessed.
+    All users of a machine share its shared memory, and the folder's name there can be guessed.
     """
     try:
         place.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
@@ -135,7 +135,7 @@ def _make(place: Path, is_private: bool = False) -> None:
 
 
 def _locked(path: Path) -> IO[Any]:
-    """A locked file; the lock ends with the process, however that ends."""
+    """A locked file; the lock ends with the process in any case."""
     try:
         file = (path / ".lock").open("a")
     except OSError as problem:
@@ -160,5 +160,5 @@ def _state_folder(spec: StudySpec, folder: Path) -> Path:
         return folder / "state"
     shared = Path("/dev/shm")
     if not shared.is_dir():
-        raise StudyError('tier = "host" needs shared memory at /dev/shm, which is not here; use tier = "disk"')
+        raise StudyError('tier = "host" needs shared memory at /dev/shm, which is missing here; use tier = "disk"')
     return shared / f"pipefit-study-{os.getuid()}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"

@@ -1,7 +1,7 @@
 """A trial that is open in a worker's process: its one rank with all shards as stages, and its tier.
 
-All of it can be made again in any process. Between turns the shards' weights are on the tier, whatever else the process
-keeps; another worker may have the same trial open, and the study gives a turn to one of them at a time.
+All of it can be made again in any process. Between turns the shards' weights are on the tier, even if the process keeps
+them too; another worker may have the same trial open, and the study gives a turn to one of them at a time.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ _OWN, _GRADIENT, _SUMS = "own/", "gradient/", "sums/"
 
 
 class OpenTrial:
-    """An open trial, where its last commit left it; one that has none is built, split and written to the tier.
+    """An open trial at its last commit; one without a commit is built, split and written to the tier.
 
-    The first weights go to the tier shard by shard, so that there is never more than one in memory of a model that came
-    without.
+    The first weights are written to the tier shard by shard, so that a model built without weights never has more than
+    one shard in memory.
 
     Args:
         number: in the study.
         trial: its definition.
         folder: of the trial, on the tier.
-        device: where this worker computes.
+        device: of this worker.
         capacity_bytes: of the device. Under a limit one shard at a time is there; without one (0) each has a slot.
         room_bytes: free on the tier.
 
     Attributes:
         number, trial, folder: as given.
-        recipe: what trains.
+        recipe: model, training and data.
         program: of a step.
         worker: the rank.
         engine: of that one rank.
@@ -68,8 +68,8 @@ class OpenTrial:
         state: of that commit; changed in place until the next.
 
     Raises:
-        InfeasibleError: it needs more memory than the device has, however it is split.
-        NoRoomError: the tier has no room for it now.
+        InfeasibleError: it needs more memory than the device has, for every split.
+        NoRoomError: the tier has no space for it now.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class OpenTrial:
         self.worker = Worker.create(0, training, layers, {}, device, self.spilling)
         self.engine = Engine([self.worker], len(layers), Session(0, 1, None, Progress()), device)
         self._has_shared = bool(shared)
-        # What several shards use belongs to the first of them.
+        # Weights of several shards belong to the first of them.
         self._own = {s: [places[0] for places in resident if places[0].stage == s] for s in layers}
         used = [(place.stage, places[0].stage) for places in resident for place in places]
         self._homes = {s: {s} | {home for user, home in used if user == s} for s in layers}
@@ -135,14 +135,14 @@ class OpenTrial:
 
     @cached_property
     def turns(self) -> list[tuple[Turn, CompiledRank]]:
-        """The turns of a step, and what the executor runs for each."""
+        """The turns of a step, each with its compiled list."""
         whole = compile_rank(self.program, 0)
         return [(turn, whole.part(turn.first, turn.end)) for turn in turns_of(self.program)]
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Takes up the last commit, where another process has made it.
+        """Reads the last commit, where another process has made it.
 
         Raises:
             DamageError: it is damaged.
@@ -155,7 +155,7 @@ class OpenTrial:
             self._loaded.clear()
 
     def commit(self, step: int) -> None:
-        """Commits all that was written, and the state."""
+        """Commits all written records, and the state."""
         self.state.parked = self.spilling.parked.describe()
         self.state.places = self.spilling.resident.describe()
         self.spilling.commit(step, msgspec.to_builtins(self.state, str_keys=True))
@@ -165,7 +165,7 @@ class OpenTrial:
     # ---- the device's memory ---------------------------------------------------------------------------------------
 
     def take_slots(self) -> None:
-        """Sees to slots on the device."""
+        """Allocates slots on the device, if there are none."""
         if not self._has_slots:
             spill = self.program.header.spill
             assert spill is not None
@@ -183,7 +183,7 @@ class OpenTrial:
             self.release()
 
     def release(self) -> None:
-        """Releases the device's memory; the tier has everything."""
+        """Releases the device's memory; the tier holds all state."""
         self._attach(Arena({}, {}, self._device))
         self._has_slots = False
         self._loaded.clear()
@@ -205,16 +205,16 @@ class OpenTrial:
         for store in self.spilling.stores.values():
             store.attach(arena, self.tier)
 
-    # ---- what is resident ------------------------------------------------------------------------------------------
+    # ---- resident state --------------------------------------------------------------------------------------------
 
     def load_resident(self, stage: int) -> None:
-        """Brings what a shard needs in addition to its records up to date."""
+        """Updates the state of a shard that is not in its records."""
         for home in sorted(self._homes[stage] - self._loaded):
             self._restore(home)
         self._loaded |= self._homes[stage]
 
     def keep_resident(self, stage: int) -> None:
-        """Starts to write what a shard has in addition to its records, all of which are on the tier."""
+        """Starts to write the state of a shard that is not in its records."""
         for home in sorted(self._homes[stage]):
             found = dict(self._resident(home))
             if found:
@@ -241,12 +241,12 @@ class OpenTrial:
 
     @torch.no_grad()
     def _restore(self, home: int) -> None:
-        """Restores what a shard has in addition to its records."""
+        """Restores the state of a shard that is not in its records."""
         state, tensors = self.state.residents[home], {}
         if state.tensors:
             copy, read = self.spilling.resident.read(Key(home, _RESIDENT), keep=True)
             copy.wait()
-            # Copies: what was read is not to be taken for what is written next.
+            # Copies, because the buffers of reads are used again for writes.
             tensors = {name: tensor.clone() for name, tensor in zip(state.tensors, read(), strict=True)}
         for place, (_, module, key) in enumerate(self._own[home]):
             tensor, value = getattr(module, key), tensors.pop(f"{_OWN}{place}")
@@ -271,7 +271,7 @@ class _Place(NamedTuple):
 
 
 def _places(layers: Mapping[int, Sequence[NamedLayer]]) -> tuple[set[int], list[list[_Place]]]:
-    """The places of what no record of a shard holds.
+    """The places of tensors that no record of a shard holds.
 
     Returns:
         Ids of the parameters that several shards use, and the places of each of them and of each buffer.

@@ -1,4 +1,4 @@
-"""The workers' processes: how they are started, given jobs, and replaced when they die."""
+"""The workers' processes: their start, their jobs, and their replacement when they die."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _GRACE_S = 0.5
 class Pool:
     """One process per device.
 
-    Functions of a user's program that cannot be pickled (closures, classes of a notebook) exist in copies of that
-    program only, so its workers are forks. Others come from a server that has torch loaded.
+    Functions of a user's program that cannot be pickled (closures, classes of a notebook) exist only in copies of that
+    program, so its workers are forks. Other workers come from a server that has torch loaded.
 
     Args:
-        settings_of: what a worker starts with, by its number.
-        count: of the workers.
+        settings_of: initial data of a worker, by its number.
+        count: number of workers.
         forked: whether workers are forks.
 
     Attributes:
         idle: workers without a job.
-        jobs: of the others; the first is to start.
+        jobs: of the other workers; the first job is to start.
     """
 
     def __init__(self, settings_of: Callable[[int], Settings], count: int, forked: bool) -> None:
@@ -47,7 +47,7 @@ class Pool:
             self.start(number)
 
     def start(self, number: int) -> None:
-        """Starts a worker, also in the place of one that died.
+        """Starts a worker, also to replace one that died.
 
         Raises:
             PipefitError: it cannot be started.
@@ -63,20 +63,20 @@ class Pool:
             except EOFError:
                 raise PipefitError(f"worker {number} did not start: the process that starts workers has died") from None
             except (pickle.PicklingError, AttributeError, TypeError) as problem:
-                raise PipefitError(f"workers that are no forks need trials that can be pickled: {problem}") from None
+                raise PipefitError(f"workers that are not forks need trials that can be pickled: {problem}") from None
         theirs.close()
         self._workers[number] = process, ours
         self.jobs[number] = Job("start")
 
     def give(self, number: int, job: Job) -> None:
-        """Gives a worker a job; where it has died, `answers` says so."""
+        """Gives a worker a job; if the worker has died, `answers` reports it."""
         self.idle.discard(number)
         self.jobs[number] = job
         with contextlib.suppress(OSError):
             self._workers[number][1].send(job)
 
     def answers(self, timeout_s: float) -> Iterator[tuple[int, Job, Answer | None]]:
-        """(worker, its job, the answer) of those that have one; None instead of an answer: it died."""
+        """(worker, its job, the answer) of those with an answer; None in place of it: the worker died."""
         pipes = {self._workers[number][1]: number for number in self.jobs}
         for pipe in wait(list(pipes), timeout_s):
             number = pipes[pipe]

@@ -1,4 +1,4 @@
-"""Turns of a trial that is open, each from the trial's tier and back to it, and the weights that come of them.
+"""Turns of an open trial, each from the trial's tier and back to it, and the export of its weights.
 
 The trial is a spilled run of one rank: its stages are the shards, its program that of `study.turns`, and a turn is a
 slice of that program, which the executor runs with the handlers and stores of any spilled run.
@@ -37,7 +37,7 @@ from pipefit.study.turns import Turn
 def take_turn(opened: OpenTrial) -> TimedTurn:
     """Takes the next turn of a trial: fetches, computes, evicts, commits.
 
-    Where it raises, the device no longer holds the state that the tier has: the trial must be closed.
+    If it raises, the device no longer holds the state of the tier: the trial must be closed.
 
     Raises:
         NonFiniteLossError: the loss is not a number; the step is not committed.
@@ -89,7 +89,7 @@ def _keep(opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
     """Commits a turn.
 
     Returns:
-        The step's loss when it is complete, and that on held-out data when it is due; else NaN.
+        The step's loss when it is complete, and the loss on held-out data when it is due; else NaN.
     """
     state = opened.state
     if run.losses:
@@ -115,7 +115,7 @@ def _keep(opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
 
 
 def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
-    """Notes in the state what the next turn needs in addition to tensors."""
+    """Records in the state the data of the next turn that are not tensors."""
     state = opened.state
     state.norms = {stage: [float(n) for n in norms] for (_, stage), norms in opened.spilling.parts.items()}
     if run.norms:
@@ -130,7 +130,7 @@ def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
 
 
 def _evaluate(opened: OpenTrial) -> float:
-    """The mean loss on held-out data after the step under way; NaN where it is not due."""
+    """The mean loss on held-out data after the current step; NaN where it is not due."""
     done, every = opened.step + 1, opened.trial.evaluate
     if done % every and done != opened.trial.steps:
         return math.nan
@@ -145,7 +145,7 @@ def _evaluate(opened: OpenTrial) -> float:
 
 
 def export(opened: OpenTrial, path: str) -> None:
-    """Writes the model's `state_dict` as a safetensors file; a weight of several names is there under each.
+    """Writes the model's `state_dict` as a safetensors file, with a weight of several names under each.
 
     Raises:
         PipefitError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""A run of a study: gives turns to workers, writes how trials ended, and can be stopped and resumed at any moment."""
+"""A run of a study: gives turns to workers, writes the ends of trials, and can be stopped and resumed at any time."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ Define = Callable[[Mapping[str, Any]], Trial]
 
 
 class StudyRun:
-    """One run of a study, from its start or from where an earlier run left it.
+    """One run of a study, from its start or from the end of an earlier run.
 
     Args:
         spec: the study.
-        define: makes a trial of the values that `search` chooses.
-        search: chooses further trials; None: there are those of the spec.
-        observer: called when something has happened.
+        define: makes a trial from the values that `search` chooses.
+        search: chooses further trials; None: only those of the spec.
+        observer: called after each event.
         resume: continue from the output folder.
         forked: workers are forks of this process and have all its functions; else they come from a server that has
             torch loaded, and trials must be pickled.
@@ -78,11 +78,11 @@ class StudyRun:
     # ---- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> StudyResult:
-        """Runs to the end, or to the first signal; everything that was committed is kept either way.
+        """Runs to the end, or to the first signal; all committed state is kept in both cases.
 
         Raises:
             StudyError: the folder holds another study, or one that was not to be resumed.
-            TierError: the tier is full or gone; the study can be resumed when that is repaired.
+            TierError: the tier is full or missing; the study can be resumed after a repair.
         """
         with contextlib.closing(StudyFolder(self.spec, self._resume)) as self._folder, self._listening():
             for number, trial in enumerate(self.spec.trials):
@@ -93,7 +93,7 @@ class StudyRun:
                 with contextlib.closing(Pool(self._settings, self.spec.workers, self._forked)) as pool:
                     self._loop(pool)
             except PipefitError:
-                if self.stopped_by is None:  # a signal ends workers, too, before they can ignore it
+                if self.stopped_by is None:  # a signal also ends workers, before they can ignore it
                     raise
             return self._finish()
 
@@ -109,7 +109,7 @@ class StudyRun:
 
     def _loop(self, pool: Pool) -> None:
         deadline_s = math.inf
-        while time.monotonic() < deadline_s:  # later the current turns are not committed, and will be done again
+        while time.monotonic() < deadline_s:  # after it the current turns are not committed, and will be repeated
             for number in sorted(pool.idle):
                 if (job := self._next_job(number, pool)) is not None:
                     pool.give(number, job)
@@ -128,7 +128,7 @@ class StudyRun:
                 self._observer(self.board)
 
     def _next_job(self, number: int, pool: Pool) -> Job | None:
-        """The next job of a free worker; at the end that is to write the best trial's weights."""
+        """The next job of a free worker; the last one writes the best trial's weights."""
         if self.stopped_by is not None or self._trouble is not None:
             return None
         job = self.board.next_job(number)
@@ -146,7 +146,7 @@ class StudyRun:
         return best if best is not None and self._state_of(best.number).is_dir() else None
 
     def _room_bytes(self) -> float:
-        """The most that a trial may take on the tier now."""
+        """Space for a trial on the tier now."""
         free, limit = self._folder.free_bytes, self.spec.tier_bytes
         return min(free, limit - self.board.tier_bytes) if limit else free
 
@@ -166,7 +166,7 @@ class StudyRun:
         elif answer.outcome == "no-room":
             self.board.sent_back(job.trial)
         elif answer.outcome == "tier":
-            # Not the trial's fault, and perhaps repaired soon: nothing ends, nothing more begins.
+            # Not the trial's fault, and perhaps repaired soon: no trial ends, and no further turn begins.
             self._trouble = answer.result
             self.board.set_back(job.trial)
         else:
@@ -199,7 +199,7 @@ class StudyRun:
     def _state_of(self, number: int) -> Path:
         return self._folder.state / self.board.entries[number].name
 
-    # ---- trials come and go ----------------------------------------------------------------------------------------
+    # ---- adding trials ---------------------------------------------------------------------------------------------
 
     def _recall(self) -> None:
         """Adds the trials that a search chose in an earlier run, and reports to the search those that have ended."""
@@ -210,7 +210,7 @@ class StudyRun:
         self._kept = self.board.best
 
     def _ask(self) -> None:
-        """Asks for further trials while there are fewer than workers could take."""
+        """Asks the search for further trials while there are fewer than workers could take."""
         while self._search is not None and self.stopped_by is None and len(self.board.alive) < 2 * self.spec.workers:
             if (values := self._search.ask()) is None:
                 return
@@ -218,7 +218,7 @@ class StudyRun:
             self._add(values)
 
     def _add(self, values: Mapping[str, Any]) -> None:
-        """Adds a trial of values that the search chose; where it cannot be made, only that trial fails."""
+        """Adds a trial with values that the search chose; if it cannot be made, only that trial fails."""
         assert self._define is not None
         number, reason = len(self.board.entries), ""
         self._chosen[number] = values
@@ -256,7 +256,7 @@ class StudyRun:
         self._kept = best
 
     def _exported(self, number: int, problem: str) -> None:
-        """The best trial's weights are written, or why they are not."""
+        """Records that the best trial's weights are written, or the reason why they are not."""
         entry, target = self.board.entries[number], self._folder.best
         if problem:
             self._trouble = f"the best trial's weights could not be written: {problem}"
@@ -273,7 +273,7 @@ class StudyRun:
         if self._trouble is not None:
             with contextlib.suppress(PipefitError):
                 save_result(result, self.board, place)
-            raise TierError(f"{self._trouble}; what was committed is kept: repair that, and resume the study")
+            raise TierError(f"{self._trouble}; all committed state is kept: repair that, and resume the study")
         save_result(result, self.board, place)
         if over:
             self._folder.forget()

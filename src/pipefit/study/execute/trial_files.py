@@ -1,7 +1,7 @@
-"""The files of a trial between two turns: its tier, the commit that says which turn comes next, and the losses so far.
+"""The files of a trial between two turns: its tier, the commit with the next turn, and the losses so far.
 
     trial.tier      records: weights, optimizer states and gradients of shards, data between them, buffers
-    trial.commit    the last turn that is done, with the place of each record; replaced as a whole
+    trial.commit    the last turn that is done, with the place of each record; replaced atomically
     losses          of each step done
 
 All carry checksums. A turn is done when its commit is in place: a worker killed before that has changed nothing.
@@ -34,7 +34,7 @@ class Resident(msgspec.Struct, forbid_unknown_fields=True):
     """The part of a shard's state that its records do not hold.
 
     Attributes:
-        tensors: names of those in the record of what stays on the device.
+        tensors: names of those in the record of resident tensors.
         optimization: of its optimizer and learning-rate schedule; empty where nothing trains.
         known: states that its optimizer has made.
     """
@@ -51,10 +51,10 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
         counts: layers of each shard.
         figures: as found when the trial was admitted.
         turn: the next one of the step.
-        loss: of the step under way, once its last shard is done.
-        norms: of the step under way, norms of gradients by shard, where they are clipped.
+        loss: of the current step, once its last shard is done.
+        norms: of the current step, norms of gradients by shard, where they are clipped.
         squares: their sum of squares, once all are known.
-        flags: (shard, shapes, which of its outputs carry gradients).
+        flags: (shard, shapes, flags of its outputs with gradients).
         reached: of each shard, the weights that have a gradient on the tier.
         parked: tensors on the tier, as `ParkedTensors.describe` gives them.
         payloads: (kind, shard, micro-batch, flags, structure) of data between shards.
@@ -147,7 +147,7 @@ def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[tuple[i
 
 
 def read_progress(folder: Path) -> Progress:
-    """Where the last commit left a trial; at its start if there is none.
+    """The progress of a trial at its last commit; its start if there is none.
 
     Raises:
         DamageError: the commit, or the file of losses, is damaged.
