@@ -48,6 +48,7 @@ class Seen(NamedTuple):
             same shape and type, -1 for a leaf that is not a tensor, None where there is none.
         examples: an output of each block and unit.
         output: of the model.
+        buffers: of the model, after the run.
     """
 
     entries: list[list[Any]]
@@ -56,6 +57,7 @@ class Seen(NamedTuple):
     alike: dict[str, list[int | None]]
     examples: dict[str, Any]
     output: Any
+    buffers: list[Tensor]
 
 
 def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
@@ -168,7 +170,7 @@ def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mappi
         kwargs: keyword arguments.
         enter: called as each layer begins.
     """
-    seen = Seen([], [], {path: set() for path in parts.units}, {}, {}, None)
+    seen = Seen([], [], {path: set() for path in parts.units}, {}, {}, None, [])
     numbers = {path: number for number, path in enumerate(parts.blocks, 1)}
     now = 0
 
@@ -202,7 +204,7 @@ def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mappi
     enter(0)
     with replaced_forwards(watches):
         output = model(*args, **kwargs)
-    return seen._replace(output=output)
+    return seen._replace(output=output, buffers=[buffer.clone() for buffer in model.buffers()])
 
 
 def _copy(leaf: Any) -> Any:

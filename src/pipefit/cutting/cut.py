@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
-from pipefit.cutting.anatomy import Call as Called
 from pipefit.cutting.exported import copied
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
-from pipefit.cutting.proof import buffers_of, prove, prove_trace
+from pipefit.cutting.proof import kept_buffers, prove, prove_trace
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
@@ -155,33 +154,30 @@ def _as_it_is(output: Any) -> Any:
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     args, kwargs = ways[0](example)
     kind, problems = type(model).__name__, list[str]()
-    restore = buffers_of(model)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            try:
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with kept_buffers(model):
                 calls = calls_of(model, args, kwargs)
-            except Exception as problem:
-                raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
-            found = _around_blocks(model, calls, example, cuts, ways, problems)
-            if found is not None and (is_transformers(model) or _is_good(found, cuts)):
-                return found
-            restore()
-            try:
-                traced = _traced(model, example, cuts, ways)
-                if found is None or cuts is not None or _largest(traced) < _largest(found):
-                    return traced
-            except ModelError as problem:
-                problems.append(f"as a graph: {problem}")
-    finally:
-        restore()
+        except Exception as problem:
+            raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
+        found = _around_blocks(model, anatomies(model, calls, cuts), example, ways, problems)
+        if found is not None and (is_transformers(model) or _is_good(found, cuts)):
+            return found
+        try:
+            traced = _traced(model, example, cuts, ways)
+            if found is None or cuts is not None or _largest(traced) < _largest(found):
+                return traced
+        except ModelError as problem:
+            problems.append(f"as a graph: {problem}")
     if found is not None:
         return found
     again = called_again(model, calls)
     if again and cuts is None:
         problems.insert(0, f"{again[0]} is called {again[1]} times in one forward, so it would be in several layers")
+    causes = "; ".join(dict.fromkeys([problems[0], problems[-1]]))
     raise ModelError(
-        f"{kind} cannot be cut: {'; '.join([*problems[:-1][:1], problems[-1]])}. Give cuts=['path.to.module', …], modules to cut before, or "
-        "write the model as a list of layers"
+        f"{kind} cannot be cut: {causes}. Give cuts=['path.to.module', …], modules to cut before, or write the model "
+        "as a list of layers"
     )
 
 
@@ -209,16 +205,11 @@ def _traced(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _W
 
 
 def _around_blocks(
-    model: nn.Module,
-    calls: Sequence[Called],
-    example: Any,
-    cuts: Sequence[str] | None,
-    ways: _Ways,
-    problems: list[str],
+    model: nn.Module, possible: Iterator[Anatomy], example: Any, ways: _Ways, problems: list[str]
 ) -> Cut | None:
     """The cut before blocks that are modules, the most promising that can be proved."""
     try:
-        for parts in anatomies(model, calls, cuts):
+        for parts in possible:
             found = _best(model, parts, example, ways, problems)
             if found is not None:
                 return found
@@ -233,9 +224,11 @@ def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems:
     writes = False
     while len(parts.blocks) > 1:
         try:
-            shell, seen = _shell(model, parts, example, *ways)
+            with kept_buffers(model):
+                shell, seen = _shell(model, parts, example, *ways)
             shell.writes = writes
-            difference = prove(shell, example, seen)
+            with kept_buffers(model):
+                difference = prove(shell, example, seen)
         except ModelError as problem:
             problems.append(str(problem))
             return None

@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, takewhile
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.export import Dim, ExportedProgram, ShapesCollection, export
+from torch.export import Dim, ShapesCollection, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, optimization_hint
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
@@ -86,10 +87,8 @@ class Flow:
     @cached_property
     def kept(self) -> frozenset[int]:
         """The memory of parameters, buffers and constants that is written into."""
-        return (
-            frozenset().union(*(self.storages[node] for node in chain(self.state, self.constants)))
-            & self.writers.keys()
-        )
+        every = chain.from_iterable(self.storages[node] for node in chain(self.state, self.constants))
+        return frozenset(every) & self.writers.keys()
 
     @cached_property
     def free(self) -> set[fx.Node]:
@@ -183,7 +182,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
 def _bodies(node: fx.Node) -> list[fx.GraphModule]:
     """The graphs inside a node, such as that of a part under `no_grad`."""
     module: Any = node.graph.owning_module
-    found = [getattr(module, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr"]
+    found = [attrgetter(str(one.target))(module) for one in node.all_input_nodes if one.op == "get_attr"]
     return [one for one in found if isinstance(one, fx.GraphModule)]
 
 
@@ -241,16 +240,12 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
             is_sequence = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
             shapes[leaf] = dict.fromkeys(range(min(leaf.dim(), 1 + is_sequence)), Dim.AUTO)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
-    drawn, silenced, aside = random.getstate(), logging.root.manager.disable, io.StringIO()
+    drawn, silenced = random.getstate(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with (
-            warnings.catch_warnings(action="ignore"),
-            contextlib.redirect_stdout(aside),
-            contextlib.redirect_stderr(aside),
-        ):
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
             program = export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
-            guards = getattr(program.module(), "_guards_fn", None)
+            module = program.module()
     except Exception as problem:
         raise ModelError(f"torch.export refuses it: {_reason(problem)}") from problem
     finally:
@@ -258,7 +253,7 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise ModelError("it draws from Python's random numbers, which a trace would fix: draw from torch's")
-    return _flow(program, model, (lambda *leaves: None) if guards is None else guards.forward)
+    return _flow(module, program.call_spec.out_spec, model)
 
 
 def _reason(problem: Exception) -> str:
@@ -268,67 +263,60 @@ def _reason(problem: Exception) -> str:
     return ": ".join([lines[0].partition(" (unhinted")[0].rstrip("."), *lines[place + 1 : place + 3]])[:400]
 
 
-def _flow(program: ExportedProgram, model: nn.Module, guards: Callable[..., None]) -> Flow:
-    graph = program.graph
+def _flow(program: Any, structure: pytree.TreeSpec, model: nn.Module) -> Flow:
+    graph: fx.Graph = program.graph
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
-    state: dict[fx.Node, tuple[str, ...]] = {}
-    inputs, parameters, constants = [], [], {}
-    for node, spec in zip(graph.find_nodes(op="placeholder"), program.graph_signature.input_specs, strict=True):
-        if spec.kind.name in ("PARAMETER", "BUFFER"):
-            state[node] = (first[id(tensors[str(spec.target)])],)
-            parameters += [node] if spec.kind.name == "PARAMETER" else []
-        elif spec.kind.name == "USER_INPUT":
-            inputs.append(node)
-        else:
-            constants[node] = program.constants[str(spec.target)]
-    constants |= {node: getattr(program.graph_module, str(node.target)) for node in graph.find_nodes(op="get_attr")}
+    known = graph.find_nodes(op="get_attr")
+    state = {node: (first[id(tensors[node.target])],) for node in known if node.target in tensors}
+    counters = set()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
         path = state.get(node.args[3], ("",))[0].rpartition(".")[0]
-        if node.args[5] and isinstance(model.get_submodule(path), _BatchNorm):
-            _call_module(node, path, model.get_submodule(path), state)
+        module = model.get_submodule(path)
+        if node.args[5] and isinstance(module, _BatchNorm):
+            counters.add((f"{path}.num_batches_tracked",))
+            names = tuple(f"{path}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers()))
+            state[_called(node, path)] = names
     _put_writes_in_place(graph, state)
+    inputs = graph.find_nodes(op="placeholder")
+    guards = getattr(program, "_guards_fn", None)
+    counting = {user for node, names in state.items() if names in counters for user in node.users}
     flow = Flow(
-        [node for node in graph.nodes if node.op == "call_function"],
+        [node for node in graph.nodes if node.op == "call_function" and node not in counting],
         inputs,
         state,
-        constants,
-        parameters,
+        {node: attrgetter(node.target)(program) for node in known if node not in state},
+        [node for node in known if isinstance(tensors.get(node.target), nn.Parameter)],
         tuple(graph.output_node().args[0]),
-        program.call_spec.out_spec,
-        partial(_accepts, [node.meta.get("val") for node in inputs], guards),
+        structure,
+        partial(_accepts, [node.meta.get("val") for node in inputs], guards and guards.forward),
     )
     if any(flow.writing(node) for node in inputs):
         raise ModelError("it writes into its input, which every stage has: let it change a copy (x = x.clone())")
     return flow
 
 
-def _accepts(forms: Sequence[Any], guards: Callable[..., None], leaves: Sequence[Any]) -> bool:
+def _accepts(forms: Sequence[Any], guards: Callable[..., None] | None, leaves: Sequence[Any]) -> bool:
     sizes = [(known, size) for form, leaf in zip(forms, leaves, strict=True) if isinstance(form, Tensor)
              for known, size in zip(form.shape, leaf.shape, strict=True)]  # fmt: skip
-    try:
-        guards(*leaves)
-    except AssertionError:
-        return False
-    # A size of 1 is a program of its own, for instance in broadcasting.
-    return all(isinstance(known, int) or size > 1 for known, size in sizes)
+    with contextlib.suppress(AssertionError):
+        if guards is not None:
+            guards(*leaves)
+        # A size of 1 is a program of its own, for instance in broadcasting.
+        return all(isinstance(known, int) or size > 1 for known, size in sizes)
+    return False
 
 
-def _call_module(node: fx.Node, path: str, module: nn.Module, state: dict[fx.Node, tuple[str, ...]]) -> None:
+def _called(node: fx.Node, path: str) -> fx.Node:
     """Lets a batch norm be computed by its module, which in a stage counts micro-batches in its own way."""
-    graph: Any = node.graph
-    with graph.inserting_before(next(iter(graph.nodes))):
-        given = graph.placeholder(f"module_{len(state)}")
-    given.meta["val"] = [one.meta["val"] for one in node.args[3:5]]
-    state[given] = tuple(f"{path}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers()))
-    with graph.inserting_before(node):
-        call = graph.call_function(operator.call, (given, node.args[0]))
+    with node.graph.inserting_before(node):
+        module = node.graph.get_attr(path)
+        call = node.graph.call_function(operator.call, (module, node.args[0]))
+    module.meta["val"] = [one.meta["val"] for one in node.args[3:5]]
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
-    graph.erase_node(node)
-    counters = [one for one, names in state.items() if names == (f"{path}.num_batches_tracked",)]
-    for user in [user for one in counters for user in one.users if user.target is torch.ops.aten.add_.Tensor]:
-        graph.erase_node(user)
+    node.graph.erase_node(node)
+    return module
 
 
 def _put_writes_in_place(graph: fx.Graph, state: Mapping[fx.Node, tuple[str, ...]]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
-    """Compares the layers, one by one, with the whole model: outputs, and gradients of every weight.
+    """Compares the layers, one by one, with the whole model: outputs, buffers, and gradients of every weight.
 
     Args:
         shell: of the cut.
@@ -57,6 +58,9 @@ def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
     worst = _worst(pytree.tree_leaves(payload), pytree.tree_leaves(shell.result(seen.output)))
     if worst is not None:
         return Difference(last - 2, f"the output differs from the whole model's by {worst}")
+    worst = _worst(list(shell.model.buffers()), seen.buffers)
+    if worst is not None:
+        return Difference(None, f"a buffer that its own code writes differs from the whole model's by {worst}")
     half = shell.num_layers // 2
     with torch.no_grad():
         first = shell.run(0, half - 1, example, torch.manual_seed)
@@ -85,47 +89,45 @@ def prove_trace(shell: Traced, model: nn.Module, example: Any) -> str | None:
     """
     args, kwargs = shell.arguments(example)
     own, modes = model.training, [(module, module.training) for module in model.modules()]
-    restore = buffers_of(model)
+    with kept_buffers(model) as restore:
 
-    def begin(layer: int = 0) -> None:
-        if layer == 0:
-            torch.manual_seed(0)
-            restore()
+        def begin(layer: int = 0) -> None:
+            if layer == 0:
+                torch.manual_seed(0)
+                restore()
 
-    def whole() -> Any:
-        begin()
-        return shell.result(model(*args, **kwargs))
+        def whole() -> Any:
+            begin()
+            return shell.result(model(*args, **kwargs))
 
-    def after(run: Callable[[], Any]) -> list[Any]:
-        return [*pytree.tree_leaves(run()), *(buffer.clone() for buffer in model.buffers())]
+        def after(output: Any) -> list[Any]:
+            return [*pytree.tree_leaves(output), *(buffer.clone() for buffer in model.buffers())]
 
-    try:
-        for mode in (not own, own):
-            shell.train(mode)
+        try:
+            for mode in sorted({key[0] for key, traces in shell.traces.items() if traces}, key=own.__eq__):
+                shell.train(mode)
+                for module, flag in modes:
+                    module.training = flag if mode == own else mode
+                with torch.no_grad():
+                    worst = _worst(after(shell.run(0, shell.num_layers - 1, example, begin)), after(whole()))
+                if worst is not None:
+                    return f"its {'training' if mode else 'evaluation'} differs from the whole model's by {worst}"
+            payload = example
+            for number in range(shell.num_layers):
+                payload = shell.run(number, number, payload, begin)
+            return _gradients(model, payload, whole)
+        finally:
+            shell.train(own)
             for module, flag in modes:
-                module.training = flag if mode == own else mode
-            with torch.no_grad():
-                try:
-                    got = after(lambda: shell.run(0, shell.num_layers - 1, example, begin))
-                except ModelError:
-                    if mode == own:
-                        raise
-                    continue  # there is no trace of this mode
-                worst = _worst(got, after(whole))
-            if worst is not None:
-                return f"its {'training' if mode else 'evaluation'} differs from the whole model's by {worst}"
-        payload = example
-        for number in range(shell.num_layers):
-            payload = shell.run(number, number, payload, begin)
-        return _gradients(model, payload, whole)
-    finally:
-        shell.train(own)
-        for module, flag in modes:
-            module.training = flag
+                module.training = flag
 
 
-def buffers_of(model: nn.Module) -> Callable[[], None]:
-    """A function that gives a model its buffers back, also those that its forward has replaced by others."""
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """The context after which a model has its buffers back, also those that its forward replaced by others.
+
+    It gives the function that does this.
+    """
     kept = [(module, dict(module._buffers)) for module in model.modules()]
     values = {id(buffer): buffer.clone() for buffer in model.buffers()}
 
@@ -136,7 +138,10 @@ def buffers_of(model: nn.Module) -> Callable[[], None]:
         for buffer in model.buffers():
             buffer.copy_(values[id(buffer)])
 
-    return restore
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
