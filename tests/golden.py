@@ -24,6 +24,7 @@ SHAPES = {
     "1f1b": ("1f1b", Shape(depth=3, num_microbatches=4)),
     "1f1b-tied-clipped": ("1f1b", Shape(depth=2, num_microbatches=2, num_steps=2, ties=((0, 1),), clip=True)),
     "1f1b-replicated": ("1f1b", Shape(depth=2, num_microbatches=4, replicas=(2, 2))),
+    "1f1b-frozen": ("1f1b", Shape(depth=3, num_microbatches=3, frozen=1, clip=True, recompute=None)),
     "1f1b-tensor": ("1f1b", Shape(depth=2, num_microbatches=2, tensor=2, pieces=True, clip=True)),
     "interleaved": ("interleaved", Shape(depth=2, num_microbatches=4, num_chunks=2)),
     "interleaved-ragged": ("interleaved", Shape(depth=2, num_microbatches=3, num_chunks=2)),

@@ -245,7 +245,8 @@ class Machine:
         if i.op is Op.BARRIER:
             return
         if i.kind == "norm":
-            everything = frozenset((str((r, s)), self._frozen(g)) for r in members for s, g in self.grads[r].items())
+            trained = ((r, s, g) for r in members for s, g in self.grads[r].items() if s >= self.header.frozen)
+            everything = frozenset((str((r, s)), self._frozen(g)) for r, s, g in trained)
             for rank in members:
                 self.norms[rank][i.version] = self.term("norm", str(i.version), everything)
             return

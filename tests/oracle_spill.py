@@ -242,6 +242,7 @@ class SpillingMachine(Machine):
             (str((r, s)), self.parts[r].get((s, i.version), "none") if s in self.spilled(r) else self._frozen(g))
             for r in members
             for s, g in self.grads[r].items()
+            if s >= self.header.frozen
         )
         for rank in members:
             self.norms[rank][i.version] = self.term("norm", str(i.version), everything)

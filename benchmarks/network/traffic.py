@@ -26,5 +26,5 @@ def program_bytes(program: Program, cost: CostModel) -> list[float]:
             sent[rank] += cost.size_bytes(Value(i.kind, i.stage, i.mb))
         elif i.op is Op.REDUCE and i.kind == Reduction.REPLICAS:
             members = collective_members(program.header, i)
-            sent[rank] += ring_bytes(cost.weight_bytes[i.stage], len(members))
+            sent[rank] += ring_bytes(cost.wgrad_bytes[i.stage], len(members))
     return sent

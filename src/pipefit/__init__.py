@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pipefit.errors import PipefitError
     from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
     from pipefit.models.hub import pretrained
+    from pipefit.pipeline.callbacks import EMA, STOP, Checkpoints, EarlyStopping
+    from pipefit.pipeline.loggers import csv_log, json_log, tensorboard_log, wandb_log
     from pipefit.pipeline.pipeline import Pipeline
     from pipefit.pipeline.plan_model import plan
     from pipefit.pipeline.resume import committed_step
@@ -33,6 +35,8 @@ _NAMES_OF = {
     "errors": ("PipefitError",),
     "ir": ("Instruction", "Program", "bwd", "bwd_input", "bwd_weight", "fwd"),
     "models.hub": ("pretrained",),
+    "pipeline.callbacks": ("EMA", "STOP", "Checkpoints", "EarlyStopping"),
+    "pipeline.loggers": ("csv_log", "json_log", "tensorboard_log", "wandb_log"),
     "pipeline.pipeline": ("Pipeline",),
     "pipeline.plan_model": ("plan",),
     "pipeline.resume": ("committed_step",),
@@ -48,6 +52,10 @@ _NAMES_OF = {
 _HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}
 
 __all__ = [
+    "EMA",
+    "STOP",
+    "Checkpoints",
+    "EarlyStopping",
     "Instruction",
     "Parallelism",
     "Partition",
@@ -71,13 +79,17 @@ __all__ = [
     "bwd_input",
     "bwd_weight",
     "committed_step",
+    "csv_log",
     "cut",
     "draw",
     "fwd",
+    "json_log",
     "plan",
     "pretrained",
     "schedule",
     "study",
+    "tensorboard_log",
+    "wandb_log",
 ]
 
 

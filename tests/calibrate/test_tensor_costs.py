@@ -54,9 +54,11 @@ def test_a_profile_of_parts_is_taken_as_it_is():
 SUM = Exchange("sum", (3, 6, 8), torch.float32)
 
 
-def rehearsed(sequence: bool = False) -> tuple[list[shard.Ways], list[Exchange], Profile]:
+def rehearsed(sequence: bool = False, frozen: int = 0) -> tuple[list[shard.Ways], list[Exchange], Profile]:
     """The exchanges of a small GPT over two processes, and what one of them has."""
     layers = named_layers(model())
+    for layer in layers[:frozen]:
+        layer.module.requires_grad_(False)
     x, y = (torch.randint(0, 12, (3, 6)) for _ in range(2))
     rehearsal = Rehearsal(None, 2, 0, sequence)
     with shard._rehearsed(layers, rehearsal) as divided:
@@ -69,6 +71,12 @@ def rehearsed(sequence: bool = False) -> tuple[list[shard.Ways], list[Exchange],
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return gpt(layers=2, hidden=8, heads=4, vocab=12, context=6)
+
+
+def test_blocks_below_everything_that_trains_sum_nothing_on_the_way_back():
+    (embed, block, other, head), _, _ = rehearsed(frozen=3)
+    assert (embed, block, other) == (([SUM], []), ([SUM, SUM], []), ([SUM, SUM], []))
+    assert head == ([], [SUM]), "for its layer norm, which trains"
 
 
 def test_every_sum_of_a_divided_gpt_is_found():

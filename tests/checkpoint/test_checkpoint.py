@@ -111,7 +111,7 @@ def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(tmp_path, optimiz
 
 def test_a_checkpoint_saved_while_fit_runs_goes_on_at_the_updates_it_has_done(tmp_path):
     whole = pipeline()
-    losses = whole.fit(batches(), on_step=lambda step, loss: whole.save(tmp_path) if step == 3 else None)
+    losses = whole.fit(batches(), callbacks=[lambda record: record.step == 3 and whole.save(tmp_path)])
     second = pipeline()
     done = second.load(tmp_path).step
     assert second.fit(batches()[done:]) == losses[done:]

@@ -64,6 +64,14 @@ def test_a_half_precision_is_held_against_one_process_in_it(precision, capsys):
     assert data["equal"] and (data["precision"], data["dtype"], data["tolerance"]) == (precision, "float32", 1e-4)
 
 
+@pytest.mark.dist
+def test_a_model_of_transformers_is_checked_over_processes_that_share_its_layers(capsys):
+    sizes = "hidden_size=16,intermediate_size=32,num_hidden_layers=2,num_attention_heads=2,num_key_value_heads=2"
+    model = ("--model", "transformers:LlamaForCausalLM", "--option", f"{sizes},vocab_size=50")
+    data = answered(capsys, "check", *model, "--ranks", "2", "--tensor", "2", "--steps", "1")
+    assert data["equal"] and (data["tensor"], data["transport"]) == (2, "distributed")
+
+
 @pytest.fixture
 def own(tmp_path, monkeypatch):
     (tmp_path / "users_models.py").write_text(OWN)

@@ -65,6 +65,17 @@ def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, 
     assert not list((tmp_path / "run" / "model").glob("model*.safetensors"))
 
 
+@pytest.mark.dist
+def test_processes_that_share_the_folders_layers_learn_the_same(folder, tmp_path, capsys):
+    """The prediction rehearses shards of a model that has no weights yet."""
+    adapters = ("--lora", "r=4,dropout=0.1", "--steps", "3", "--lr", "1e-2")
+    alone = trained(folder, *adapters, "--ranks", "1", capsys=capsys)
+    words = (*adapters, "--ranks", "2", "--tensor", "2", "--transport", "distributed")
+    shared = trained(folder, *words, "-o", str(tmp_path), capsys=capsys)
+    assert shared["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
+
+
 def test_a_resumed_fine_tuning_ends_where_a_straight_one_does(folder, tmp_path, capsys):
     words = ("--checkpoint-every", "3")
     straight = trained(folder, *words, "-o", str(tmp_path / "a"), capsys=capsys)

@@ -32,6 +32,20 @@ def test_a_run_over_two_processes_leaves_what_it_names(tmp_path, capsys):
     assert page.read_text() == (folder / "report.html").read_text()
 
 
+def test_metrics_and_logs_hold_the_figures_of_every_step(tmp_path, capsys):
+    words = ["--json", "--evaluate-every", "2", "--data", "digits", "--log", "csv", "--log", "tensorboard"]
+    assert train(*words, output=str(tmp_path)) == 0
+    losses = json.loads(capsys.readouterr().out)["losses"]
+    entries = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry for entry in entries if "loss" in entry]
+    assert [entry["loss"] for entry in steps] == losses and len(entries) == len(steps) + 2
+    figures = {"seconds", "learning_rates", "gradient_norm", "samples_per_s", "bubble", "memory_bytes"}
+    assert all(figures <= set(entry) and len(entry["memory_bytes"]) == 2 for entry in steps)
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + len(entries)
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [

@@ -1,5 +1,6 @@
 """The pure side of `pipefit train`: options from a file, and what people see of a run."""
 
+import importlib.util
 import io
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
 from pipefit.cli.train import _remove_if_only_logs
 from pipefit.cli.watch import Watcher, report
+from pipefit.pipeline.callbacks import Record
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
 from pipefit.spec.options import as_flat
@@ -51,7 +53,7 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
-        "patience=3"
+        "patience=3 log=csv"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
     # A setting that is not here has no option yet.
@@ -108,6 +110,14 @@ def test_counts_below_one_are_refused(option, settings, capsys):
     assert f"--{option}: expected at least 1, got 0" in refused(capsys, "train", f"--{option}", "0")
 
 
+def test_logging_needs_a_folder_and_the_package(settings, capsys, monkeypatch):
+    assert "give -o FOLDER too" in refused(capsys, "train", "--log", "csv")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install wandb" in refused(capsys, "train", "-o", "x", "--log", "csv", "--log", "wandb")
+    assert "wandb" in refused(capsys, "train", "-o", "x", "--log", "wand")
+    assert settings == []
+
+
 def test_a_script_s_own_config_is_not_read(tmp_path, capsys, monkeypatch):
     from pipefit.cli import run
 
@@ -151,7 +161,7 @@ def test_a_file_gets_ten_lines_and_a_terminal_one_that_moves():
     for stream in (plain, moving):
         watcher = Watcher(100, 16, stream)
         for step in range(1, 101):
-            watcher.stepped(step, 2.0, 0.0625 * step)
+            watcher.step(Record(step, 2.0, 0.0625 * step))
     assert len(plain.getvalue().splitlines()) == 10
     assert plain.getvalue().splitlines()[-1] == "step 100/100  loss 2.0000  256.0 samples/s"
     assert moving.getvalue().count("\r") == 50 and moving.getvalue().count("\n") == 1
@@ -162,7 +172,7 @@ def test_a_run_that_goes_on_counts_steps_from_where_it_stood_and_time_from_now()
     plain = io.StringIO()
     watcher = Watcher(100, 16, plain)
     for step in range(61, 101):
-        watcher.stepped(step, 2.0, 0.5 * (step - 60))
+        watcher.step(Record(step, 2.0, 0.5 * (step - 60)))
     lines = plain.getvalue().splitlines()
     assert lines[0] == "step 70/100  loss 2.0000  32.0 samples/s  15 s left" and lines[-1].startswith("step 100/100")
 
@@ -172,7 +182,7 @@ def test_a_reader_that_leaves_does_not_stop_the_training():
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    Watcher(1, 1, Gone()).stepped(1, 1.0, 1.0)
+    Watcher(1, 1, Gone()).step(Record(1, 1.0, 1.0))
 
 
 def test_the_end_says_how_it_went_beside_what_was_predicted():

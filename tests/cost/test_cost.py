@@ -171,6 +171,33 @@ def test_between_its_halves_a_backward_keeps_what_its_layers_keep_and_in_the_fir
         assert cost.half_bytes == (cost.grad_bytes[0], kept)
 
 
+def test_a_frozen_stage_has_no_backward_and_only_weights_that_train_have_gradients_and_states():
+    layers = [
+        msgspec.structs.replace(layer, trained_bytes=trained, split_s=0.5, half_bytes=7.0)
+        for layer, trained in zip(THREE, (0, 500, None), strict=True)
+    ]
+    profile = Profile("m", 1, tuple(layers), optimizer_s=7.0)
+    cost = of_plan(profile, by_counts(1, 1, 1, frozen=1), Topology.local(3), runtime=FREE, state_per_weight=2.0)
+    assert (cost.backward_input_s, cost.backward_weight_s) == ((0, 0, 8), (0, 5 + 6, 9))
+    assert (cost.split_s, cost.half_bytes) == ((0, 0, 0.5), (0, 20, 7))
+    assert cost.step_s == (0, 1, 6), "by the bytes that train"
+    assert (cost.weight_bytes, cost.wgrad_bytes, cost.optim_bytes) == (
+        (1000, 2000, 3000),
+        (0, 500, 3000),
+        (0, 1000, 6000),
+    )
+    assert cost.size_bytes(Value("wgrad", 1, 0)) == cost.held_bytes(Value("weights", 1, 3)) == 500
+    assert [cost.frozen_bytes(stage) for stage in range(3)] == [1000, 1500, 0]
+    wide = CostModel((1,), (1,), (1,), weight_bytes=(60,), wgrad_bytes=(6,), bandwidth_bytes_per_s=1)
+    assert wide.reduce_s(Instruction(Op.REDUCE, 0, version=0, kind="replicas"), (0, 1)) == 6
+
+
+def test_a_further_version_takes_the_bytes_of_what_trains():
+    program = generate("pipedream-2bw", Shape(2, 2, num_steps=3))
+    cost = CostModel((1, 1), (1, 1), (1, 1), weight_bytes=(100, 100), wgrad_bytes=(1, 1), act_bytes=(0, 0))
+    assert simulate(program, cost).peak_bytes(0) == 99 + 2 + 1, "two versions and gradients of one part in a hundred"
+
+
 def test_an_output_without_gradient_sends_none_back():
     layers = (Layer("tokens", 1, 0, 0, 10, 0, 0, grad_bytes=0), *THREE[1:])
     cost = of_plan(Profile("ids", 1, layers), by_counts(1, 2), Topology.local(2))

@@ -9,7 +9,16 @@ import math
 import pytest
 import torch
 
-from pipefit.data import ArrayBatches, TextBatches, digits, sample, split_corpus, synthetic, text, unigram_entropy
+from pipefit.data import (
+    ArrayBatches,
+    SyntheticBatches,
+    TextBatches,
+    digits,
+    sample,
+    split_corpus,
+    text,
+    unigram_entropy,
+)
 from pipefit.errors import DataError, PipefitError
 
 CORPUS = bytes(range(256)) * 8
@@ -180,11 +189,11 @@ def test_synthetic_batches_come_from_the_models_own_example():
     def example(batch, seed):
         return torch.full((batch,), float(seed)), torch.zeros(batch)
 
-    seeds = [int(x[0]) for x, _ in itertools.islice(synthetic(example, batch=2, seed=7), 6)]
+    seeds = [int(x[0]) for x, _ in itertools.islice(SyntheticBatches(example, batch=2, seed=7), 6)]
     assert seeds == [7, 8, 9, 10, 7, 8]
-    assert len(next(synthetic(example, batch=3))[0]) == 3
+    assert len(SyntheticBatches(example, batch=3).batch_at(0)[0]) == 3
     with pytest.raises(DataError, match="batch must be at least 1"):
-        synthetic(example, batch=0)
+        SyntheticBatches(example, batch=0)
 
 
 def successor(ids):

@@ -49,6 +49,7 @@ def programs(draw):
         )
     )
     updates = draw(st.lists(st.integers(1, 9), min_size=stages, max_size=stages))
+    frozen = draw(st.integers(0, stages - 1))
     header = Header(
         schedule=draw(st.sampled_from(["mine", "1f1b", "two words"])),
         placement=tuple(placement),
@@ -56,12 +57,13 @@ def programs(draw):
         num_steps=draw(st.integers(1, 9)),
         weights=draw(st.sampled_from(list(WeightRule))),
         updates=tuple(updates),
-        ties=((0, stages - 1),) if stages > 1 and draw(st.booleans()) else (),
+        ties=((0, stages - 1),) if stages > 1 and not frozen and draw(st.booleans()) else (),
         clip=draw(st.booleans()),
         spill=draw(
             st.none()
             | st.builds(_spill, st.sampled_from(["host", "disk"]), st.integers(1, 9), st.integers(0, 9), st.booleans())
         ),
+        frozen=frozen,
     )
     ranks = draw(st.lists(st.lists(instructions(), max_size=6).map(tuple), max_size=3))
     return Program(header, tuple(ranks))
@@ -201,6 +203,8 @@ def test_activations_and_versions_of_a_rank_without_work_are_none():
         {"updates": (1, 1)},
         {"ties": ((0, 5),)},
         {"ties": ((0, 0),)},
+        {"frozen": 1},
+        {"frozen": -1},
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused(change):

@@ -235,6 +235,8 @@ def refused(**options: Any) -> list[str]:
 
 def all_refused() -> list[list[str]]:
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.device("meta"):
+        empty = gpt(**SIZES)
     return [
         refused(tensor=3),
         refused(tensor=2, layers=layers),
@@ -242,6 +244,7 @@ def all_refused() -> list[list[str]]:
         refused(tensor=2, layers=model(vocab=13)),
         refused(tensor=2, sequence_parallel=True),
         refused(tensor=2, replicas=(2, 1)),
+        refused(tensor=2, layers=empty),
     ]
 
 

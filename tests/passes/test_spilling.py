@@ -251,7 +251,13 @@ def test_capacities_of_device_and_tier_are_held():
 
 def test_simulated_memory_is_what_the_law_says():
     program = generate("interleaved", Shape(2, 2, num_chunks=3, spill=Spill("disk", 1, 1, (0, 1, 2, 3, 4))))
-    cost = replace(unit(program.header), weight_bytes=(8.0,) * 6, optim_bytes=(16.0,) * 6, act_bytes=(1.0,) * 6)
+    cost = replace(
+        unit(program.header),
+        weight_bytes=(8.0,) * 6,
+        wgrad_bytes=(8.0,) * 6,
+        optim_bytes=(16.0,) * 6,
+        act_bytes=(1.0,) * 6,
+    )
     timeline = simulate(program, cost)
     for rank, resident in enumerate((0, 16)):
         highest, _ = device_peak_bytes(program, rank, cost.size_bytes, resident)

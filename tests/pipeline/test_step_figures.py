@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit import Pipeline
 from pipefit.cli.watch import Watcher
 from pipefit.ir import Instruction, Op
 from pipefit.pipeline import step_figures
-from pipefit.pipeline.step_figures import ModelFlop, StepFigures, count_flop, own_figures
+from pipefit.pipeline.callbacks import Record
+from pipefit.pipeline.step_figures import ModelFlop, count_flop, own_figures
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
@@ -35,29 +35,11 @@ def test_mfu_counts_each_product_of_forward_and_backward_once(monkeypatch: pytes
     assert "forward and backward once" in found.convention
 
 
-def test_every_step_tells_the_bubble_of_all_ranks_when_it_is_asked_to() -> None:
-    pipe = Pipeline(
-        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
-        loss=nn.functional.mse_loss,
-        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
-        microbatches=2,
-        stages=2,
-    )
-    batch = torch.randn(4, 4), torch.randn(4, 4)
-    pipe.fit([batch])
-    assert pipe.loop.figures is None
-    pipe.loop.shares_figures = True
-    pipe.fit([batch])
-    assert pipe.loop.figures is not None
-    assert 0 < pipe.loop.figures.bubble < 1
-    assert pipe.loop.figures.memory_bytes[0] > 1e6
-
-
 def test_the_progress_line_names_bubble_memory_and_mfu() -> None:
     stream = io.StringIO()
     watcher = Watcher(num_steps=1, batch=4, stream=stream)
     watcher.counted(ModelFlop(10.0, 200.0, "model FLOP over the data sheet's"))
-    watcher.stepped(1, 2.0, 1.0, StepFigures(0.3, (2.0**20, 2.0**21)))
+    watcher.step(Record(1, 2.0, 1.0, bubble=0.3, memory_bytes=(2.0**20, 2.0**21)))
     assert "MFU: model FLOP over the data sheet's" in stream.getvalue()
     assert "bubble 30%  memory 1 MiB + 2 MiB  MFU 20%" in stream.getvalue()
 
@@ -66,7 +48,7 @@ def test_processes_that_share_a_rank_do_not_make_its_bubble_smaller() -> None:
     """Two ranks of two processes that only wait; the sum of the first ones' was once divided by four."""
     program = SimpleNamespace(header=SimpleNamespace(num_ranks=2))
     compiled = SimpleNamespace(program=program, instructions=[Instruction(Op.LOAD, 0, 0)])
-    idle = SimpleNamespace(compiled=compiled, starts=[0.0], ends=[1.0])
+    idle = SimpleNamespace(compiled=compiled, starts=[0.0], ends=[1.0], rates={})
     first, second = (own_figures(Session(process, 4, None, Progress()), [idle]) for process in (0, 2))
     assert first[0] + second[0] == 1.0
-    assert [size > 0 for size in first[1:]] == [True, False, False, False]
+    assert [size > 0 for size in first[1:5]] == [True, False, False, False]

@@ -145,6 +145,7 @@ def test_the_pareto_front_is_what_nothing_beats():
         ["--profile", "vgg16", "--topology", "local:4", "--schedule", "1f1b"],
         ["--profile", "CHAIN", "--topology", "local:4", "--depth", "4"],
         ["--profile", "CHAIN", "--topology", "local:2", "--method", "gpipe"],
+        ["--profile", "FROZEN", "--topology", "local:4", "--schedule", "1f1b", "--depth", "4"],
         ["--profile", "CHAIN", "--topology", "one-gpu", "--device-memory", "15 MB", "-m", "4"],
         ["--profile", "gpt:layers=4,hidden=2560,heads=32", "--topology", "one-gpu", "--device-memory", "4 GiB"],
     ],
@@ -152,8 +153,9 @@ def test_the_pareto_front_is_what_nothing_beats():
 def test_the_simulator_says_of_a_plan_what_the_planner_predicted(words, capsys, tmp_path):
     """`pipefit simulate` once left out the optimizer's step, unless stages were spilled."""
     path = tmp_path / "plan.json"
-    slow = msgspec.structs.replace(model(), optimizer_s=5e-3)
-    words = [str(slow.save(tmp_path / "chain.json")) if word == "CHAIN" else word for word in words]
+    for name, chain in (("CHAIN", model()), ("FROZEN", model(frozen=4))):
+        slow = msgspec.structs.replace(chain, optimizer_s=5e-3)
+        words = [str(slow.save(tmp_path / f"{name}.json")) if word == name else word for word in words]
     predicted = verb(capsys, *words, "-o", str(path))["predicted"]
     assert main(["simulate", str(path), *words[:4], "--json"]) == 0
     simulated = json.loads(capsys.readouterr().out)

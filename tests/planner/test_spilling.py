@@ -74,7 +74,7 @@ def test_activations_on_the_tier_make_room_for_more_micro_batches():
     # Where nothing fits without, nobody need ask for it; where something does, it is not done.
     unasked = capped(PROFILE, MACHINE, **wish)
     assert unasked.spill == replace_(plan.spill, resident_s=unasked.spill.resident_s) and unasked.spill.activations
-    assert "waits on the tier until its replay" in explain(unasked, PROFILE)
+    assert "wait on the tier until their replay" in explain(unasked, PROFILE)
     assert not capped(PROFILE, MACHINE, device_bytes=0.9e9, num_microbatches=4).spill.activations
     program, cost = program_of(plan), cost_of(plan)
     assert any(i.kind == "act" for i in program.ranks[0])

@@ -33,7 +33,8 @@ from pipefit.profiling.links import ping_pong, topology_of
 from pipefit.runtime.halves import input_half
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
-from pipefit.spec.profile import Profile
+from pipefit.spec.plan import Partition
+from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device, Topology
 from pipefit.stage.split import named_layers
 
@@ -169,6 +170,27 @@ def test_layers_before_everything_trainable_have_no_backward_pass():
     assert layers["0"].backward_s == layers["1"].backward_s == 0
     assert layers["1"].grad_bytes == 0
     assert layers["2"].backward_weight_s > 0
+
+
+def test_only_weights_that_train_count_for_gradients_and_steps(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[0].requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    profile = profile_layers(model, torch.randn(5, 6), optimizer=torch.optim.AdamW, **QUICK)
+    computed = analytic_profile(model, torch.randn(5, 6), DEVICE)
+    for one in (profile, computed, Profile.load(profile.save(tmp_path / "p.json"))):
+        assert [layer.weight_bytes for layer in one.layers] == [4 * 56, 4 * 72, 4 * 27]
+        assert [layer.wgrad_bytes for layer in one.layers] == [0, 4 * 8, 4 * 27]
+        assert [layer.wgrad_bytes for layer in one.at(7).layers] == [0, 4 * 8, 4 * 27]
+        assert one.num_frozen(Partition.from_counts([1, 2])) == one.num_frozen(Partition.from_counts([1, 1, 1])) == 1
+        assert one.num_frozen(Partition.from_counts([2, 1])) == 0
+    assert profile.layers[0].step_s == 0 == profile.optimizer_of([0]) and profile.optimizer_of([1]) > 0
+    assert profile.layers[0].saved_bytes == 0 and profile.layers[1].backward_input_s == 0
+
+
+def test_more_bytes_that_train_than_there_are_is_refused():
+    with pytest.raises(ProfileError, match=r"layers\[0\]\.trained_bytes: expected 0 to 8"):
+        Profile("m", 1, (Layer("a", 1, 1, 1, 1, 1, 8, trained_bytes=9),))
 
 
 def test_a_model_that_cannot_learn_has_forward_times_only():

@@ -189,9 +189,18 @@ def train_until_stopped(place: str, ready: str) -> None:
             time.sleep(0.02)
             yield batches(1)[0]
 
-    losses = pipe.fit(endless(), on_step=lambda step, loss: Path(ready).touch())
-    assert pipe.stop_requested and len(losses) == pipe.num_updates
-    pipe.save(place)
+    ended = []
+
+    class Leaving:
+        def step(self, record: Any) -> None:
+            Path(ready).touch()
+
+        def end(self, record: Any) -> None:
+            ended.append(record.ended)
+            pipe.save(place)
+
+    losses = pipe.fit(endless(), callbacks=[Leaving()])
+    assert ended == ["SIGTERM"] and len(losses) == pipe.num_updates
     pipe.fit(endless())
     raise AssertionError("a second fit goes on")
 

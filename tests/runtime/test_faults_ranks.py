@@ -101,7 +101,7 @@ def test_a_stopped_rank_is_named_within_the_deadline(program):
     text = str(failure.value)
     assert time.monotonic() - began < 60, "the usual deadline"
     assert f"rank 0 is stopped (by SIGSTOP or a debugger), at '{program.ranks[0][index]}'" in text
-    assert "rank 1 waits for" in text and "seen by rank 1" in text
+    assert "rank 1 waits for" in text and "detected by rank 1" in text
 
 
 def test_a_rank_that_stays_outside_the_program_is_named():

@@ -108,7 +108,7 @@ def test_inside_a_unit_no_port_is_taken_and_its_ranks_share_the_one_out():
 
 def test_ports_need_rendezvous():
     program = generate("1f1b", Shape(2, 2))
-    with pytest.raises(PlanError, match="it needs rendezvous"):
+    with pytest.raises(PlanError, match="contention needs rendezvous"):
         simulate(program, cost_of(2, lab(2)), rendezvous=False)
 
 

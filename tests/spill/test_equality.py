@@ -124,6 +124,26 @@ def test_stages_that_keep_their_activations_replay_nothing_and_train_alike(optim
     other.close()
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("how", [{}, {"slots": 1}, {"optim_slots": 0}, {"keep": "all"}, {"step_on": "host"}])
+def test_a_frozen_stage_is_read_and_never_written(how, clip):
+    def frozen():
+        model = network()
+        model[1] = nn.Identity()
+        model[:4].requires_grad_(False)
+        model[4].weight.requires_grad_(False)
+        return model
+
+    one, other = resident(adamw, clip, frozen()), spilled(adamw, clip, frozen(), (2, 2, 2, 1), **how)
+    assert other.plan.frozen == 2
+    moved = [(i.stage, i.kind) for i in other.program.ranks[0] if i.op == Op.EVICT]
+    assert moved and min(moved)[0] == 2
+    for x, y in data():
+        assert one.step(x, y) == other.step(x, y)
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_backward_finds_its_weights_in_whatever_slot_they_are(ranks):
     def pipeline(spill):

@@ -53,9 +53,13 @@ def batch(step):
     return torch.randn(12, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)
 
 
-def pipeline(folder=None, optimizer=adamw, width=16, clip=0.5, counts=(3, 2, 1), seed=3, microbatches=3, **how):
+def pipeline(
+    folder=None, optimizer=adamw, width=16, clip=0.5, counts=(3, 2, 1), seed=3, microbatches=3, frozen=0, **how
+):
+    model = network(width)
+    model[:frozen].requires_grad_(False)
     return Pipeline(
-        network(width),
+        model,
         loss=nn.functional.cross_entropy,
         optimizer=optimizer,
         stages=list(counts),
@@ -92,7 +96,17 @@ def cut_off(folder, steps=3, **how):
     return losses
 
 
-@pytest.mark.parametrize("how", [{}, {"clip": None}, {"optim_slots": 0}, {"slots": 1}, {"counts": (1, 1, 1, 1, 1, 1)}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"clip": None},
+        {"optim_slots": 0},
+        {"slots": 1},
+        {"counts": (1, 1, 1, 1, 1, 1)},
+        {"counts": (1, 3, 2), "frozen": 1},
+    ],
+)
 @pytest.mark.parametrize("optimizer", [adamw, dampened, adagrad])
 def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path, optimizer, how):
     losses, state = whole(optimizer=optimizer, **how)
@@ -307,6 +321,25 @@ def test_a_loaded_checkpoint_is_committed_before_its_first_step(tmp_path):
     pipe = pipeline(tmp_path / "other", resume=True)
     assert pipe.num_updates == 3 and pipe.resumed_notes == {"data": 7}
     assert trained(pipe) == losses[3:]
+    pipe.close()
+
+
+@pytest.mark.parametrize("after", [2, 3, 4])
+def test_the_place_in_a_loader_is_committed_with_each_step(tmp_path, after):
+    def loader():
+        return torch.utils.data.DataLoader([(x, y) for x, y in zip(*batch(0), strict=True)], 4, shuffle=True)
+
+    def small(folder=None, **how):
+        return pipeline(folder, microbatches=2, **how)
+
+    pipe = small()
+    losses = pipe.fit(loader(), steps=9)
+    pipe.close()
+    pipe = small(tmp_path / "tier")
+    pipe.fit(loader(), steps=after)
+    pipe.close()
+    pipe = small(tmp_path / "tier", resume=True)
+    assert pipe.fit(loader(), steps=9 - after) == losses[after:]
     pipe.close()
 
 

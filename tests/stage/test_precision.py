@@ -233,6 +233,17 @@ def test_many_updates_of_one_segment_know_their_scales(schedule: str) -> None:
     assert [worker.scale.skipped for worker in small.workers if worker.scale] == [0, 0]
 
 
+def test_a_rank_whose_stages_are_frozen_knows_the_scale_too() -> None:
+    """It takes no step, and a step is where the others decide."""
+    model, example = float_model()
+    model[:3].requires_grad_(False)
+    pipe = pipeline(model, precision="fp16", loss_scale=2.0**40, stages=[3, 3])
+    assert pipe.plan.frozen == 1
+    pipe.fit([example(8, step) for step in range(4)])
+    scales = [worker.scale.state() for worker in pipe.workers if worker.scale]
+    assert scales == [{"scale": 2.0**36, "streak": 0, "skipped": 4}] * 2
+
+
 def test_the_scale_follows_the_rule_of_torch() -> None:
     one, wanted = LossScale(8.0, interval=3), torch.amp.GradScaler("cpu", 8.0, growth_interval=3)
     weight = nn.Parameter(torch.zeros(1))

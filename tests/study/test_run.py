@@ -325,7 +325,7 @@ def test_a_study_that_was_damaged_names_the_file_when_it_is_resumed(kind, tmp_pa
         change("state/t01/trial.commit", '"turn": ', '"turn":  ')
         rows = resumed().trials
         assert rows[0].losses == alone(given[0])[0] and rows[1].status == "failed"
-        assert "trial.commit: damaged" in rows[1].reason and "train it anew" in rows[1].reason
+        assert "trial.commit: damaged" in rows[1].reason and "train it again" in rows[1].reason
         return
     if kind == "results":
         resumed()

@@ -197,6 +197,7 @@ def test_a_pipe_file_is_a_schedule_for_its_shape_for_copies_of_it_and_for_severa
     assert find(path) is find(path)
     again = generate(path, Shape(2, 3, 2))
     assert (again.order, again.header.placement) == (found.program.order, found.program.header.placement)
+    assert verify(generate(path, Shape(2, 3, 2, frozen=2, clip=True))).ok
     copies = generate(path, Shape(2, 6, 2, num_steps=2, replicas=(2,)))
     assert verify(copies).ok
     assert len(copies.order[0]) == 2 * len(again.order[0])
@@ -223,6 +224,9 @@ def test_a_pipe_file_that_is_no_schedule_is_refused(tmp_path):
     two = text.save(generate("1f1b", Shape(2, 3, num_steps=2)), tmp_path / "two.pipe")
     with pytest.raises(ScheduleError, match="expected one update of a schedule with a flush, got 2"):
         find(str(two))
+    frozen = text.save(generate("1f1b", Shape(3, 3, frozen=2)), tmp_path / "frozen.pipe")
+    with pytest.raises(ScheduleError, match="expected the backwards of all stages, got 2 frozen stages"):
+        find(str(frozen))
     replicated = text.save(generate("1f1b", Shape(2, 4, replicas=(2, 1))), tmp_path / "replicated.pipe")
     with pytest.raises(ScheduleError, match="one rank per stage"):
         find(str(replicated))

@@ -173,6 +173,13 @@ def _frozen(*layers: int) -> Callable[[], nn.Sequential]:
     return make
 
 
+def frozen_norms() -> nn.Sequential:
+    """Nothing of the first half trains, but its batch norms still gather averages."""
+    model = batch_norm()
+    model[:4].requires_grad_(False)
+    return model
+
+
 def frozen_tie() -> nn.Sequential:
     """A tied weight that does not train, at a stage that holds nothing else."""
     model = tied()
@@ -245,6 +252,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int, int], tuple[
     "an integer mask beside activations": (integer_mask, sentences),
     "convolutions": (convolution, vectors),
     "a frozen beginning": (_frozen(0, 1, 2), vectors),
+    "a frozen first half": (_frozen(0, 1, 2, 3), vectors),
+    "a frozen first half with batch norms": (frozen_norms, vectors),
     "a frozen middle": (_frozen(2, 3, 4), vectors),
     "all but the end frozen": (_frozen(0, 1, 2, 3, 4, 5, 6), vectors),
     "a weight that nothing reaches": (idle_weight, vectors),

@@ -9,7 +9,7 @@ from tests.pipelines import case_of, grouped
 from tests.testing.equality_models import make
 
 from pipefit.runtime.launch import launch
-from pipefit.testing import Case, Outcome, check, compare, expected, run, run_pipeline, tolerance_of
+from pipefit.testing import Case, Outcome, check, compare, expected, make_pipeline, run, run_pipeline, tolerance_of
 from pipefit.testing.equality import layer_counts
 
 pytestmark = pytest.mark.dist
@@ -48,6 +48,14 @@ TASKS = {
     "1f1b, skip": task_of("a skip over stages", "1f1b", 2, 4, THREE),
     "1f1b, integer mask": task_of("an integer mask beside activations", "1f1b", 2, 3, THREE, recompute=True),
     "1f1b, frozen beginning": task_of("a frozen beginning", "1f1b", 2, 4, THREE),
+    "gpipe, frozen first half": task_of("a frozen first half", "gpipe", 2, 4, THREE),
+    "1f1b, frozen first half": task_of("a frozen first half", "1f1b", 2, 8, (9, 9, 9), clip_norm=0.05),
+    "1f1b, frozen first half, 3 ranks": task_of("a frozen first half", "1f1b", 3, 8, (9, 9, 9), recompute=True),
+    "interleaved, frozen first half": task_of("a frozen first half", "interleaved", 2, 4, THREE),
+    "zb-h1, frozen first half": task_of("a frozen first half", "zb-h1", 2, 4, THREE),
+    "pipedream, frozen first half": task_of("a frozen first half", "pipedream", 2, 1, SIX),
+    "pipedream, frozen first half, 3 ranks": task_of("a frozen first half", "pipedream", 3, 1, SIX),
+    "2bw, frozen first half": task_of("a frozen first half", "pipedream-2bw", 2, 3, SIX, clip_norm=0.05),
     "1f1b, all but the end frozen": task_of("all but the end frozen", "1f1b", 2, 4, THREE, clip_norm=0.05),
     "1f1b, a weight that travels": task_of("a weight that travels", "1f1b", 2, 4, THREE),
     "interleaved": task_of("plain", "interleaved", 2, 3, THREE),
@@ -97,6 +105,18 @@ def test_processes_and_the_local_transport_agree_to_the_bit(name: str, distribut
             assert sorted(table) == sorted(theirs[rank])
             for key, value in table.items():
                 assert torch.equal(value, theirs[rank][key]), f"rank {rank}: {key}"
+
+
+def sent_bytes(name: str) -> list[float]:
+    """Bytes that each process has sent in a step."""
+    pipe = make_pipeline(TASKS[name])
+    pipe.fit(TASKS[name].batches)
+    return pipe.report(last=1).traffic.sent_bytes
+
+
+def test_no_gradient_is_sent_to_a_frozen_stage() -> None:
+    first, second = launch(sent_bytes, 2, "1f1b, frozen first half", threads=1, quiet=True)[0]
+    assert first == 9 * 4 * 8 and second == 0, "activations of nine samples, four float64 each"
 
 
 def test_a_check_over_processes_finds_them_equal_and_a_wrong_loss_unequal() -> None:

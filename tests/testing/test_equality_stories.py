@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from pipefit import Pipeline
 from pipefit.errors import ModelError, PipefitError
+from pipefit.ir.graph import FEW_SENDS
 from pipefit.models import build
+from pipefit.planner import by_hand
 from pipefit.runtime.local import LocalTransport
 from pipefit.spec.options import Updates
 from pipefit.testing import Case, Outcome, check, compare, expected, make_pipeline, run_pipeline, tolerance_of
@@ -136,7 +138,40 @@ def test_a_stage_whose_output_needs_no_gradient_gets_none(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(LocalTransport, "send", spy)
     run_pipeline(named("a frozen beginning", num_ranks=3))  # layers 0 to 2 are frozen: all of stage 0
-    assert sent == {("act", 0): {1}, ("act", 1): {1}, ("grad", 0): {0}, ("grad", 1): {1}}
+    assert sent == {("act", 0): {1}, ("act", 1): {1}, ("grad", 1): {1}}
+
+
+@pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 2), ("1f1b", 3), ("zb-h1", 2), ("pipedream-2bw", 3)])
+def test_a_frozen_stage_builds_no_graph_keeps_nothing_and_does_not_run_ahead(schedule: str, num_ranks: int) -> None:
+    task = named("a frozen first half", num_ranks=num_ranks, schedule=schedule, num_microbatches=12, size=12)
+    pipe = make_pipeline(task)
+    waiting: list[int] = []
+    mailbox = pipe._engine.transports[0].mailbox
+
+    def forward(module: nn.Module, given: Any, output: Tensor) -> None:
+        assert not torch.is_grad_enabled() and not output.requires_grad
+        waiting.append(sum(key[0] == 1 for key in mailbox.messages))
+
+    pipe.workers[0].stages[0].layers[-1].module.register_forward_hook(forward)
+    pipe.fit(task.batches)
+    assert len(waiting) == 24 and max(waiting) <= FEW_SENDS + 3, "some are posted, the others may be under way"
+    assert not any(run.values for run in pipe._engine.executions if run.compiled.rank == 0)
+    assert all(parameter.grad is None for parameter in pipe.workers[0].stages[0].layers[0].module.parameters())
+
+
+def test_stages_whose_batch_norms_gather_averages_are_not_frozen() -> None:
+    frozen = [
+        make_pipeline(named(name, num_ranks=2)).plan.frozen
+        for name in ("plain", "a frozen first half", "a frozen first half with batch norms")
+    ]
+    assert frozen == [0, 1, 0]
+
+
+def test_a_plan_for_fewer_layers_than_the_model_has_is_refused() -> None:
+    """It once ended in a KeyError."""
+    plan = by_hand(7, num_ranks=2, schedule="1f1b", num_microbatches=2)
+    with pytest.raises(ModelError, match="the partition has 7 layers, the model has 8"):
+        Pipeline(make("plain")[0], loss=nn.functional.mse_loss, optimizer=descend_plainly, plan=plan)
 
 
 def test_integers_travel_forward_and_nothing_comes_back_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

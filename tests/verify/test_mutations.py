@@ -30,6 +30,10 @@ CASES = [
     few("pipedream-2bw", num_steps=3),
     few("zb-h1", num_steps=2, clip=True, recompute=None),
     few("zb-v", num_chunks=2, ties=((0, 3),)),
+    few("1f1b", num_steps=2, clip=True, frozen=1),
+    few("interleaved", num_chunks=2, frozen=2, recompute=None),
+    few("pipedream", num_microbatches=1, num_steps=4, replicas=(2, 1), frozen=1),
+    few("zb-h1", depth=3, frozen=2),
 ]
 
 
@@ -52,7 +56,8 @@ def programs(draw):
     depth = draw(st.integers(1, 3))
     chunks = draw(st.sampled_from(several.get(name, (1,))))
     replicas = draw(st.sampled_from([(), (), (2,) * depth]))
-    ties = ((0, depth * chunks - 1),) if depth * chunks > 1 and draw(st.booleans()) else ()
+    frozen = draw(st.integers(0, depth * chunks - 1))
+    ties = ((0, depth * chunks - 1),) if depth * chunks > 1 and not frozen and draw(st.booleans()) else ()
     shape = Shape(
         depth=depth,
         num_microbatches=draw(st.integers(4 if name == "pipedream-2bw" else 2, 4)),
@@ -63,6 +68,7 @@ def programs(draw):
         clip=draw(st.booleans()),
         recompute=draw(st.sampled_from([(), None])),
         ahead=draw(st.integers(0, 2)),
+        frozen=frozen,
     )
     return generate(name, shape)
 

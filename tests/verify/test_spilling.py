@@ -29,7 +29,8 @@ def spilling(draw):
     depth = draw(st.integers(1, 4))
     chunks = draw(st.integers(1, 3)) if find(name).chunks else 1
     num_stages = depth * chunks
-    ties = ((0, num_stages - 1),) if num_stages > 1 and draw(st.booleans()) else ()
+    frozen = draw(st.just(0) | st.integers(0, num_stages - 1))
+    ties = ((0, num_stages - 1),) if num_stages > 1 and not frozen and draw(st.booleans()) else ()
     stages = draw(st.sets(st.integers(0, num_stages - 1), min_size=1)) | set(ties[0] if ties else ())
     slots = draw(st.integers(2 if ties else 1, 3))
     optim = draw(st.integers(0, 2))
@@ -49,6 +50,7 @@ def spilling(draw):
         recompute=draw(st.sampled_from([(), None])),
         spill=Spill(tier, slots, optim, tuple(sorted(stages)), draw(st.booleans()), *some),
         prefetch=draw(st.sampled_from([None, 0, 1, 2])),
+        frozen=frozen,
     )
     return name, shape
 

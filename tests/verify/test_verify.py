@@ -251,6 +251,18 @@ def test_a_capacity_without_sizes_or_for_other_ranks_is_a_users_mistake():
         verify(program(), capacity_bytes=[1, 2, 3], size=lambda value: 1)
 
 
+def test_a_frozen_stage_has_forwards_only():
+    p = program(frozen=1, clip=True)
+    assert verify(p).ok
+    for text in ("bwd s0 m0 w0", "recompute s0 m0 w0", "step s0 w0"):
+        report = verify(with_rank(p, 0, (*p.ranks[0], parse_instruction(text))))
+        assert "complete" in {violation.rule for violation in report.violations}
+    assert "stage 0 is frozen: it has forwards only" in str(verify(changed(p, 0, "fwd s0 m0 w0", "bwd s0 m0 w0")))
+    assert rules(without(p, 0, "reduce s* w0 norm")) == {"collectives"}
+    answered = with_rank(p, 1, (*p.ranks[1], parse_instruction("send s0 m0 grad >0")))
+    assert "messages" in rules(with_rank(answered, 0, (parse_instruction("recv s0 m0 grad <1"), *p.ranks[0])))
+
+
 def test_a_report_prints_the_grid_with_a_mark_and_comes_back_from_its_file_form():
     report = verify(without(program(), 0, "load s0 m1"))
     assert ">F0.1<" in str(report)

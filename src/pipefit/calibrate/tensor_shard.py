@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipefit.parallel import Mesh, Region, make_mesh, release, shard_layers
 from pipefit.parallel.region import Exchange, Rehearsal
@@ -33,6 +33,7 @@ from pipefit.runtime.collectives import from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
+from pipefit.stage.materialise import lent_weights
 from pipefit.stage.split import NamedLayer
 
 _WORK, _REPEATS = 512, 40
@@ -57,13 +58,13 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
         PipefitError: the processes do not fit the plan, or the model or its input cannot be sharded.
     """
     layers, example = work.layers, work.batch("measuring the layers")
-    device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
     num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
     region = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence).region
     assert region is not None
     size = largest_part(example[0], plan.num_microbatches)
     silent = Rehearsal(region.group, region.size, 0, region.sequence)
-    with _rehearsed(layers, silent) as shards:
+    with lent_weights(nn.ModuleList([layer.module for layer in layers])), _rehearsed(layers, silent) as shards:
+        device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
         shards.check(example[0])
         shard_loss = shards.loss(work.loss)
         profile = agreed_profile(replace(work, loss=shard_loss), [size], session)
@@ -90,7 +91,7 @@ def _rehearsed(layers: Sequence[NamedLayer], rehearsal: Rehearsal) -> Iterator[M
     try:
         yield mesh
     finally:
-        release(layers)
+        release(mesh)
         for parameter, whole in wholes:
             parameter.data = whole
 
@@ -111,7 +112,7 @@ def _exchanges(
 def _both_ways(
     work: Callable[[Any], Any], payload: Any, rehearsal: Rehearsal
 ) -> tuple[Any, list[Exchange], list[Exchange]]:
-    given = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.is_floating_point()), payload)
+    given = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), payload)
     rehearsal.exchanges.clear()
     result = work(given)
     forward = rehearsal.exchanges.copy()

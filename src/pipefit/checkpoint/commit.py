@@ -44,7 +44,7 @@ def save(
     Args:
         pipeline: between two steps.
         directory: of the run, on a file system that all ranks see; the checkpoint is `step-000300` inside it.
-        extra: JSON data of the caller, returned by `load`, such as the position in the data. That of rank 0 counts.
+        extra: JSON data of the caller, returned by `load`. That of rank 0 counts.
         keep: number of the newest checkpoints that stay; None: all.
 
     Returns:
@@ -138,6 +138,7 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
         "optimization": [record for report in reports for record in report["optimization"]],
         "extra": extra,
         "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
+        "position": pipeline.position.state(),
     }
     place = temporary.parent
     manifest = seal(encode("checkpoint", msgspec.convert(data, Manifest)), indent=1)

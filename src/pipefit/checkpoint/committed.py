@@ -43,7 +43,8 @@ class RankState(msgspec.Struct, frozen=True):
         known: of each spilled stage, the states that its optimizer has made.
         resident: (stage, names of its tensors) of each record of those that stay on the device.
         places: of these records, as `ParkedTensors.describe` gives them.
-        extra: the caller's data, such as the position in the training data.
+        extra: the caller's data.
+        position: in the loader of the training data.
     """
 
     reason: str = ""
@@ -54,6 +55,7 @@ class RankState(msgspec.Struct, frozen=True):
     resident: list[tuple[int, list[str]]] = []
     places: list[Any] = []
     extra: dict[str, Any] = {}
+    position: dict[str, Any] | None = None
 
 
 def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None, now: bool = False) -> None:
@@ -95,6 +97,7 @@ def _state_of(
             resident=_write_resident(worker, spilling),
             places=spilling.resident.describe(),
             extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
+            position=pipeline.position.state(),
         )
     except TierError:
         raise
@@ -166,6 +169,7 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         state = rank_state(commit)
         _restore(worker, worker.spilling, state)
         pipeline.loop.num_updates, pipeline.loop.next_ordinal = commit.step, state.ordinal
+        pipeline.position.resume(state.position)
         extra = state.extra
     return extra
 

@@ -46,8 +46,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         files: all of them.
         aliases: further names of tied weights, each with the name it is saved under.
         optimization: of each stage.
-        extra: the caller's data, such as the position in the training data.
+        extra: the caller's data.
         loss_scale: its value and history; None: the loss was not scaled.
+        position: in the loader of the training data; None: there is none.
     """
 
     step: int
@@ -61,6 +62,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     optimization: list[Optimization]
     extra: dict[str, Any]
     loss_scale: dict[str, Any] | None = None
+    position: dict[str, Any] | None = None
 
 
 def read_manifest(directory: Path) -> Manifest:

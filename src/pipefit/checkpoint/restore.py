@@ -68,6 +68,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
         agree(session, attempt(lambda: [take() for take in takers]))
     if not weights_only:
         pipeline.loop.num_updates, pipeline.loop.next_ordinal = manifest.step, manifest.ordinal
+        pipeline.position.resume(manifest.position)
         for worker in pipeline.workers:
             if worker.scale is not None and manifest.loss_scale is not None:
                 worker.scale.load(manifest.loss_scale)

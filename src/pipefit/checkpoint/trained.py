@@ -13,13 +13,17 @@ from pipefit.stage.training import Training
 
 
 class Trained(Protocol):
-    """The run that is saved and loaded: a `pipefit.Pipeline`, whose `loop` counts updates and micro-batches."""
+    """The run that is saved and loaded: a `pipefit.Pipeline`.
+
+    Its `loop` counts updates and micro-batches, its `position` is that in its loader.
+    """
 
     layers: list[NamedLayer]
     plan: Plan
     _session: Session
     _training: Training
     loop: Any
+    position: Any
 
     @property
     def num_updates(self) -> int:

@@ -47,7 +47,7 @@ def command(
     ]
     merged = dict(made.merged) if isinstance(made, Cut) else {}
     if output is not None:
-        from pipefit.cutting.picture import picture
+        from pipefit.cutting.layers_picture import picture
         from pipefit.spec.files import write_atomically
 
         write_atomically(output, picture(made, model))

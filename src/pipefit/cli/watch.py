@@ -20,7 +20,7 @@ class Quiet:
     def counted(self, flop: Any) -> None:
         """The FLOP of model and devices are known."""
 
-    def stepped(self, step: int, loss: float, seconds: float, figures: Any = None) -> None:
+    def step(self, record: Any) -> None:
         """A step's loss is known."""
 
 
@@ -56,8 +56,9 @@ class Watcher:
         if flop is not None:
             self._print(f"MFU: {flop.convention}")
 
-    def stepped(self, step: int, loss: float, seconds: float, figures: Any = None) -> None:
+    def step(self, record: Any) -> None:
         """Updates the line, at most ten times a second; steps count from 1, or from the end of an earlier run."""
+        step, seconds = record.step, record.seconds
         self._first = self._first or step
         moving = self._stream.isatty()
         last = step >= self._num_steps
@@ -67,9 +68,9 @@ class Watcher:
         self._last_s = seconds
         done = step - self._first + 1
         rate = done * self._batch / seconds if seconds else 0.0
-        parts = [f"step {step}/{self._num_steps}", f"loss {loss:.4f}", f"{rate:.1f} samples/s"]
+        parts = [f"step {step}/{self._num_steps}", f"loss {record.loss:.4f}", f"{rate:.1f} samples/s"]
         parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
-        parts += _of_ranks(figures)
+        parts += _of_ranks(record)
         parts += [f"MFU {self._flop.mfu(rate):.0%}"] if self._flop is not None else []
         parts += [] if last else [f"{format_seconds(seconds / done * (self._num_steps - step))} left"]
         line = "  ".join(parts)
@@ -89,12 +90,10 @@ class Watcher:
             self._stream.flush()
 
 
-def _of_ranks(figures: Any) -> list[str]:
+def _of_ranks(record: Any) -> list[str]:
     """The bubble of the last step, and the memory of each process."""
-    if figures is None:
-        return []
-    memory = [format_bytes(size) for size in figures.memory_bytes if size]
-    return [f"bubble {figures.bubble:.0%}", "memory " + " + ".join(memory)]
+    memory = [format_bytes(size) for size in record.memory_bytes if size]
+    return [f"bubble {record.bubble:.0%}", "memory " + " + ".join(memory)] if memory else []
 
 
 def _perplexity(loss: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -133,7 +133,7 @@ def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batc
             if names:
                 raise
             continue
-        batches = list(islice(source.endless(), count))
+        batches = list(islice(chain.from_iterable(repeat(source.batches)), count))
         if _shapes(batches[0]) == expected:
             return source.name, batches
     raise DataError(f"{source.name}: one sample is {_shapes(batches[0])}, {bundle.name} takes {expected}")

@@ -27,13 +27,15 @@ class LayerBytes(NamedTuple):
         weights: in a record, each aligned.
         states: of the optimizer, likewise.
         buffers: bytes that stay on the device while the layer's weights are away.
-        num_tensors: number of its parameters, each of which has a gradient while the layer is on the device.
+        num_tensors: number of its parameters that train, each of which has a gradient while the layer is on the device.
+        gradients: of the weights that train, as they lie in a record.
     """
 
     weights: float
     states: float
     buffers: float = 0.0
     num_tensors: int = 0
+    gradients: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class ModelBytes:
         """
         stages, num_stages = plan.partition.stages, len(plan.partition.stages)
         depth = num_stages // plan.num_chunks
-        weights, states, fixed, tensors = (
-            [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(4)
+        weights, states, fixed, tensors, gradients = (
+            [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(5)
         )
         # The first slot begins at a block, at any address from the allocator.
         for first in range(min(depth, num_stages)):
@@ -74,6 +76,7 @@ class ModelBytes:
             shared[users[0]] = shared.get(users[0], 0) + tie.weights
             for user in users:
                 weights[user] -= tie.weights
+                gradients[user] -= tie.gradients
                 states[user] -= tie.states
             # Weights and gradients; and a copy of these that is on its way to the other ranks.
             for user in {user % depth: user for user in users}.values():
@@ -81,6 +84,7 @@ class ModelBytes:
         on_tier = plan.spill is not None and plan.spill.activations
         return {
             "weight_bytes": tuple(map(_blocks, weights)),
+            "wgrad_bytes": tuple(map(_blocks, gradients)),
             "optim_bytes": tuple(map(_blocks, states)),
             "fixed_bytes": tuple(fixed),
             "act_bytes": _with_objects(map(_record, cost.act_bytes) if on_tier else cost.act_bytes),

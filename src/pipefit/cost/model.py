@@ -38,7 +38,8 @@ class CostModel:
         grad_bytes: of the gradient of that output; (): those of the output.
         saved_bytes: kept from forward to backward.
         half_bytes: gradients kept from bwd_input to bwd_weight, in addition to `saved_bytes`; (): `grad_bytes`.
-        weight_bytes: of one version of the weights, and of their gradients.
+        weight_bytes: of the weights.
+        wgrad_bytes: of the weights that train: of their gradients, and of each further version; (): `weight_bytes`.
         optim_bytes: of the optimizer's state, held from beginning to end.
         fixed_bytes: of other data of the stage that stays on its rank's device, such as buffers.
         input_bytes: of one micro-batch of inputs, at stage 0.
@@ -76,6 +77,7 @@ class CostModel:
     saved_bytes: tuple[float, ...] = ()
     half_bytes: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
+    wgrad_bytes: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
     fixed_bytes: tuple[float, ...] = ()
     input_bytes: float = 0
@@ -244,6 +246,14 @@ class CostModel:
         """Bytes of a value: the size law that liveness, memory over time and messages share."""
         return _SIZE[value.kind](self, value.stage)
 
+    def held_bytes(self, value: Value) -> float:
+        """Bytes of a value on a device where weights stay: of each version what trains; `frozen_bytes` is the rest."""
+        return self.wgrad_bytes[value.stage] if value.kind == Kind.WEIGHTS else self.size_bytes(value)
+
+    def frozen_bytes(self, stage: int) -> float:
+        """Bytes of a stage's weights that do not train: all versions share them."""
+        return self.weight_bytes[stage] - self.wgrad_bytes[stage]
+
     def resident_bytes(self, stages: Sequence[int]) -> float:
         """Bytes that are always on a rank with these stages: the optimizer's state."""
         return sum(self.optim_bytes[stage] for stage in stages)
@@ -266,7 +276,7 @@ class CostModel:
     def _reduced_bytes(self, instruction: Instruction) -> float:
         if instruction.op is Op.BARRIER or instruction.kind == Reduction.NORM:
             return 0
-        whole = self.weight_bytes[instruction.stage]
+        whole = self.wgrad_bytes[instruction.stage]
         return self.tied_bytes.get(instruction.stage, whole) if instruction.kind == Reduction.TIED else whole
 
 
@@ -278,7 +288,13 @@ def _over(size: float, bandwidth: float) -> float:
 _PER_STAGE: Final = [
     item.name for item in fields(CostModel) if item.type == "tuple[float, ...]" and item.name != "speed"
 ]
-_LIKE = {"recompute_s": "forward_s", "host_step_s": "step_s", "grad_bytes": "act_bytes", "half_bytes": "grad_bytes"}
+_LIKE = {
+    "recompute_s": "forward_s",
+    "host_step_s": "step_s",
+    "grad_bytes": "act_bytes",
+    "half_bytes": "grad_bytes",
+    "wgrad_bytes": "weight_bytes",
+}
 """Figures that replace those that are not given."""
 _HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
 
@@ -290,7 +306,7 @@ _SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
     Kind.GRAD_PIECE.value: lambda cost, s: cost.grad_bytes[s] / cost.tensor,
     Kind.SAVED.value: lambda cost, s: cost.saved_bytes[s],
     Kind.HALF.value: lambda cost, s: cost.half_bytes[s],
-    Kind.WGRAD.value: lambda cost, s: cost.weight_bytes[s],
+    Kind.WGRAD.value: lambda cost, s: cost.wgrad_bytes[s],
     Kind.WEIGHTS.value: lambda cost, s: cost.weight_bytes[s],
     Kind.OPTIM.value: lambda cost, s: cost.optim_bytes[s],
     Kind.NORM.value: lambda cost, s: 0,

@@ -67,8 +67,8 @@ def of_plan(
             (`pipefit.cost.tensor.tensor_shard`).
         plan: stages, their ranks, and other settings that affect costs: sharded optimizer, tensor width, spilling.
         topology: links, device speeds and tiers.
-        state_per_weight: optimizer bytes per weight byte: 0 for SGD, 1 with momentum, 2 for Adam; None: see
-            `usual_state`.
+        state_per_weight: optimizer bytes per byte of the weights that train: 0 for SGD, 1 with momentum, 2 for Adam;
+            None: see `usual_state`.
         runtime: costs of the executor; `FREE` compares plans.
         sizes: exact bytes of the layers; None: those of the profile.
 
@@ -93,25 +93,28 @@ def of_plan(
     steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
     inputs_s, weights_s = total(lambda layer: layer.backward_input_s), total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, lambda x: x.output_bytes if x.grad_bytes is None else x.grad_bytes)
-    weights = total(lambda layer: layer.weight_bytes)
+    trained = total(lambda layer: layer.wgrad_bytes)
+    first = plan.frozen
+    none = (0.0,) * first
     tiers = topology.tiers_among(num_ranks)
     host_rate = next((tier.step_bytes_per_s for tier in tiers if tier.name == "host"), 0.0)
     cost = CostModel(
         forward_s=total(lambda layer: layer.forward_s),
-        # The model's input needs no gradient: all of the first stage's backward can wait for its second half.
-        backward_input_s=(0.0, *inputs_s[1:]),
-        backward_weight_s=(inputs_s[0] + weights_s[0], *weights_s[1:]),
-        split_s=(0.0, *total(lambda layer: layer.split_s or 0)[1:]),
-        split_input_s=(0.0, *total(lambda layer: layer.split_input_s)[1:]),
+        # No stage below the first one that trains needs a gradient: all of its backward can wait for its second half.
+        backward_input_s=(*none, 0.0, *inputs_s[first + 1 :]),
+        backward_weight_s=(*none, inputs_s[first] + weights_s[first], *weights_s[first + 1 :]),
+        split_s=(*none, 0.0, *total(lambda layer: layer.split_s or 0)[first + 1 :]),
+        split_input_s=(*none, 0.0, *total(lambda layer: layer.split_input_s)[first + 1 :]),
         step_s=steps_s,
-        host_step_s=tuple(size / host_rate for size in weights) if host_rate else steps_s,
+        host_step_s=tuple(size / host_rate for size in trained) if host_rate else steps_s,
         loss_s=profile.loss_s,
         act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes),
         grad_bytes=grads,
         saved_bytes=total(lambda layer: layer.saved_bytes),
-        half_bytes=(grads[0], *total(lambda layer: layer.kept_bytes)[1:]),
-        weight_bytes=weights,
-        optim_bytes=tuple(size * state / num for size, num in zip(weights, parts, strict=True)),
+        half_bytes=(*none, grads[first], *total(lambda layer: layer.kept_bytes)[first + 1 :]),
+        weight_bytes=total(lambda layer: layer.weight_bytes),
+        wgrad_bytes=trained,
+        optim_bytes=tuple(size * state / num for size, num in zip(trained, parts, strict=True)),
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,

@@ -40,7 +40,7 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
             Layer(
                 layer.name,
                 layer.forward_s / tensor + wait_s,
-                layer.backward_input_s / tensor + wait_s,
+                layer.backward_input_s / tensor + (wait_s if layer.backward_s else 0.0),
                 layer.backward_weight_s / tensor,
                 layer.output_bytes,
                 whole + (layer.saved_bytes - whole) / tensor,
@@ -48,6 +48,7 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
                 layer.grad_bytes,
                 half_bytes=kept + (layer.kept_bytes - kept) / tensor,
                 step_s=layer.step_s / tensor,
+                trained_bytes=None if layer.trained_bytes is None else layer.trained_bytes / tensor,
             )
         )
     return msgspec.structs.replace(profile, layers=tuple(layers), optimizer_s=profile.optimizer_s / tensor, others=())

@@ -23,7 +23,8 @@ def unit(
     """Unit costs: a rank spends `forward` and `backward` on a micro-batch over all its stages.
 
     A stage costs forward·num_ranks/num_stages: a chunk costs 1/v, and the one stage of data parallelism costs p times
-    as much. Saved activations are counted in micro-batches of a rank's layers; nothing else has a size.
+    as much; a frozen stage has no backward. Saved activations are counted in micro-batches of a rank's layers; nothing
+    else has a size.
 
     Args:
         header: of the program.
@@ -44,12 +45,15 @@ def unit(
     def every(total: float) -> tuple[float, ...]:
         return (_divide(total * header.num_ranks, num_stages),) * num_stages
 
+    def trained(total: float) -> tuple[float, ...]:
+        return (0,) * header.frozen + every(total)[header.frozen :]
+
     # Every copy of a stage that is spilled takes as long.
     spill, rates = header.spill, (math.inf,) * 3
     return CostModel(
         forward_s=every(forward),
-        backward_input_s=every(input),
-        backward_weight_s=every(weight),
+        backward_input_s=trained(input),
+        backward_weight_s=trained(weight),
         host_step_s=every(2 * copy),
         saved_bytes=tuple(1 / len(header.stages_of(ranks[0])) for ranks in header.placement),
         latency_s=latency,

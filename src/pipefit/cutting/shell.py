@@ -24,7 +24,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.stubs import Stub, nan_like
+from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.errors import ModelError
+from pipefit.parallel import Ruled
 
 Enter = Callable[[int], None]
 """Called when the forward reaches a layer that computes, with the layer's number."""
@@ -255,6 +257,7 @@ class CutLayer(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = holder.__dict__[name]
         self.shell, self.number = shell, number
+        self.__dict__["holder"] = holder
 
     def train(self, mode: bool = True) -> CutLayer:
         """Training or evaluation mode of the layer, and of all modules between the layers."""
@@ -270,6 +273,20 @@ class CutLayer(nn.Module):
         for module in self.shell.spine:
             module._buffers.update({name: fn(value) for name, value in module._buffers.items() if value is not None})
         return self
+
+    def tensor_rules(self, known: dict[nn.Module, Rules]) -> dict[str, Ruled]:
+        """Its modules that have a rule for tensor parallelism, by their paths.
+
+        Args:
+            known: the rules of whole models; gets those of this layer's model.
+
+        Raises:
+            ModelError: the model has no plan for it, or one that cannot be followed.
+        """
+        model = self.shell.model
+        known[model] = rules = known[model] if model in known else tensor_rules(model)
+        modules = ((path, module if path else self.holder) for path, module in self.named_modules())
+        return {path: Ruled(module, rules[module]) for path, module in modules if module in rules}
 
     def forward(self, payload: Any) -> Any:
         """The payload of the next layer."""

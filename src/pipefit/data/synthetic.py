@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipefit.data.position import Resumable
 from pipefit.errors import DataError
 
 
-def synthetic(example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> Iterator[tuple[Any, Any]]:
+class SyntheticBatches(Resumable):
     """Endless batches (x, y) made by a model's `example(batch, seed)`.
 
     A few batches are made once and then repeated, so that a benchmark does not measure their making.
@@ -19,6 +19,20 @@ def synthetic(example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: 
         batch: samples per batch.
         seed: of the first batch; the others follow.
     """
-    if batch < 1:
-        raise DataError(f"data: batch must be at least 1, got {batch}")
-    return itertools.cycle([example(batch, seed + index) for index in range(4)])
+
+    def __init__(self, example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> None:
+        if batch < 1:
+            raise DataError(f"data: batch must be at least 1, got {batch}")
+        self._batch, self._seed = batch, seed
+        self._made = [example(batch, seed + index) for index in range(4)]
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        """Continues at the current position, which moves with every batch taken."""
+        return self._until(None)
+
+    def batch_at(self, index: int) -> tuple[Any, Any]:
+        """Batch number `index`, without moving the position."""
+        return self._made[index % len(self._made)]
+
+    def _identity(self) -> dict[str, Any]:
+        return {"seed": self._seed, "batch": self._batch}

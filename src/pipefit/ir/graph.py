@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
+from typing import Final
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
+
+FEW_SENDS: Final = 4
+"""Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +31,8 @@ class Graph:
         instructions: of all ranks, one rank after the other.
         ranks: the rank of each.
         preds: for each, the earlier instructions of its rank that made the values it needs; for a fetch, also those
-            that wrote the value it reads and that free its slot.
+            that wrote the value it reads and that free its slot; for a forward of a frozen stage, also the send that
+            makes room for another.
         missing: needs that no earlier instruction of the rank has made (or that are used up): (instruction, value).
         partner: the receive of each send and the send of each receive.
         unmatched: sends and receives that have no partner.
@@ -89,10 +94,17 @@ def _link_rank(
     program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
 ) -> None:
     makers: dict[Value, tuple[int, ...]] = {value: () for value in _resident_at_start(program, rank)}
-    waits = copy_waits(program, rank)
+    waits, header = copy_waits(program, rank), program.header
+    # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
+    sent: dict[int, list[int]] = defaultdict(list)
     for index, instruction in enumerate(program.ranks[rank]):
         number = start + index
         found = tuple(start + earlier for earlier in waits.get(index, ()))
+        if 0 <= instruction.stage < header.frozen:
+            if instruction.op is Op.SEND:
+                sent[instruction.peer].append(number)
+            elif instruction.op is Op.FWD:
+                found += tuple(sent[header.rank_of(instruction.stage + 1, instruction.mb)][-1 - FEW_SENDS : -FEW_SENDS])
         for value in needs(instruction, program, rank):
             maker = makers.get(value)
             if maker is None:

@@ -147,7 +147,7 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         _VERSIONED,
         Lane.COMPUTE,
         "act[s,m], saved[s,m] = stage(act[s-1,m], weights[s,w])",
-        "saves nothing when a recompute follows",
+        "saves nothing when a recompute follows, or where stages are frozen",
         letter="F",
         needs=_FORWARD_NEEDS,
         makes=("act[s,m]", "saved[s,m] unless replayed"),

@@ -20,7 +20,8 @@ class WeightRule(enum.StrEnum):
 
     FLUSH: the version its own update starts from: synchronous training.
     STASH: the newest version on its rank when its forward starts; its backward uses the same (PipeDream).
-    VERTICAL: the version stage 0 had when the micro-batch entered, at every stage (PipeDream, vertical sync).
+    VERTICAL: the version the first trained stage had when the micro-batch entered it, at every stage (PipeDream,
+        vertical sync).
     DOUBLE: max(update − 1, 0): one update behind, never more than two versions (PipeDream-2BW).
     """
 
@@ -46,6 +47,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         tensor: processes that share each rank's stages by tensor parallelism; all of them run the rank's list.
         pieces: messages are split over these processes: each sends its part, the receiver gathers (scatter/gather).
         spill: stages that are kept on another tier (None: all stay on their device).
+        frozen: number of stages at the beginning in which nothing trains: they have forwards only. The last stage, with
+            the loss, never counts.
     """
 
     schedule: str
@@ -60,6 +63,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     tensor: int = 1
     pieces: bool = False
     spill: Spill | None = None
+    frozen: int = 0
 
     def __post_init__(self) -> None:
         if not self.placement or any(not ranks or len(set(ranks)) != len(ranks) for ranks in self.placement):
@@ -83,6 +87,15 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             )
         if self.spill and not 0 <= self.spill.stages[0] <= self.spill.stages[-1] < len(self.placement):
             raise ScheduleError(f"spill: no such stage in {self.spill.stages}")
+        if not 0 <= self.frozen < len(self.placement):
+            raise ScheduleError(
+                f"frozen: expected fewer than the {len(self.placement)} stages (the last one has the loss), "
+                f"got {self.frozen}"
+            )
+        if any(min(tie) < self.frozen for tie in self.ties):
+            raise ScheduleError(
+                f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {self.ties}"
+            )
 
     @property
     def num_stages(self) -> int:
@@ -149,8 +162,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return mb // self.updates[stage]
 
     def num_updates(self, stage: int) -> int:
-        """Number of updates that the stage makes in the program; an incomplete last one counts too."""
-        return -(-self.total_microbatches // self.updates[stage])
+        """Number of updates that the stage makes in the program; an incomplete last one counts too. Frozen: none."""
+        return 0 if stage < self.frozen else -(-self.total_microbatches // self.updates[stage])
 
     def microbatches_of(self, stage: int, rank: int) -> range:
         """The micro-batches that a rank runs for a stage, in order."""

@@ -114,6 +114,7 @@ _LINES: dict[str, tuple[Callable[[Header], list[str]], Callable[[list[str]], dic
         lambda words: {"tensor": int(words[0]), "pieces": words[1:] == ["pieces"]},
     ),
     "spill": (lambda h: [_spill_words(h.spill)] if h.spill else [], lambda words: {"spill": _spill(words)}),
+    "frozen": (lambda h: [str(h.frozen)] if h.frozen else [], lambda words: {"frozen": int(words[0])}),
 }
 """The lines of a header: how each is written (a tie has several, some have none) and read."""
 

@@ -116,12 +116,16 @@ _VALUES: dict[str, Rule] = {
     "act[s-1,m]": lambda i, program, rank: (Value(ACT, i.stage - 1, i.mb) if i.stage > 0 else Value(INPUT, 0, i.mb),),
     "act[s,m]": lambda i, program, rank: (Value(ACT, i.stage, i.mb),),
     "act[last,m]": lambda i, program, rank: (Value(ACT, program.header.last_stage, i.mb),),
-    "grad[s-1,m]": lambda i, program, rank: (Value(GRAD, i.stage - 1, i.mb),) if i.stage > 0 else (),
+    "grad[s-1,m]": lambda i, program, rank: (
+        (Value(GRAD, i.stage - 1, i.mb),) if i.stage > program.header.frozen else ()
+    ),
     "grad[s,m]": lambda i, program, rank: (Value(GRAD, i.stage, i.mb),),
     "grad[last,m]": lambda i, program, rank: (Value(GRAD, program.header.last_stage, i.mb),),
     "saved[s,m]": lambda i, program, rank: (Value(SAVED, i.stage, i.mb),),
     "saved[s,m] unless replayed": lambda i, program, rank: (
-        () if (i.stage, i.mb) in program.recomputed else (Value(SAVED, i.stage, i.mb),)
+        ()
+        if i.stage < program.header.frozen or (i.stage, i.mb) in program.recomputed
+        else (Value(SAVED, i.stage, i.mb),)
     ),
     "half[s,m]": lambda i, program, rank: (Value(HALF, i.stage, i.mb),),
     "weights[s,w]": lambda i, program, rank: (Value(WEIGHTS, i.stage, i.version),),

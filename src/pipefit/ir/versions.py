@@ -14,11 +14,17 @@ def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) ->
     """The version for each (stage, micro-batch) whose forward is in the program.
 
     The rules with "newest" depend on the order of forwards and backwards: an update is finished on a rank after the
-    backward of its last micro-batch there.
+    backward of its last micro-batch there. A frozen stage has one version; vertical sync asks the first trained stage.
 
     Source: PipeDream (SOSP 2019) §3.3 for stashing and vertical sync; PipeDream-2BW (ICML 2021) §3.1.
     """
     pairs = [(i.stage, i.mb) for rank in ranks for i in rank if i.op is Op.FWD]
+    return _by_rule(header, ranks, pairs) | {pair: 0 for pair in pairs if pair[0] < header.frozen}
+
+
+def _by_rule(
+    header: Header, ranks: Sequence[Sequence[Instruction]], pairs: Sequence[tuple[int, int]]
+) -> dict[tuple[int, int], int]:
     if header.weights is WeightRule.FLUSH:
         return {(stage, mb): header.update_of(stage, mb) for stage, mb in pairs}
     if header.weights is WeightRule.DOUBLE:
@@ -28,7 +34,7 @@ def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) ->
         newest.update(_newest(header, rank, instructions))
     if header.weights is WeightRule.STASH:
         return newest
-    return {(stage, mb): newest.get((0, mb), 0) for stage, mb in pairs}
+    return {(stage, mb): newest.get((header.frozen, mb), 0) for stage, mb in pairs}
 
 
 def _newest(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[tuple[int, int], int]:

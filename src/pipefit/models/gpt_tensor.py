@@ -12,13 +12,11 @@ Source: Shoeybi et al. 2019 §3; Korthikanti et al. 2022 §4.2 (sequence paralle
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from pipefit.models.gpt import Block, Embedding, Head
+from pipefit.parallel.masks import attend
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import ShardSpec, TensorRule
 
@@ -32,14 +30,11 @@ class SharedEmbedding(Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up the tokens of this process, zeros for the others, and sums over the processes."""
-        region, size, length = self.region, self.token.weight.shape[0], ids.shape[1]
+        region, length = self.region, ids.shape[1]
         if length > self.position.num_embeddings:
             raise ValueError(f"gpt: {length} positions given, but context={self.position.num_embeddings}")
-        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size * region.size:
-            raise IndexError(f"gpt: token ids from 0 to {size * region.size - 1} exist, got {ids.min()} to {ids.max()}")
-        place = ids - region.index * size
-        here = (place >= 0) & (place < size)
-        tokens = F.embedding(place.clamp(0, size - 1), self.token.weight) * here.unsqueeze(-1)
+        place, here = region.places(ids, self.token.weight.shape[0])
+        tokens = F.embedding(place, self.token.weight) * here.unsqueeze(-1)
         (position,) = region.shared(self.position.weight)
         position = position[:length]
         if region.sequence:
@@ -76,17 +71,10 @@ class SharedBlock(Block):
         )
         rate = attention.dropout if self.training else 0.0
         if rate:
-            y = self._with_dropout(q, k, v, rate)
+            y = attend(self.region, q, k, v, dropout_p=rate, is_causal=True)
         else:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return y.transpose(1, 2).reshape(b, s, heads * width)
-
-    def _with_dropout(self, q: Tensor, k: Tensor, v: Tensor, rate: float) -> Tensor:
-        """Attention with dropout; the mask is this process's part of the mask of all heads."""
-        s = q.shape[2]
-        future = torch.ones(s, s, dtype=torch.bool, device=q.device).triu_(1)
-        scores = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).masked_fill(future, -math.inf)
-        return self.region.attention_dropout(scores.softmax(-1), rate) @ v
 
 
 class SharedHead(Head):

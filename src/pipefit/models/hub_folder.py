@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import ModelError
+from pipefit.parallel import Mesh
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _MOST_NAMED = 5
@@ -32,6 +33,15 @@ class _Group:
     conversion: Any
     sources: list[tuple[str, str]] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
+
+    @property
+    def is_renamed(self) -> bool:
+        """Whether it is one tensor, with nothing but another name."""
+        return type(self.conversion).__name__ == "WeightRenaming"
+
+
+_Wanted = dict[str, list[tuple[str, Tensor]]]
+"""Of a weight in the model: the user's name, and the memory that it goes to; of a tied one several."""
 
 
 class FolderWeights:
@@ -52,7 +62,7 @@ class FolderWeights:
     is_complete = True
 
     def __init__(self, folder: Path, files: Mapping[str, str], model: Any) -> None:
-        self.folder, self._file_of, self._model = folder, files, model
+        self.folder, self._file_of, self._model, self._mesh = folder, files, model, Mesh()
         state = dict(model.state_dict(keep_vars=True))
         self._groups, self._shown = self._grouped(state)
         # A tied weight is on disk under one of its names.
@@ -61,6 +71,12 @@ class FolderWeights:
         self._tied = {name: owner.get(id(value), name) for name, value in state.items()}
         self._check(state, found)
 
+    def over(self, mesh: Mesh) -> FolderWeights:
+        """The same folder, of whose weights each process of a mesh reads its part."""
+        other = copy.copy(self)
+        other._mesh = mesh
+        return other
+
     def __call__(self, prefix: str, module: nn.Module) -> None:
         """Reads the weights of a layer.
 
@@ -68,28 +84,33 @@ class FolderWeights:
             prefix: of the names of its weights.
             module: of the layer; weights with memory are set, those of the meta device stay without.
         """
-        wanted: dict[str, list[Tensor]] = {}
+        wanted: _Wanted = {}
         for path, part in module.named_modules(prefix=prefix):
             for name, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None and not tensor.is_meta:
-                    plain = saved_name(f"{path}.{name}".removeprefix("."))
-                    wanted.setdefault(self._tied.get(plain, plain), []).append(tensor)
+                    name = f"{path}.{name}".removeprefix(".")
+                    plain = saved_name(name)
+                    wanted.setdefault(self._tied.get(plain, plain), []).append((name, tensor))
         for group in self._groups.values():
             if not wanted.keys().isdisjoint(group.targets):
                 self._read(group, wanted)
 
-    def _read(self, group: _Group, wanted: Mapping[str, list[Tensor]]) -> None:
+    @torch.no_grad()
+    def _read(self, group: _Group, wanted: _Wanted) -> None:
         from safetensors import safe_open
 
-        conversion = copy.deepcopy(group.conversion)
-        for name, pattern in group.sources:
-            with safe_open(self.folder / self._file_of[name], framework="pt") as file:
-                conversion.add_tensor(group.targets[0], name, pattern, file.get_tensor(name))
-        made = conversion.convert(group.targets[0], model=self._model, config=self._model.config)
-        with torch.no_grad():
-            for name, value in made.items():
-                for tensor in wanted.get(name, ()):
-                    tensor.copy_(value[0] if isinstance(value, list) else value)
+        conversion, first = copy.deepcopy(group.conversion), group.targets[0]
+        for source, pattern in group.sources:
+            with safe_open(self.folder / self._file_of[source], framework="pt") as file:
+                if group.is_renamed:
+                    for name, tensor in wanted[first]:
+                        is_part = name in self._mesh.shards
+                        tensor.copy_(self._mesh.part(name, (file.get_slice if is_part else file.get_tensor)(source)))
+                    return
+                conversion.add_tensor(first, source, pattern, file.get_tensor(source))
+        for target, value in conversion.convert(first, model=self._model, config=self._model.config).items():
+            for name, tensor in wanted.get(target, ()):
+                tensor.copy_(self._mesh.part(name, value[0] if isinstance(value, list) else value))
 
     def _grouped(self, state: Mapping[str, Tensor]) -> tuple[dict[str, _Group], dict[str, str]]:
         """Groups by their first target; and for each name on disk its target."""
@@ -126,7 +147,7 @@ class FolderWeights:
         wrong = []
         for group in self._groups.values():
             name, target = group.sources[0][0], group.targets[0]
-            if type(group.conversion).__name__ == "WeightRenaming":
+            if group.is_renamed:
                 shape, expected = self._shape(name), list(state[target].shape)
                 wrong += [f"{name} {shape} instead of {expected}"] if shape != expected else []
         problems = [("missing", missing), ("not of this model", extra), ("of another shape", wrong)]

@@ -2,4 +2,4 @@
 
 from pipefit.parallel.mesh import Mesh, make_mesh, release, shard_layers, widths_of
 from pipefit.parallel.region import Region
-from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
+from pipefit.parallel.tensor_rule import Ruled, ShardSpec, TensorRule, rules_of

@@ -8,7 +8,7 @@ rank 1   2    3       rows: tensor parallelism, on the fastest links
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import DataError, ModelError, PlanError
 from pipefit.parallel.loss import Loss, shared_loss
 from pipefit.parallel.region import Region
-from pipefit.parallel.tensor_rule import ShardSpec, TensorRule, rule_of
+from pipefit.parallel.tensor_rule import Ruled, ShardSpec, rules_of
 from pipefit.parallel.threads import let_carriers_wait
 from pipefit.stage.split import NamedLayer
 
@@ -35,6 +35,8 @@ class Mesh:
         region: their communication; None without tensor parallelism.
         shards: the split of each sharded weight, by the user's name; tied ones under all their names.
         shards_output: each process has its part of the output's last dimension.
+        modules: that run in another way than their own.
+        compared: stages whose first gradients are the same on all processes of the rank, see `compare`.
     """
 
     tensor: int = 1
@@ -42,6 +44,8 @@ class Mesh:
     region: Region | None = None
     shards: Mapping[str, ShardSpec] = field(default_factory=dict)
     shards_output: bool = False
+    modules: list[nn.Module] = field(default_factory=list)
+    compared: set[int] = field(default_factory=set)
 
     @property
     def is_first(self) -> bool:
@@ -74,6 +78,33 @@ class Mesh:
         """The shape of the whole weight."""
         spec = self.shards.get(name)
         return part if spec is None else spec.shape(part, self.tensor)
+
+    def compare(self, stage: int, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Compares the first gradients of the weights that every process of the rank has whole; all call it alike.
+
+        Args:
+            stage: whose first gradients are complete; for others that follow nothing is done.
+            named: its weights.
+
+        Raises:
+            ModelError: the processes have different gradients, so their weights would become different.
+        """
+        if self.region is None or stage in self.compared:
+            return
+        self.compared.add(stage)
+        whole = {name: p.grad for name, p in named if name not in self.shards and p.grad is not None}
+        if not whole:
+            return
+        norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(whole.values()))]).nan_to_num()
+        parts = [torch.empty_like(norms) for _ in range(self.tensor)]
+        dist.all_gather(parts, norms, group=self.region.group)
+        low, high = torch.stack(parts).aminmax(dim=0)
+        for name, far in zip(whole, (high - low > 1e-3 * high).tolist(), strict=True):
+            if far:
+                raise ModelError(
+                    f"the gradient of {name} is not the same on the {self.tensor} processes that have it: its module "
+                    "uses it on their parts, which the model's plan does not say; use tensor=1"
+                )
 
     def loss(self, loss: Loss) -> Loss:
         """The loss of this process's part of the output."""
@@ -144,56 +175,70 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
     """
     if mesh.region is None:
         return
-    rules = [_checked(layer, mesh.tensor) for layer in layers]
-    if mesh.region.sequence and not (rules[0].takes_whole and rules[-1].gives_shares):
+    found = rules_of(layer.module for layer in layers)
+    rules = [_checked(layer, own, mesh.tensor) for layer, own in zip(layers, found, strict=True)]
+    ends = rules[0].get(""), rules[-1].get("")
+    mesh.shards_output = ends[1] is not None and ends[1].rule.gives_shares
+    if mesh.region.sequence and not (ends[0] and ends[0].rule.takes_whole and mesh.shards_output):
         raise ModelError(
             "sequence parallelism shards the values between layers, so the model must begin with a layer that takes "
             f"the input whole and end with one that joins it; {layers[0].name} … {layers[-1].name} do not"
         )
     shards: dict[str, ShardSpec] = {}
     done: set[int] = set()
-    for named, rule in zip(layers, rules, strict=True):
-        layer = named.module
-        parameters = dict(layer.named_parameters(remove_duplicate=False))
-        for name, spec in rule.shards.items():
-            shards[named.dotted + name], parameter = spec, parameters[name]
-            if id(parameter) not in done:
-                done.add(id(parameter))
-                parameter.data = spec.part(parameter.data, mesh.index, mesh.tensor)
-        layer.__class__ = rule.becomes
-        layer.region = mesh.region
-    mesh.shards, mesh.shards_output = shards, rules[-1].gives_shares
+    for named, own in zip(layers, rules, strict=True):
+        parameters = dict(named.module.named_parameters(remove_duplicate=False))
+        for path, (module, rule) in own.items():
+            for name, spec in rule.shards.items():
+                name = f"{path}.{name}" if path else name
+                if (parameter := parameters.get(name)) is not None:
+                    shards[named.dotted + name] = spec
+                    if id(parameter) not in done:
+                        done.add(id(parameter))
+                        parameter.data = spec.part(parameter.data, mesh.index, mesh.tensor)
+            module.__class__ = rule.becomes
+            module.region = mesh.region
+            mesh.modules.append(module)
+    mesh.shards = shards
 
 
-def release(layers: Sequence[NamedLayer]) -> None:
-    """Restores the classes of layers; their weights stay this process's parts."""
-    for layer in (named.module for named in layers):
-        if isinstance(layer.__dict__.get("region"), Region):
-            layer.__class__ = type(layer).__mro__[1]
-            del layer.region
+def release(mesh: Mesh) -> None:
+    """Restores the classes of modules; their weights stay this process's parts."""
+    for module in {id(module): module for module in mesh.modules}.values():
+        module.__class__ = type(module).__bases__[-1]
+        del module.region
+    mesh.modules.clear()
 
 
 def widths_of(layers: Sequence[nn.Module], most: int) -> tuple[int, ...]:
     """The tensor widths up to `most` that a model's layers allow; only 1 where one of them has no rule."""
-    rules = [rule_of(layer) for layer in layers]
-    sizes = {size for layer, rule in zip(layers, rules, strict=True) if rule for size in rule.sizes(layer).values()}
+    try:
+        rules = rules_of(layers)
+    except ModelError:
+        return (1,)
+    ruled = [one for own in rules if own for one in own.values() if not one.rule.may_stay_whole]
+    sizes = {size for module, rule in ruled for size in rule.sizes(module).values()}
     if None in rules:
         return (1,)
     return tuple(width for width in range(1, most + 1) if all(size % width == 0 for size in sizes))
 
 
-def _checked(named: NamedLayer, width: int) -> TensorRule:
-    prefix, layer = named.name, named.module
-    rule = rule_of(layer)
-    if rule is None:
+def _checked(named: NamedLayer, rules: Mapping[str, Ruled] | None, width: int) -> dict[str, Ruled]:
+    """The rules of a layer, but of modules that stay whole."""
+    if rules is None:
         raise ModelError(
-            f"layer {prefix} ({type(layer).__name__}) has no tensor rule, so it cannot be sharded over {width} "
-            "processes; use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
+            f"layer {named.name} ({type(named.module).__name__}) has no tensor rule, so {width} processes cannot share it; "
+            "use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
         )
-    for what, size in rule.sizes(layer).items():
-        if size % width:
-            widths = ", ".join(str(width) for width in range(1, min(size, 64) + 1) if size % width == 0)
-            raise ModelError(
-                f"layer {prefix}: {what}={size} is no multiple of tensor={width}; widths that divide it: {widths}"
-            )
-    return rule
+    kept = dict(rules)
+    for path, (module, rule) in rules.items():
+        for what, size in rule.sizes(module).items():
+            if size % width and rule.may_stay_whole:
+                kept.pop(path, None)
+            elif size % width:
+                widths = ", ".join(str(width) for width in range(1, min(size, 64) + 1) if size % width == 0)
+                where = f"layer {named.name}" if not path else named.dotted + path
+                raise ModelError(
+                    f"{where}: {what}={size} is no multiple of tensor={width}; widths that divide it: {widths}"
+                )
+    return kept

@@ -15,7 +15,7 @@ views of flat buckets, and messages are split into pieces, all of which need pla
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ class Region:
         index: of this process among them, j.
         sequence: whether work that all processes would repeat is split along the sequence (dimension 1).
         moved_bytes: bytes that this process has sent to the others in the pass, counted as a ring sends them.
+        is_divided: what is computed now is split over heads or columns; of modules that `WholeMasks` watches.
     """
 
     group: dist.ProcessGroup
@@ -45,14 +46,24 @@ class Region:
     index: int
     sequence: bool = False
     moved_bytes: float = 0.0
+    is_divided: bool = False
 
     # ---- called by layers ------------------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """The input of a column-parallel product: (b, s, h); under sequence parallelism (b, s/t, h)."""
+        """The input of a column-parallel product: (b, s, h); under sequence parallelism (b, s/t, h).
+
+        A tensor that several products take (query, key, value) is entered once, so its gradient is summed once.
+        """
         if self.sequence:
             return _Mirrored.apply(x, partial(self.gathered, dim=1), partial(self.scattered, dim=1))
-        return _Mirrored.apply(x, _unchanged, self.sum)
+        known = getattr(x, "entered", None)
+        if known is not None and known[0] == x._version:
+            return known[1]
+        entered = _Mirrored.apply(x, _unchanged, self.sum)
+        if entered.requires_grad and not x.is_leaf:  # a leaf and its graph would hold each other
+            x.entered = x._version, entered
+        return entered
 
     def leave(self, x: Tensor) -> Tensor:
         """The output of a row-parallel product, summed, perhaps in place; nothing else may use the argument."""
@@ -62,12 +73,32 @@ class Region:
 
     def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
         """Weights that all processes hold whole. Under sequence parallelism their gradients are summed."""
-        return _Shared.apply(self, *weights) if self.sequence else weights
+        return self.summed(*weights) if self.sequence else weights
+
+    def summed(self, *weights: Tensor) -> tuple[Tensor, ...]:
+        """Weights that all processes hold whole and use for their own parts: their gradients are summed."""
+        return _Shared.apply(self, *weights)
 
     def join(self, x: Tensor, dim: int = -1) -> Tensor:
         """Parts of an output, joined for a computation that all processes repeat (a loss): the gradient is split."""
         dim %= x.dim()
         return _Mirrored.apply(x, partial(self.gathered, dim=dim), lambda grad: self.own(grad, dim).contiguous())
+
+    def split(self, x: Tensor, dim: int = -1) -> Tensor:
+        """This process's part of what all have computed alike: the gradient is joined."""
+        dim %= x.dim()
+        return _Mirrored.apply(x, lambda x: self.own(x, dim).contiguous(), partial(self.gathered, dim=dim))
+
+    def places(self, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Where token ids are among the `size` rows of this process, and which of them are there at all.
+
+        Raises:
+            IndexError: an id that no process has.
+        """
+        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size * self.size:
+            raise IndexError(f"token ids from 0 to {size * self.size - 1} exist, got {ids.min()} to {ids.max()}")
+        place = ids - self.index * size
+        return place.clamp(0, size - 1), (place >= 0) & (place < size)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This process's part of a tensor that all have."""
@@ -80,20 +111,20 @@ class Region:
         """
         if not training or rate == 0.0:
             return x
-        if not self.sequence:
-            return torch.nn.functional.dropout(x, rate)
-        shape = (x.shape[0], x.shape[1] * self.size, *x.shape[2:])
-        return x * self.own(_mask(x, shape, rate), 1)
+        return self.own_dropout(x, rate, 1) if self.sequence else torch.nn.functional.dropout(x, rate)
 
-    def attention_dropout(self, weights: Tensor, rate: float) -> Tensor:
-        """Dropout of attention weights (b, heads/t, s, s), by the part of the mask that belongs to these heads."""
-        b, heads, *rest = weights.shape
-        return weights * self.own(_mask(weights, (b, heads * self.size, *rest), rate), 1)
+    def own_dropout(self, x: Tensor, rate: float, dim: int) -> Tensor:
+        """Dropout of this process's part along a dimension, such as its heads: by its part of the mask of the whole."""
+        shape = list(x.shape)
+        shape[dim] *= self.size
+        return x * self.own(_mask(x, shape, rate), dim)
 
     # ---- communication ---------------------------------------------------------------------------------------------
 
     def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM, *, spent: bool = False) -> Tensor:
         """All-reduce, in a new tensor; one that is `spent` may itself become the result."""
+        if x.is_meta:  # where a module only says its shapes
+            return x
         self.moved_bytes += 2 * (self.size - 1) / self.size * x.nbytes
         if self._is_pair(x):
             other = self._exchanged(x)
@@ -104,6 +135,8 @@ class Region:
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """All-gather along a dimension."""
+        if x.is_meta:
+            return torch.cat((x,) * self.size, dim)
         self.moved_bytes += (self.size - 1) * x.nbytes
         x = x.contiguous()
         if self._is_pair(x):
@@ -173,25 +206,26 @@ class Rehearsal(Region):
 
     def sum(self, x: Tensor, op: Any = None, *, spent: bool = False) -> Tensor:
         """The tensor itself."""
-        self.exchanges.append(Exchange("sum", tuple(x.shape), x.dtype))
-        return x
+        return x if x.is_meta else self._noted("sum", x)
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """As many copies of the tensor as there are processes."""
-        self.exchanges.append(Exchange("gathered", tuple(x.shape), x.dtype, dim))
-        return torch.cat((x,) * self.size, dim)
+        return torch.cat((x if x.is_meta else self._noted("gathered", x, dim),) * self.size, dim)
 
     def scattered(self, x: Tensor, dim: int) -> Tensor:
         """The own part of the tensor."""
-        self.exchanges.append(Exchange("scattered", tuple(x.shape), x.dtype, dim))
-        return self.own(x, dim).contiguous()
+        return self.own(self._noted("scattered", x, dim), dim).contiguous()
+
+    def _noted(self, name: str, x: Tensor, dim: int | None = None) -> Tensor:
+        self.exchanges.append(Exchange(name, tuple(x.shape), x.dtype, dim))
+        return x
 
 
 def _unchanged(x: Tensor) -> Tensor:
     return x.view_as(x)
 
 
-def _mask(x: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
+def _mask(x: Tensor, shape: Sequence[int], rate: float) -> Tensor:
     """The factors of torch's dropout on a CPU, of this shape."""
     kept = x.new_empty(shape).bernoulli_(1 - rate)
     return kept.div_(1 - rate) if rate < 1 else kept

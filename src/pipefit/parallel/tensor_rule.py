@@ -1,9 +1,10 @@
-"""Sharding of weights over tensor-parallel processes, and the rule of a layer for it."""
+"""Sharding of weights over tensor-parallel processes, and the rule of a module for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,15 +25,16 @@ class ShardSpec:
     dim: int = 0
     parts: int = 1
 
-    def part(self, whole: Tensor, index: int, width: int) -> Tensor:
-        """The part of process `index` of `width`; a new tensor.
+    def part(self, whole: Any, index: int, width: int) -> Tensor:
+        """The part of process `index` of `width`, a new tensor; of a slice of a file (safetensors) no more is read.
 
         >>> ShardSpec(0, parts=2).part(torch.arange(8), 1, 2)
         tensor([2, 3, 6, 7])
         """
-        size = whole.shape[self.dim] // (self.parts * width)
-        shares = whole.detach().unflatten(self.dim, (self.parts, width, size)).select(self.dim + 1, index)
-        return shares.flatten(self.dim, self.dim + 1).clone(memory_format=torch.contiguous_format)
+        shape = whole.shape if isinstance(whole, Tensor) else whole.get_shape()
+        size, before = shape[self.dim] // (self.parts * width), (slice(None),) * self.dim
+        starts = [(part * width + index) * size for part in range(self.parts)]
+        return torch.cat([whole[(*before, slice(start, start + size))] for start in starts], self.dim).detach()
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """The weight from the parts of all processes.
@@ -52,13 +54,16 @@ class ShardSpec:
 class TensorRule:
     """The tensor parallelism of one kind of layer: its class has this as `tensor_rule`.
 
+    A layer that others wrote has rules for modules inside it, by its method `tensor_rules`.
+
     Attributes:
-        becomes: class whose `forward` uses the parts and communicates through `self.region`; it replaces the layer's
-            own class, and its parameters keep their names.
-        shards: the split of each sharded parameter, by its name in the layer; all processes hold the others whole.
-        sizes: the numbers of a layer that must be multiples of the width, by name.
+        becomes: class whose `forward` uses the parts and communicates through `self.region`; it replaces the module's
+            own class, which is its last base, and the parameters keep their names.
+        shards: the split of each sharded parameter, by its name in the module; all processes hold the others whole.
+        sizes: the numbers of a module that must be multiples of the width, by name.
         takes_whole: its input is the model's, the same on every process, even under sequence parallelism.
         gives_shares: its output is split along the last dimension (the vocabulary); the loss joins it.
+        may_stay_whole: outside it looks as a whole module does, so it may stay one where its sizes do not fit.
     """
 
     becomes: type[nn.Module]
@@ -66,9 +71,26 @@ class TensorRule:
     sizes: Callable[[nn.Module], Mapping[str, int]]
     takes_whole: bool = False
     gives_shares: bool = False
+    may_stay_whole: bool = False
 
 
-def rule_of(layer: nn.Module) -> TensorRule | None:
-    """The rule of a layer, if its class has one."""
-    rule = getattr(type(layer), "tensor_rule", None)
-    return rule if isinstance(rule, TensorRule) else None
+class Ruled(NamedTuple):
+    """A module with its rule."""
+
+    module: nn.Module
+    rule: TensorRule
+
+
+def rules_of(layers: Iterable[nn.Module]) -> list[Mapping[str, Ruled] | None]:
+    """The modules of each layer that have rules, by their paths, "" for the layer itself; None: it has none.
+
+    Raises:
+        ModelError: the plan of a model that was cut cannot be followed.
+    """
+    found: list[Mapping[str, Ruled] | None] = []
+    known: dict[nn.Module, Any] = {}
+    for layer in layers:
+        rule = getattr(type(layer), "tensor_rule", None)
+        inside: Any = getattr(layer, "tensor_rules", None)
+        found.append({"": Ruled(layer, rule)} if isinstance(rule, TensorRule) else inside and inside(known))
+    return found

@@ -56,8 +56,8 @@ def hydra(
 def shard_bytes(profile: Profile, first: int, end: int, optimizer_factor: float = 2.0) -> float:
     """Bytes that the shard of the layers first…end−1 needs on the device while its backward runs.
 
-    Weights, as many bytes of gradients, the optimizer's state, tensors saved by autograd, and two boundary activations:
-    the input and the output of the shard (or their gradients in place of them).
+    Weights, gradients and optimizer states of those that train, tensors saved by autograd, and two boundary
+    activations: the input and the output of the shard (or their gradients in place of them).
     """
     return float(_needs(profile, optimizer_factor)[0][first, end])
 
@@ -77,11 +77,12 @@ def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_bu
 
 def _needs(profile: Profile, optimizer_factor: float) -> tuple[Array, Array]:
     """Arrays [a, b] for the shard of layers a…b−1: bytes needed, and bytes loaded ahead; infinite where a ≥ b."""
-    weights, saved = (spans([getattr(x, field) for x in profile.layers]) for field in ("weight_bytes", "saved_bytes"))
+    names = ("weight_bytes", "wgrad_bytes", "saved_bytes")
+    weights, trained, saved = (spans([getattr(x, name) for x in profile.layers]) for name in names)
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
     entering = cuts[:, None]
-    needed = weights * (2 + optimizer_factor) + saved + entering + cuts[None, :]
-    return allowed(needed), allowed(weights * (1 + optimizer_factor) + entering)
+    needed = weights + trained * (1 + optimizer_factor) + saved + entering + cuts[None, :]
+    return allowed(needed), allowed(weights + trained * optimizer_factor + entering)
 
 
 def _reserves(load: Array, double_buffer: bool) -> list[float]:

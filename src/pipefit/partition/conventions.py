@@ -58,30 +58,30 @@ def convention_named(name: str) -> Convention:
 
 
 def stage_s(
-    rule: Convention, compute_s: Any, weight_bytes: Any, replicas: Any, bandwidth: float, below: int, first: bool
+    rule: Convention, compute_s: Any, trained_bytes: Any, replicas: Any, bandwidth: float, below: int, first: bool
 ) -> Any:
     """Seconds per mini-batch of a stage on `replicas` components (numbers or arrays; infinite stays infinite).
 
     Args:
         rule: the convention.
         compute_s: seconds per mini-batch on one component.
-        weight_bytes: of the stage.
+        trained_bytes: of the stage's weights that train.
         replicas: m.
         bandwidth: of the level, bytes per second.
         below: components of the level below (1 for devices).
         first: the stage is the first of its level, or its only one.
     """
     share = replicas if rule.divides else 1
-    reduction = (4 if rule.released else 2) * (replicas - 1) * weight_bytes / (bandwidth * share)
+    reduction = (4 if rule.released else 2) * (replicas - 1) * trained_bytes / (bandwidth * share)
     if not rule.released:
         return np.maximum(compute_s, reduction) / replicas
     return (compute_s + (reduction / below if first else reduction)) / replicas
 
 
-def data_parallel_s(rule: Convention, total_s: float, weight_bytes: float, levels: list[tuple[int, float]]) -> float:
+def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: list[tuple[int, float]]) -> float:
     """Seconds per mini-batch of plain data parallelism over all levels (width, bandwidth), folded from the inside."""
     time_s, below = total_s, 1
     for width, bandwidth in levels:
-        time_s = float(stage_s(rule, time_s, weight_bytes, width, bandwidth, below, first=True))
+        time_s = float(stage_s(rule, time_s, trained_bytes, width, bandwidth, below, first=True))
         below = width
     return time_s

@@ -21,6 +21,8 @@ from pipefit.partition.stage_costs import CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
+_HELD = ("wgrad_bytes", "frozen_bytes", "saved_bytes")
+
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
 # convention it is smaller, because its result for VGG-16 on 2 × 8 devices is only 4.9 % faster and must be kept.
 _MARGIN = {"paper": 0.05, "ring": 0.05, "pipedream-code": 0.04}
@@ -142,7 +144,7 @@ def pipedream(
     problem, time_s = problems[best], times[best]
     single_s = _total(profile, "total_s") + profile.loss_s
     found_s = dict(zip(searches, times, strict=True))
-    weight_bytes = _total(profile, "weight_bytes")
+    trained_bytes = _total(profile, "wgrad_bytes")
     result = PipeDreamResult(
         searches[best],
         rule.name,
@@ -152,7 +154,7 @@ def pipedream(
         hierarchical_s=found_s.get("hierarchical"),
         # By levels a straight pipeline has the faster links inside, so the flat one need not be considered.
         straight_s=time_s if straight else _fastest(replace(problems[-1], straight=True, bases={})),
-        data_parallel_s=min(data_parallel_s(rule, single_s, weight_bytes, one.levels) for one in problems),
+        data_parallel_s=min(data_parallel_s(rule, single_s, trained_bytes, one.levels) for one in problems),
         data_parallel_fits=_data_parallel_bytes(problem) <= memory.limit_bytes,
         exact=states.complete,
     )
@@ -228,9 +230,8 @@ def _with_stages(
     in_flight, needed = [], []
     for index, stage in enumerate(stages):
         in_flight.append(math.ceil(sum(after.replicas for after in stages[index:]) / stage.replicas))
-        weights = sum(layers[layer].weight_bytes for layer in stage.layers)
-        saved = sum(layers[layer].saved_bytes for layer in stage.layers)
-        needed.append(problem.memory.needed_bytes(weights, saved, in_flight[-1]))
+        held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in _HELD)
+        needed.append(problem.memory.needed_bytes(in_flight[-1], *held))
     return replace(
         result, partition=Partition(tuple(stages)), levels=levels, in_flight=tuple(in_flight),
         memory_bytes=tuple(needed), why=why,
@@ -251,7 +252,7 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
     profile = problem.states.profile
-    return float(problem.memory.needed_bytes(_total(profile, "weight_bytes"), _total(profile, "saved_bytes"), 1))
+    return float(problem.memory.needed_bytes(1, *(_total(profile, name) for name in _HELD)))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
@@ -259,7 +260,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     memory, layers = problem.memory, problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = [memory.needed_bytes(layer.weight_bytes, layer.saved_bytes, 1) for layer in layers]
+    needed = [memory.needed_bytes(1, *(getattr(layer, name) for name in _HELD)) for layer in layers]
     largest = max(range(len(layers)), key=lambda index: needed[index])
     return (
         f"nothing fits: layer {largest} ({layers[largest].name}) needs {format_bytes(needed[largest])} with one "

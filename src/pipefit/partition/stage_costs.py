@@ -26,8 +26,8 @@ Array = NDArray[np.float64]
 class Memory:
     """The memory of a device, and its use by a stage.
 
-    A stage with weights W and saved bytes A and k mini-batches in flight holds k·(versions·W + A) + state·W; k is
-    ceil(devices from the stage on / its replicas).
+    A stage with weights W that train, F that do not, saved bytes A and k mini-batches in flight holds
+    k·(versions·W + A) + state·W + F; k is ceil(devices from the stage on / its replicas).
 
     Attributes:
         limit_bytes: of one device; infinite: no limit.
@@ -44,9 +44,9 @@ class Memory:
         """Returns whether there is a limit."""
         return math.isfinite(self.limit_bytes)
 
-    def needed_bytes(self, weight_bytes: Any, saved_bytes: Any, in_flight: Any) -> Any:
+    def needed_bytes(self, in_flight: Any, trained_bytes: Any, frozen_bytes: Any, saved_bytes: Any) -> Any:
         """Bytes of a stage with this many mini-batches in flight; numbers or arrays."""
-        return in_flight * (self.versions * weight_bytes + saved_bytes) + self.state * weight_bytes
+        return in_flight * (self.versions * trained_bytes + saved_bytes) + self.state * trained_bytes + frozen_bytes
 
 
 @dataclass
@@ -94,9 +94,14 @@ class CutProblem:
         return total
 
     @cached_property
-    def weight_bytes(self) -> Array:
-        """Array [a, b]: bytes of the weights; 0 where there is no such stage."""
-        return np.where(self.states.inside, self.states.between("weight_bytes"), 0.0)
+    def trained_bytes(self) -> Array:
+        """Array [a, b]: bytes of the weights that train; 0 where there is no such stage."""
+        return np.where(self.states.inside, self.states.between("wgrad_bytes"), 0.0)
+
+    @cached_property
+    def frozen_bytes(self) -> Array:
+        """Array [a, b]: bytes of the other weights; 0 where there is no such stage."""
+        return np.where(self.states.inside, self.states.between("frozen_bytes"), 0.0)
 
     @cached_property
     def saved_bytes(self) -> Array:
@@ -112,7 +117,8 @@ class CutProblem:
         if not self.memory.is_limited:
             return compute
         in_flight = 1 + np.ceil(beyond)
-        needed = self.memory.needed_bytes(self.weight_bytes[row, columns], self.saved_bytes[row, columns], in_flight)
+        held = (array[row, columns] for array in (self.trained_bytes, self.frozen_bytes, self.saved_bytes))
+        needed = self.memory.needed_bytes(in_flight, *held)
         return np.where(needed <= self.memory.limit_bytes, compute, np.inf)
 
     def stage_s(
@@ -138,7 +144,7 @@ class CutProblem:
         """
         bandwidth = self.levels[level - 1][1]
         below = self.levels[level - 2][0] if level > 1 else 1
-        cost: Array = stage_s(self.rule, base, self.weight_bytes[row, columns], replicas, bandwidth, below, first)
+        cost: Array = stage_s(self.rule, base, self.trained_bytes[row, columns], replicas, bandwidth, below, first)
         link_s = 2 * self.states.crossing_bytes / bandwidth
         share = replicas if self.rule.divides else 1
         if not first:

@@ -79,7 +79,7 @@ def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> di
     for index, i in enumerate(instructions):
         if i.op is Op.FWD and i.stage < header.last_stage:
             user, stage, kind = i.stage + 1, i.stage, Kind.ACT
-        elif i.op in GRADIENT_OPS and i.stage > 0:
+        elif i.op in GRADIENT_OPS and i.stage > header.frozen:
             user, stage, kind = i.stage - 1, i.stage - 1, Kind.GRAD
         else:
             continue

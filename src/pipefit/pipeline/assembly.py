@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from pipefit.errors import ModelError
 from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore
@@ -20,7 +21,7 @@ from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling
-from pipefit.stage.materialise import InitialiseLayer, forget_others, materialise, stand_in
+from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
@@ -58,6 +59,13 @@ def assemble(
         spill: the user's options of spilling; None: to the host's memory, where the plan spills.
     """
     header = program.header
+    if mesh.region is not None and is_meta(layers):
+        if not hasattr(initialise, "over"):
+            raise ModelError(
+                "weights of the meta device are drawn layer by layer, which tensor parallelism cannot do: build the "
+                "model in memory, or use tensor=1"
+            )
+        initialise = initialise.over(mesh)
     spill = None if spill is None else identified(spill, layers, plan, training, session)
     ranks = [mesh.rank_of(session.rank)] if session.is_distributed else list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, RandomSampler
 
 from pipefit.errors import DataError
 from pipefit.runtime.collectives import exchange
@@ -30,39 +29,35 @@ _CURE = (
 
 
 class DataComparison:
-    """Compares the first data of a run among its ranks, once; later calls cost nothing.
+    """Compares the first data of a run among its ranks, once; later calls cost nothing."""
 
-    Args:
-        session: of the run.
-        seed: of the order of a loader that shuffles without its own generator.
-    """
-
-    def __init__(self, session: Session, seed: int = 0) -> None:
-        self._session, self._seed = session, seed
+    def __init__(self, session: Session) -> None:
+        self._session = session
         self._is_due = session.is_distributed
 
-    def batches(self, batches: Iterable[Any], steps: int | None) -> Iterator[Any]:
-        """An iterator over the batches, after a check that all ranks have equally many and the same first one.
+    def batches(self, batches: Iterator[Any], number: int | None, steps: int | None) -> Iterator[Any]:
+        """The batches, after a check that all ranks have equally many and the same first one.
 
-        A torch `DataLoader` without a generator is given one, so that it shuffles alike on every rank.
+        Args:
+            batches: of the training.
+            number: of batches in an epoch; None: unknown.
+            steps: number of batches to take; None: all.
 
         Raises:
             DataError: on every rank with the same message: they differ.
         """
-        _seed(batches, self._seed)
-        iterator = iter(batches)
         if not self._is_due:
-            return iterator
-        first = list(islice(iterator, 1))
+            return batches
+        first = list(islice(batches, 1))
         self._compare(
             {
-                "batches": len(batches) if isinstance(batches, Sized) else None,
+                "batches": number,
                 "steps": steps,
-                _SAMPLES: _samples(first[0]) if first else None,
+                _SAMPLES: samples_of(first[0]) if first else None,
                 _CONTENT: _checksum(first[0]) if first else None,
             }
         )
-        return chain(first, iterator)
+        return chain(first, batches)
 
     def batch(self, batch: Any) -> None:
         """Compares a batch.
@@ -71,7 +66,7 @@ class DataComparison:
             DataError: on every rank with the same message: it differs.
         """
         if self._is_due:
-            self._compare({_SAMPLES: _samples(batch), _CONTENT: _checksum(batch)})
+            self._compare({_SAMPLES: samples_of(batch), _CONTENT: _checksum(batch)})
 
     def _compare(self, facts: dict[str, int | None]) -> None:
         self._is_due = False
@@ -84,23 +79,25 @@ class DataComparison:
                 raise DataError(f"{what}: {', '.join(each)}; {_CURE}")
 
 
-def _samples(batch: Any) -> int | None:
+def samples_of(batch: Any) -> int | None:
+    """Number of samples of a batch; None: it has no tensors."""
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return max(sizes, default=None)
+
+
+def size_of(x: Any) -> tuple[int, int]:
+    """Number of samples of a model's input, and of tokens where it consists of token ids; masked ones do not count."""
+    ids, mask = (x.get("input_ids"), x.get("attention_mask")) if isinstance(x, Mapping) else (x, None)
+    if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
+        return samples_of(x) or 0, 0
+    has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
+    return len(ids), int(mask.sum()) if has_mask else ids.numel()
 
 
 def _checksum(batch: Any) -> int:
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     parts = [leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for leaf in leaves if leaf.numel()]
     return functools.reduce(lambda sofar, part: zlib.crc32(part, sofar), parts, 0)
-
-
-def _seed(batches: Any, seed: int) -> None:
-    """Gives its own generator to a loader that would shuffle by torch's global one, which differs among ranks."""
-    if isinstance(batches, DataLoader) and batches.generator is None:
-        batches.generator = torch.Generator().manual_seed(seed)
-        if isinstance(batches.sampler, RandomSampler) and batches.sampler.generator is None:
-            batches.sampler.generator = batches.generator
 
 
 class BatchStream:

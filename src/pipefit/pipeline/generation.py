@@ -190,7 +190,8 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
             logits.clear()
             engine.run(program, [MicroBatch(batch, {}, 1.0, 0, signature)], loss=take)
             if not past.length:
-                filled = exchange(engine.session, [cache.filled() for cache in caches])
+                own = caches if engine.mesh.is_first else ()
+                filled = exchange(engine.session, [cache.filled() for cache in own])
                 if wrong := not_filled_once(past.cache, filled):
                     raise ModelError(f"{own_way} (layers {', '.join(map(str, wrong))})")
             return logits[0] if logits else None

@@ -52,10 +52,12 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
 
     def taken(parameters: Sequence[nn.Parameter], staying: float = 0.0) -> LayerBytes:
         # Buckets need more than a plain record: rounding, and a mark for each parameter; see `parallel.buckets`.
-        in_buckets = sum(17 * parameter.itemsize for parameter in parameters) if copies > 1 else 0
-        weights = laid_out_bytes(parameters) + in_buckets
+        def record(some: Sequence[nn.Parameter]) -> float:
+            return laid_out_bytes(some) + (sum(17 * parameter.itemsize for parameter in some) if copies > 1 else 0)
+
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         states = laid_out_bytes(spec.like for spec in states_of(parameters))
-        return LayerBytes(weights, states, staying, len(parameters))
+        return LayerBytes(record(parameters), states, staying, len(trained), record(trained))
 
     found = [
         taken(list(layer.module.parameters()), sum(buffer.nbytes for buffer in layer.module.buffers()))

@@ -26,9 +26,9 @@ class PendingLosses:
     def __init__(
         self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
     ) -> None:
-        # The last one counts the ranks that were asked to stop, so that all of them stop after the same step.
-        own = extra if engine.mesh.is_first else (0.0,) * len(extra)
-        extra = (*own, float(engine.session.stop.requested))
+        # The last two count the ranks that want to stop, so that all of them stop after the same step.
+        own, stop = extra if engine.mesh.is_first else (0.0,) * len(extra), engine.session.stop
+        extra = (*own, float(stop.requested), float(stop.wanted))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
         count = num_steps * num_microbatches
@@ -45,13 +45,15 @@ class PendingLosses:
         if self._work is not None:
             with self._session.at(LOSS):
                 self._work.wait()
-        self._session.stop.agreed |= bool(self._table[-1])
+        requested, wanted = self._table[-2:].bool().tolist()
+        self._session.stop.agreed |= requested
+        self._session.stop.ended |= wanted
         return self._table[: self._count].view(self._num_steps, -1).sum(1).tolist()
 
     @property
     def extra(self) -> Sequence[float]:
         """The further sums, after `wait`."""
-        return self._table[self._count :].tolist()
+        return self._table[self._count : -2].tolist()
 
 
 def finite(loss: float, update: int) -> float:

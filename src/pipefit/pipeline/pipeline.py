@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ from pipefit.parallel import Region, make_mesh, release, shard_layers
 from pipefit.pipeline.assembly import assemble, release_workers
 from pipefit.pipeline.batches import DataComparison
 from pipefit.pipeline.generation import generate
+from pipefit.pipeline.loaders import LoaderPosition, number_of
 from pipefit.pipeline.losses import evaluate, finite
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
-from pipefit.pipeline.training_loop import OnStep, TrainingLoop, number_of
+from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.session import current
@@ -146,9 +148,10 @@ class Pipeline:
             self._weigh,
             lambda: commit_step(self, self.notes),
         )
-        self._comparison = DataComparison(self._session, updates.seed)
-        # JSON data of the caller that is committed with a step on a disk tier, such as the position in the data, and
-        # the data of the step from which this run resumed.
+        self._comparison = DataComparison(self._session)
+        self.position = LoaderPosition(updates.seed)
+        # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
+        # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
 
@@ -195,11 +198,6 @@ class Pipeline:
         """Peak bytes of tensors of this process in one pass; None: not measured yet."""
         return self.loop.held_bytes
 
-    @property
-    def stop_requested(self) -> bool:
-        """Returns whether the run was asked to stop (SIGTERM), known to all ranks at the same step: save and leave."""
-        return self._session.stop.agreed
-
     # ---- training --------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any) -> float:
@@ -220,21 +218,35 @@ class Pipeline:
                 "fit(batches), which drains at its end"
             )
         self._comparison.batch((x, y))
-        return finite(self.loop.start_step(x, y).wait()[0], self.num_updates)
+        return finite(self.loop.start_step(x, y).losses.wait()[0], self.num_updates)
 
-    def fit(self, batches: Iterable[Any], steps: int | None = None, on_step: OnStep | None = None) -> list[float]:
+    def fit(
+        self,
+        batches: Iterable[Any],
+        steps: int | None = None,
+        *,
+        callbacks: Sequence[Any] = (),
+        held_out: Iterable[Any] | None = None,
+        evaluate_every: int = 0,
+    ) -> list[float]:
         """Trains on batches of (input, target), one for each step, and returns the loss of every step.
 
-        An asynchronous schedule runs all steps as one segment and drains at its end. A synchronous one never waits for
+        An asynchronous schedule runs its steps as one segment and drains at its end. A synchronous one never waits for
         a loss: it is read while the next step runs.
 
         When the run is asked to stop (SIGTERM) it ends after the current step, an asynchronous one at the end of its
         segment, and returns the losses so far; then a few seconds remain to save. Another `fit` ends the process.
 
         Args:
-            batches: the same on every rank.
+            batches: the same on every rank. A loader (a `DataLoader`, or batches with `state_dict`) continues after the
+                last batch trained on: to the end of its epoch, or with `steps` for as many epochs as needed.
             steps: number of batches to take; None: all.
-            on_step: called on every rank with the step's number (from 1) and loss.
+            callbacks: functions of a `Record`, called at every step, or objects; see `pipefit.pipeline.callbacks`. One
+                that saves or pauses must be given on all ranks. Training ends three steps after one of them returns
+                STOP, immediately after an evaluation.
+            held_out: batches to evaluate on.
+            evaluate_every: steps between evaluations, counted since training began; 0: only at the end. An
+                asynchronous schedule drains for each.
 
         Raises:
             DataError: there is no data, or less than `steps`.
@@ -242,15 +254,18 @@ class Pipeline:
         """
         if steps is not None and steps < 1:
             raise DataError(f"steps: expected at least 1, got {steps}")
-        if self.stop_requested:
+        if evaluate_every and held_out is None:
+            raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
+        if self._session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
-        on_step = on_step or (lambda step, loss: None)
-        iterator = self._comparison.batches(batches, steps)
-        losses: list[float] = []
-        if self.schedule.is_synchronous:
-            losses = self.loop.run_steps(iterator, steps, on_step, lambda: self.stop_requested)
-        elif steps := number_of(batches, self.schedule.name) if steps is None else steps:
-            losses = self.loop.run_segment(iterator, steps, on_step)
+        number = number_of(batches)
+        if not self.schedule.is_synchronous and steps is None:
+            steps = self.position.num_left(batches)
+            if steps is None:
+                raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
+        iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
+        evaluate = None if held_out is None else partial(self.evaluate, held_out)
+        losses = self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses
@@ -332,7 +347,7 @@ class Pipeline:
     def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
         """Saves weights (the user's names, safetensors), optimizers and the position of the training.
 
-        Every rank of a run must call it, between two steps or in `on_step`.
+        Every rank of a run must call it, between two steps or in a callback.
 
         Args:
             path: directory of the run; the checkpoint becomes `path/step-000300`, whole or not at all.
@@ -345,7 +360,9 @@ class Pipeline:
         Raises:
             PipefitError: it could not be saved; earlier checkpoints are unchanged.
         """
-        return save(self, path, extra=extra, keep=keep)
+        saved = save(self, path, extra=extra, keep=keep)
+        self.loop.callbacks.follow("checkpoint", path=saved)
+        return saved
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes a folder that transformers reads with `from_pretrained`: configuration, weights, tokenizer.
@@ -404,6 +421,10 @@ class Pipeline:
                 worker.spilling.settle()
 
     def close(self) -> None:
-        """Restores the classes of batch norms; the model can then be used without pipefit, unless it was spilled."""
+        """Restores the classes of batch norms; the model can then be used without pipefit, unless it was spilled.
+
+        Worker processes of a loader end.
+        """
+        self.position.resume(None)
         release_workers(self.workers)
-        release(self.layers)
+        release(self._engine.mesh)

@@ -65,19 +65,31 @@ def _begin(folder: Path, source: Path | None) -> None:
 
 
 def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, str]:
-    """Writes the stages of this process; returns the file of each tensor."""
+    """Writes the stages of this process; returns the file of each tensor. One of the processes of a rank writes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     written: dict[str, str] = {}
+    failed: Exception | None = None
     num_stages = len(pipe.plan.partition.stages)
     for worker in pipe.workers:
         for stage in saved_stages(pipe.plan, worker):
             with worker.presence(stage):
-                held = {name: v.detach() for name, saved, v in weights_of(worker, stage) if name == saved}
-                state = revert_weight_conversion(model, held)
+                held: dict[str, Tensor] = {}
+                for name, saved, value in weights_of(worker, stage):
+                    if name == saved:
+                        whole = worker.mesh.whole(name, value.detach())
+                        held |= {name: whole} if worker.mesh.is_first else {}
+                if not held or failed is not None:
+                    continue
                 file = f".new-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
-                _write(folder / file, state)
-            written |= dict.fromkeys(state, file)
+                try:
+                    state = revert_weight_conversion(model, held)
+                    _write(folder / file, state)
+                    written |= dict.fromkeys(state, file)
+                except Exception as problem:  # raised after the last stage: others wait for this process's parts
+                    failed = problem
+    if failed is not None:
+        raise failed
     return written
 
 

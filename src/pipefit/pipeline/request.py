@@ -27,6 +27,7 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request
+from pipefit.stage.split import num_frozen
 
 _COUNTS = (2, 4, 8, 16)
 """Micro-batches per update from which the schedule "auto" chooses."""
@@ -74,9 +75,9 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
             made = _measured(request, plan, work, session, is_run=measure)
         if plan is None:
             made = made._replace(plan=_new_plan(request, made, work, session))
-    made = made._replace(plan=_with_sharding(made.plan, request.parallelism.shard_optimizer))
-    _check_ranks(session, made.plan)
-    return made
+    plan = _with_sharding(made.plan, request.parallelism.shard_optimizer)
+    _check_ranks(session, plan)
+    return made._replace(plan=msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition)))
 
 
 def _given(plan: Any) -> Plan | None:

@@ -21,25 +21,14 @@ from pipefit.spec.topology import Device
 _PATIENCE_S = 0.5
 
 
-class StepFigures(NamedTuple):
-    """The bubble and memory of the last pass.
-
-    Attributes:
-        bubble: share of the pass without forward or backward, the mean over ranks.
-        memory_bytes: peak memory of each process so far: of its GPU, or resident; of those that share a rank, the
-            first one's.
-    """
-
-    bubble: float
-    memory_bytes: tuple[float, ...]
-
-
 def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
-    """This process's summand of the figures in `StepFigures`, which are sums over all processes."""
+    """This process's summand of a step's bubble, and of the peak memories and learning rates of all processes."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
     memory = [0.0] * session.num_ranks
     memory[session.rank] = peak_memory_bytes()
-    return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory]
+    rates = [0.0] * session.num_ranks
+    rates[session.rank] = max((max(own) for run in runs for own in run.rates.values()), default=0.0)
+    return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory, *rates]
 
 
 def _bubble(instructions: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> float:

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from pipefit.errors import DataError, PipefitError
 from pipefit.ir.program import Program
-from pipefit.pipeline.batches import BatchStream
+from pipefit.pipeline.batches import BatchStream, size_of
+from pipefit.pipeline.callbacks import Callbacks, Record
 from pipefit.pipeline.losses import PendingLosses, finite
-from pipefit.pipeline.step_figures import HeldMemory, StepFigures, own_figures
-from pipefit.runtime.collectives import exchange
+from pipefit.pipeline.step_figures import HeldMemory, own_figures
+from pipefit.runtime.collectives import exchange, sum_table
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.handlers import gradient_norm
 from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.schedules.registry import Schedule
 from pipefit.timeline import Event, Timeline
 
-OnStep = Callable[[int, float], None]
 _KEPT_PASSES = 16
+
+
+class _Pass(NamedTuple):
+    """A pass whose losses are being sent.
+
+    Attributes:
+        first: updates before it.
+        runs: of this process's ranks.
+        losses: of its steps.
+        norms: of the gradients of its steps.
+        sizes: samples and tokens of its batches.
+        began: its beginning, in seconds of `time.perf_counter`.
+    """
+
+    first: int
+    runs: Sequence[Execution]
+    losses: PendingLosses
+    norms: Sequence[torch.Tensor | None]
+    sizes: Sequence[tuple[int, int]]
+    began: float
 
 
 class TrainingLoop:
@@ -37,10 +61,9 @@ class TrainingLoop:
     Attributes:
         num_updates: updates so far.
         next_ordinal: micro-batches so far, which seed the random numbers of the next one.
+        callbacks: of the `fit` that runs.
         held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
-        shares_figures: whether each step also collects bubble and memory of all ranks.
-        figures: those of the last step.
     """
 
     def __init__(
@@ -54,70 +77,155 @@ class TrainingLoop:
     ) -> None:
         self._engine, self._schedule, self._size = engine, schedule, num_microbatches
         self._program_of, self._weigh, self._on_updates = program_of, weigh, on_updates
+        self._stop = engine.session.stop
         self.num_updates = 0
         self.next_ordinal = 0
+        self.callbacks = Callbacks((), self._stop)
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
         self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
         self.moved_bytes = (0.0, 0.0)
-        self.shares_figures = False
-        self.figures: StepFigures | None = None
 
-    def start_step(self, x: Any, y: Any) -> PendingLosses:
-        """Runs one update; returns its loss, which is still being sent."""
-        self._engine.mesh.check(x)
-        feed = feed_of((x, y), self._size, self.next_ordinal, "train", self._weigh)
-        runs = self._run(1, feed)
-        figures = own_figures(self._engine.session, runs) if self.shares_figures else ()
-        return PendingLosses(self._engine, runs, self._size, 1, *figures)
-
-    def run_steps(
-        self, batches: Iterator[Any], steps: int | None, on_step: OnStep, stops: Callable[[], bool]
+    def fit(
+        self,
+        batches: Iterator[Any],
+        steps: int | None,
+        callbacks: Sequence[Any] = (),
+        evaluate: Callable[[], float] | None = None,
+        evaluate_every: int = 0,
     ) -> list[float]:
-        """Runs a program for each update; a loss is read while the next step runs.
+        """Trains on batches, with pauses after the steps where an evaluation or a callback needs one.
 
         Args:
             batches: of (input, target).
-            steps: number of updates; None: until the batches end.
-            on_step: see `Pipeline.fit`.
-            stops: whether the run was asked to stop.
+            steps: number of updates; None: until the batches end; an asynchronous schedule needs a number.
+            callbacks: see `Callbacks`.
+            evaluate: returns the loss on held-out data; None: there is none.
+            evaluate_every: steps between evaluations, counted since training began; 0: only at the end.
 
         Returns:
             The losses of the steps.
+
+        Raises:
+            DataError: the batches end before `steps`.
         """
+        self._stop.wanted = self._stop.ended = False
+        self.callbacks, self._began, self._evaluated = Callbacks(callbacks, self._stop), time.perf_counter(), -1
+        try:
+            losses = self._until_the_end(batches, steps, evaluate, evaluate_every)
+            why = "SIGTERM" if self._stop.agreed else "STOP" if self._stop.ended else "done"
+            if why == "done" and steps is not None and 0 < len(losses) < steps:
+                raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
+            if why != "SIGTERM" and evaluate is not None and losses and self._evaluated != self.num_updates:
+                self._evaluate(evaluate)
+            self.callbacks.follow("end", ended=why)
+        finally:
+            self.callbacks = Callbacks((), self._stop)
+        return losses
+
+    def _until_the_end(
+        self, batches: Iterator[Any], steps: int | None, evaluate: Callable[[], float] | None, evaluate_every: int
+    ) -> list[float]:
+        """Runs all steps, with the evaluations between them; returns their losses."""
+        losses: list[float] = []
+        run = self._run_steps if self._schedule.is_synchronous else self._run_segment
+        while not (self._stop.agreed or self._stop.ended) and (steps is None or len(losses) < steps):
+            pauses = [every - self.num_updates % every for every in (evaluate_every, *self.callbacks.pauses) if every]
+            count = min(pauses if steps is None else [*pauses, steps - len(losses)], default=None)
+            part = run(batches, count)
+            losses += part
+            if len(part) != count:
+                break
+            if evaluate is not None and evaluate_every and self.num_updates % evaluate_every == 0:
+                self._evaluate(evaluate)
+        return losses
+
+    def _evaluate(self, evaluate: Callable[[], float]) -> None:
+        """Evaluates; then all ranks agree on whether to stop."""
+        self._evaluated = self.num_updates
+        with self.callbacks.evaluating():
+            self.callbacks.follow("evaluation", held_out_loss=evaluate())
+        wanted = torch.tensor([float(self._stop.wanted)])
+        self._stop.ended |= bool(sum_table(self._engine.session, wanted))
+
+    def start_step(self, x: Any, y: Any) -> _Pass:
+        """Runs one update; its loss is still being sent."""
+        began = time.perf_counter()
+        self._engine.mesh.check(x)
+        feed = feed_of((x, y), self._size, self.next_ordinal, "train", self._weigh)
+        return self._start(1, feed, [size_of(x)], began)
+
+    def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
+        """Runs a program for each update; a loss is read while the next step runs."""
         losses: list[float] = []
         first = self.num_updates
-        pending: PendingLosses | None = None
-
-        def read() -> None:
-            if pending is not None:
-                losses.append(finite(pending.wait()[0], first + len(losses) + 1))
-                if self.shares_figures:
-                    bubble, *memory_bytes = pending.extra[:-1]
-                    self.figures = StepFigures(bubble, tuple(memory_bytes))
-                on_step(len(losses), losses[-1])
-
+        pending: _Pass | None = None
         while steps is None or self.num_updates - first < steps:
-            if stops() or (batch := next(batches, None)) is None:
+            if self._stop.agreed or self._stop.ended or (batch := next(batches, None)) is None:
                 break
             started = self.start_step(*pair_of(batch))
-            read()
+            losses += self._read(pending, started.began) if pending else []
             pending = started
-        read()
-        if steps is not None and 0 < len(losses) < steps and not stops():
-            raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
+        losses += self._read(pending) if pending else []
         return losses
 
-    def run_segment(self, batches: Iterator[Any], steps: int, on_step: OnStep) -> list[float]:
+    def _run_segment(self, batches: Iterator[Any], steps: int) -> list[float]:
         """Runs one program over all updates, whose micro-batches overlap; it drains at its end."""
-        feed = BatchStream(map(pair_of, batches), self._size, self.next_ordinal, self._weigh)
+        began, sizes = time.perf_counter(), []
+
+        def pairs() -> Iterator[tuple[Any, Any]]:
+            for batch in batches:
+                pair = pair_of(batch)
+                sizes.append(size_of(pair[0]))
+                yield pair
+
+        feed = BatchStream(pairs(), self._size, self.next_ordinal, self._weigh)
+        return self._read(self._start(steps, feed, sizes, began))
+
+    def _start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
         first = self.num_updates
-        runs = self._run(steps, feed)
-        losses = list(PendingLosses(self._engine, runs, self._size, steps).wait())
-        for step, loss in enumerate(losses, 1):
-            on_step(step, finite(loss, first + step))
+        runs = self._run(num_steps, feed)
+        figures = own_figures(self._engine.session, runs)
+        losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
+        header = runs[0].compiled.program.header
+        updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
+        norms = [gradient_norm(runs[0], header.last_stage, update) for update in updates]
+        return _Pass(first, runs, losses, norms, sizes, began)
+
+    def _read(self, done: _Pass, ended: float | None = None) -> list[float]:
+        """Waits for the losses of a pass, and calls the callbacks.
+
+        Args:
+            done: the pass.
+            ended: its end, in seconds of `time.perf_counter`; None: now.
+        """
+        losses = list(done.losses.wait())
+        now = time.perf_counter()
+        samples, tokens = (
+            sum(column) / max((ended or now) - done.began, 1e-9) for column in zip(*done.sizes, strict=True)
+        )
+        bubble, *others = done.losses.extra
+        memory, shared = others[: len(others) // 2], others[len(others) // 2 :]
+        for index, (loss, norm) in enumerate(zip(losses, done.norms, strict=True)):
+            step = done.first + index + 1
+            finite(loss, step)
+            if self.callbacks:
+                # A process that trains nothing takes the rate of another.
+                rates = self._rates(done.runs, index) or ((max(shared),) if len(losses) == 1 and any(shared) else ())
+                value = None if norm is None or not norm.isfinite() else float(norm)
+                figures = rates, value, samples, tokens or None, bubble, tuple(memory)
+                self.callbacks.notify(Record(step, loss, now - self._began, *figures))
         return losses
+
+    def _rates(self, runs: Sequence[Execution], step: int) -> tuple[float, ...]:
+        """Learning rates of an update of the first stage of this process that trains; (): unknown."""
+        found = ((run, stage) for run in runs for stage in run.worker.optimizers)
+        for run, stage in found:
+            update = run.compiled.program.header.update_of(stage, step * self._size)
+            if (stage, update) in run.rates:
+                return run.rates[stage, update]
+        return ()
 
     def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
         """Runs the program of some updates, measures the memory if due, and counts the updates."""
@@ -129,6 +237,8 @@ class TrainingLoop:
         tell = in_use(workers[0].device) if due and len(workers) == 1 else None
         watch = HeldMemory(workers[0], tell) if tell else None
         runs = self._engine.run(program, feed, look=watch.look if watch else None)
+        # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
+        feed[num_steps * self._size - 1]
         if watch is not None:
             self.held_bytes = watch.held_bytes
         if program is not self._newest:
@@ -165,15 +275,3 @@ class TrainingLoop:
         shifted = [e._replace(start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
         shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))
         return Timeline(self._newest, tuple(shifted), source="measured", num_repeats=len(passes))
-
-
-def number_of(batches: Iterable[Any], schedule: str) -> int:
-    """The number of batches.
-
-    Raises:
-        DataError: they have no length.
-    """
-    try:
-        return len(batches)  # type: ignore[arg-type]
-    except TypeError:
-        raise DataError(f"{schedule} needs to know its number of steps: give fit(…, steps=N)") from None

@@ -40,15 +40,17 @@ def plan_pipedream(
     placement = placement_of(num_workers, 1, "replicas") if is_single else placement_of(len(stages), 1, "loop", counts)
     per_update = num_workers if is_single else 1
     update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
+    partition = Partition(specs)
     peaks = {rank: size for ranks, size in zip(placement, found.memory_bytes, strict=True) for rank in ranks}
     peak_bytes, ahead = tuple(peaks[rank] for rank in sorted(peaks)), found.speedup_over_data_parallel
     return Plan(
-        Partition(specs),
+        partition,
         Placement(placement),
         "data-parallel" if is_single else "pipedream",
         per_update,
         profile.microbatch_size,
         data=num_workers if is_single else 1,
+        frozen=profile.num_frozen(partition),
         model=profile.model,
         method="pipedream",
         prediction=Prediction(update_s, update_s, found.time_s, rate, peak_bytes, ahead),

@@ -55,7 +55,7 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         partition: its stages.
         method: by which it was found.
     """
-    spill = config.spill
+    spill, frozen = config.spill, problem.profile.num_frozen(partition)
     # The schedule for one rank always replays.
     replays = spill is not None and config.schedule != "spilled"
     keeps = spill.keeps if spill else ()
@@ -76,6 +76,7 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         data=config.data,
         sharded_optimizer=config.sharded,
         spill=spill,
+        frozen=frozen,
         model=problem.profile.model,
         method=method,
     )

@@ -131,8 +131,8 @@ def _times(config: Config, stages: list[_Stage], hops: list[float]) -> Microbatc
         message[owner[stage]] += hop / max(copies[stage], copies[stage + 1])
     worst = work.index(max(work))
     slowest = forward[worst], work[worst] - forward[worst]
-    if config.schedule == "breadth-first":
-        # One chunk after the other, each at the rate of its slowest stage.
+    if config.schedule in ("gpipe", "breadth-first"):
+        # One chunk after the other, each at the rate of its slowest stage: forwards, then backwards.
         chunks = [stages[k : k + config.depth] for k in range(0, len(stages), config.depth)]
         slowest = (
             sum(max(own.forward_s for own in chunk) for chunk in chunks),
@@ -211,6 +211,7 @@ class _Totals(NamedTuple):
     largest_s: float
     cut_bytes: float
     weight_bytes: float
+    wgrad_bytes: float
     saved_bytes: float
 
 
@@ -225,6 +226,7 @@ def _totals(problem: Problem, config: Config) -> _Totals:
             max(layer.total_s for layer in layers),
             min(profile.cut_bytes, default=0.0),
             sum(layer.weight_bytes for layer in layers),
+            sum(layer.wgrad_bytes for layer in layers),
             sum(layer.saved_bytes for layer in layers),
         ),
     )
@@ -245,9 +247,9 @@ def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
 
 
 def _shares(profile: Profile, num_stages: int) -> list[float]:
-    """Weight bytes of equal shares of the time; a layer's bytes are spread evenly over its own time."""
+    """Bytes of trained weights of equal shares of the time; a layer's bytes are spread evenly over its own time."""
     times = np.cumsum([0.0, *(layer.total_s for layer in profile.layers)])
-    weights = np.cumsum([0.0, *(layer.weight_bytes for layer in profile.layers)])
+    weights = np.cumsum([0.0, *(layer.wgrad_bytes for layer in profile.layers)])
     if not times[-1]:
         return [float(weights[-1]) / num_stages] * num_stages
     ends = np.interp(np.linspace(0.0, times[-1], num_stages + 1), times, weights)
@@ -263,4 +265,4 @@ def quick_bytes(problem: Problem, config: Config) -> float:
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline
-    return float((total.weight_bytes * (1 + versions + state) + kept) / config.depth)
+    return float((total.weight_bytes + total.wgrad_bytes * (versions + state) + kept) / config.depth)

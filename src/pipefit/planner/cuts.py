@@ -60,9 +60,10 @@ def cut(
     if counts is None:
         return None
     plain = Partition.from_counts(counts)
+    replayed = recomputed - set(range(profile.num_frozen(plain)))
     return Partition(
         tuple(
-            StageSpec(stage.layers, 1, config.tensor, recompute=index in recomputed)
+            StageSpec(stage.layers, 1, config.tensor, recompute=index in replayed)
             for index, stage in enumerate(plain.stages)
         )
     )
@@ -72,10 +73,14 @@ def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: li
     profile = problem.at(config.microbatch_size, config.tensor)
 
     def make() -> tuple[Array, Array]:
-        return spans(layer_times(profile)), spans([layer.forward_s for layer in profile.layers])
+        forward = spans([layer.forward_s for layer in profile.layers])
+        # A stage that ends with a frozen layer of the beginning has no backward, so it replays nothing.
+        trains = (index for index, layer in enumerate(profile.layers) if layer.trained_bytes != 0)
+        forward[:, : next(trains, len(profile)) + 1] = 0.0
+        return spans(layer_times(profile)), forward
 
-    whole, forward = problem.once(("spans", config.microbatch_size, config.tensor), make)
-    replayed = whole + forward
+    whole, replay = problem.once(("spans", config.microbatch_size, config.tensor), make)
+    replayed = whole + replay
     kinds: dict[tuple[float, bool], Array] = {}
     links = _link_spans(problem, config) if config.partitioner == "links" else 0.0
     result = []
@@ -110,10 +115,10 @@ def least_bytes(problem: Problem, config: Config) -> float:
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
     """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
     profile = problem.at(config.microbatch_size, config.tensor)
-    names = ("weight_bytes", "saved_bytes", "kept_bytes")
+    names = ("wgrad_bytes", "frozen_bytes", "saved_bytes", "kept_bytes")
     sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in names}
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
-    weights, saved = sums["weight_bytes"], sums["saved_bytes"]
+    weights, saved = sums["wgrad_bytes"], sums["saved_bytes"]
     entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
     state = problem.state / (config.data if config.sharded else 1)
     result = []
@@ -122,7 +127,7 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
         sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": half}
         need = 0 * weights
         for row in holding.rows:
-            total = state * weights
+            total = state * weights + sums["frozen_bytes"]
             for count, (kind, owner) in zip(row, holding.keys, strict=True):
                 if kind in ("act", "grad"):
                     total = total + count * (leaving if owner == stage else entering)

@@ -6,7 +6,7 @@ from pipefit.errors import ScheduleError
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cuts import Within, cut
-from pipefit.planner.holdings import Both, holdings_of, mixed, peaks
+from pipefit.planner.holdings import holdings_of, mixed, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.spec import Partition
@@ -33,7 +33,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
     def measured(recomputed: set[int]) -> Estimate:
         partition = cut(problem, config, recomputed)
         assert partition is not None
-        return _measure(problem, config, partition, recomputed, holdings, limits)
+        return _measure(problem, config, partition, recomputed, limits)
 
     found = measured(recomputed)
     if config.recompute == "some":
@@ -48,7 +48,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
         for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
             tight = cut(problem, config, again, Within(mixed(holdings, again), limits))
             if tight is not None:
-                return _measure(problem, config, tight, again, holdings, limits)
+                return _measure(problem, config, tight, again, limits)
     return found
 
 
@@ -57,10 +57,10 @@ def _measure(
     config: Config,
     partition: Partition,
     recomputed: set[int],
-    both: Both,
     limits: list[float],
 ) -> Estimate:
     timing, sizes = costs_of(problem, config, partition)
+    both = holdings_of(config, problem.profile.num_frozen(partition))
     owner = positions(config)
     stages_of = [tuple(s for s, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
     needed = peaks(mixed(both, recomputed), sizes, stages_of)

@@ -75,8 +75,9 @@ def _replayed(plan: Plan) -> float:
 
 def _counts(plan: Plan) -> str:
     size = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
+    frozen = f" (the first{f' {plan.frozen}' if plan.frozen > 1 else ''} frozen)" if plan.frozen else ""
     words = [
-        counted(len(plan.partition.stages), "stage"),
+        counted(len(plan.partition.stages), "stage") + frozen,
         counted(plan.num_microbatches, "micro-batch", "micro-batches") + f"{size} per update",
     ]
     words += [f"{plan.num_chunks} chunks per rank"] * (plan.num_chunks > 1)
@@ -91,7 +92,8 @@ def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        row = [str(index), _layers(stage.layers), _ranks(ranks), "yes" if stage.recompute else "no"]
+        replays = stage.recompute and index >= plan.frozen
+        row = [str(index), _layers(stage.layers), _ranks(ranks), "yes" if replays else "no"]
         peaks = plan.prediction.peak_bytes if plan.prediction else ()
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
         if figures:

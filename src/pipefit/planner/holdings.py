@@ -46,13 +46,13 @@ Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
 """Live values of each rank without and with recompute."""
 
 
-def holdings_of(config: Config) -> Both:
-    """Live values of the ranks without and with recompute."""
-    plain = _held_in(config, config.recompute == "all")
-    return plain, _held_in(config, True) if config.recompute == "some" else plain
+def holdings_of(config: Config, frozen: int = 0) -> Both:
+    """Live values of the ranks without and with recompute; if no stages are frozen, at least as many as if some are."""
+    plain = _held_in(config, config.recompute == "all", frozen)
+    return plain, _held_in(config, True, frozen) if config.recompute == "some" else plain
 
 
-def _held_in(config: Config, recompute: bool) -> tuple[Holding, ...]:
+def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...]:
     """Live values of each rank of a pipeline.
 
     A small program is counted whole. With many micro-batches only as many are counted as fill the pipeline, and one
@@ -60,13 +60,13 @@ def _held_in(config: Config, recompute: bool) -> tuple[Holding, ...]:
     """
     name, depth, chunks, replicas = config.schedule, config.depth, config.chunks, config.replicas
     if replicas:
-        return _held(name, depth, min(config.num_microbatches, 4 * sum(replicas)), 1, recompute, replicas)
+        return _held(name, depth, min(config.num_microbatches, 4 * sum(replicas)), 1, recompute, replicas, frozen)
     counted = _counted(config)
-    found = _held(name, depth, counted, chunks, recompute)
+    found = _held(name, depth, counted, chunks, recompute, frozen=frozen)
     more = config.per_pipeline - counted
     if not more or not holds_all(name, chunks):
         return found
-    growth = _growth(name, depth, counted, chunks, recompute)
+    growth = _growth(name, depth, counted, chunks, recompute, frozen)
     return tuple(Holding(keys, rows + more * grows) for (keys, rows), grows in zip(found, growth, strict=True))
 
 
@@ -93,13 +93,14 @@ def small_program(
     chunks: int,
     recompute: tuple[int, ...] | None,
     replicas: tuple[int, ...] = (),
+    frozen: int = 0,
 ) -> Program:
     """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one; `recompute` None: all."""
     # Two weight versions only meet where one update follows another.
     several = 4 * sum(replicas) if replicas else 3 if count > 1 else 3 * depth + 2
     steps = 1 if find(schedule).is_synchronous else several
     with collector_paused():
-        return generate(schedule, Shape(depth, count, chunks, steps, replicas, recompute=recompute))
+        return generate(schedule, Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen))
 
 
 def filling(schedule: str, depth: int, chunks: int) -> int:
@@ -130,19 +131,25 @@ def _replays(schedule: str, depth: int, counted: int, chunks: int) -> tuple[floa
 
 @lru_cache(maxsize=512)
 def _held(
-    schedule: str, depth: int, counted: int, chunks: int, recompute: bool, replicas: tuple[int, ...] = ()
+    schedule: str,
+    depth: int,
+    counted: int,
+    chunks: int,
+    recompute: bool,
+    replicas: tuple[int, ...] = (),
+    frozen: int = 0,
 ) -> tuple[Holding, ...]:
     """Live values of the first rank of each position."""
-    program = small_program(schedule, depth, counted, chunks, None if recompute else (), replicas)
+    program = small_program(schedule, depth, counted, chunks, None if recompute else (), replicas, frozen)
     with collector_paused():
         ranks = [ranks[0] for ranks in program.header.placement[:depth]]
         return tuple(_rows(lifetimes(program, rank)) for rank in ranks)
 
 
 @lru_cache(maxsize=512)
-def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: bool) -> tuple[Array, ...]:
+def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: bool, frozen: int) -> tuple[Array, ...]:
     """For each rank, the additional values of each key with one micro-batch more than are counted."""
-    few, many = (_held(schedule, depth, count, chunks, recompute) for count in (counted, counted + 1))
+    few, many = (_held(schedule, depth, count, chunks, recompute, frozen=frozen) for count in (counted, counted + 1))
     return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
 
 
@@ -152,11 +159,12 @@ def holds_all(schedule: str, chunks: int) -> bool:
 
 
 def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:
-    """Peak bytes of each rank, optimizer state included."""
+    """Peak bytes of each rank, optimizer state included; every stage stays on its device."""
     result = []
     for (keys, rows), stages in zip(holdings, stages_of, strict=True):
-        sizes = np.array([cost.size_bytes(Value(kind, stage, 0)) for kind, stage in keys])
-        result.append(float((rows @ sizes).max()) + cost.resident_bytes(stages))
+        sizes = np.array([cost.held_bytes(Value(kind, stage, 0)) for kind, stage in keys])
+        frozen = sum(cost.frozen_bytes(stage) for stage in stages)
+        result.append(float((rows @ sizes).max()) + cost.resident_bytes(stages) + frozen)
     return tuple(result)
 
 

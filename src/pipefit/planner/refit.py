@@ -66,7 +66,7 @@ def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[i
     for stage, layers in enumerate(stages):
         shares = [profile.layers[index].step_s for index in layers]
         if not any(shares):
-            shares = [profile.layers[index].weight_bytes for index in layers]
+            shares = [profile.layers[index].wgrad_bytes for index in layers]
         for index, share in zip(layers, shares, strict=True):
             found[index] = steps.get(stage, 0.0) * share / sum(shares) if share else 0.0
     return found

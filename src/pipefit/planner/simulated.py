@@ -22,7 +22,7 @@ from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
 from pipefit.schedules import find, program_of
 from pipefit.simulate import simulate
-from pipefit.spec import Partition, Plan
+from pipefit.spec import Plan
 
 # Forwards of a program that is still simulated whole, with all its copies.
 _WHOLE = 1500
@@ -72,7 +72,7 @@ def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
             # The costs already include the split of messages and the gathers.
             step_s, period_s = _whole(msgspec.structs.replace(plan, scatter_gather=False), timing)
         else:
-            step_s = period_s = _extrapolated(config, partition, timing)
+            step_s = period_s = _extrapolated(config, plan, timing)
     except ScheduleError:
         return None
     return replace(estimated, step_s=step_s, period_s=period_s, size=_size_of(config))
@@ -129,7 +129,8 @@ def _crowded(cost: CostModel) -> bool:
     Between two messages on a link a rank works on a stage at least once. Where that takes longer than any message,
     queues change nothing, and the simulator is faster without them.
     """
-    work_s = min(min(cost.forward_s), min(map(sum, zip(cost.backward_input_s, cost.backward_weight_s, strict=True))))
+    backward = [a + b for a, b in zip(cost.backward_input_s, cost.backward_weight_s, strict=True) if a + b]
+    work_s = min([*cost.forward_s, *backward])
     bandwidth, latency = cost.link(0, cost.topology.num_devices - 1 if cost.topology else 0)
     return latency + max((*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0)) / bandwidth > work_s
 
@@ -140,7 +141,7 @@ def _counts(config: Config) -> tuple[int, int]:
     return min(least, config.per_pipeline), min(least + config.depth, config.per_pipeline)
 
 
-def _extrapolated(config: Config, partition: Partition, timing: CostModel) -> float:
+def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
     placement = placement_for(config).ranks
     tails = [reduce_s(timing, stage, ranks) for stage, ranks in enumerate(placement)]
     one_copy = replace(timing, step_s=tuple(a + b for a, b in zip(timing.step_s, tails, strict=True)))
@@ -148,11 +149,11 @@ def _extrapolated(config: Config, partition: Partition, timing: CostModel) -> fl
         # One pipeline represents all copies, so it runs at the speed of the slowest.
         pace = [min(timing.speed[r + config.depth * k] for k in range(config.data)) for r in range(config.depth)]
         one_copy = replace(one_copy, speed=tuple(pace))
-    recompute = tuple(index for index, stage in enumerate(partition.stages) if stage.recompute)
+    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.recompute)
     is_synchronous = find(config.schedule).is_synchronous
 
     def time_s(count: int) -> float:
-        program = small_program(config.schedule, config.depth, count, config.chunks, recompute)
+        program = small_program(config.schedule, config.depth, count, config.chunks, recompute, frozen=plan.frozen)
         timeline = simulate(program, one_copy, memory=False, contention=_crowded(one_copy))
         return float(timeline.makespan_s if is_synchronous else timeline.period_s)
 

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from pipefit.cost import CostModel
 from pipefit.errors import InfeasibleError
+from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
@@ -25,7 +26,6 @@ from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.cuts import cut
 from pipefit.planner.lane_limits import limit_of
 from pipefit.planner.space import Config, Problem
-from pipefit.simulate import FEW_SENDS
 from pipefit.spec import Partition, SpillSpec
 
 _NUM_CUTS = 12

@@ -127,9 +127,9 @@ def profile_kinds(
     Args:
         work: the model and its training, with an example of at least `microbatch_size` samples.
         microbatch_size: samples per micro-batch.
-        device: its rates, for what is not measured.
+        device: with rates for the parts that are not measured.
         state_per_weight: see `with_measured_kinds`.
-        room_bytes: see there.
+        room_bytes: likewise.
     """
     x, y = work.batch("measuring the layers")
     # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
@@ -152,7 +152,7 @@ def profile_kinds(
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
     """Bytes of weights, gradients and new gradients where it is trained, and of its activations."""
     layer = cost.layer
-    return (3 if trained else 1) * layer.weight_bytes + layer.saved_bytes + 2 * layer.output_bytes
+    return layer.weight_bytes + 2 * layer.wgrad_bytes * trained + layer.saved_bytes + 2 * layer.output_bytes
 
 
 def _payload(form: Any, device: torch.device) -> Any:
@@ -252,7 +252,7 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
     if not pairs:
         return msgspec.structs.replace(profile, layers=tuple(layers))
     ratio = _ratio([(layer.total_s, forward_s + backward_s) for layer, (forward_s, backward_s, _) in pairs])
-    per_byte = _ratio([(layer.weight_bytes, step_s) for layer, (*_, step_s) in pairs if step_s], none=0.0)
+    per_byte = _ratio([(layer.wgrad_bytes, step_s) for layer, (*_, step_s) in pairs if step_s], none=0.0)
 
     def corrected(layer: Layer, seconds: tuple[float, float, float] | None) -> Layer:
         forward_s, backward_s, step_s = seconds or (layer.forward_s * ratio, layer.backward_s * ratio, 0.0)
@@ -262,7 +262,7 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
             forward_s=forward_s,
             backward_input_s=backward_s * inputs,
             backward_weight_s=backward_s * (1 - inputs),
-            step_s=step_s or layer.weight_bytes * per_byte,
+            step_s=step_s or layer.wgrad_bytes * per_byte,
         )
 
     layers = [corrected(layer, seconds) for layer, seconds in zip(layers, timed, strict=True)]

@@ -110,11 +110,11 @@ def profile_layers(
         where = _description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
     measured = [_layer(index, one, turns) for index, one in enumerate(found)]
-    per_byte_s = (whole_s - call_s) / max(sum(layer.weight_bytes for layer in measured), 1)
+    per_byte_s = (whole_s - call_s) / max(sum(layer.wgrad_bytes for layer in measured), 1)
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(msgspec.structs.replace(layer, step_s=layer.weight_bytes * per_byte_s) for layer in measured),
+        layers=tuple(msgspec.structs.replace(layer, step_s=layer.wgrad_bytes * per_byte_s) for layer in measured),
         device=where,
         source=f"measured: {how}; torch {torch.__version__}",
         step_s=median_of([turn.plain for turn in turns]),

@@ -66,7 +66,7 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         inputs: tensors of its input that need a gradient.
         output: of its forward.
         saved: storages that autograd keeps.
-        weights: parameters, frozen ones too; one that is tied inside the layer once.
+        weights: parameters, frozen ones too, which do not need a gradient; one that is tied inside the layer once.
     """
     leaves = tensors_of(sent(output))
     graded = [leaf for leaf in leaves if leaf.requires_grad]
@@ -79,6 +79,7 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         weight_bytes=num_bytes(weights),
         grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
         half_bytes=_half_bytes(inputs, graded),
+        trained_bytes=num_bytes([weight for weight in weights if weight.requires_grad]),
     )
 
 

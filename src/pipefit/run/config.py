@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipefit.errors import PipefitError
+from pipefit.pipeline.loggers import check_installed
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, setting
 
@@ -39,6 +40,7 @@ class RunConfig:
         checkpoint_every: steps between checkpoints; 0: only at the end.
         evaluate_every: steps between evaluations on held-out data; the best weights are kept; 0: only at the end.
         patience: evaluations without a better loss after which training ends; 0: no limit.
+        log: further form of the figures of every step: csv, tensorboard or wandb; may be repeated.
         sample: bytes to generate at the end, for language models.
     """
 
@@ -61,6 +63,7 @@ class RunConfig:
     checkpoint_every: int = 0
     evaluate_every: int = setting(0, least=0)
     patience: int = setting(0, least=0)
+    log: Sequence[str] = setting((), typed=list[Literal["csv", "tensorboard", "wandb"]])
     sample: int = 200
 
     @property
@@ -79,6 +82,10 @@ def with_defaults(config: RunConfig) -> RunConfig:
         request = replace(request, parallelism=replace(spread, ranks=usual))
     if config.patience and not config.evaluate_every:
         raise PipefitError("--patience counts evaluations: give --evaluate-every too")
+    if config.log and not config.output:
+        raise PipefitError("--log writes into the folder of the run: give -o FOLDER too")
+    for name in config.log:
+        check_installed(name)
     schedule = request.schedule or (AUTO if is_capped else "1f1b")
     return replace(config, request=replace(request, schedule=schedule))
 
@@ -89,6 +96,7 @@ _FREE = (
     "checkpoint_every",
     "evaluate_every",
     "patience",
+    "log",
     "sample",
     "disk",
     "host_memory",

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from pipefit.errors import PipefitError
+from pipefit.cost import CostModel
 from pipefit.ir import text as program_text
+from pipefit.models import ModelBundle
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.run_report import Traffic
 from pipefit.run.config import RunConfig
+from pipefit.run.sources import Source
 from pipefit.spec import Plan, Prediction, Profile
 from pipefit.spec.files import write_atomically, write_json
 from pipefit.spec.options import as_flat
@@ -23,7 +22,30 @@ from pipefit.timeline import Timeline, save_trace
 from pipefit.timeline.compare import Row
 
 METRICS = "metrics.jsonl"
-"""The loss of every step, written as soon as it is known: a killed run loses at most the last one."""
+"""The figures of every step, written as soon as they are known: a killed run loses at most the last ones."""
+
+
+@dataclass(frozen=True)
+class ReadyRun:
+    """A run before its first step.
+
+    Attributes:
+        config: its options.
+        bundle: the model.
+        source: the data.
+        plan: with its prediction on this machine.
+        profile: of the layers, at the size of its micro-batches.
+        cost: of its operations on these ranks.
+        pipe: the pipeline.
+    """
+
+    config: RunConfig
+    bundle: ModelBundle
+    source: Source
+    plan: Plan
+    profile: Profile
+    cost: CostModel
+    pipe: Pipeline
 
 
 @dataclass
@@ -55,25 +77,18 @@ def checkpoints_of(folder: str | Path) -> Path:
     return Path(folder) / "checkpoints"
 
 
-def write_folder(
-    config: RunConfig,
-    pipe: Pipeline,
-    plan: Plan,
-    profile: Profile,
-    measured: Timeline,
-    predicted: Timeline,
-    result: RunResult,
-) -> None:
+def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline, result: RunResult) -> None:
     """Writes plan, profile, program, timelines and pictures of a run, and the result with the paths of all of them."""
-    folder = Path(config.output)
-    plan.save(folder / "plan.json")
-    profile.save(folder / "profile.json")
-    program_text.save(pipe.program, folder / "program.pipe")
+    folder = Path(run.config.output)
+    run.plan.save(folder / "plan.json")
+    run.profile.save(folder / "profile.json")
+    program_text.save(run.pipe.program, folder / "program.pipe")
     save_trace(predicted, folder / "predicted.trace.json")
     save_trace(measured, folder / "measured.trace.json")
     result.paths |= _pictures(folder, measured, predicted)
     result.paths |= {"checkpoint": str(checkpoints_of(folder)), "metrics": str(folder / METRICS)}
-    write_json(folder / "run.json", {"format": "pipefit.run/1", "config": as_flat(config), "result": _plain(result)})
+    data = {"format": "pipefit.run/1", "config": as_flat(run.config), "result": _plain(result)}
+    write_json(folder / "run.json", data)
 
 
 def _pictures(folder: Path, measured: Timeline, predicted: Timeline) -> dict[str, str]:
@@ -92,39 +107,3 @@ def _plain(result: RunResult) -> dict[str, Any]:
     data: dict[str, Any] = msgspec.to_builtins(asdict(result))
     data["rows"] = [{key: value for key, value in row._asdict().items() if key != "error"} for row in result.rows]
     return data
-
-
-@contextlib.contextmanager
-def metrics_in(folder: Path | None, done: int) -> Iterator[Callable[..., None]]:
-    """Opens a file in a run's folder with a line for each step; returns a function that adds a step's figures by name.
-
-    Args:
-        folder: of the run; None: nothing is written.
-        done: steps that are done already. A run that resumes in its folder keeps only their lines.
-
-    Raises:
-        PipefitError: it cannot be written.
-    """
-    if folder is None:
-        yield lambda step, **figures: None
-        return
-    path = folder / METRICS
-    write_atomically(path, "".join(_before(path, done)))
-
-    def add(step: int, **figures: float) -> None:
-        try:
-            file.write(json.dumps({"step": step, **figures}) + "\n")
-            file.flush()
-        except OSError as problem:
-            raise PipefitError(f"{path}: cannot be written: {problem.strerror}") from None
-
-    with path.open("a", encoding="utf-8") as file:
-        yield add
-
-
-def _before(path: Path, done: int) -> list[str]:
-    """The lines of the steps that are done, without an incomplete last line."""
-    if not done or not path.exists():
-        return []
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("}\n")]
-    return [line for line in lines if json.loads(line)["step"] <= done]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipefit.cutting import Cut
-from pipefit.data import ArrayBatches, TextBatches, digits, split_corpus, synthetic, text, unigram_entropy
+from pipefit.data import ArrayBatches, SyntheticBatches, TextBatches, digits, split_corpus, text, unigram_entropy
 from pipefit.data.records import TokenBatches, token_samples
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build
@@ -31,7 +31,7 @@ class Source:
 
     Attributes:
         name: for people.
-        batches: endless, (input, target); one for each step.
+        batches: (input, target), one for each step, with `state_dict` and `load_state_dict`.
         held_out: batches to evaluate on; () when there are none.
         baseline: a loss that a trained model should beat, and its name; None when there is none.
         tokens_per_sample: mean of a text; 0 otherwise.
@@ -48,44 +48,6 @@ class Source:
     counts_hits: bool = False
     example: tuple[Any, Any] | None = None
     is_tuned: bool = False
-
-    def endless(self) -> Iterator[tuple[Any, Any]]:
-        """Batches without end: epoch after epoch."""
-        while True:
-            drawn = False
-            for batch in self.batches:
-                drawn = True
-                yield batch
-            if not drawn:
-                raise DataError(f"{self.name} has no batch")
-
-    def state(self) -> dict[str, Any]:
-        """The position in the data, for a checkpoint."""
-        return dict(self.batches.state_dict()) if hasattr(self.batches, "state_dict") else {}
-
-    def resume(self, state: dict[str, Any]) -> None:
-        """Resumes from the position in a checkpoint."""
-        if state and hasattr(self.batches, "load_state_dict"):
-            self.batches.load_state_dict(state)
-
-
-class _Counted:
-    """Batches of an endless iterator, with the position that a checkpoint keeps."""
-
-    def __init__(self, batches: Iterator[tuple[Any, Any]]) -> None:
-        self._batches, self._position = batches, 0
-
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        for batch in self._batches:
-            self._position += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self._position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for _ in islice(self._batches, state["position"] - self._position):
-            self._position += 1
 
 
 def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, Any]:
@@ -127,7 +89,7 @@ def source_of(
         first = images.train_x[:batch], images.train_y[:batch]
         return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True, example=first)
     if wanted == ("synthetic",):
-        return Source("synthetic", _Counted(synthetic(bundle.example, batch, seed=seed)))
+        return Source("synthetic", SyntheticBatches(bundle.example, batch, seed=seed))
     paths = None if wanted == ("text",) else [Path(path) for path in wanted]
     name = "text" if paths is None else ", ".join(map(str, paths))
     if is_folder(bundle.name):

@@ -74,7 +74,8 @@ def _compile(program: Program, rank: int) -> CompiledRank:
     waited: set[int] = set()
     awaits = []
     for number in range(start, end):
-        asynchronous = [p - start for p in graph.preds[number] if OP_SPEC[graph.instructions[p].op].is_awaited]
+        awaited = ((p - start, graph.instructions[p].op) for p in graph.preds[number])
+        asynchronous = [index for index, op in awaited if OP_SPEC[op].is_awaited or op is Op.SEND]
         mine = tuple(sorted({index for index in asynchronous if index not in waited}))
         waited.update(mine)
         awaits.append(mine)

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import ModelError
+from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
-from pipefit.simulate import FEW_SENDS
 from pipefit.stage.payload import Contract
 
 _MAX_LEAVES = 64

@@ -55,9 +55,10 @@ def _forward(run: Execution, i: Instruction) -> None:
     """Runs a forward. One that will be replayed saves nothing; its first run finds the outputs that need gradients."""
     known = run.worker.flags.get((i.stage, run.feed[i.mb].signature))
     replayed = (i.stage, i.mb) in run.compiled.program.recomputed
-    with torch.set_grad_enabled(torch.is_grad_enabled() and (not replayed or known is None)):
+    trains = torch.is_grad_enabled() and i.stage >= run.compiled.program.header.frozen
+    with torch.set_grad_enabled(trains and (not replayed or known is None)):
         saved, act = _run_stage(run, i, replay=False)
-    if not torch.is_grad_enabled():
+    if not trains:
         run.values["act", i.stage, i.mb] = act
         return
     if known is None:
@@ -132,7 +133,7 @@ def _backward(run: Execution, i: Instruction) -> None:
             reducing.backward(run, i, lambda: run_backward(tuple(saved.edges), tuple(grads)))
         else:
             run_backward(tuple(saved.edges), tuple(grads))
-    if i.stage:
+    if i.stage > run.compiled.program.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
 
 
@@ -146,7 +147,7 @@ def _backward_input(run: Execution, i: Instruction) -> None:
     grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
     found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
-    if i.stage:
+    if i.stage > run.compiled.program.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole(found, saved.inputs)
 
 
@@ -162,7 +163,9 @@ def _backward_weight(run: Execution, i: Instruction) -> None:
 
 
 def _send(run: Execution, i: Instruction) -> None:
-    run.transport.send(i, run.values[WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb])
+    ending = run.transport.send(i, run.values[WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb])
+    if ending is not None:
+        run.endings[run.index] = ending
 
 
 def _receive(run: Execution, i: Instruction) -> None:
@@ -193,6 +196,9 @@ def _reduce(run: Execution, i: Instruction) -> None:
         squares[worker.process] = _local_square(run, i.version)
         run.norms[i.version] = squares
         tensors = [squares]
+        if worker.scale is not None:
+            # A rank whose stages are all frozen has no step that decides.
+            run.at_end.append(partial(worker.scale.decide, i.version, squares))
     elif i.kind == Reduction.TIED:
         tensors = worker.tied_gradients(tied_stages(program.header, i.stage, worker.rank))
     elif i.kind == Reduction.SHARDS:
@@ -217,6 +223,7 @@ def _step(run: Execution, i: Instruction) -> None:
     worker = run.worker
     store, optimizer = worker.stores[i.stage], worker.optimizers.get(i.stage)
     worker.forget_idle_gradients(i.stage)
+    worker.mesh.compare(i.stage, ((owned.name, owned.parameter) for owned in worker.owned[i.stage]))
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
     batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
     # Every rank decides about every update, even if it trains nothing: all must have one scale.
@@ -238,15 +245,13 @@ def _host_step(run: Execution, i: Instruction) -> None:
 
 def _update(run: Execution, i: Instruction) -> Callable[[], None]:
     """Returns the function that makes an update once the optimizer has the gradients; the rank is looked up now."""
-    worker, header = run.worker, run.compiled.program.header
+    worker = run.worker
     optimizer, scheduler = worker.optimizers[i.stage], worker.schedulers.get(i.stage)
-    scale = 1 / _steps_in(header, i.stage, i.version)
-    if worker.scale is not None:
-        scale /= worker.scale.of(run.compiled.program, i.version)
-    factor = None
+    scale, factor = _scale(run, i.stage, i.version), None
     if worker.training.clip_norm is not None:
-        norm = run.norms[i.version].sum().sqrt() * scale
-        # The norm is copied to the host now: the thread of a host step does not wait for the stream that computes it.
+        norm = gradient_norm(run, i.stage, i.version)
+        assert norm is not None
+        # To the host now, where that steps: its thread knows nothing of the stream that has yet to compute the norm.
         place = optimizer.param_groups[0]["params"][0].device
         factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(place)
 
@@ -256,11 +261,23 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
             torch._foreach_mul_(gradients, scale)
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        run.rates[i.stage, i.version] = tuple(float(group["lr"]) for group in optimizer.param_groups)
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
 
     return update
+
+
+def gradient_norm(run: Execution, stage: int, update: int) -> Tensor | None:
+    """Norm of all gradients of an update of a stage, before clipping; None: no instruction has computed it."""
+    return run.norms[update].sum().sqrt() * _scale(run, stage, update) if update in run.norms else None
+
+
+def _scale(run: Execution, stage: int, update: int) -> float:
+    """The factor of summed gradients that gives those of the mean loss."""
+    scale = 1 / _steps_in(run.compiled.program.header, stage, update)
+    return scale if run.worker.scale is None else scale / run.worker.scale.of(run.compiled.program, update)
 
 
 def _steps_in(header: Any, stage: int, update: int) -> int:

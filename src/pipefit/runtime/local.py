@@ -41,6 +41,7 @@ class Mailbox:
     """The shared state of the ranks: messages by (receiver, sender, kind, stage, micro-batch), and open collectives."""
 
     messages: dict[Key, Message] = field(default_factory=dict)
+    posted: set[Key] = field(default_factory=set)
     collectives: WeakValueDictionary[Key, _Collective] = field(default_factory=WeakValueDictionary)
 
 
@@ -58,21 +59,25 @@ class LocalTransport:
         self._pass += 1
         self.bytes_sent = 0
 
-    def send(self, instruction: Instruction, message: Message) -> None:
-        """Copies, as a real link would, so that neither side can change the other's tensors."""
+    def send(self, instruction: Instruction, message: Message) -> Ending:
+        """Copies, as a real link would, so that neither side can change the other's tensors; ends when it is posted."""
         i = instruction
         leaves = [leaf.clone(memory_format=torch.contiguous_format) for leaf in message.leaves]
         self.bytes_sent += sum(leaf.nbytes for leaf in leaves)
-        self.mailbox.messages[i.peer, self.rank, i.kind, i.stage, i.mb] = message._replace(leaves=leaves)
+        key = (i.peer, self.rank, i.kind, i.stage, i.mb)
+        self.mailbox.messages[key] = message._replace(leaves=leaves)
+        return lambda: key in self.mailbox.posted or key not in self.mailbox.messages
 
     def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
-        """Delivers the message once it is in the mailbox; nothing needs to be posted."""
+        """Posts the receive; delivers the message once it is in the mailbox."""
         i = instruction
         key = (self.rank, i.peer, i.kind, i.stage, i.mb)
+        self.mailbox.posted.add(key)
 
         def end() -> bool:
             if key not in self.mailbox.messages:
                 return False
+            self.mailbox.posted.remove(key)
             deliver(self.mailbox.messages.pop(key))
             return True
 

@@ -26,15 +26,19 @@ _TERMINATED = 128 + signal.SIGTERM
 
 @dataclass
 class Stop:
-    """The state of a request to stop this run (SIGTERM).
+    """Whether this run was asked to stop (SIGTERM), or its training to end.
 
     Attributes:
         requested: this process got the request.
         agreed: all ranks know it, since the same step.
+        wanted: this process wants the training to end.
+        ended: all ranks know that one process does, since the same step.
     """
 
     requested: bool = False
     agreed: bool = False
+    wanted: bool = False
+    ended: bool = False
 
 
 def stack_file(folder: Path, rank: int) -> Path:

@@ -68,6 +68,7 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
         pieces=plan.pieces,
         spill=_spill(plan),
         prefetch=plan.spill.prefetch if plan.spill else None,
+        frozen=plan.frozen,
         options=plan.options,
     )
 

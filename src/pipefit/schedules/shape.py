@@ -31,6 +31,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         pieces: each of them sends its part of a message, and the receiver gathers.
         spill: stages that are kept on the host or on disk, and the slots into which they are fetched (None: none).
         prefetch: stages ahead that a spilled one is fetched (None: as soon as a slot is free).
+        frozen: stages at the beginning in which nothing trains.
         options: integers particular to the schedule.
     """
 
@@ -49,6 +50,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     pieces: bool = False
     spill: Spill | None = None
     prefetch: int | None = None
+    frozen: int = 0
     options: dict[str, int] = {}
 
     def __post_init__(self) -> None:
@@ -69,7 +71,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         elif weights is WeightRule.VERTICAL:
             updates = [self.num_microbatches * copies[0]] * len(placement)
         spill = self.spill or (Spill.of(len(placement)) if spills else None)
-        same = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces")
+        same = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces", "frozen")
         own = {name: getattr(self, name) for name in same}
         header = Header(schedule, placement, weights=weights, updates=tuple(updates), spill=spill, **own)
         self._refuse_replicas_without_work(header, max(copies))

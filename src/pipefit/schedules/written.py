@@ -46,6 +46,11 @@ def _read(path: str, changed_ns: int, size_bytes: int) -> Schedule:
             f"{path}: expected one update of a schedule with a flush, got {header.num_steps} with the rule "
             f"{header.weights.value!r}"
         )
+    if header.frozen:
+        raise ScheduleError(
+            f"{path}: expected the backwards of all stages, got {header.frozen} frozen stages; a run itself leaves out "
+            "what its model does not need"
+        )
     orders = [[i for i in instructions if i.op in _ORDERED] for instructions in program.ranks]
     return written(path, header, orders)
 

@@ -2,4 +2,4 @@
 
 from pipefit.simulate.figures import metrics, steady_period_s
 from pipefit.simulate.simulate import simulate
-from pipefit.simulate.unposted import FEW_SENDS, most_unposted
+from pipefit.simulate.unposted import most_unposted

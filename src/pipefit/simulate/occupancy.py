@@ -30,7 +30,7 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
     first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
     header = program.header
     lives = [life for life in lifetimes(program, rank) if header.spill is None or not lies_in_slot(header, life.value)]
-    sized = [(life.born, life.dies, cost.size_bytes(life.value)) for life in lives]
+    sized = [(life.born, life.dies, cost.held_bytes(life.value)) for life in lives]
     sized = [item for item in sized if item[2]]
     computes = [OP_SPEC[i.op].lane is Lane.COMPUTE for i in program.ranks[rank]]
     last = max((index for index in range(count) if computes[index]), default=-1)
@@ -50,6 +50,7 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
     # Slots are there throughout, full or empty; the states of an optimizer too, unless they move through slots.
     held = arena_bytes(header, rank, cost.size_bytes) if header.spill else 0
     held += cost.staying_bytes(header, rank)
+    held += sum(cost.frozen_bytes(stage) for stage in header.stages_of(rank) if not header.is_spilled(stage))
     samples: list[tuple[float, float]] = [] if 0 in changes else [(0, held)]
     # Values held after the last pass stay.
     changes[seam] = changes.get(seam, 0) + sum(amount for _, dies, amount in sized if dies >= count)

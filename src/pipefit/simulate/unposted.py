@@ -9,9 +9,6 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.simulate.simulate import simulate
 
-FEW_SENDS = 4
-"""Messages of one kind to a rank that are kept after sending, where nothing acknowledges their arrival."""
-
 
 def most_unposted(program: Program) -> int:
     """Maximum number of messages of one kind that a rank has sent before the other rank posts their receives.

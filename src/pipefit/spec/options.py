@@ -50,7 +50,7 @@ class Parallelism:
         chunks: stages on each rank, for the looped schedules.
         replicas: copies of each stage, such as 2,1; one number is for all.
         data_parallel: copies of the whole pipeline.
-        tensor: processes that share each rank by tensor parallelism, for models with tensor rules (gpt).
+        tensor: processes that share each rank by tensor parallelism, for models with rules or a plan for it.
         sequence_parallel: the processes of a rank also split the sequence between them.
         whole_messages: each process of a rank sends all of a message between ranks, not only its part.
         shard_optimizer: shard the optimizer's states over the replicas of each stage.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,6 +74,15 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         starts = [sum(counts[:index]) for index in range(len(counts))]
         stages = (StageSpec(tuple(range(start, start + count))) for start, count in zip(starts, counts, strict=True))
         return cls(tuple(stages))
+
+    def num_frozen(self, trains: Callable[[int], bool]) -> int:
+        """How many stages at the beginning have no layer that trains; the last, which has the loss, never counts.
+
+        >>> Partition.from_counts([1, 2, 1]).num_frozen(lambda layer: layer == 2)
+        1
+        """
+        found = (index for index, stage in enumerate(self.stages) if any(map(trains, stage.layers)))
+        return min(next(found, len(self.stages)), len(self.stages) - 1)
 
     @property
     def num_layers(self) -> int:
@@ -190,6 +199,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sequence_parallel: tensor-parallel processes also split the sequence between them where every one of them
             would compute the same.
         scatter_gather: otherwise each of them sends its part of a message, and the receiver gathers.
+        frozen: number of stages at the beginning in which nothing trains; a run takes it from its model.
     """
 
     partition: Partition
@@ -204,6 +214,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sequence_parallel: bool = False
     scatter_gather: bool = True
     spill: SpillSpec | None = None
+    frozen: int = 0
     model: str = ""
     method: str = "by hand"
     prediction: Prediction | None = None
@@ -224,6 +235,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                     f"data-parallel copies, so it needs {stage.replicas * self.data} ranks, got {len(ranks)}"
                 )
 
+        if not 0 <= self.frozen < len(self.partition.stages):
+            raise PlanError(f"frozen: expected fewer than the {len(self.partition.stages)} stages, got {self.frozen}")
         widths = {stage.tensor for stage in self.partition.stages}
         if len(widths) > 1:
             raise PlanError(f"tensor: expected one width for all stages, got {sorted(widths)}")

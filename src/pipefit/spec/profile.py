@@ -12,6 +12,7 @@ import msgspec
 
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
+from pipefit.spec.plan import Partition
 
 ARITHMETIC = "GPT arithmetic"
 """The first words of a computed profile's source (`pipefit.planner.computed_profile`)."""
@@ -35,6 +36,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         split_input_s: seconds that the first half takes beyond `backward_input_s`.
         half_bytes: bytes that a backward in two halves keeps from the first to the second, in addition to those saved;
             None: not known.
+        trained_bytes: bytes of the parameters that train; None: of all.
     """
 
     name: str
@@ -50,6 +52,17 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split_s: float | None = None
     split_input_s: float = 0.0
     half_bytes: float | None = None
+    trained_bytes: float | None = None
+
+    @property
+    def wgrad_bytes(self) -> float:
+        """Bytes of the gradients of the weights: of those that train."""
+        return self.weight_bytes if self.trained_bytes is None else self.trained_bytes
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of the parameters that do not train: they have no gradients, no optimizer states and one version."""
+        return self.weight_bytes - self.wgrad_bytes
 
     @property
     def kept_bytes(self) -> float:
@@ -71,7 +84,7 @@ _FIXED = ("weight_bytes", "step_s")
 _UNKNOWN = ("grad_bytes", "split_s", "half_bytes")
 """Figures that may be None; where they are given they scale as the others do."""
 
-_SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", *_FIXED, *_UNKNOWN))
+_SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -113,6 +126,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                 )
             seen[layer.name] = index
             check_finite(layer, (*_SCALED, *_FIXED), f"layers[{index}].")
+            if not 0 <= layer.wgrad_bytes <= layer.weight_bytes:
+                raise ProfileError(
+                    f"layers[{index}].trained_bytes: expected 0 to {layer.weight_bytes} (weight_bytes), "
+                    f"got {layer.trained_bytes}"
+                )
         check_finite(self, ("loss_s", "optimizer_s"), "")
         for index, (tail, head) in enumerate(self.edges or ()):
             if not (0 <= tail < len(self.layers) and 0 <= head < len(self.layers)):
@@ -156,6 +174,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                 crossing[cut] += layer.output_bytes
         return tuple(crossing)
 
+    def num_frozen(self, partition: Partition) -> int:
+        """How many stages of a partition, from the first on, have no layer that trains."""
+        return partition.num_frozen(lambda index: self.layers[index].trained_bytes != 0)
+
     def optimizer_of(self, layers: Iterable[int]) -> float:
         """Seconds of one optimizer step on some of the layers.
 
@@ -165,11 +187,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         >>> Profile("m", 1, layers, optimizer_s=6).optimizer_of([1])
         5
         """
+        layers = list(layers)
+        if not any(self.layers[index].wgrad_bytes for index in layers):
+            return 0.0
         own = sum(layer.step_s for layer in self.layers)
         if own:
             return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
-        weights = sum(layer.weight_bytes for layer in self.layers)
-        return self.optimizer_s * sum(self.layers[index].weight_bytes for index in layers) / weights if weights else 0.0
+        weights = sum(layer.wgrad_bytes for layer in self.layers)
+        return self.optimizer_s * sum(self.layers[index].wgrad_bytes for index in layers) / weights if weights else 0.0
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""

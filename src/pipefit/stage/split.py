@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
@@ -72,6 +73,22 @@ def named_layers(model: Any) -> list[NamedLayer]:
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
 
 
+def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
+    """How many stages at the beginning have nothing that steps change: parameters that train, averages of batch norms.
+
+    Raises:
+        ModelError: the partition is for another number of layers.
+    """
+    _check(layers, partition)
+
+    def trains(index: int) -> bool:
+        module = layers[index].module
+        tracked = (m.track_running_stats for m in module.modules() if isinstance(m, _BatchNorm))
+        return any(tracked) or any(parameter.requires_grad for parameter in module.parameters())
+
+    return partition.num_frozen(trains)
+
+
 def split(
     layers: Sequence[NamedLayer], partition: Partition, held: Sequence[Sequence[int]]
 ) -> list[dict[int, list[NamedLayer]]]:
@@ -89,8 +106,7 @@ def split(
     Raises:
         ModelError: the partition is for another number of layers.
     """
-    if partition.num_layers != len(layers):
-        raise ModelError(f"the partition has {partition.num_layers} layers, the model has {len(layers)}")
+    _check(layers, partition)
     given: set[int] = set()
     owned: set[int] = set()
     result = []
@@ -104,3 +120,8 @@ def split(
         owned |= parameters
         result.append(mine)
     return result
+
+
+def _check(layers: Sequence[NamedLayer], partition: Partition) -> None:
+    if partition.num_layers != len(layers):
+        raise ModelError(f"the partition has {partition.num_layers} layers, the model has {len(layers)}")

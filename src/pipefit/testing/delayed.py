@@ -4,13 +4,13 @@ Mini-batch k computes all its gradients at the weights w_s^{(version(s, k))} of 
 its newest version. The schedules differ only in `version`, which is written here from the papers, without a program.
 
     pipedream        version(s, k) = ⌊max(⌊k/R_s⌋ − W_s, 0) / m⌋      W_s = ⌊(N − 1 − Σ_{t<s} R_t) / R_s⌋
-    vertical sync    version(s, k) = version(0, k) of pipedream
+    vertical sync    version(s, k) = version(f, k) of pipedream
     2BW              version(s, k) = max(⌊k/m⌋ − 1, 0)
 
-R_s replicas of stage s, N workers, m micro-batches per mini-batch, k counts micro-batches. Replica k mod R_s runs W_s
-forwards before its first backward and then alternates one of each, so when it begins its j-th forward (j = ⌊k/R_s⌋) it
-has finished max(j − W_s, 0) backwards, of which every m make a version. With R_s = 1, m = 1 and n stages that is
-k − min(k, n−1−s).
+R_s replicas of stage s, f the first stage that trains, N workers, m micro-batches per mini-batch, k counts
+micro-batches. Replica k mod R_s runs W_s forwards before its first backward and then alternates one of each, so when it
+begins its j-th forward (j = ⌊k/R_s⌋) it has finished max(j − W_s, 0) backwards, of which every m make a version. With
+R_s = 1, m = 1 and n stages that is k − min(k, n−1−s).
 
 Source: PipeDream (SOSP 2019) §3.2–3.4; PipeDream-2BW (ICML 2021) §3.1.
 """
@@ -36,8 +36,10 @@ Gradients = dict[str, Tensor | None]
 """Gradients by a weight's name; of a tied weight the first in the model's order."""
 
 
-def version_rule(schedule: str, replicas: Sequence[int], num_microbatches: int, warmup: int = 1) -> Rule:
-    """The function version(stage, micro-batch) of an asynchronous schedule."""
+def version_rule(
+    schedule: str, replicas: Sequence[int], num_microbatches: int, warmup: int = 1, first: int = 0
+) -> Rule:
+    """The function version(stage, micro-batch) of an asynchronous schedule whose stages train from `first` on."""
     workers, m = sum(replicas), num_microbatches
 
     def stashed(stage: int, mb: int) -> int:
@@ -47,7 +49,7 @@ def version_rule(schedule: str, replicas: Sequence[int], num_microbatches: int, 
 
     rules: dict[str, Rule] = {
         "pipedream": stashed,
-        "pipedream-vertical-sync": lambda stage, mb: stashed(0, mb),
+        "pipedream-vertical-sync": lambda stage, mb: stashed(first, mb),
         "pipedream-2bw": lambda stage, mb: max(mb // m - 1, 0),
     }
     return rules[schedule]
@@ -120,10 +122,12 @@ def delayed_reference(case: Case) -> Outcome:
     """Trains in this process with the delays of an asynchronous schedule."""
     m, depth = case.request.microbatches, len(case.counts)
     replicas = case.copies
-    version = version_rule(case.schedule, replicas, m, case.request.parallelism.options.get("warmup", 1))
     owners = {name: names[0] for _, names in aliases(named_layers(case.model)) for name in names}
     whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is split among the replicas
     parts = [_Part(case, s, m if whole else m * replicas[s], owners) for s in range(depth)]
+    frozen = next((s for s, part in enumerate(parts) if part.masters or part.stage.batchnorms), depth - 1)
+    warmup = case.request.parallelism.options.get("warmup", 1)
+    version = version_rule(case.schedule, replicas, m, warmup, frozen)
     first: dict[str, Tensor] = {}
     losses = [0.0] * len(case.batches)
     data = [part for batch in case.batches for part in micro_batches(case, batch)]

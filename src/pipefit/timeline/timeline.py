@@ -155,7 +155,9 @@ class Timeline:
     def _steady_steps(self) -> int:
         last_forward: dict[int, float] = {}
         for event in self._work:
-            if self.program.ranks[event.rank][event.position].op is Op.FWD:
+            i = self.program.ranks[event.rank][event.position]
+            # Nothing holds frozen stages back: their last forward is no sign that the pipeline drains.
+            if i.op is Op.FWD and i.stage >= self.program.header.frozen:
                 last_forward[event.rank] = max(event.end_s, last_forward.get(event.rank, event.end_s))
         drain = min(last_forward.values(), default=0)
         return sum(end <= drain for end in self.step_ends_s)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 
-from pipefit.ir.op import OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, Kind, Lane, Op
+from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, Kind, Lane, Op
 from pipefit.verify.subject import Finding, Subject
 
 _OWNED = [op for op, spec in OP_SPEC.items() if "mb" in spec.fields and spec.lane is Lane.COMPUTE]
@@ -34,7 +34,8 @@ def complete(s: Subject) -> Iterator[Finding]:
     header, split = s.header, s.places[Op.BWD_INPUT].keys() | s.places[Op.BWD_WEIGHT].keys()
     ends = {0, header.last_stage}
     for stage, mb in product(range(header.num_stages), range(header.total_microbatches)):
-        due = [Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT] if (stage, mb) in split else [Op.FWD, Op.BWD]
+        backward = [Op.BWD_INPUT, Op.BWD_WEIGHT] if (stage, mb) in split else [Op.BWD]
+        due = [Op.FWD] if stage < header.frozen else [Op.FWD, *backward]
         due += [Op.LOAD] if stage in ends else []
         due += [Op.LOSS] if stage == header.last_stage else []
         for op in due:
@@ -42,6 +43,9 @@ def complete(s: Subject) -> Iterator[Finding]:
     for stage, mb, number in s.each(Op.BWD):
         if (stage, mb) in split:
             yield s.at("complete", number, f"the backward of s{stage} m{mb} is also there in its two halves")
+    for stage, _, number in s.each(Op.RECOMPUTE, *BACKWARD_OPS):
+        if stage < header.frozen:
+            yield s.at("complete", number, f"stage {stage} is frozen: it has forwards only")
     for (stage, mb), numbers in s.places[Op.RECOMPUTE].items():
         for number in numbers[1:]:
             yield s.at("complete", number, f"s{stage} m{mb} is already replayed: {s.where(numbers[0])}")

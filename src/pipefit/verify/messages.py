@@ -56,7 +56,8 @@ def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
             source, target = here[mb % len(here)], after[mb % len(after)]
             if source != target:
                 result[Kind.ACT.value, stage, mb] = source, target
-                result[Kind.GRAD.value, stage, mb] = target, source
+                if stage >= header.frozen:
+                    result[Kind.GRAD.value, stage, mb] = target, source
     return result
 
 

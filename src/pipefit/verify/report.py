@@ -9,7 +9,8 @@ import msgspec
 from pipefit.errors import InvalidProgramError
 
 RULES: Final[dict[str, str]] = {
-    "complete": "each micro-batch is loaded and goes forward and backward once at every stage; each update steps once",
+    "complete": "each micro-batch is loaded, goes forward once at every stage and backward once at each that is not "
+    "frozen; each update steps once",
     "ownership": "every instruction is on the rank that holds its stage and, by the round-robin rule, its micro-batch",
     "dependencies": "what an instruction needs was made on its rank before it",
     "use-after-free": "no value is used after it is consumed, dropped or evicted",

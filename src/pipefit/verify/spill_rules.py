@@ -124,7 +124,8 @@ def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
 
 
 def _forward(state: _Rank, i: Instruction) -> Iterator[str]:
-    if state.header.is_spilled(i.stage) and (i.op is Op.RECOMPUTE or (i.stage, i.mb) not in state.recomputed):
+    saves = i.stage >= state.header.frozen and (i.op is Op.RECOMPUTE or (i.stage, i.mb) not in state.recomputed)
+    if saves and state.header.is_spilled(i.stage):
         state.saved.setdefault(i.stage, set()).add(i.mb)
     return iter(())
 

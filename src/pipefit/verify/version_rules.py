@@ -16,7 +16,7 @@ _MOST = {WeightRule.FLUSH: 1, WeightRule.DOUBLE: 2}
 _ASKS = {
     WeightRule.FLUSH: "a flush asks for the version its update starts from",
     WeightRule.STASH: "stashing asks for the newest when the forward starts",
-    WeightRule.VERTICAL: "vertical sync asks for the version of stage 0's forward",
+    WeightRule.VERTICAL: "vertical sync asks for the version of the first trained stage's forward",
     WeightRule.DOUBLE: "double buffering asks for the version before the update",
 }
 

@@ -1,0 +1,222 @@
+"""Callbacks of a training: their record, and those that come with pipefit."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from pipefit.errors import PipefitError, PlanError
+from pipefit.runtime.signals import Stop
+
+_EVENTS = ("step", "evaluation", "checkpoint", "end")
+
+
+class _Answer(enum.Enum):
+    STOP = "stop"
+
+
+STOP: Final = _Answer.STOP
+"""The return value of a callback that ends the training on all ranks; raising StopIteration does the same."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The argument of a callback: the figures of the last step, and of the event that followed it.
+
+    Attributes:
+        step: weight updates since training began, over all runs that resumed from each other.
+        loss: of the step, the same on every rank.
+        seconds: since this `fit` began.
+        learning_rates: of the groups of an optimizer of this process, or, where it trains nothing, the largest one of
+            the run; (): unknown.
+        gradient_norm: of all gradients of the step, before clipping; None: the step did not compute it.
+        samples_per_s: from the beginning of the step to that of the next one.
+        tokens_per_s: likewise, where inputs are token ids; tokens outside the attention mask do not count.
+        bubble: share of the step without forward or backward, the mean over ranks.
+        memory_bytes: peak memory of each process so far: of its GPU, or resident; of those that share a rank, the
+            first one's.
+        held_out_loss: of the evaluation after the step; None: there was none.
+        path: of the checkpoint that was saved after the step; None: there was none.
+        ended: reason why training ends: "done", "STOP" (a callback) or "SIGTERM"; "": it does not end.
+    """
+
+    step: int
+    loss: float
+    seconds: float = 0.0
+    learning_rates: tuple[float, ...] = ()
+    gradient_norm: float | None = None
+    samples_per_s: float = 0.0
+    tokens_per_s: float | None = None
+    bubble: float = 0.0
+    memory_bytes: tuple[float, ...] = ()
+    held_out_loss: float | None = None
+    path: Path | None = None
+    ended: str = ""
+
+
+class Callbacks:
+    """The callbacks of a `fit`.
+
+    Each has some of the methods `step`, `evaluation`, `checkpoint` and `end`, which take a `Record`; a plain function
+    is called at every step. Two more attributes are optional. `every` is a number of steps: after each multiple of it
+    the training pauses, and `step` is called before the next step begins; without it a loss is read while the next step
+    runs. `evaluating()` is a context in which the model is evaluated.
+
+    Args:
+        all: in the order in which they are called.
+        stop: shared with the training loop; notes that one of them wants to end the training.
+
+    Raises:
+        PipefitError: one of them has none of the methods and is no function.
+    """
+
+    def __init__(self, all: Sequence[Any], stop: Stop) -> None:
+        self._all, self._stop = list(all), stop
+        self.last: Record | None = None
+        for one in self._all:
+            if not callable(one) and not any(hasattr(one, event) for event in _EVENTS):
+                wanted = f"a function, or an object with some of the methods {', '.join(_EVENTS)}"
+                raise PipefitError(f"callbacks: expected {wanted}; got {type(one).__name__}")
+
+    @property
+    def pauses(self) -> list[int]:
+        """Numbers of steps; the training pauses at their multiples."""
+        return [every for one in self._all if (every := getattr(one, "every", 0))]
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._all)
+
+    def notify(self, record: Record, event: str = "step") -> None:
+        """Calls the methods for an event."""
+        self.last = record
+        for one in self._all:
+            usual = one if event == "step" and callable(one) else None
+            method: Callable[[Record], Any] | None = getattr(one, event, usual)
+            if method is not None:
+                try:
+                    self._stop.wanted |= method(record) is STOP
+                except StopIteration:
+                    self._stop.wanted = True
+
+    def follow(self, event: str, **facts: Any) -> None:
+        """Calls the methods for an event that follows the last step, if there was a step."""
+        if self.last is not None:
+            self.notify(replace(self.last, **facts), event)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation."""
+        with contextlib.ExitStack() as stack:
+            for one in self._all:
+                if hasattr(one, "evaluating"):
+                    stack.enter_context(one.evaluating())
+            yield
+
+
+class Checkpoints:
+    """Saves checkpoints of a training, also when it ends.
+
+    Args:
+        pipe: that is trained.
+        folder: see `Pipeline.save`.
+        every: steps between checkpoints; 0: only at the end.
+        keep: number of the newest checkpoints that stay; None: all.
+    """
+
+    def __init__(self, pipe: Any, folder: str | Path, every: int = 0, keep: int | None = None) -> None:
+        self._pipe, self._folder, self.every, self._keep = pipe, folder, every, keep
+        self._saved = -1
+
+    def step(self, record: Record) -> None:
+        """Saves a checkpoint when it is due."""
+        if self.every and record.step % self.every == 0:
+            self._saved = record.step
+            self._pipe.save(self._folder, keep=self._keep)
+
+    def end(self, record: Record) -> None:
+        """Saves a checkpoint, unless that of the last step exists."""
+        if self._saved != record.step:
+            self._pipe.save(self._folder, keep=self._keep)
+
+
+class EarlyStopping:
+    """Ends a training whose held-out loss no longer improves, and restores the best weights.
+
+    Args:
+        pipe: that is trained.
+        patience: evaluations without a better loss after which training ends; 0: no limit.
+        folder: keeps the best weights, which are restored from it at the end; None: they are not kept.
+    """
+
+    def __init__(self, pipe: Any, patience: int = 0, folder: str | Path | None = None) -> None:
+        self._pipe, self._patience, self._folder = pipe, patience, folder
+        self._best, self._since = math.inf, 0
+
+    def evaluation(self, record: Record) -> Any:
+        """Takes the loss of the current weights, which is the same on every rank."""
+        assert record.held_out_loss is not None
+        self._since += 1
+        if record.held_out_loss < self._best:
+            self._best, self._since = record.held_out_loss, 0
+            if self._folder is not None:
+                self._pipe.save(self._folder, keep=1)
+        return STOP if 0 < self._patience <= self._since else None
+
+    def end(self, record: Record) -> None:
+        """Restores the best weights, unless the process must leave."""
+        if self._since and self._folder is not None and record.ended != "SIGTERM":
+            self._pipe.load(self._folder, weights_only=True)
+
+
+class EMA:
+    """The exponential moving average of the weights: average ← decay · average + (1 − decay) · weights after each step.
+
+    Evaluations use it, and so does whatever runs inside `evaluating()`, such as a save. Its first value is that of the
+    weights when it is made.
+
+    Args:
+        pipe: that is trained: by a synchronous schedule, with all its stages on the device.
+        decay: of the average.
+
+    Raises:
+        PlanError: the schedule is asynchronous, or stages are spilled.
+    """
+
+    every = 1
+
+    def __init__(self, pipe: Any, decay: float = 0.999) -> None:
+        if not pipe.schedule.is_synchronous or any(worker.spilling for worker in pipe.workers):
+            raise PlanError("EMA: expected a synchronous schedule and stages that stay on the device")
+        stages = [owned for worker in pipe.workers for owned in worker.owned.values()]
+        self._weights = [one.parameter for owned in stages for one in owned]
+        self._averages = [weight.detach().clone() for weight in self._weights]
+        self._average = get_ema_multi_avg_fn(decay)
+
+    def step(self, record: Record) -> None:
+        """Adds the new weights to the average."""
+        self._average(self._averages, [weight.detach() for weight in self._weights], None)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Puts the average into the model in place of the weights, and restores these."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for weight, average in zip(self._weights, self._averages, strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)

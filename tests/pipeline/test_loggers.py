@@ -1,0 +1,111 @@
+"""Loggers: what they write is what the callbacks were told, also over runs that resume from each other."""
+
+import csv
+import importlib.util
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import pipefit as pf
+from pipefit.errors import PipefitError
+from pipefit.pipeline import loggers
+from pipefit.runtime.launch import launch
+
+
+def trained(*callbacks, until=4, start=0):
+    torch.manual_seed(0)
+    pipe = pf.Pipeline(
+        nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)),
+        loss=nn.functional.mse_loss,
+        optimizer=lambda given: torch.optim.SGD([{"params": given[:1], "lr": 0.2}, {"params": given[1:]}], 0.1),
+        stages=2,
+        microbatches=2,
+        updates=pf.Updates(clip_norm=1.0),
+    )
+    data = [(torch.ones(4, 4) * step, torch.ones(4, 2)) for step in range(until)]
+    pipe.loop.num_updates = start
+    records = []
+    pipe.fit(data[start:], callbacks=[records.append, *callbacks], held_out=data[:1], evaluate_every=2)
+    return records
+
+
+def test_lines_of_json_hold_all_figures(tmp_path):
+    records = trained(pf.json_log(tmp_path / "run" / "metrics.jsonl"))
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(entry["step"], "held_out_loss" in entry) for entry in entries] == [
+        (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
+    ]  # fmt: skip
+    first = records[0]
+    assert entries[0] == {
+        "step": 1, "loss": first.loss, "seconds": first.seconds, "learning_rates": [0.2, 0.1],
+        "gradient_norm": first.gradient_norm, "samples_per_s": first.samples_per_s, "bubble": first.bubble,
+        "memory_bytes": list(first.memory_bytes),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["jsonl", "csv"])
+def test_a_training_that_resumes_keeps_the_lines_of_earlier_steps(end, tmp_path):
+    path = tmp_path / f"metrics.{end}"
+    log = {"jsonl": pf.json_log, "csv": pf.csv_log}[end]
+
+    def steps():
+        lines = path.read_text().splitlines()
+        return [int(row["step"]) for row in (map(json.loads, lines) if end == "jsonl" else csv.DictReader(lines))]
+
+    trained(log(path))
+    with path.open("a") as file:
+        file.write('{"step": 5, "lo' if end == "jsonl" else "5,0.1")  # cut off
+    trained(log(path), start=2, until=6)
+    assert steps() == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    trained(log(path), until=2)
+    assert steps() == [1, 2, 2]
+
+
+def test_a_table_has_a_column_for_each_figure(tmp_path):
+    records = trained(pf.csv_log(tmp_path / "metrics.csv"))
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert (rows[0]["loss"], rows[0]["held_out_loss"], rows[0]["tokens_per_s"]) == (str(records[0].loss), "", "")
+    assert rows[0]["learning_rates"] == "0.2" and float(rows[0]["memory_bytes"]) == max(records[0].memory_bytes)
+    assert rows[2]["loss"] == "" and float(rows[2]["held_out_loss"]) > 0
+
+
+def test_event_files_are_read_back_by_tensorboard(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = trained(pf.tensorboard_log(tmp_path))
+    records += trained(pf.tensorboard_log(tmp_path), start=2, until=6)
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    loss = [(event.step, event.value) for event in found.Scalars("loss")]
+    kept = records[:2] + records[4:]
+    assert loss == [(record.step, pytest.approx(record.loss, rel=1e-6)) for record in kept]
+    assert [event.step for event in found.Scalars("held_out_loss")] == [2, 4, 6]
+    assert {"bubble", "samples_per_s", "learning_rates", "gradient_norm"} <= set(found.Tags()["scalars"])
+
+
+def logged(folder):
+    trained(pf.json_log(f"{folder}/metrics.jsonl"))
+
+
+@pytest.mark.dist
+def test_of_several_processes_the_first_writes(tmp_path):
+    launch(logged, 2, str(tmp_path), threads=1)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 6 and len(json.loads(lines[0])["memory_bytes"]) == 2
+
+
+def test_a_package_that_is_missing_is_named_with_its_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in ("tensorboard", "wandb"):
+        with pytest.raises(PipefitError, match=f"logging by {name} needs the package {name}: pip install {name}"):
+            loggers.log_named(name, tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PipefitError, match="file"):
+        trained(pf.csv_log(tmp_path / "file" / "metrics.csv"))
