@@ -43,7 +43,7 @@ def found_lines(flow: Flow) -> list[int]:
 
     def is_inside(k: int) -> bool:
         sides = lines[max(k - reach, 0) : k], lines[k + 1 : k + 1 + reach]
-        return all(any(prices[other] < prices[lines[k]] for other in side) for side in sides)
+        return reach > 0 and all(not side or any(prices[other] < prices[lines[k]] for other in side) for side in sides)
 
     lines = [line for k, line in enumerate(lines) if not is_inside(k)]
     count = min(len(lines), MOST - 1)

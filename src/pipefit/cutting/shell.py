@@ -284,6 +284,8 @@ class CutLayer(nn.Module):
             ModelError: the model has no plan for it, or one that cannot be followed.
         """
         model = self.shell.model
+        if not isinstance(self.shell, Shell):
+            raise ModelError(f"{type(model).__name__} is cut in its graph, which cannot be sharded; use tensor=1")
         known[model] = rules = known[model] if model in known else tensor_rules(model)
         modules = ((path, module if path else self.holder) for path, module in self.named_modules())
         return {path: Ruled(module, rules[module]) for path, module in modules if module in rules}

@@ -79,8 +79,8 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     `save_pretrained` wrote.
 
     The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), a `Cut`, or any `nn.Module`;
-    or a tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`; other modules are cut into
-    layers by such an example. The loss is the model's own or cross entropy when none is given. Weights come
+    or a tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`; other modules are cut by
+    such an example. The loss is the model's own or cross entropy when none is given. Weights come
     from torch's global random state, so seed it first.
 
     Args:
