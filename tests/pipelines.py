@@ -20,7 +20,7 @@ def grouped(**options: Any) -> dict[str, Any]:
         options["ranks"] = options.pop("num_ranks") * options.get("tensor", 1)
     tables: dict[str, dict[str, Any]] = {}
     arguments = {name: value for name, value in options.items() if name not in _NAMES}
-    if "loss_scale" in options:
+    if {"loss_scale", "compile"} & options.keys():
         tables["precision"] = {"dtype": arguments.pop("precision", "fp32")}
     for name, value in options.items():
         if name in _NAMES:

@@ -56,6 +56,7 @@ NEWER = {
     ("pipeline", "loaders.py"),
     ("pipeline", "callbacks.py"),
     ("pipeline", "loggers.py"),
+    ("stage", "compiler.py"),
 }
 """Modules of features that came after the rooms were rebuilt, in addition to the folder `cutting`."""
 

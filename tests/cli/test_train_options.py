@@ -53,7 +53,7 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
-        "patience=3 log=csv"
+        "patience=3 log=csv compile"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
     # A setting that is not here has no option yet.
@@ -201,6 +201,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         utilisation=[0.8, 0.7],
         peak_memory_bytes=[2**20, 2**21],
         held_bytes=(),
+        compile_s=[2.0, 3.5],
         traffic=([2**16, 2**15], [0.0, 0.0]),
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
         text="Once upon",
@@ -209,6 +210,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
     text = report(result)
     assert "loss 3.0000 → 1.5000   (unigram entropy: 2.9000)" in text
     assert "held-out loss 1.6000" in text and "accuracy" not in text
+    assert "layers compiled in 3.5 s" in text
     assert ["period", "900", "ms", "1", "s", "+11.1%"] in [line.split() for line in text.splitlines()]
     assert ["bubble", "20.0%", "25.0%", "+5.0", "points"] in [line.split() for line in text.splitlines()]
     assert "rank 1: 70%" in text and "rank 1: 2 MiB" in text

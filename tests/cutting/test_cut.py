@@ -46,6 +46,20 @@ def test_a_model_of_transformers_trains_as_in_one_process(family):
     assert found.equal, found
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(("family", "schedule"), [("GPT2LMHeadModel", "zb-h1"), ("LlamaForCausalLM", "pipedream-2bw")])
+def test_compiled_blocks_train_as_one_process_does_without(family, schedule):
+    torch.manual_seed(0)
+    compiled = pf.Precision(compile="aot_eager")
+    found = check(bundle(family), schedule=schedule, precision=compiled, parallelism=pf.Parallelism(ranks=2))
+    assert max(found.loss_diff, found.grad_diff, found.weight_diff) < 1e-12
+
+
+def test_blocks_whose_routers_hand_out_more_are_not_compiled():
+    with pytest.raises(ModelError, match=r"gathered by hooks.*train it without compile"):
+        check(bundle("MixtralForCausalLM"), precision=pf.Precision(compile="aot_eager"))
+
+
 def test_attention_weights_that_nobody_reads_do_not_travel_to_the_end():
     options = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "rotary_dim": 4, "n_positions": 32}
     made = build("transformers:GPTJForCausalLM", **options, bos_token_id=1, eos_token_id=2).layers

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pipefit.errors import ModelError
 from pipefit.runtime.halves import Saved, input_half, run_backward, weight_half
+from pipefit.stage.compiler import backend_of
 
 WIDTH = 4
 
@@ -112,10 +113,16 @@ def without_inputs_at_two_places(net: Net, x: Tensor, y: Tensor) -> Any:
     return (own * x + queries * y, own.sin())
 
 
+def compiled(net: Net, x: Tensor, y: Tensor) -> Any:
+    """Under torch.compile, whose backward is one node."""
+    backend = backend_of("aot_eager", torch.device("cpu"))
+    return torch.compile(residual, backend=backend)(net, x, y)
+
+
 CASES = [
     residual, one_output_is_an_input, an_input_that_is_not_used, at_two_depths, side_by_side, own_function,
     function_over_weights, hooked_activation, recurrent, several_outputs_of_a_node, autocast,
-    without_inputs_at_two_places,
+    without_inputs_at_two_places, compiled,
 ]  # fmt: skip
 
 
@@ -138,6 +145,7 @@ def alike(mine: list[Tensor | None], other: list[Tensor | None]) -> bool:
     return all((a is None) == (b is None) and (a is None or torch.allclose(a, b, 1e-5, 1e-7)) for a, b in pairs)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_two_halves_make_the_gradients_of_a_whole_backward(case: Any) -> None:
     dtype = torch.float32 if case in (recurrent, autocast) else torch.float64
@@ -208,3 +216,11 @@ def test_a_weight_with_a_hook_at_two_depths_is_refused() -> None:
     saved, grads = forward(net, torch.float32)
     with pytest.raises(ModelError, match="whole backwards"):
         input_half(saved, grads)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_a_compiled_backward_makes_all_gradients_in_the_first_half() -> None:
+    net = Net(compiled)
+    saved, grads = forward(net, torch.float32)
+    _, rest = input_half(saved, grads)
+    assert {edge.node.name() for run in rest for edge in run.edges} == {"torch::autograd::AccumulateGrad"}

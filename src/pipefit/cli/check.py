@@ -83,13 +83,15 @@ def command(
         )
     facts = {"schedule": schedule, "num_ranks": spread.ranks, "num_microbatches": microbatches, "dtype": dtype}
     facts |= {"precision": precision.dtype} if precision.dtype != "fp32" else {}
+    facts |= {"compile": True} if precision.compile else {}
     facts |= {"tensor": spread.tensor, "sequence_parallel": spread.sequence_parallel} if spread.tensor > 1 else {}
     width = f", tensor {spread.tensor}{' and sequence' * spread.sequence_parallel}" if spread.tensor > 1 else ""
+    compiled = " with compiled layers" if precision.compile else ""
     verdict = "equal" if result.equal else f"DIFFERENT, first in {result.first_difference}"
     text = (
         f"{bundle.describe()}\n"
         f"{schedule} on {counted(spread.ranks or 0, 'rank')}{width} ({transport}), {microbatches} micro-batches, "
-        f"{steps} steps in {facts.get('precision', dtype)}: {verdict}\n"
+        f"{steps} steps in {facts.get('precision', dtype)}{compiled}: {verdict}\n"
         f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
         f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})"
     )

@@ -103,6 +103,8 @@ def _perplexity(loss: float) -> str:
 def report(result: Any) -> str:
     """The end of a run: its figures, measured next to predicted, a sample, and the paths of its files."""
     lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
+    if any(result.compile_s):
+        lines.append(f"layers compiled in {format_seconds(max(result.compile_s))}")
     if result.losses:
         lines.append(f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}")
     if result.baseline:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cutting.shell import Enter, replaced_forwards
+from pipefit.cutting.shell import Enter
 from pipefit.errors import ModelError
+from pipefit.stage.compiler import replaced_forwards
 
 
 class Call(NamedTuple):

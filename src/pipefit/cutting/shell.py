@@ -27,25 +27,10 @@ from pipefit.cutting.stubs import Stub, nan_like
 from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.errors import ModelError
 from pipefit.parallel import Ruled
+from pipefit.stage.compiler import replaced_forwards
 
 Enter = Callable[[int], None]
 """Called when the forward reaches a layer that computes, with the layer's number."""
-
-
-@contextlib.contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """The context in which modules have other forwards; their hooks stay."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            module.__dict__["forward"] = forward
-        yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
 
 
 class _Reached(BaseException):
@@ -273,6 +258,20 @@ class CutLayer(nn.Module):
         for module in self.shell.spine:
             module._buffers.update({name: fn(value) for name, value in module._buffers.items() if value is not None})
         return self
+
+    @property
+    def block(self) -> nn.Module | None:
+        """The block that is this layer; None: what runs before or after the blocks.
+
+        Raises:
+            ModelError: the model's own code gathers outputs from inside it, by hooks of each micro-batch.
+        """
+        if self.shell.carried:
+            raise ModelError(
+                "the outputs of the model's routers are gathered by hooks, which torch.compile would compile anew for "
+                "each micro-batch; train it without compile, or with output_router_logits=False"
+            )
+        return self.shell.blocks[self.number - 1] if 0 < self.number <= len(self.shell.blocks) else None
 
     def tensor_rules(self, known: dict[nn.Module, Rules]) -> dict[str, Ruled]:
         """Its modules that have a rule for tensor parallelism, by their paths.

@@ -227,8 +227,8 @@ def _checked(named: NamedLayer, rules: Mapping[str, Ruled] | None, width: int) -
     """The rules of a layer, but of modules that stay whole."""
     if rules is None:
         raise ModelError(
-            f"layer {named.name} ({type(named.module).__name__}) has no tensor rule, so {width} processes cannot share it; "
-            "use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
+            f"layer {named.name} ({type(named.module).__name__}) has no tensor rule, so {width} processes cannot share "
+            "it; use tensor=1, a gpt, or give its class a `tensor_rule` (pipefit.parallel.TensorRule)"
         )
     kept = dict(rules)
     for path, (module, rule) in rules.items():

@@ -38,6 +38,7 @@ from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
+from pipefit.stage.compiler import backend_of, compile_seconds
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
@@ -68,7 +69,7 @@ class Pipeline:
         example: one batch, (input, target) or a dict, for measuring and for cutting.
         parallelism: distribution of the model over processes: ranks, chunks, replicas, tensor width and the like.
         precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32;
-            or a `Precision`, with the first scale of the loss.
+            or a `Precision`, with the first scale of the loss, or with `compile=True`: layers train by torch.compile.
         updates: learning-rate schedule, clipping, weights of micro-batches, seed.
         spill: stages are kept on the host or on disk; a cap on the device's memory (with `example`) also determines
             the stages.
@@ -105,10 +106,10 @@ class Pipeline:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
-        half = half_of(precision.dtype)
+        half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
         name = type(model).__name__
-        work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name)
+        work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name, compiler)
         self.plan = decide(request, work, self._session).plan
         self.schedule = find(self.plan.schedule)
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
@@ -122,6 +123,7 @@ class Pipeline:
             updates.seed,
             half=half,
             loss_scale=first_scale(half, precision.loss_scale),
+            compiler=compiler,
         )
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
@@ -402,7 +404,9 @@ class Pipeline:
 
     def report(self, last: int = 8) -> PipelineReport:
         """A summary of the time of the last passes, to be printed. All ranks of a run must call it together."""
-        return PipelineReport.of(self.timeline(last), self.plan, self._session, self.loop.moved_bytes, self.held_bytes)
+        compile_s = compile_seconds() if self._training.compiler else 0.0
+        own = self.loop.moved_bytes, self.held_bytes, compile_s
+        return PipelineReport.of(self.timeline(last), self.plan, self._session, *own)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs, displayed in a notebook."""

@@ -63,6 +63,8 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
     spill = request.spill
     is_capped = spill is not None and spill.cap_bytes is not None
     plan = _given(request.plan)
+    if work.compiler is not None:
+        _check_can_compile(plan.tensor if plan else request.parallelism.tensor, is_capped)
     if plan is None and spill is not None and spill.resume is not False:
         if measure or is_capped or request.stages == AUTO:
             plan = recorded_plan(resumed_folder(spill), session.rank)
@@ -78,6 +80,24 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
     plan = _with_sharding(made.plan, request.parallelism.shard_optimizer)
     _check_ranks(session, plan)
     return made._replace(plan=msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition)))
+
+
+def _check_can_compile(tensor: int, is_capped: bool) -> None:
+    """Refuses what layers cannot do that train by torch.compile.
+
+    Raises:
+        PlanError: they would communicate inside, or keep other bytes than those that a cap was planned with.
+    """
+    if tensor > 1:
+        raise PlanError(
+            f"compile: the processes of a tensor-parallel rank communicate inside their layers, where torch.compile "
+            f"cannot follow; give tensor=1 (got {tensor}), or train without compile"
+        )
+    if is_capped:
+        raise PlanError(
+            "compile: the plan for a cap on the device's memory counts the bytes that layers keep as they are, not "
+            "compiled; leave out device_memory (stages also spill without it), or train without compile"
+        )
 
 
 def _given(plan: Any) -> Plan | None:
@@ -114,7 +134,7 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             global_batch=batch,
             microbatch_sizes=[size for size in sizes if not batch % size],
             state_per_weight=state_per_weight(work.layers, work.optimizer),
-            tensors=widths_of([layer.module for layer in work.layers], session.num_ranks),
+            tensors=widths_of([layer.module for layer in work.layers], 1 if work.compiler else session.num_ranks),
             sharded=True if spread.shard_optimizer else None,
         )
     stages = request.stages

@@ -51,6 +51,7 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
             "seed": training.seed,
             "clip_norm": training.clip_norm,
             "precision": str(training.half or "fp32").removeprefix("torch."),
+            "compile": training.compiler,
             "loss_scale": training.loss_scale,
         },
     }

@@ -41,6 +41,7 @@ class PipelineReport:
         peak_memory_bytes: peak memory of each process: of its GPU, or resident.
         held_bytes: peak bytes of tensors of each process in one pass; []: not measured.
         traffic: bytes that each process has moved in the last pass.
+        compile_s: seconds that each process has spent in compiling layers since it was started; 0: it compiled none.
     """
 
     timeline: Timeline
@@ -48,16 +49,23 @@ class PipelineReport:
     peak_memory_bytes: list[float]
     traffic: Traffic
     held_bytes: list[float]
+    compile_s: list[float]
 
     @classmethod
     def of(
-        cls, timeline: Timeline, plan: Plan, session: Session, moved: tuple[float, float], held: float | None
+        cls,
+        timeline: Timeline,
+        plan: Plan,
+        session: Session,
+        moved: tuple[float, float],
+        held: float | None,
+        compile_s: float,
     ) -> PipelineReport:
         """Returns the figures of all processes, from those of this one. Every process must call it."""
-        rows = gather_rows(session, [*moved, peak_memory_bytes(), math.nan if held is None else held])
-        sent, inside, peak, tensors = map(list, zip(*rows, strict=True))
+        own = [*moved, peak_memory_bytes(), math.nan if held is None else held, compile_s]
+        sent, inside, peak, tensors, compiled = map(list, zip(*gather_rows(session, own), strict=True))
         is_known = not any(map(math.isnan, tensors))
-        return cls(timeline, plan, peak, Traffic(sent, inside), tensors if is_known else [])
+        return cls(timeline, plan, peak, Traffic(sent, inside), tensors if is_known else [], compiled)
 
     def __str__(self) -> str:
         measured = self.timeline
@@ -71,6 +79,7 @@ class PipelineReport:
             *([f"tensors at most: {', '.join(map(format_bytes, self.held_bytes))}"] if self.held_bytes else []),
             f"sent to other ranks: {', '.join(map(format_bytes, self.traffic.sent_bytes))}",
             *([f"moved inside each rank: {', '.join(map(format_bytes, self.traffic.inside_bytes))}"] * is_tensor),
+            *([f"compiled in {', '.join(map(format_seconds, self.compile_s))}"] * any(self.compile_s)),
             f"{'what':<14}{'median':>10}{'total':>10}{'count':>8}",
         ]
         for (op, stage), times in sorted(by_kind(measured).items(), key=lambda item: (item[0][1], item[0][0])):

@@ -22,6 +22,7 @@ from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.compiler import compiled_forwards, replaced_forwards
 from pipefit.stage.materialise import is_meta
 from pipefit.stage.split import NamedLayer
 
@@ -60,7 +61,8 @@ def agreed_profile(
         optimizer=work.optimizer,
         clips=work.clips,
     )
-    with _as_trained(work.layers):
+    compiled = replaced_forwards(compiled_forwards(work.layers, work.compiler))
+    with _as_trained(work.layers), compiled:
         return agreed(session, measure)
 
 

@@ -31,6 +31,7 @@ from pipefit.profiling.workload import Workload
 from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
+from pipefit.stage.compiler import compiled_forwards, replaced_forwards
 from pipefit.stage.materialise import is_meta, materialise
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import MakeOptimizer
@@ -70,6 +71,7 @@ def with_measured_kinds(
     state_per_weight: float = 2.0,
     room_bytes: float = float("inf"),
     half: torch.dtype | None = None,
+    compiler: str | None = None,
 ) -> Profile:
     """A computed profile with measured seconds, at its own micro-batch size.
 
@@ -87,6 +89,7 @@ def with_measured_kinds(
         state_per_weight: bytes of its states for each byte of weights, to determine which layers fit.
         room_bytes: memory limit of a measurement on the device.
         half: the type that autocast computes in; None: no autocast.
+        compiler: the backend of torch.compile that layers run by; None: they run as they are.
 
     Returns:
         The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. Layers
@@ -105,7 +108,8 @@ def with_measured_kinds(
         with random_state_kept(device), suppress(ModelError, RuntimeError):
             payload = _payload(cost.input, device) if layer.index else map_tensors(torch.clone, first)
             present = _present(layer, device)
-            with untouched([present], device, None):
+            compiled = replaced_forwards(compiled_forwards([present], compiler))
+            with untouched([present], device, None), compiled:
                 run = _Forward(present, payload, device, half)
                 run()
                 noted_bytes = _noted_bytes(run)
@@ -146,6 +150,7 @@ def profile_kinds(
         state_per_weight=state_per_weight,
         room_bytes=room_bytes,
         half=work.half,
+        compiler=work.compiler,
     )
 
 

@@ -28,6 +28,7 @@ class Workload:
         clips: gradients are clipped by their global norm.
         half: the type that autocast computes in; None: no autocast.
         model: its name.
+        compiler: the backend of torch.compile that layers train by; None: they run as they are.
     """
 
     layers: Sequence[NamedLayer]
@@ -38,6 +39,7 @@ class Workload:
     clips: bool = False
     half: torch.dtype | None = None
     model: str = ""
+    compiler: str | None = None
 
     def fresh(self) -> nn.Sequential:
         """A copy of the whole model."""

@@ -67,6 +67,7 @@ class RunResult:
     peak_memory_bytes: list[float]
     traffic: Traffic
     held_bytes: list[float] = field(default_factory=list)
+    compile_s: list[float] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     text: str = ""
     paths: dict[str, str] = field(default_factory=dict)

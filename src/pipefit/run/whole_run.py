@@ -37,6 +37,7 @@ from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile
 from pipefit.spec.options import Parallelism
+from pipefit.stage.compiler import backend_of
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
@@ -128,15 +129,17 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
     device = config.request.parallelism.device
+    place = torch.device(device) if device else default_device()
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
         make_optimizer(config.optimizer, config.lr),
-        torch.device(device) if device else default_device(),
+        place,
         example_of(bundle, source, config.batch),
         bool(config.updates.clip_norm),
         half_of(config.precision.dtype),
         bundle.name,
+        backend_of(config.precision.compile, place),
     )
 
 
@@ -211,6 +214,7 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
         traffic=report.traffic,
         peak_memory_bytes=report.peak_memory_bytes,
         held_bytes=report.held_bytes,
+        compile_s=report.compile_s,
     )
 
 

@@ -16,6 +16,7 @@ from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore, shard
 from pipefit.spill.rank import Spilling
+from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
@@ -94,7 +95,7 @@ class Worker:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
         for index, stage in stages.items():
-            stage.half = training.half
+            stage.half, stage.compiled = training.half, compiled_forwards(stage.layers, training.compiler)
             # A weight that two stages of the rank share is trained by the first.
             named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad and id(p) not in seen]
             seen.update(id(parameter) for _, parameter in named)

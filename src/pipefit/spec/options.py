@@ -91,15 +91,18 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Precision:
-    """Mixed precision: layers compute in a smaller type, weights stay as they are.
+    """How layers compute: in which type, while weights stay as they are, and whether they are compiled.
 
     Attributes:
         dtype: type that layers compute in: fp32 (the model's own), or bf16 or fp16, under autocast.
         loss_scale: first scale of the loss, which then follows the gradients; default: 65536 for fp16, else no scaling.
+        compile: train layers by torch.compile, one compilation for each kind of layer. In Python also the name of a
+            backend, such as "aot_eager"; True is "inductor".
     """
 
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "--precision")
     loss_scale: float | None = None
+    compile: bool | str = setting(False, typed=bool)
 
     @classmethod
     def of(cls, value: Precision | str) -> Precision:

@@ -14,8 +14,8 @@ class DeferredBatchNorm(_BatchNorm):
     """A batch norm whose running averages change once per update, by the statistics of all its micro-batches together.
 
     `DeferredBatchNorm.adopt` turns a module into one and keeps its parameters, buffers and names; `release` restores
-    its own class. `update` is the update that the next forward's statistics belong to (several are in flight under an
-    asynchronous schedule); None: none, as in a replay.
+    its own class. `begin` and `count` stand around a forward and take its statistics: torch.compile can follow a list
+    that is empty at the start, but not a table that grows.
 
     Source: GPipe (NeurIPS 2019) §2.1.
     """
@@ -23,7 +23,7 @@ class DeferredBatchNorm(_BatchNorm):
     _own_class: type[nn.Module]
     _seen: dict[int, list[tuple[Tensor, Tensor, float]]]
     _gathered: dict[int, Tensor]
-    update: int | None
+    _fresh: list[tuple[Tensor, Tensor, float]] | None
 
     @staticmethod
     def adopt(module: _BatchNorm) -> None:
@@ -35,12 +35,12 @@ class DeferredBatchNorm(_BatchNorm):
         module._own_class = own
         module._seen = {}
         module._gathered = {}
-        module.update = 0
+        module._fresh = None
 
     def release(self) -> None:
         """Restores the module's own class."""
         own = self._own_class
-        del self._own_class, self._seen, self._gathered, self.update
+        del self._own_class, self._seen, self._gathered, self._fresh
         self.__class__ = own
 
     def forward(self, input: Tensor) -> Tensor:
@@ -49,10 +49,19 @@ class DeferredBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         normal, mean, invstd = torch.native_batch_norm(input, self.weight, self.bias, None, None, True, 0.0, self.eps)
-        if self.update is not None:
-            seen = mean.detach(), invstd.detach(), input.numel() / input.shape[1]
-            self._seen.setdefault(self.update, []).append(seen)
+        if self._fresh is not None:
+            self._fresh.append((mean.detach(), invstd.detach(), input.numel() / input.shape[1]))
         return normal
+
+    def begin(self) -> None:
+        """A forward begins, whose statistics `count` will ask for."""
+        self._fresh = []
+
+    def count(self, update: int | None) -> None:
+        """Counts the forward's statistics for an update (several are in flight without a flush); None: for none."""
+        if self._fresh and update is not None:
+            self._seen.setdefault(update, []).extend(self._fresh)
+        self._fresh = None
 
     def gathered(self, update: int) -> Tensor | None:
         """Count, sum and sum of squares (3 × channels) of an update so far, which replicas add up."""

@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.compiler import Forward, replaced_forwards
 from pipefit.stage.split import NamedLayer
 
 
@@ -35,6 +36,7 @@ class Stage:
         layers: with the user's names.
         device: where it runs.
         half: the type that autocast computes in; None: no autocast.
+        compiled: modules that train by other forwards, which are compiled.
         is_cut: the layers are parts of one model's forward and run together; each of them needs the micro-batch.
     """
 
@@ -45,6 +47,7 @@ class Stage:
         self.seed = seed
         self.training = True
         self.half: torch.dtype | None = None
+        self.compiled: dict[nn.Module, Forward] = {}
         for layer in self.layers:
             layer.module.to(device)
             for module in layer.module.modules():
@@ -85,15 +88,16 @@ class Stage:
             update: that batch norms count the micro-batch for.
         """
         for module in self.batchnorms:
-            module.update = None if replay else update
+            module.begin()
         state = self._generator.get_state()
 
         def seed(layer: int) -> None:
             self._generator.manual_seed(layer_seed(self.seed, ordinal, layer))
 
+        # Inside, so that weights are cast once for each forward, and anew for the next version's.
+        half = contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         try:
-            # Inside, so that weights are cast once for each forward, and again for the next version's.
-            with contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half):
+            with half, replaced_forwards(self.compiled if self.training else {}):
                 if self.is_cut:
                     first, last = self.layers[0], self.layers[-1]
                     return self._run(first, lambda: first.module.through(last.module, payload, seed))
@@ -103,6 +107,8 @@ class Stage:
                 return payload
         finally:
             self._generator.set_state(state)
+            for module in self.batchnorms:
+                module.count(None if replay else update)
 
     def _run(self, layer: NamedLayer, forward: Callable[[], Any]) -> Any:
         try:
@@ -112,6 +118,8 @@ class Stage:
         except Exception as problem:
             kind = type(problem).__name__
             hint = "; make its first operation not in place" if "leaf Variable" in str(problem) else ""
+            if type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):
+                hint = "; torch.compile cannot take it: train without compile"
             raise ModelError(
                 f"stage {self.index}: layer {layer.name} ({type(layer.module).__name__}) failed in its forward: "
                 f"{kind}: {problem}{hint}"

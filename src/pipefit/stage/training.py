@@ -27,6 +27,7 @@ class Training:
         seed: of all random numbers inside the model.
         half: the type that autocast computes in; None: no autocast.
         loss_scale: the first scale of the loss; None: the loss is not scaled.
+        compiler: the backend of torch.compile that layers train by; None: they run as they are.
     """
 
     loss: Callable[[Any, Any], Tensor]
@@ -36,6 +37,7 @@ class Training:
     seed: int = 0
     half: torch.dtype | None = None
     loss_scale: float | None = None
+    compiler: str | None = None
 
     @property
     def needs_norm(self) -> bool:
