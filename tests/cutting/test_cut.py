@@ -117,9 +117,12 @@ def test_an_own_module_trains_as_in_one_process():
     assert check(made, schedule="1f1b", example=example).equal
 
 
-def test_a_value_that_skips_a_block_allows_no_cut_there():
-    with pytest.raises(ModelError, match=r"Branches cannot be cut: .*Give cuts="):
-        pf.cut(Branches(), torch.randn(4, 8))
+def test_a_value_that_skips_all_blocks_is_sent_past_them():
+    model = Branches()
+    made = pf.cut(model, torch.randn(4, 8))
+    assert made.way == "of its traced graph"
+    assert [layer.name for layer in made.layers] == ["first", "skipping", *(f"blocks.{n}" for n in range(4)), "last"]
+    assert [num_tensors for _, num_tensors in made.crossing] == [1, 2, 2, 2, 2, 1]
 
 
 def test_a_model_that_raises_on_its_example_is_named_with_the_cause():

@@ -51,5 +51,6 @@ def command(
         from pipefit.spec.files import write_atomically
 
         write_atomically(output, picture(made, model))
-    data = {"model": model, "layers": rows, "merged": merged}
+    way = made.way if isinstance(made, Cut) else "of a sequence"
+    data = {"model": model, "way": way, "layers": rows, "merged": merged}
     return Answer(data, lambda: f"{model}: {table(made)}", output=[output] if output else [])

@@ -49,6 +49,7 @@ class Seen(NamedTuple):
             same shape and type, -1 for a leaf that is not a tensor, None where there is none.
         examples: an output of each block and unit.
         output: of the model.
+        buffers: of the model, after the run.
     """
 
     entries: list[list[Any]]
@@ -57,6 +58,7 @@ class Seen(NamedTuple):
     alike: dict[str, list[int | None]]
     examples: dict[str, Any]
     output: Any
+    buffers: list[Tensor]
 
 
 def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
@@ -91,15 +93,13 @@ def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | Non
         cuts: paths of modules before which it may be cut; None: found here.
 
     Raises:
-        ModelError: a path of `cuts` does not name a module, or names one that is not called once.
+        ModelError: a path of `cuts` names a module that is not called once.
     """
     times = Counter(call.path for call in calls)
     order = [call.path for call in calls if times[call.path] == 1]
     modules = dict(model.named_modules())
     if cuts is not None:
         for path in cuts:
-            if path not in modules:
-                raise ModelError(f"cuts: the model has no module {path!r}")
             if times[path] != 1:
                 raise ModelError(f"cuts: {path} is called {times[path]} times in one forward; a cut needs exactly one")
         yield _anatomy(model, [path for path in order if path in cuts])
@@ -171,7 +171,7 @@ def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mappi
         kwargs: keyword arguments.
         enter: called as each layer begins.
     """
-    seen = Seen([], [], {path: set() for path in parts.units}, {}, {}, None)
+    seen = Seen([], [], {path: set() for path in parts.units}, {}, {}, None, [])
     numbers = {path: number for number, path in enumerate(parts.blocks, 1)}
     now = 0
 
@@ -205,7 +205,7 @@ def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mappi
     enter(0)
     with replaced_forwards(watches):
         output = model(*args, **kwargs)
-    return seen._replace(output=output)
+    return seen._replace(output=output, buffers=[buffer.clone() for buffer in model.buffers()])
 
 
 def _copy(leaf: Any) -> Any:

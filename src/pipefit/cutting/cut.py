@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
+from pipefit.cutting.exported import copied
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
-from pipefit.cutting.proof import prove
-from pipefit.cutting.shell import CutLayer, Payload, Shell
+from pipefit.cutting.proof import kept_buffers, prove, prove_trace
+from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
 from pipefit.cutting.stubs import Stub
+from pipefit.cutting.traced import Traced
 from pipefit.errors import ModelError
 from pipefit.stage.materialise import InitialiseLayer, lent_weights
 from pipefit.stage.split import NamedLayer, named_layers
@@ -31,8 +33,7 @@ class Cut:
 
     Attributes:
         layers: in order; their parameters have the model's own names.
-        shell: the model's forward, which the layers share.
-        parts: the modules that are blocks, and those around them.
+        shell: the model's forward, which the layers share, around its blocks or traced.
         crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
         merged: blocks before which it cannot be cut, with the reason.
         loss: the model's own, (output, batch) -> mean; None: it has none.
@@ -41,13 +42,17 @@ class Cut:
     """
 
     layers: tuple[NamedLayer, ...]
-    shell: Shell
-    parts: Anatomy
-    crossing: tuple[tuple[int, int], ...]
+    shell: Shell | Traced
+    crossing: tuple[tuple[float, int], ...]
     merged: tuple[tuple[str, str], ...] = ()
     loss: Callable[[Any, Any], Tensor] | None = None
     weigh: Callable[[Any], float] | None = None
     initialise_layer: InitialiseLayer | None = None
+
+    @property
+    def way(self) -> str:
+        """What was cut."""
+        return "of its traced graph" if isinstance(self.shell, Traced) else "around its blocks"
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -57,7 +62,7 @@ class Cut:
         """A table of the layers, with the bytes that enter each of them for the example."""
         entering = [("the batch", ""), *((format_bytes(size), counted(n, "tensor")) for size, n in self.crossing)]
         rows = [(*row, *enters) for row, enters in zip(_rows(self.layers), entering, strict=True)]
-        head = f"{len(self)} layers, proved equal to the whole model"
+        head = f"{len(self)} layers {self.way}, proved equal to the whole model"
         lines = [head, *columns([("layer", "parameters", "enters", ""), *rows])]
         return "\n".join([*lines, *(f"no cut before {path}: {why}" for path, why in self.merged)])
 
@@ -89,10 +94,11 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
             memory meanwhile.
         example: one batch: a tensor, a tuple of positional or a dict of keyword arguments; None: a random one, which
             models of transformers have.
-        cuts: paths of modules before which the model may be cut; None: the blocks of its repeated list.
+        cuts: paths of modules before which the model is cut; None: the blocks of its repeated list, or, where that
+            leaves most of the weights in one layer, wherever little crosses in the graph of `torch.export`.
 
     Returns:
-        The layers; the first is the code before the first block, the last the code after the last block.
+        The layers; the first is the code before the first cut, the last the code after the last one.
 
     Raises:
         ModelError: no cut gives the results of the model; the message names the place and the reason.
@@ -103,10 +109,15 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
             f"{type(model).__name__} is not a sequence of layers: a cut is found with an example of its "
             "input; give example=…, one batch"
         )
+    unknown = set(cuts or ()) - dict(model.named_modules()).keys()
+    if unknown:
+        raise ModelError(f"cuts: the model has no module {min(unknown)!r}")
     example = random_batch(model, 3) if example is None else example
     ways = (Call.of(model), result, Routers.of(model)) if own else (plain_arguments, _as_it_is, None)
     with lent_weights(model):
         found = _cut(model, example, cuts, ways)
+    if isinstance(found.shell, Traced):
+        found = replace(found, layers=found.shell.hold(model))  # with its weights again, not the lent ones
     loss, weigh = loss_of(model) if own else (None, None)
     return replace(found, loss=loss, weigh=weigh)
 
@@ -142,32 +153,69 @@ def _as_it_is(output: Any) -> Any:
 
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     args, kwargs = ways[0](example)
-    state = torch.random.get_rng_state()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    problems: list[str] = []
-    try:
+    kind, problems = type(model).__name__, list[str]()
+    with torch.random.fork_rng(devices=[]):
         try:
-            calls = calls_of(model, args, kwargs)
+            with kept_buffers(model):
+                calls = calls_of(model, args, kwargs)
         except Exception as problem:
-            kind = type(problem).__name__
-            raise ModelError(f"{type(model).__name__} raised {kind} on its example: {problem}") from problem
-        for parts in anatomies(model, calls, cuts):
+            raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
+        found = _around_blocks(model, anatomies(model, calls, cuts), example, ways, problems)
+        if found is not None and (is_transformers(model) or _is_good(found, cuts)):
+            return found
+        try:
+            traced = _traced(model, example, cuts, ways)
+            if found is None or cuts is not None or _largest(traced) < _largest(found):
+                return traced
+        except ModelError as problem:
+            problems.append(f"as a graph: {problem}")
+    if found is not None:
+        return found
+    again = called_again(model, calls)
+    if again and cuts is None:
+        problems.insert(0, f"{again[0]} is called {again[1]} times in one forward, so it would be in several layers")
+    causes = "; ".join(dict.fromkeys([problems[0], problems[-1]]))
+    raise ModelError(
+        f"{kind} cannot be cut: {causes}. Give cuts=['path.to.module', …], modules to cut before, or write the model "
+        "as a list of layers"
+    )
+
+
+def _is_good(found: Cut, cuts: Sequence[str] | None) -> bool:
+    """Whether no layer has most of the weights; of cuts by hand, whether all could be made."""
+    total = sum(p.numel() for p in found.shell.model.parameters())
+    return not found.merged if cuts is not None else 2 * _largest(found) <= total
+
+
+def _largest(found: Cut) -> int:
+    """The most weights of a layer."""
+    return max(sum(p.numel() for p in layer.module.parameters()) for layer in found.layers)
+
+
+def _traced(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+    """The cut of a model's traced graph."""
+    hollow = copied(model, lambda tensor: tensor.to("meta"))
+    shell = Traced(hollow, ways[0], ways[1], model.training)
+    crossing = shell.choose(example, cuts)
+    layers = shell.hold(model)
+    why = prove_trace(shell, model, example)
+    if why is not None:
+        raise ModelError(why)
+    return Cut(layers, shell, crossing)
+
+
+def _around_blocks(
+    model: nn.Module, possible: Iterator[Anatomy], example: Any, ways: _Ways, problems: list[str]
+) -> Cut | None:
+    """The cut before blocks that are modules, the most promising that can be proved."""
+    try:
+        for parts in possible:
             found = _best(model, parts, example, ways, problems)
             if found is not None:
                 return found
-    finally:
-        torch.random.set_rng_state(state)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-    kind, again = type(model).__name__, called_again(model, calls)
-    if again:
-        problems.append(f"{again[0]} is called {again[1]} times in one forward, so that it would be in several layers")
-    reason = "; ".join(problems) or "no list of blocks, and no children that are called one after the other"
-    raise ModelError(
-        f"{kind} cannot be cut: {reason}. Give cuts=['path.to.module', …], modules that are called once and after each "
-        "other, or write the model as a list of layers"
-    )
+    except ModelError as problem:
+        problems.append(str(problem))
+    return None
 
 
 def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems: list[str]) -> Cut | None:
@@ -176,9 +224,11 @@ def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems:
     writes = False
     while len(parts.blocks) > 1:
         try:
-            shell, seen = _shell(model, parts, example, *ways)
+            with kept_buffers(model):
+                shell, seen = _shell(model, parts, example, *ways)
             shell.writes = writes
-            difference = prove(shell, example, seen)
+            with kept_buffers(model):
+                difference = prove(shell, example, seen)
         except ModelError as problem:
             problems.append(str(problem))
             return None
@@ -186,7 +236,7 @@ def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems:
             writes = True
             continue
         if difference is None:
-            return Cut(_layers(model, parts, shell, seen), shell, parts, _crossing(shell, seen), tuple(merged))
+            return Cut(_layers(model, parts, shell, seen), shell, _crossing(shell, seen), tuple(merged))
         if difference.block is None:
             problems.append(difference.why)
             return None
@@ -310,18 +360,8 @@ def _holder(model: nn.Module, paths: Sequence[str], spine: Sequence[str]) -> tup
         return paths[0], model.get_submodule(paths[0])
     root = nn.Module()
     for path in direct:
-        _node(root, path).__dict__["_parameters"] = model.get_submodule(path)._parameters
+        node_at(root, path).__dict__["_parameters"] = model.get_submodule(path)._parameters
     for path in paths:
         parent, _, name = path.rpartition(".")
-        _node(root, parent)._modules[name] = model.get_submodule(path)
+        node_at(root, parent)._modules[name] = model.get_submodule(path)
     return "", root
-
-
-def _node(root: nn.Module, path: str) -> nn.Module:
-    for name in path.split(".") if path else ():
-        if name not in root._modules:
-            root._modules[name] = nn.Module()
-        child = root._modules[name]
-        assert child is not None
-        root = child
-    return root

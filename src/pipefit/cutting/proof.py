@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, observe
 from pipefit.cutting.shell import Shell
+from pipefit.cutting.traced import Traced
 from pipefit.errors import ModelError
 
 
@@ -28,7 +30,7 @@ class Difference(NamedTuple):
 
 
 def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
-    """Compares the layers, one by one, with the whole model: outputs, and gradients of every weight.
+    """Compares the layers, one by one, with the whole model: outputs, buffers, and gradients of every weight.
 
     Args:
         shell: of the cut.
@@ -56,6 +58,9 @@ def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
     worst = _worst(pytree.tree_leaves(payload), pytree.tree_leaves(shell.result(seen.output)))
     if worst is not None:
         return Difference(last - 2, f"the output differs from the whole model's by {worst}")
+    worst = _worst(list(shell.model.buffers()), seen.buffers)
+    if worst is not None:
+        return Difference(None, f"a buffer that its own code writes differs from the whole model's by {worst}")
     half = shell.num_layers // 2
     with torch.no_grad():
         first = shell.run(0, half - 1, example, torch.manual_seed)
@@ -66,7 +71,77 @@ def prove(shell: Shell, example: Any, seen: Seen) -> Difference | None:
     )
     if worst is not None:
         return Difference(None, f"several layers together differ from the same ones one by one by {worst}")
-    return _gradients(shell, example, payload)
+    args, kwargs = shell.arguments(example)
+    worst = _gradients(shell.model, payload, lambda: shell.result(_whole(shell, args, kwargs)))
+    return None if worst is None else Difference(None, worst)
+
+
+def prove_trace(shell: Traced, model: nn.Module, example: Any) -> str | None:
+    """Compares the layers of a trace with the whole model: outputs and buffers in both modes, and gradients.
+
+    Args:
+        shell: its layers hold the model's own weights.
+        model: the whole one.
+        example: a batch.
+
+    Returns:
+        What differs; None: nothing does.
+    """
+    args, kwargs = shell.arguments(example)
+    own, modes = model.training, [(module, module.training) for module in model.modules()]
+    with kept_buffers(model) as restore:
+
+        def begin(layer: int = 0) -> None:
+            if layer == 0:
+                torch.manual_seed(0)
+                restore()
+
+        def whole() -> Any:
+            begin()
+            return shell.result(model(*args, **kwargs))
+
+        def after(output: Any) -> list[Any]:
+            return [*pytree.tree_leaves(output), *(buffer.clone() for buffer in model.buffers())]
+
+        try:
+            for mode in sorted({key[0] for key, traces in shell.traces.items() if traces}, key=own.__eq__):
+                shell.train(mode)
+                for module, flag in modes:
+                    module.training = flag if mode == own else mode
+                with torch.no_grad():
+                    worst = _worst(after(shell.run(0, shell.num_layers - 1, example, begin)), after(whole()))
+                if worst is not None:
+                    return f"its {'training' if mode else 'evaluation'} differs from the whole model's by {worst}"
+            payload = example
+            for number in range(shell.num_layers):
+                payload = shell.run(number, number, payload, begin)
+            return _gradients(model, payload, whole)
+        finally:
+            shell.train(own)
+            for module, flag in modes:
+                module.training = flag
+
+
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """The context after which a model has its buffers back, also those that its forward replaced by others.
+
+    It gives the function that does this.
+    """
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
+    values = {id(buffer): buffer.clone() for buffer in model.buffers()}
+
+    @torch.no_grad()
+    def restore() -> None:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+        for buffer in model.buffers():
+            buffer.copy_(values[id(buffer)])
+
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
@@ -91,13 +166,14 @@ def _worst(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
     return None
 
 
-def _gradients(shell: Shell, example: Any, payload: Any) -> Difference | None:
-    got = _sums_of_gradients(shell.model, payload)
-    if got is None:
+def _gradients(model: nn.Module, payload: Any, whole: Callable[[], Any]) -> str | None:
+    try:
+        got = _sums_of_gradients(model, payload)
+        wanted = got and _sums_of_gradients(model, whole())
+    except RuntimeError as problem:
+        return f"its backward fails: {problem}"
+    if got is None or wanted is None:
         return None
-    args, kwargs = shell.arguments(example)
-    wanted = _sums_of_gradients(shell.model, shell.result(_whole(shell, args, kwargs)))
-    assert wanted is not None
     scale = max((float(sums.abs().nan_to_num(0).max()) for sums in wanted.values() if sums.numel()), default=0.0)
     for name in {**wanted, **got}:
         one = next(sums[name] for sums in (wanted, got) if name in sums)
@@ -107,7 +183,7 @@ def _gradients(shell: Shell, example: Any, payload: Any) -> Difference | None:
         distance = float(far.max()) if far.numel() else 0.0
         most = max(float(other.abs().nan_to_num(0).max()) if other.numel() else 0.0, scale / 100)
         if not distance <= 1e4 * torch.finfo(one.dtype).eps * most:
-            return Difference(None, f"the gradient of {name} differs from the whole model's by {distance / most:.1e}")
+            return f"the gradient of {name} differs from the whole model's by {distance / most:.1e}"
     return None
 
 

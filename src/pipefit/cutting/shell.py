@@ -114,6 +114,10 @@ class Shell:
             raise ModelError(f"the forward ended before block {last} was called, though it was in the example")
         return self.result(output)
 
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode of all that runs between the layers."""
+        self.model.train(mode)
+
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
         """Returns whether one of some layers calls a module."""
         return any(owner in layers for owner in owners)
@@ -228,12 +232,12 @@ class CutLayer(nn.Module):
     """A layer of a cut model: the weights of some of its modules, under their own names, and its part of the forward.
 
     Args:
-        shell: of the whole model, the same for all its layers.
+        shell: of the whole model, the same for all its layers: a `Shell`, or what takes its place.
         number: of the layer.
         holder: a module whose parameters, buffers and children are the layer's; they stay shared with it.
     """
 
-    def __init__(self, shell: Shell, number: int, holder: nn.Module) -> None:
+    def __init__(self, shell: Any, number: int, holder: nn.Module) -> None:
         super().__init__()
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = holder.__dict__[name]
@@ -243,7 +247,7 @@ class CutLayer(nn.Module):
     def train(self, mode: bool = True) -> CutLayer:
         """Training or evaluation mode of the layer, and of all modules between the layers."""
         super().train(mode)
-        self.shell.model.train(mode)
+        self.shell.train(mode)
         return self
 
     def _apply(self, fn: Callable[[Any], Any], recurse: bool = True) -> CutLayer:
@@ -279,6 +283,8 @@ class CutLayer(nn.Module):
             ModelError: the model has no plan for it, or one that cannot be followed.
         """
         model = self.shell.model
+        if not isinstance(self.shell, Shell):
+            raise ModelError(f"{type(model).__name__} is cut in its graph, which cannot be sharded; use tensor=1")
         known[model] = rules = known[model] if model in known else tensor_rules(model)
         modules = ((path, module if path else self.holder) for path, module in self.named_modules())
         return {path: Ruled(module, rules[module]) for path, module in modules if module in rules}
@@ -290,3 +296,14 @@ class CutLayer(nn.Module):
     def through(self, last: CutLayer, payload: Any, enter: Enter) -> Any:
         """The payload after this layer and those that follow up to `last`; see `Shell.run`."""
         return self.shell.run(self.number, last.number, payload, enter)
+
+
+def node_at(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path below another one; a bare one is made where there is none."""
+    for name in path.split(".") if path else ():
+        if name not in root._modules:
+            root._modules[name] = nn.Module()
+        child = root._modules[name]
+        assert child is not None
+        root = child
+    return root

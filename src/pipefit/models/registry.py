@@ -78,9 +78,9 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     One of transformers is `transformers:CLASS`, with fields of its configuration as options, or a folder that
     `save_pretrained` wrote.
 
-    The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), or any `nn.Module`; or a
-    tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`; any other module is cut into
-    layers by such an example. The loss is the model's own or cross entropy when none is given. Weights come
+    The user's factory returns an `nn.Sequential`, a list of modules or of (name, module), a `Cut`, or any `nn.Module`;
+    or a tuple (model, loss) or (model, loss, example), with `example(batch, seed) -> (x, y)`; other modules are cut by
+    such an example. The loss is the model's own or cross entropy when none is given. Weights come
     from torch's global random state, so seed it first.
 
     Args:
@@ -162,6 +162,8 @@ def _no_example(path: str) -> Example:
 
 def _as_layers(model: object, example: Example | None, path: str) -> nn.Sequential | Cut:
     """The model as a sequence of layers; any other is cut into them by a batch of the example, if it has parts."""
+    if isinstance(model, Cut):
+        return model
     try:
         if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
             if not any(True for _ in model.children()):

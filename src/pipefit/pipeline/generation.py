@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipefit.cutting.caches import Past, caching, count, not_filled_once
 from pipefit.cutting.own import is_transformers, without_adapters
-from pipefit.cutting.shell import CutLayer
+from pipefit.cutting.shell import CutLayer, Shell
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
 from pipefit.runtime.collectives import broadcast, exchange
@@ -115,7 +115,11 @@ def generate(
 def _generator(layers: Sequence[NamedLayer]) -> Any:
     """The model that generates, without the wrapper of peft."""
     shell = getattr(layers[0].module, "shell", None)
-    if shell is None or not is_transformers(shell.model) or not without_adapters(shell.model).can_generate():
+    if (
+        not isinstance(shell, Shell)
+        or not is_transformers(shell.model)
+        or not without_adapters(shell.model).can_generate()
+    ):
         kind = "a sequence of layers" if shell is None else type(shell.model).__name__
         raise ModelError(
             f"generate needs a causal language model of transformers, such as LlamaForCausalLM, not {kind}"

@@ -14,6 +14,7 @@ from pipefit.errors import ModelError
 from pipefit.profiling.tensors import call_layer, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.profile import Layer
+from pipefit.stage.payload import sent
 from pipefit.stage.split import NamedLayer
 
 
@@ -67,7 +68,7 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
         saved: storages that autograd keeps.
         weights: parameters, frozen ones too, which do not need a gradient; one that is tied inside the layer once.
     """
-    leaves = tensors_of(output)
+    leaves = tensors_of(sent(output))
     graded = [leaf for leaf in leaves if leaf.requires_grad]
     output_bytes, grad_bytes = num_bytes(leaves), num_bytes(graded)
     return Layer(

@@ -25,7 +25,7 @@ from pipefit.spill.lanes import Copy
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tiers import Key
 from pipefit.stage import batchnorm
-from pipefit.stage.payload import carries_gradient, flatten, unflatten
+from pipefit.stage.payload import carries_gradient, flatten, sent, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
 
 PARKED = "parked "
@@ -89,9 +89,7 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         payload["batch"] = _on(run.feed[i.mb].input, run.worker.device, "the batch")
     with _saving(run, i):
         output = stage.forward(payload, run.feed[i.mb].ordinal, replay, update)
-    if stage.is_cut and i.stage < run.compiled.program.header.last_stage:
-        output = output | {"batch": ()}
-    outputs, structure = flatten(output, f"the output of stage {i.stage}")
+    outputs, structure = flatten(sent(output), f"the output of stage {i.stage}")
     # Without a graph there are no edges, though a layer may return an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
     if stage.half is not None and i.stage < run.compiled.program.header.last_stage:

@@ -44,6 +44,12 @@ def read_structure(text: str) -> pytree.TreeSpec:
     return _LEAF if structure == _LEAF else structure
 
 
+def sent(output: Any) -> Any:
+    """What is sent of a layer's output: of a cut model's all but the batch, which every rank has."""
+    of_cut = isinstance(output, dict) and output.keys() == {"batch", "values", "carried"}
+    return output | {"batch": ()} if of_cut else output
+
+
 def carries_gradient(leaf: Tensor) -> bool:
     """Returns whether a gradient will come back for this output of a stage."""
     return leaf.requires_grad and (leaf.is_floating_point() or leaf.is_complex())

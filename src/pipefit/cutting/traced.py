@@ -1,0 +1,239 @@
+"""A model's forward as segments of its traced graph, one for each layer, for models without a list of blocks.
+
+A segment takes what crosses the line before it, the batch, which every stage has, and the weights of its layer:
+
+    layer 0      batch ─► conv ─► pool ─┬──────────────┐ skip
+    ------------------------------------│--------------│---- a line: two tensors cross
+    layer 1                             └─► conv ─► up ─► cat ─► output
+
+What needs no weights, such as a mask of the batch, is computed in each layer that uses it. The graph holds no weights:
+they are looked up at each run. Batches that need another graph, such as sequences of another length where the model's
+code depends on it, are traced when they come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from pipefit.cutting.exported import Flow, flow_of, modules_of, num_bytes
+from pipefit.cutting.lines import by_lines, by_weights, crossings, found_lines, named_lines, weighty
+from pipefit.cutting.shell import CutLayer, Enter, Payload, node_at
+from pipefit.errors import ModelError
+from pipefit.stage.split import NamedLayer
+
+
+class Segment(NamedTuple):
+    """The operations of a layer.
+
+    Attributes:
+        run: from its arguments to what leaves it.
+        sources: of each argument, from the layer's weights, the leaves of the batch, and what enters.
+    """
+
+    run: fx.GraphModule
+    sources: Sequence[Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]]
+
+    @classmethod
+    def of(cls, flow: Flow, entering: Sequence[fx.Node], nodes: set[fx.Node], leaving: Sequence[Any]) -> Segment:
+        """The segment of some nodes.
+
+        Args:
+            flow: of the whole model.
+            entering: nodes of earlier layers.
+            nodes: those computed here, and placeholders.
+            leaving: nodes or plain values.
+        """
+        graph, env = fx.Graph(), {}
+        sources: dict[fx.Node, Any] = {node: lambda w, i, v, k=k: v[k] for k, node in enumerate(entering)}
+        sources |= {node: lambda w, i, v, k=k: i[k] for k, node in enumerate(flow.inputs) if node in nodes}
+        for node, (name, *others) in flow.state.items():
+            # Several names are those of a batch norm, which computes by itself.
+            get = attrgetter(name.rpartition(".")[0] if others else name)
+            sources |= {node: lambda w, i, v, get=get: get(w)} if node in nodes else {}
+        sources |= {node: lambda w, i, v, c=value: c for node, value in flow.constants.items() if node in nodes}
+        for node in sources:
+            env[node] = graph.placeholder(node.name)
+        for node in entering:
+            if flow.writing(node) & nodes:  # not into a leaf of the stage's own graph
+                env[node] = graph.call_function(torch.ops.aten.clone.default, (env[node],))
+        for node in flow.nodes:
+            if node in nodes:
+                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node].meta = {}
+        graph.output(fx.node.map_arg(tuple(leaving), env.__getitem__))
+        return cls(fx.GraphModule(nn.Module(), graph), list(sources.values()))
+
+
+class Trace(NamedTuple):
+    """A forward in segments, the structure of its output, and whether it is for the leaves of another batch."""
+
+    segments: list[Segment]
+    structure: pytree.TreeSpec
+    accepts: Callable[[Sequence[Any]], bool]
+
+
+@dataclass
+class Traced:
+    """A traced model with its lines; takes the place of a `Shell`.
+
+    Attributes:
+        model: the code, without weights.
+        arguments: from a batch to the positional and keyword arguments of the model.
+        result: from the output of the model to what the loss gets.
+        training: the mode.
+        labels: of the layers.
+        weights: of each layer the names of its parameters and buffers.
+        holders: of each layer the parameters and buffers, under the model's own names.
+        known: the operations of the first trace with their layers.
+        traces: by mode, type of the weights and kind of the batch.
+    """
+
+    model: nn.Module
+    arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
+    result: Callable[[Any], Any]
+    training: bool
+    labels: list[str] = field(default_factory=list)
+    weights: list[set[str]] = field(default_factory=list)
+    holders: list[nn.Module] = field(default_factory=list)
+    known: dict[str, int] = field(default_factory=dict)
+    traces: dict[Any, list[Trace]] = field(default_factory=dict)
+    shared: Sequence[nn.Module] = ()
+    spine: Sequence[nn.Module] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but what can be traced again."""
+        return self.__dict__ | {"traces": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
+        """With weights of its own; the graphs have none."""
+        memo[id(self)] = copied = copy.copy(self)
+        copied.traces, copied.holders = self.traces, copy.deepcopy(self.holders, memo)
+        return copied
+
+    @property
+    def num_layers(self) -> int:
+        """The number of segments."""
+        return len(self.weights)
+
+    def train(self, mode: bool) -> None:
+        """Training or evaluation mode."""
+        self.training = mode
+
+    def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
+        """Runs some consecutive layers; see `Shell.run`."""
+        begin = Payload(payload, [], []) if first == 0 else Payload(**payload)
+        args, kwargs = self.arguments(begin.batch)
+        inputs, values = pytree.tree_leaves((args, kwargs)), begin.values
+        trace = self._trace(args, kwargs, self._converted(first))
+        for number in range(first, last + 1):
+            enter(number)
+            segment, weights = trace.segments[number], self.holders[number]
+            values = list(segment.run(*[source(weights, inputs, values) for source in segment.sources]))
+        if last < self.num_layers - 1:
+            return Payload(begin.batch, values, [])._asdict()
+        return self.result(pytree.tree_unflatten(values, trace.structure))
+
+    def _converted(self, number: int) -> torch.dtype | None:
+        """The type that a layer's floating weights were converted to since the cut; None: they were not."""
+        floating = ((name, p) for name, p in self.holders[number].named_parameters() if p.is_floating_point())
+        kinds = ((p.dtype, self.model.get_parameter(name).dtype) for name, p in floating)
+        now, before = next(kinds, (None, None))
+        return None if now == before else now
+
+    def _trace(self, args: Any, kwargs: Any, dtype: torch.dtype | None = None, flow: Flow | None = None) -> Trace:
+        """The trace of the mode for some arguments: one that is there, or a new one."""
+        inputs, structure = pytree.tree_flatten((args, kwargs))
+        kinds = tuple((leaf.dim(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in inputs)
+        alike = self.traces.setdefault((self.training, dtype, repr(structure), kinds), [])
+        found = next((trace for trace in alike if trace.accepts(inputs)), None)
+        if found is None:
+            flow = flow or self._flow(args, kwargs, dtype)
+            if list(self.known) == [node.name for node in flow.computed]:
+                layers = {node: self.known[node.name] for node in flow.computed}
+            else:
+                layers = by_weights(flow, self.weights)
+            entering, segments = crossings(flow, layers, self.num_layers), []
+            for number, leaving in enumerate([*entering[1:], flow.outputs]):
+                here = flow.free.union(node for node in flow.computed if layers[node] == number)
+                needed = flow.needed([*leaving, *(flow.effects & here)], here.__contains__)
+                names = flow.state_of(needed)
+                if self.holders and not names <= self.weights[number]:
+                    raise ModelError(f"this batch needs {min(names - self.weights[number])} elsewhere than the example")
+                self.weights[number] |= names
+                nodes = (needed & here) | needed.difference(flow.nodes)
+                segments.append(Segment.of(flow, entering[number], nodes, leaving))
+            found = Trace(segments, flow.structure, flow.accepts)
+            alike.append(found)
+        return found
+
+    def _flow(self, args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> Flow:
+        return flow_of(self.model, args, kwargs, None if self.training == self.model.training else self.training, dtype)
+
+    def choose(self, example: Any, cuts: Sequence[str] | None) -> tuple[tuple[float, int], ...]:
+        """Chooses the lines, and with them which layer has which weights.
+
+        Args:
+            example: a batch.
+            cuts: paths of modules to cut before; None: where little crosses.
+
+        Returns:
+            (bytes, number of tensors) that cross each line.
+
+        Raises:
+            ModelError: there is no graph, or no line.
+        """
+        args, kwargs = self.arguments(example)
+        flow = self._flow(args, kwargs)
+        named = {} if cuts is None else named_lines(flow, cuts)
+        lines = found_lines(flow) if cuts is None else list(named)
+        if not lines:
+            raise ModelError("no two operations with weights follow each other with only tensors in between")
+        layers = by_lines(flow, lines)
+        self.known = {node.name: layer for node, layer in layers.items()}
+        self.weights = [set() for _ in range(len(lines) + 1)]
+        firsts = {layers[node]: node for node in reversed(weighty(flow))}
+        for number, line in enumerate([-1, *lines]):
+            path = named.get(line) or (modules_of(firsts[number]) or [""])[-1]
+            path = path or min(flow.state_of(firsts[number].all_input_nodes))
+            times = sum(label.partition(" ")[0] == path for label in self.labels)
+            self.labels.append(f"{path} ({times + 1})" if times else path)
+        self._trace(args, kwargs, flow=flow)
+        self.training = not self.training
+        with contextlib.suppress(ModelError):  # raised again by who needs the other mode
+            self._trace(args, kwargs)
+        self.training = not self.training
+        return tuple((sum(map(num_bytes, nodes)), len(nodes)) for nodes in crossings(flow, layers, self.num_layers)[1:])
+
+    def hold(self, model: nn.Module) -> tuple[NamedLayer, ...]:
+        """The layers, with a model's parameters and buffers; the modules whose tensors one layer uses are shared."""
+        named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        tensors = dict(named)
+        held = [{id(tensors[name]) for name in names} for names in self.weights]
+        held[0] |= {id(tensor) for tensor in tensors.values()}.difference(*held)  # what nothing uses
+        self.holders = [nn.Module() for _ in held]
+        for root, mine in zip(self.holders, held, strict=True):
+            for path, module in model.named_modules(remove_duplicate=False):
+                own = [*module._parameters.values(), *module._buffers.values()]
+                has = [id(tensor) in mine for tensor in own if tensor is not None]
+                parent, _, name = path.rpartition(".")
+                if any(has) and all(has) and path and not module._modules:
+                    node_at(root, parent)._modules[name] = module
+                elif any(has):
+                    node = node_at(root, path)
+                    node._non_persistent_buffers_set = module._non_persistent_buffers_set
+                    for kind in ("_parameters", "_buffers"):
+                        every = module.__dict__[kind]
+                        node.__dict__[kind] = every if all(has) else {n: t for n, t in every.items() if id(t) in mine}
+        return tuple(
+            NamedLayer(k, "", CutLayer(self, k, self.holders[k]), label) for k, label in enumerate(self.labels)
+        )
