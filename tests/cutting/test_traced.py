@@ -336,6 +336,19 @@ def test_an_evaluation_runs_what_the_model_runs_in_evaluation():
         assert pipe.evaluate([(x, y)]) == pytest.approx(float(loss(model.eval()(x), y)), rel=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_the_operations_of_a_layer_can_be_compiled():
+    losses = []
+    for backend in (False, "aot_eager"):
+        torch.manual_seed(0)
+        model, (x, y) = Twin(), MODELS["twin"][1](8)
+        compiled = pf.Precision(compile=backend)
+        pipe = pf.Pipeline(model, loss=F.cross_entropy, optimizer=descend, stages=2, example=(x, y), precision=compiled)
+        losses.append(pipe.fit([(x, y)] * 2))
+    assert len(pipe.workers[0].stages[0].compiled) > 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_weights_that_are_not_there_yet_are_lent_for_the_cut():
     with torch.device("meta"):
         model = Twin()

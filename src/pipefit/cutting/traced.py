@@ -32,6 +32,18 @@ from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
 
 
+class Operations(nn.Module):
+    """The operations of a layer, as the module that `torch.compile` takes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self.run = fx.GraphModule(nn.Module(), graph)
+
+    def forward(self, *args: Any) -> Any:
+        """What leaves the layer."""
+        return self.run(*args)
+
+
 class Segment(NamedTuple):
     """The operations of a layer.
 
@@ -40,7 +52,7 @@ class Segment(NamedTuple):
         sources: of each argument, from the layer's weights, the leaves of the batch, and what enters.
     """
 
-    run: fx.GraphModule
+    run: Operations
     sources: Sequence[Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]]
 
     @classmethod
@@ -71,7 +83,7 @@ class Segment(NamedTuple):
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = {}
         graph.output(fx.node.map_arg(tuple(leaving), env.__getitem__))
-        return cls(fx.GraphModule(nn.Module(), graph), list(sources.values()))
+        return cls(Operations(graph), list(sources.values()))
 
 
 class Trace(NamedTuple):
@@ -128,6 +140,11 @@ class Traced:
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""
         self.training = mode
+
+    def block(self, number: int) -> nn.Module | None:
+        """The operations of a layer in training, for batches like the example; None: they are not traced yet."""
+        found = (traces[0] for key, traces in self.traces.items() if key[0] and traces)
+        return next((trace.segments[number].run for trace in found), None)
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
         """Runs some consecutive layers; see `Shell.run`."""
