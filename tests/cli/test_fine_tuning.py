@@ -47,6 +47,11 @@ def test_a_folder_is_fine_tuned_and_comes_back_as_a_folder(folder, tmp_path, cap
         total += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
         count += ids.shape[1] - len(prompt)
     assert total / count == pytest.approx(found["held_out_loss"], rel=1e-5)
+    # Its stages have written what the whole model draws.
+    prompt = tokenizer("The", return_tensors="pt").input_ids
+    torch.manual_seed(0)
+    drawn = model.generate(prompt, do_sample=True, top_k=None, top_p=None, max_new_tokens=5)[0]
+    assert found["text"].startswith(tokenizer.decode(drawn, skip_special_tokens=True)) and len(found["text"]) > 3
 
 
 def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, tmp_path, capsys):

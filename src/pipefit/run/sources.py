@@ -38,6 +38,7 @@ class Source:
         counts_hits: whether accuracy is defined.
         example: one of its batches, where it is known without drawing one.
         is_tuned: whether the model was trained before, so that the held-out loss before training is informative.
+        tokenizer: of the text for the model of a folder; None: other data.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Source:
     counts_hits: bool = False
     example: tuple[Any, Any] | None = None
     is_tuned: bool = False
+    tokenizer: Any = None
 
 
 def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, Any]:
@@ -137,7 +139,8 @@ def _of_tokens(
         held_out = tuple(islice(held, _MOST_HELD_OUT))
     example = batches.batch_at(max(range(len(batches)), key=lambda k: len(samples[batches.longest_at(k)].ids)))
     mean = round(sum(len(sample.ids) for sample in samples) / len(samples))
-    return Source(name, batches, held_out, tokens_per_sample=mean, example=(example, example), is_tuned=True)
+    more: dict[str, Any] = {"example": (example, example), "is_tuned": True, "tokenizer": tokenizer}
+    return Source(name, batches, held_out, tokens_per_sample=mean, **more)
 
 
 def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora: str = "") -> ModelBundle:
