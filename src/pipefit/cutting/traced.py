@@ -6,8 +6,8 @@ A segment takes what crosses the line before it, the batch, which every stage ha
     ------------------------------------│--------------│---- a line: two tensors cross
     layer 1                             └─► conv ─► up ─► cat ─► output
 
-What needs no weights, such as a mask of the batch, is computed in each layer that uses it. The graph holds no weights:
-they are looked up at each run. Batches that need another graph, such as sequences of another length where the model's
+Values that need no weights, such as a mask of the batch, are computed in each layer that uses them. The graph holds no
+weights: they are looked up at each run. Batches that need another graph, such as sequences of another length where the model's
 code depends on it, are traced when they come.
 """
 
@@ -40,7 +40,7 @@ class Operations(nn.Module):
         self.run = fx.GraphModule(nn.Module(), graph)
 
     def forward(self, *args: Any) -> Any:
-        """What leaves the layer."""
+        """The values that leave the layer."""
         return self.run(*args)
 
 
@@ -48,8 +48,8 @@ class Segment(NamedTuple):
     """The operations of a layer.
 
     Attributes:
-        run: from its arguments to what leaves it.
-        sources: of each argument, from the layer's weights, the leaves of the batch, and what enters.
+        run: from its arguments to the values that leave it.
+        sources: of each argument, from the layer's weights, the leaves of the batch, and the values that enter.
     """
 
     run: Operations
@@ -123,11 +123,11 @@ class Traced:
     spine: Sequence[nn.Module] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what can be traced again."""
+        """The state without the traces, which can be made again."""
         return self.__dict__ | {"traces": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        """With weights of its own; the graphs have none."""
+        """A copy with its own weights and the same graphs."""
         memo[id(self)] = copied = copy.copy(self)
         copied.traces, copied.holders = self.traces, copy.deepcopy(self.holders, memo)
         return copied
