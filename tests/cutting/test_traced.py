@@ -108,7 +108,7 @@ class Odd(nn.Module):
         self.first, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
         self.matrices = nn.ParameterList(nn.Parameter(torch.randn(8, 8) / 3) for _ in range(4))
         self.normal = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-        self.norm = nn.BatchNorm1d(8)
+        self.norm = nn.BatchNorm1d(8, momentum=None)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("lower", torch.ones(8, 8).tril(), persistent=False)

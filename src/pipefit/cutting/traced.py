@@ -7,7 +7,7 @@ A segment takes what crosses the line before it, the batch, which every stage ha
     layer 1                             └─► conv ─► up ─► cat ─► output
 
 Values that need no weights, such as a mask of the batch, are computed in each layer that uses them. The graph holds no
-weights: they are looked up at each run. Batches that need another graph, such as sequences of another length where the model's
+weights: they are looked up at each run. Batches that need another graph, such as sequences of another length where the
 code depends on it, are traced when they come.
 """
 
