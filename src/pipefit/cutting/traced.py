@@ -6,8 +6,8 @@ A segment takes what crosses the line before it, the batch, which every stage ha
     ------------------------------------│--------------│---- a line: two tensors cross
     layer 1                             └─► conv ─► up ─► cat ─► output
 
-What needs no weights, such as a mask of the batch, is computed in each layer that uses it. The graph holds no weights:
-they are looked up at each run. Batches that need another graph, such as sequences of another length where the model's
+Values that need no weights, such as a mask of the batch, are computed in each layer that uses them. The graph holds no
+weights: they are looked up at each run. Batches that need another graph, such as sequences of another length where the
 code depends on it, are traced when they come.
 """
 
@@ -32,15 +32,27 @@ from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
 
 
+class Operations(nn.Module):
+    """The operations of a layer, as the module that `torch.compile` takes."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__()
+        self.run = fx.GraphModule(nn.Module(), graph)
+
+    def forward(self, *args: Any) -> Any:
+        """The values that leave the layer."""
+        return self.run(*args)
+
+
 class Segment(NamedTuple):
     """The operations of a layer.
 
     Attributes:
-        run: from its arguments to what leaves it.
-        sources: of each argument, from the layer's weights, the leaves of the batch, and what enters.
+        run: from its arguments to the values that leave it.
+        sources: of each argument, from the layer's weights, the leaves of the batch, and the values that enter.
     """
 
-    run: fx.GraphModule
+    run: Operations
     sources: Sequence[Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]]
 
     @classmethod
@@ -71,7 +83,7 @@ class Segment(NamedTuple):
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = {}
         graph.output(fx.node.map_arg(tuple(leaving), env.__getitem__))
-        return cls(fx.GraphModule(nn.Module(), graph), list(sources.values()))
+        return cls(Operations(graph), list(sources.values()))
 
 
 class Trace(NamedTuple):
@@ -111,11 +123,11 @@ class Traced:
     spine: Sequence[nn.Module] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what can be traced again."""
+        """The state without the traces, which can be made again."""
         return self.__dict__ | {"traces": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        """With weights of its own; the graphs have none."""
+        """A copy with its own weights and the same graphs."""
         memo[id(self)] = copied = copy.copy(self)
         copied.traces, copied.holders = self.traces, copy.deepcopy(self.holders, memo)
         return copied
@@ -128,6 +140,11 @@ class Traced:
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""
         self.training = mode
+
+    def block(self, number: int) -> nn.Module | None:
+        """The operations of a layer in training, for batches like the example; None: they are not traced yet."""
+        found = (traces[0] for key, traces in self.traces.items() if key[0] and traces)
+        return next((trace.segments[number].run for trace in found), None)
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
         """Runs some consecutive layers; see `Shell.run`."""
