@@ -86,6 +86,7 @@ def same(first, second):
 # ---- going on --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [momentum, adam, in_groups])
 @pytest.mark.parametrize("scheduler", [dropping, warming])
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from pipefit.cli import main
 from pipefit.run import whole_run as run
 from pipefit.spill.tier_file import TierFile
 
-pytestmark = pytest.mark.usefixtures("small_probes")
+pytestmark = [pytest.mark.usefixtures("small_probes"), pytest.mark.slow]
 
 WORDS = (
     "train --model gpt --option layers=3,hidden=32,context=16,tied=false,dropout=0.1 --batch 4 --microbatches 2 "

@@ -11,6 +11,8 @@ from pipefit.errors import DataError, ModelError
 from pipefit.runtime.launch import launch
 from pipefit.spec.options import Parallelism, Spilled
 
+pytestmark = pytest.mark.slow
+
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 GROUPED = {**TEXT, "num_key_value_heads": 2}
 GEMMA = {**GROUPED, "head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}

@@ -3,6 +3,8 @@
 import pytest
 from tests.verbs import answered
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("transformers")
 
 FIELDS = {

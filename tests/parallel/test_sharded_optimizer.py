@@ -15,6 +15,8 @@ from pipefit.errors import PlanError
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.spec.options import Parallelism
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, Make] = {

@@ -116,6 +116,7 @@ def loader_named(name):
     return LOADERS[name]()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_resumed_training_takes_the_batches_of_an_uninterrupted_one(name, tmp_path):
     whole = pipeline()

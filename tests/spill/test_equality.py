@@ -16,7 +16,7 @@ from pipefit.pipeline.memory_cap import spill_of
 from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.testing import check
 
-pytestmark = pytest.mark.usefixtures("small_probes")
+pytestmark = [pytest.mark.usefixtures("small_probes"), pytest.mark.slow]
 
 
 def momentum(parameters):

@@ -14,7 +14,7 @@ from pipefit.errors import InfeasibleError, PlanError
 from pipefit.models import build
 from pipefit.spec.options import Spilled, Updates
 
-pytestmark = pytest.mark.usefixtures("small_probes")
+pytestmark = [pytest.mark.usefixtures("small_probes"), pytest.mark.slow]
 
 BATCH, MICROBATCHES = 8, 4
 

@@ -9,6 +9,8 @@ from pipefit import Pipeline
 from pipefit.errors import PlanError, ScheduleError
 from pipefit.spec.options import Spilled, Updates
 
+pytestmark = pytest.mark.slow
+
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, 0.01)

@@ -21,6 +21,8 @@ from pipefit.pipeline.resume import committed_step
 from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.spill import tier_file as tierfile
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 HALF = 4 * 4096  # of nine records in all
 

@@ -26,7 +26,7 @@ from pipefit.errors import PlanError
 from pipefit.models import build
 from pipefit.spec.options import Parallelism, Spilled
 
-pytestmark = pytest.mark.usefixtures("small_probes")
+pytestmark = [pytest.mark.usefixtures("small_probes"), pytest.mark.slow]
 
 PLACES = ["device", "host", (0, 3), (1, 2)]
 

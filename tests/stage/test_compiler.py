@@ -19,7 +19,7 @@ from pipefit.stage.compiler import backend_of
 from pipefit.testing import check
 
 # The compiler looks at all that a tensor has; its own filter does not hold where warnings are errors.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+pytestmark = [pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"), pytest.mark.slow]
 
 CALLS: Counter[str] = Counter()
 """Compilations and calls of the backend `counted`."""

@@ -25,6 +25,8 @@ from pipefit.study.execute.runner import export, take_turn
 from pipefit.study.file import load_study
 from pipefit.study.trial import Trial
 
+pytestmark = pytest.mark.slow
+
 # A trial of 340 MB of weights: two steps under a cap, then its weights as a file, with the most memory that took.
 _LARGE = """
 import json, sys

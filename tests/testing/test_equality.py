@@ -36,6 +36,7 @@ def sizes(schedule: str, num_ranks: int, m: int) -> dict[str, Any]:
 PAIRS = [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 1), (3, 2), (3, 4), (4, 1), (4, 3), (4, 6)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize(("num_ranks", "m"), PAIRS, ids=[f"p{p}m{m}" for p, m in PAIRS])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -53,6 +54,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "model", "num_ranks", "m", "recompute"),
     CASES,
@@ -117,6 +119,7 @@ COPIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "replicas", "num_ranks", "m", "model"), COPIES)
 def test_every_copy_of_a_replicated_stage_is_exact(
     schedule: str, replicas: tuple[int, ...], num_ranks: int, m: int, model: str

@@ -37,6 +37,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_every_mutant_is_refused_or_trains_the_same_model(name, shape):
     p = generate(name, shape)
