@@ -118,6 +118,19 @@ class Shell:
         """Training or evaluation mode of all that runs between the layers."""
         self.model.train(mode)
 
+    def block(self, number: int) -> nn.Module | None:
+        """The block that is a layer; None: what runs before or after the blocks.
+
+        Raises:
+            ModelError: the model's own code gathers outputs from inside it, by hooks of each micro-batch.
+        """
+        if self.carried:
+            raise ModelError(
+                "the outputs of the model's routers are gathered by hooks, which torch.compile would compile anew for "
+                "each micro-batch; train it without compile, or with output_router_logits=False"
+            )
+        return self.blocks[number - 1] if 0 < number <= len(self.blocks) else None
+
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
         """Returns whether one of some layers calls a module."""
         return any(owner in layers for owner in owners)
@@ -261,17 +274,8 @@ class CutLayer(nn.Module):
 
     @property
     def block(self) -> nn.Module | None:
-        """The block that is this layer; None: what runs before or after the blocks.
-
-        Raises:
-            ModelError: the model's own code gathers outputs from inside it, by hooks of each micro-batch.
-        """
-        if self.shell.carried:
-            raise ModelError(
-                "the outputs of the model's routers are gathered by hooks, which torch.compile would compile anew for "
-                "each micro-batch; train it without compile, or with output_router_logits=False"
-            )
-        return self.shell.blocks[self.number - 1] if 0 < self.number <= len(self.shell.blocks) else None
+        """The module that may run by another forward in place of this layer; see the shell's `block`."""
+        return self.shell.block(self.number)
 
     def tensor_rules(self, known: dict[nn.Module, Rules]) -> dict[str, Ruled]:
         """Its modules that have a rule for tensor parallelism, by their paths.

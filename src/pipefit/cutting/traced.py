@@ -32,16 +32,21 @@ from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
 
 
+_RECURRENT = {torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_tanh, torch.ops.aten.rnn_relu}
+
+
 class Segment(NamedTuple):
     """The operations of a layer.
 
     Attributes:
         run: from its arguments to what leaves it.
         sources: of each argument, from the layer's weights, the leaves of the batch, and what enters.
+        is_recurrent: it has an operation of `nn.LSTM` or the like.
     """
 
     run: fx.GraphModule
     sources: Sequence[Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]]
+    is_recurrent: bool = False
 
     @classmethod
     def of(cls, flow: Flow, entering: Sequence[fx.Node], nodes: set[fx.Node], leaving: Sequence[Any]) -> Segment:
@@ -71,7 +76,8 @@ class Segment(NamedTuple):
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = {}
         graph.output(fx.node.map_arg(tuple(leaving), env.__getitem__))
-        return cls(fx.GraphModule(nn.Module(), graph), list(sources.values()))
+        is_recurrent = any(getattr(node.target, "overloadpacket", None) in _RECURRENT for node in graph.nodes)
+        return cls(fx.GraphModule(nn.Module(), graph), list(sources.values()), is_recurrent)
 
 
 class Trace(NamedTuple):
@@ -80,6 +86,25 @@ class Trace(NamedTuple):
     segments: list[Segment]
     structure: pytree.TreeSpec
     accepts: Callable[[Sequence[Any]], bool]
+
+
+class Runner(nn.Module):
+    """Runs the segments of one layer, of whichever trace; its forward is what torch.compile replaces.
+
+    Not where there is a recurrent operation, whose dropout would draw other numbers when it is compiled.
+    """
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+    def forward(self, run: fx.GraphModule, *args: Any) -> Any:
+        """What leaves the layer."""
+        return run(*args)
+
+    def extra_repr(self) -> str:
+        """The label: layers of different names are different kinds."""
+        return self.label
 
 
 @dataclass
@@ -94,6 +119,7 @@ class Traced:
         labels: of the layers.
         weights: of each layer the names of its parameters and buffers.
         holders: of each layer the parameters and buffers, under the model's own names.
+        runners: of each layer.
         known: the operations of the first trace with their layers.
         traces: by mode, type of the weights and kind of the batch.
     """
@@ -105,6 +131,7 @@ class Traced:
     labels: list[str] = field(default_factory=list)
     weights: list[set[str]] = field(default_factory=list)
     holders: list[nn.Module] = field(default_factory=list)
+    runners: list[Runner] = field(default_factory=list)
     known: dict[str, int] = field(default_factory=dict)
     traces: dict[Any, list[Trace]] = field(default_factory=dict)
     shared: Sequence[nn.Module] = ()
@@ -138,10 +165,15 @@ class Traced:
         for number in range(first, last + 1):
             enter(number)
             segment, weights = trace.segments[number], self.holders[number]
-            values = list(segment.run(*[source(weights, inputs, values) for source in segment.sources]))
+            given = [source(weights, inputs, values) for source in segment.sources]
+            values = list(segment.run(*given) if segment.is_recurrent else self.runners[number](segment.run, *given))
         if last < self.num_layers - 1:
             return Payload(begin.batch, values, [])._asdict()
         return self.result(pytree.tree_unflatten(values, trace.structure))
+
+    def block(self, number: int) -> nn.Module:
+        """The runner of a layer."""
+        return self.runners[number]
 
     def _converted(self, number: int) -> torch.dtype | None:
         """The type that a layer's floating weights were converted to since the cut; None: they were not."""
@@ -207,6 +239,7 @@ class Traced:
             path = path or min(flow.state_of(firsts[number].all_input_nodes))
             times = sum(label.partition(" ")[0] == path for label in self.labels)
             self.labels.append(f"{path} ({times + 1})" if times else path)
+        self.runners = [Runner(label) for label in self.labels]
         self._trace(args, kwargs, flow=flow)
         self.training = not self.training
         with contextlib.suppress(ModelError):  # raised again by who needs the other mode
