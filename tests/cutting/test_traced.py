@@ -108,7 +108,7 @@ class Odd(nn.Module):
         self.first, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
         self.matrices = nn.ParameterList(nn.Parameter(torch.randn(8, 8) / 3) for _ in range(4))
         self.normal = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-        self.norm = nn.BatchNorm1d(8)
+        self.norm = nn.BatchNorm1d(8, momentum=None)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(8))
         self.register_buffer("lower", torch.ones(8, 8).tril(), persistent=False)
@@ -341,6 +341,19 @@ def test_an_evaluation_runs_what_the_model_runs_in_evaluation():
     with torch.no_grad():
         assert trained == pytest.approx(float(loss(model(x), y)), rel=1e-5)
         assert pipe.evaluate([(x, y)]) == pytest.approx(float(loss(model.eval()(x), y)), rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_the_operations_of_a_layer_can_be_compiled():
+    losses = []
+    for backend in (False, "aot_eager"):
+        torch.manual_seed(0)
+        model, (x, y) = Twin(), MODELS["twin"][1](8)
+        compiled = pf.Precision(compile=backend)
+        pipe = pf.Pipeline(model, loss=F.cross_entropy, optimizer=descend, stages=2, example=(x, y), precision=compiled)
+        losses.append(pipe.fit([(x, y)] * 2))
+    assert len(pipe.workers[0].stages[0].compiled) > 1
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_weights_that_are_not_there_yet_are_lent_for_the_cut():

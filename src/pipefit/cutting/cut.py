@@ -51,7 +51,7 @@ class Cut:
 
     @property
     def way(self) -> str:
-        """What was cut."""
+        """The place of the borders, for people."""
         return "of its traced graph" if isinstance(self.shell, Traced) else "around its blocks"
 
     def __len__(self) -> int:
@@ -182,7 +182,7 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
 
 
 def _is_good(found: Cut, cuts: Sequence[str] | None) -> bool:
-    """Whether no layer has most of the weights; of cuts by hand, whether all could be made."""
+    """Returns whether no layer has most of the weights; for cuts by hand, whether all were possible."""
     total = sum(p.numel() for p in found.shell.model.parameters())
     return not found.merged if cuts is not None else 2 * _largest(found) <= total
 

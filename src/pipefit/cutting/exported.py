@@ -192,7 +192,7 @@ def _writes_into_arguments(body: fx.GraphModule) -> bool:
 
 
 def _is_quick(node: fx.Node) -> bool:
-    """Whether an operation takes little time, and gives the same every time."""
+    """Returns whether an operation takes little time, and gives the same result every time."""
     target: Any = node.target
     if isinstance(target, HigherOrderOperator):
         return all(_is_quick(one) for body in _bodies(node) for one in body.graph.nodes if one.op == "call_function")
@@ -232,6 +232,9 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     model = copied(model, partial(fake, kind=dtype))
     if training is not None:
         model.train(training)
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.momentum is None:
+            module.momentum = 0.0  # else export would read the number of batches; the module itself computes, see below
     leaves = [fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     shapes = ShapesCollection()
     for leaf in leaves:

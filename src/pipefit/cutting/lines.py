@@ -133,7 +133,7 @@ def by_weights(flow: Flow, weights: Sequence[Set[str]]) -> dict[fx.Node, int]:
 
 
 def crossings(flow: Flow, layers: Layers, num_layers: int) -> list[list[fx.Node]]:
-    """What enters each layer, in order; nothing enters the first.
+    """The nodes that enter each layer, in order; none enters the first.
 
     Raises:
         ModelError: it is no tensor, or one that is written into in an earlier and a later layer.

@@ -274,7 +274,7 @@ class CutLayer(nn.Module):
 
     @property
     def block(self) -> nn.Module | None:
-        """The module that may run by another forward in place of this layer; see the shell's `block`."""
+        """The module that `torch.compile` takes for this layer; see `Shell.block`."""
         return self.shell.block(self.number)
 
     def tensor_rules(self, known: dict[nn.Module, Rules]) -> dict[str, Ruled]:

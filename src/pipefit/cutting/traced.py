@@ -6,8 +6,8 @@ A segment takes what crosses the line before it, the batch, which every stage ha
     ------------------------------------│--------------│---- a line: two tensors cross
     layer 1                             └─► conv ─► up ─► cat ─► output
 
-What needs no weights, such as a mask of the batch, is computed in each layer that uses it. The graph holds no weights:
-they are looked up at each run. Batches that need another graph, such as sequences of another length where the model's
+Values that need no weights, such as a mask of the batch, are computed in each layer that uses them. The graph holds no
+weights: they are looked up at each run. Batches that need another graph, such as sequences of another length where the
 code depends on it, are traced when they come.
 """
 
@@ -31,16 +31,32 @@ from pipefit.cutting.shell import CutLayer, Enter, Payload, node_at
 from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
 
-
 _RECURRENT = {torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_tanh, torch.ops.aten.rnn_relu}
+"""Operations whose dropout draws other numbers when it is compiled."""
+
+
+class Runner(nn.Module):
+    """Runs the segments of one layer, of whichever trace, as the module that `torch.compile` takes."""
+
+    def __init__(self, label: str) -> None:
+        super().__init__()
+        self.label = label
+
+    def forward(self, run: fx.GraphModule, *args: Any) -> Any:
+        """The values that leave the layer."""
+        return run(*args)
+
+    def extra_repr(self) -> str:
+        """The label, so that each layer is a kind of its own."""
+        return self.label
 
 
 class Segment(NamedTuple):
     """The operations of a layer.
 
     Attributes:
-        run: from its arguments to what leaves it.
-        sources: of each argument, from the layer's weights, the leaves of the batch, and what enters.
+        run: from its arguments to the values that leave it.
+        sources: of each argument, from the layer's weights, the leaves of the batch, and the values that enter.
         is_recurrent: it has an operation of `nn.LSTM` or the like.
     """
 
@@ -88,25 +104,6 @@ class Trace(NamedTuple):
     accepts: Callable[[Sequence[Any]], bool]
 
 
-class Runner(nn.Module):
-    """Runs the segments of one layer, of whichever trace; its forward is what torch.compile replaces.
-
-    Not where there is a recurrent operation, whose dropout would draw other numbers when it is compiled.
-    """
-
-    def __init__(self, label: str) -> None:
-        super().__init__()
-        self.label = label
-
-    def forward(self, run: fx.GraphModule, *args: Any) -> Any:
-        """What leaves the layer."""
-        return run(*args)
-
-    def extra_repr(self) -> str:
-        """The label: layers of different names are different kinds."""
-        return self.label
-
-
 @dataclass
 class Traced:
     """A traced model with its lines; takes the place of a `Shell`.
@@ -119,7 +116,7 @@ class Traced:
         labels: of the layers.
         weights: of each layer the names of its parameters and buffers.
         holders: of each layer the parameters and buffers, under the model's own names.
-        runners: of each layer.
+        runners: of the segments of each layer.
         known: the operations of the first trace with their layers.
         traces: by mode, type of the weights and kind of the batch.
     """
@@ -138,11 +135,11 @@ class Traced:
     spine: Sequence[nn.Module] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but what can be traced again."""
+        """The state without the traces, which can be made again."""
         return self.__dict__ | {"traces": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
-        """With weights of its own; the graphs have none."""
+        """A copy with its own weights and the same graphs."""
         memo[id(self)] = copied = copy.copy(self)
         copied.traces, copied.holders = self.traces, copy.deepcopy(self.holders, memo)
         return copied
@@ -155,6 +152,10 @@ class Traced:
     def train(self, mode: bool) -> None:
         """Training or evaluation mode."""
         self.training = mode
+
+    def block(self, number: int) -> nn.Module:
+        """The module that `torch.compile` takes for a layer."""
+        return self.runners[number]
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
         """Runs some consecutive layers; see `Shell.run`."""
@@ -170,10 +171,6 @@ class Traced:
         if last < self.num_layers - 1:
             return Payload(begin.batch, values, [])._asdict()
         return self.result(pytree.tree_unflatten(values, trace.structure))
-
-    def block(self, number: int) -> nn.Module:
-        """The runner of a layer."""
-        return self.runners[number]
 
     def _converted(self, number: int) -> torch.dtype | None:
         """The type that a layer's floating weights were converted to since the cut; None: they were not."""
