@@ -177,6 +177,13 @@ def test_a_model_without_blocks_trains_as_in_one_process(name, schedule):
         assert found.equal, found
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", ["unet", "odd", "recurrent"])
+def test_the_layers_of_a_graph_train_compiled_as_one_process_does_without(name):
+    found = check(bundle(name), schedule="zb-h1", steps=2, precision=pf.Precision(compile="aot_eager"))
+    assert max(found.loss_diff, found.grad_diff, found.weight_diff) < 1e-12
+
+
 @pytest.mark.dist
 def test_two_processes_trace_for_themselves_and_train_as_one():
     assert check(bundle("unet"), schedule="1f1b", steps=2, transport="distributed").equal

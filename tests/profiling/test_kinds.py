@@ -70,6 +70,22 @@ def test_layers_of_the_meta_device_stay_there():
     assert 0 < measured.layers[2].total_s < computed.layers[2].total_s
 
 
+def test_weights_that_no_module_can_draw_are_measured_as_any_numbers():
+    """Found when no layer of a folder was measured: norms of transformers have no `reset_parameters`."""
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(16))
+
+        def forward(self, x):
+            return x * self.weight
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), Scale(), nn.Linear(16, 256))
+    assert "3 of 3 layers by one of their kind" in profiled(model)[1].source
+
+
 def test_what_does_not_fit_is_scaled_as_the_others_turned_out():
     computed, measured = profiled(layers_of(), room_bytes=3 * 4 * 16 * 256)
     small = [(a.total_s, b.total_s) for a, b in zip(computed.layers[:-1], measured.layers[:-1], strict=True)]

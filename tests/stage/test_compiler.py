@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,12 +11,17 @@ import pytest
 import torch
 from tests.pipelines import grouped
 from torch import Tensor, nn
+from torch.hub import tqdm
 
 import pipefit as pf
 from pipefit.errors import ModelError, PipefitError, PlanError
 from pipefit.models import build
+from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.workload import Workload
+from pipefit.runtime.session import current
 from pipefit.spec.options import Parallelism, Precision, Spilled
 from pipefit.stage.compiler import backend_of
+from pipefit.stage.split import named_layers
 from pipefit.testing import check
 
 # The compiler looks at all that a tensor has; its own filter does not hold where warnings are errors.
@@ -105,9 +111,12 @@ def test_the_usual_compiler_trains_as_one_process_does() -> None:
     assert max(result.loss_diff, result.grad_diff, result.weight_diff) < 1e-12
 
 
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, 0.1, momentum=0.9)
+
+
 def pipeline(bundle: Any, compile: bool | str, **options: Any) -> pf.Pipeline:
     model = copy.deepcopy(bundle.layers).double()
-    sgd = lambda params: torch.optim.SGD(params, 0.1, momentum=0.9)  # noqa: E731
     return pf.Pipeline(model, loss=bundle.loss, optimizer=sgd, precision=Precision(compile=compile), **options)
 
 
@@ -145,6 +154,28 @@ def test_what_is_compiled_for_halves_may_run_in_another_thread() -> None:
     with ThreadPoolExecutor(1) as threads:
         (loss,) = threads.submit(pipe.fit, [bundle.example(8, 0)]).result()
     assert loss > 0
+
+
+def test_layers_that_have_no_weights_yet_are_measured_compiled() -> None:
+    with torch.device("meta"):
+        layers = named_layers(gpt(hidden=24).layers)
+    bundle = gpt(hidden=24)
+    CALLS.clear()
+    work = Workload(layers, bundle.loss, sgd, torch.device("cpu"), bundle.example(4, 0), compiler="counted")
+    agreed_profile(work, [2], current())
+    assert CALLS["compilations"] == 3 and CALLS["runs"] > 3
+
+
+@pytest.mark.dist
+def test_ranks_that_are_processes_compile_for_themselves() -> None:
+    options = grouped(compile="aot_eager", num_ranks=2, schedule="zb-h1", transport="distributed")
+    result = check(gpt(), **options)
+    assert max(result.loss_diff, result.grad_diff, result.weight_diff) < 1e-12
+
+
+def test_the_bars_of_the_compiler_leave_no_semaphore_behind() -> None:
+    backend_of("aot_eager", torch.device("cpu"))
+    assert isinstance(tqdm.get_lock(), type(threading.RLock()))
 
 
 @pytest.mark.parametrize("spill", [Spilled(), Spilled(keep="all"), Spilled(step_on="host"), Spilled(activations=True)])

@@ -31,17 +31,24 @@ from pipefit.cutting.shell import CutLayer, Enter, Payload, node_at
 from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
 
+_RECURRENT = {torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_tanh, torch.ops.aten.rnn_relu}
+"""Operations whose dropout draws other numbers when it is compiled."""
 
-class Operations(nn.Module):
-    """The operations of a layer, as the module that `torch.compile` takes."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+class Runner(nn.Module):
+    """Runs the segments of one layer, of whichever trace, as the module that `torch.compile` takes."""
+
+    def __init__(self, label: str) -> None:
         super().__init__()
-        self.run = fx.GraphModule(nn.Module(), graph)
+        self.label = label
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, run: fx.GraphModule, *args: Any) -> Any:
         """The values that leave the layer."""
-        return self.run(*args)
+        return run(*args)
+
+    def extra_repr(self) -> str:
+        """The label, so that each layer is a kind of its own."""
+        return self.label
 
 
 class Segment(NamedTuple):
@@ -50,10 +57,12 @@ class Segment(NamedTuple):
     Attributes:
         run: from its arguments to the values that leave it.
         sources: of each argument, from the layer's weights, the leaves of the batch, and the values that enter.
+        is_recurrent: it has an operation of `nn.LSTM` or the like.
     """
 
-    run: Operations
+    run: fx.GraphModule
     sources: Sequence[Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]]
+    is_recurrent: bool = False
 
     @classmethod
     def of(cls, flow: Flow, entering: Sequence[fx.Node], nodes: set[fx.Node], leaving: Sequence[Any]) -> Segment:
@@ -83,7 +92,8 @@ class Segment(NamedTuple):
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = {}
         graph.output(fx.node.map_arg(tuple(leaving), env.__getitem__))
-        return cls(Operations(graph), list(sources.values()))
+        is_recurrent = any(getattr(node.target, "overloadpacket", None) in _RECURRENT for node in graph.nodes)
+        return cls(fx.GraphModule(nn.Module(), graph), list(sources.values()), is_recurrent)
 
 
 class Trace(NamedTuple):
@@ -106,6 +116,7 @@ class Traced:
         labels: of the layers.
         weights: of each layer the names of its parameters and buffers.
         holders: of each layer the parameters and buffers, under the model's own names.
+        runners: of the segments of each layer.
         known: the operations of the first trace with their layers.
         traces: by mode, type of the weights and kind of the batch.
     """
@@ -117,6 +128,7 @@ class Traced:
     labels: list[str] = field(default_factory=list)
     weights: list[set[str]] = field(default_factory=list)
     holders: list[nn.Module] = field(default_factory=list)
+    runners: list[Runner] = field(default_factory=list)
     known: dict[str, int] = field(default_factory=dict)
     traces: dict[Any, list[Trace]] = field(default_factory=dict)
     shared: Sequence[nn.Module] = ()
@@ -141,10 +153,9 @@ class Traced:
         """Training or evaluation mode."""
         self.training = mode
 
-    def block(self, number: int) -> nn.Module | None:
-        """The operations of a layer in training, for batches like the example; None: they are not traced yet."""
-        found = (traces[0] for key, traces in self.traces.items() if key[0] and traces)
-        return next((trace.segments[number].run for trace in found), None)
+    def block(self, number: int) -> nn.Module:
+        """The module that `torch.compile` takes for a layer."""
+        return self.runners[number]
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
         """Runs some consecutive layers; see `Shell.run`."""
@@ -155,7 +166,8 @@ class Traced:
         for number in range(first, last + 1):
             enter(number)
             segment, weights = trace.segments[number], self.holders[number]
-            values = list(segment.run(*[source(weights, inputs, values) for source in segment.sources]))
+            given = [source(weights, inputs, values) for source in segment.sources]
+            values = list(segment.run(*given) if segment.is_recurrent else self.runners[number](segment.run, *given))
         if last < self.num_layers - 1:
             return Payload(begin.batch, values, [])._asdict()
         return self.result(pytree.tree_unflatten(values, trace.structure))
@@ -224,6 +236,7 @@ class Traced:
             path = path or min(flow.state_of(firsts[number].all_input_nodes))
             times = sum(label.partition(" ")[0] == path for label in self.labels)
             self.labels.append(f"{path} ({times + 1})" if times else path)
+        self.runners = [Runner(label) for label in self.labels]
         self._trace(args, kwargs, flow=flow)
         self.training = not self.training
         with contextlib.suppress(ModelError):  # raised again by who needs the other mode

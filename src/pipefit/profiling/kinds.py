@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -32,7 +33,7 @@ from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.compiler import compiled_forwards, replaced_forwards
-from pipefit.stage.materialise import is_meta, materialise
+from pipefit.stage.materialise import is_meta, stand_in
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import MakeOptimizer
 
@@ -189,8 +190,14 @@ def _present(layer: NamedLayer, device: torch.device) -> NamedLayer:
     """The layer; for one of the meta device a copy with weights."""
     if is_meta([layer]):
         layer = copy.deepcopy(layer)
-        materialise([layer], 0, device)
+        stand_in([layer], partial(_numbers_like, device=device))
     return layer
+
+
+def _numbers_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Numbers in place of weights without memory, whose time does not depend on their values."""
+    made = torch.ones_like(tensor, device=device)
+    return made.normal_(std=0.02) if tensor.is_floating_point() and tensor.dim() > 1 else made
 
 
 def _seconds(
