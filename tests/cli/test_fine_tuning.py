@@ -72,7 +72,7 @@ def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, 
 
 @pytest.mark.dist
 def test_processes_that_share_the_folders_layers_learn_the_same(folder, tmp_path, capsys):
-    """The prediction rehearses shards of a model that has no weights yet."""
+    """The prediction is made while the model has no weights yet."""
     adapters = ("--lora", "r=4,dropout=0.1", "--steps", "3", "--lr", "1e-2")
     alone = trained(folder, *adapters, "--ranks", "1", capsys=capsys)
     words = (*adapters, "--ranks", "2", "--tensor", "2", "--transport", "distributed")

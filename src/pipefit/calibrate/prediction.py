@@ -5,9 +5,11 @@ from __future__ import annotations
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.cost import CostModel, RuntimeCosts, of_plan
+from pipefit.cost.tensor import tensor_shard
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Prediction, Profile, Topology
+from pipefit.stage.materialise import is_meta
 from pipefit.timeline import Timeline
 
 
@@ -27,11 +29,14 @@ def costs_on_ranks(
         profile: of the whole model at the plan's micro-batch size.
         topology: the links between the processes of the run.
         session: of the run.
-        work: the model and its training; under tensor parallelism its sharded layers are measured too.
+        work: the model and its training; under tensor parallelism its sharded layers are measured too, or computed
+            where they have no weights yet.
         state_per_weight: bytes of optimizer states per byte of weights.
         runtime: costs of the executor; None: measured now.
     """
-    if plan.tensor > 1:
+    if plan.tensor > 1 and is_meta(work.layers):
+        profile = tensor_shard(profile, plan.tensor, topology)
+    elif plan.tensor > 1:
         profile = profile_of_shard(work, plan, session, topology)
     runtime = runtime or runtime_costs(session, topology)
     return of_plan(profile, plan, topology, state_per_weight=state_per_weight, runtime=runtime)

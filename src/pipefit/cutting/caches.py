@@ -106,7 +106,9 @@ def not_filled_once(cache: Any, filled: Iterable[Iterable[Iterable[int]]]) -> li
         cache: of the model's kind.
         filled: of each process and each of its stages, the layers that it has written to.
     """
-    from transformers.cache_utils import DummyLayer
+    from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+    # A layer without attention has one that holds nothing.
+    holders = CacheLayerMixin, LinearAttentionCacheLayerMixin
     times = Counter(index for process in filled for stage in process for index in stage)
-    return [i for i, layer in enumerate(cache.layers) if not isinstance(layer, DummyLayer) and times[i] != 1]
+    return [i for i, layer in enumerate(cache.layers) if isinstance(layer, holders) and times[i] != 1]
