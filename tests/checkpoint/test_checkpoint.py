@@ -18,6 +18,8 @@ from pipefit.checkpoint.manifest import MANIFEST, read_manifest
 from pipefit.errors import ModelError, PipefitError
 from pipefit.spec.sealed import seal
 
+pytestmark = pytest.mark.slow
+
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, 0.1, momentum=0.9)

@@ -158,6 +158,14 @@ def test_a_module_whose_own_code_adds_around_its_blocks_is_cut_between_them(sche
     assert check(bundle, schedule=schedule, steps=2, parallelism=spread).equal
 
 
+def test_a_parameter_without_elements_is_no_obstacle():
+    """MobileBERT has one: the proof could not sum up the rows of its gradient."""
+    model = Plain()
+    model.blocks[1].register_parameter("empty", nn.Parameter(torch.empty(0, 4)))
+    model.blocks[1].register_forward_hook(lambda module, given, output: output + module.empty.sum())
+    assert len(pf.cut(model, torch.randn(4, 8))) == 6
+
+
 def test_cuts_by_hand_name_modules_that_are_called_once():
     made = pf.cut(Plain(), torch.randn(4, 8), cuts=["blocks.1", "blocks.3"])
     assert [layer.name for layer in made.layers] == ["before", "blocks.1", "blocks.3", "after"]

@@ -23,6 +23,8 @@ from pipefit.spec.published import load_profile
 from pipefit.units import format_bytes, parse_quantity
 from pipefit.verify import verify
 
+pytestmark = pytest.mark.slow
+
 
 def limited(num: int, memory: float, bandwidth: float = 2e9) -> Topology:
     return Topology((Level("machine", num, bandwidth, 1e-4),), Device(memory_bytes=memory), name=f"local:{num}")

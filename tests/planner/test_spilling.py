@@ -26,6 +26,8 @@ from pipefit.simulate import simulate
 from pipefit.spec import Layer, Level, Partition, Placement, Plan, Profile, SpillSpec, Tier, Topology
 from pipefit.verify import verify
 
+pytestmark = pytest.mark.slow
+
 LAYERS = tuple(Layer(f"layer{i}", 20e-3, 20e-3, 20e-3, 2e6, 20e6, 100e6) for i in range(12))
 PROFILE = Profile("twelve", 1, LAYERS, optimizer_s=0.12)
 HOST, DISK = Tier("host", 64e9, 10e9, 10e9), Tier("disk", 1e12, 2e9, 1e9)

@@ -38,6 +38,8 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device, Topology
 from pipefit.stage.split import named_layers
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"repeats": 2, "warmup": 1}
 DEVICE = Device(flops=1e12, memory_bandwidth_bytes_per_s=1e11, efficiency=0.5)
 GNMT = f"{Path(__file__).parents[2]}/examples/models/gnmt.py:gnmt"

@@ -19,6 +19,8 @@ from pipefit.study.execute.admission import recipe_of
 from pipefit.study.trial import StudyError, Trial
 from pipefit.units import format_seconds
 
+pytestmark = pytest.mark.slow
+
 # Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 

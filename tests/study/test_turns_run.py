@@ -14,6 +14,8 @@ from pipefit.study.execute.runner import export, take_turn
 from pipefit.study.execute.trial_files import read_losses, read_state
 from pipefit.study.trial import NoRoomError, Trial
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def one_thread():

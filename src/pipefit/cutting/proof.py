@@ -208,7 +208,7 @@ def _sums_of_gradients(model: nn.Module, payload: Any) -> dict[str, Tensor] | No
 
     def keep(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        rows = parameter.grad.reshape(len(parameter) if parameter.dim() > 1 else 1, -1)
+        rows = parameter.grad.reshape(len(parameter) if parameter.dim() > 1 and parameter.numel() else 1, -1)
         sums[name] = rows @ _uneven(rows.shape[1], rows)
         parameter.grad = None
 
