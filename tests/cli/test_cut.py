@@ -19,6 +19,13 @@ def test_layers_and_what_crosses_are_answered_and_drawn(capsys, tmp_path):
     assert sum("in 1 tensor" in words for words in drawn) == len(names) - 1
 
 
+def test_weights_that_several_layers_hold_are_named(capsys):
+    pytest.importorskip("transformers")
+    tied = "hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=2,vocab_size=64"
+    found = answered(capsys, "cut", "transformers:LlamaForCausalLM", "--option", f"{tied},tie_word_embeddings=true")
+    assert found["shared"] == {"model.embed_tokens.weight": ["before", "after"]}
+
+
 def test_layers_of_a_sequence_are_drawn_without_borders(capsys, tmp_path):
     path = tmp_path / "mlp.svg"
     answered(capsys, "cut", "mlp", "--option", "layers=2,width=4", "-o", str(path))

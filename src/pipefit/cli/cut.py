@@ -31,7 +31,7 @@ def command(
         output: Picture of the layers and of the values that cross between them, as .svg.
         seed: Of the weights.
     """
-    from pipefit.cutting import Cut, table
+    from pipefit.cutting import Cut, shared_weights, table
     from pipefit.stage.split import named_layers
 
     made = make_model(model, option, seed=seed).layers
@@ -52,5 +52,5 @@ def command(
 
         write_atomically(output, picture(made, model))
     way = made.way if isinstance(made, Cut) else "of a sequence"
-    data = {"model": model, "way": way, "layers": rows, "merged": merged}
+    data = {"model": model, "way": way, "layers": rows, "merged": merged, "shared": dict(shared_weights(layers))}
     return Answer(data, lambda: f"{model}: {table(made)}", output=[output] if output else [])

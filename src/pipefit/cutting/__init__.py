@@ -1,3 +1,3 @@
 """Any `nn.Module` as a sequence of layers."""
 
-from pipefit.cutting.cut import Cut, as_layers, cut, table
+from pipefit.cutting.cut import Cut, as_layers, cut, shared_weights, table

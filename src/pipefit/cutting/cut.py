@@ -64,7 +64,17 @@ class Cut:
         rows = [(*row, *enters) for row, enters in zip(_rows(self.layers), entering, strict=True)]
         head = f"{len(self)} layers {self.way}, proved equal to the whole model"
         lines = [head, *columns([("layer", "parameters", "enters", ""), *rows])]
+        lines += [f"{name} is in several layers: {', '.join(of)}" for name, of in shared_weights(self.layers)]
         return "\n".join([*lines, *(f"no cut before {path}: {why}" for path, why in self.merged)])
+
+
+def shared_weights(layers: Sequence[NamedLayer]) -> list[tuple[str, list[str]]]:
+    """Weights that several layers hold, by their first names, with the names of these layers; they stay tied."""
+    found: dict[int, tuple[str, list[str]]] = {}
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters(layer.prefix):
+            found.setdefault(id(parameter), (name, []))[1].append(layer.name)
+    return [(name, of) for name, of in found.values() if len(of) > 1]
 
 
 def table(model: Any) -> str:
