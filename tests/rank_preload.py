@@ -1,4 +1,4 @@
-"""What the server of the ranks loads in tests, after pipefit's own."""
+"""Modules that the server of the ranks also loads in tests."""
 
 from tests.small_probes import shrink
 

@@ -87,8 +87,12 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
             raise error(f"{place}{name}: expected {expected}, got {value}")
 
 
+_MOST_NAMED = 40
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for a mistyped `name`: the nearest known names, else all of them."""
+    """A hint for a mistyped `name`: the nearest known names, else all of them, or the first of many."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    more = f", … ({len(known)} in all)" if len(known) > _MOST_NAMED else ""
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known[:_MOST_NAMED])}{more}"

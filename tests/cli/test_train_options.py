@@ -228,3 +228,9 @@ def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp
         _remove_if_only_logs(logs)
     assert [path.name for path in tmp_path.iterdir()] == ["began"]
     assert (tmp_path / "began" / "logs" / "rank-0.log").is_file()
+
+
+@pytest.mark.parametrize("name", ["checkpoint-every", "evaluate-every", "patience", "sample", "context", "warmup"])
+def test_a_negative_number_is_refused_before_anything_is_trained(name, capsys):
+    said = refused(capsys, "train", "--model", "mlp", "--ranks", "1", f"--{name}", "-2")
+    assert said.startswith(f"pipefit train: {name.replace('-', '_')}: expected a whole number of at least 0, got -2")

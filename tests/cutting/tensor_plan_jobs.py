@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the plans that models of transformers bring."""
+"""Functions that ranks run in the tests of tensor plans of transformers."""
 
 import torch
 import transformers
@@ -82,7 +82,7 @@ def outcomes(names, processes):
 
 
 def refused():
-    """What a pipeline says whose model's plan forgets a weight."""
+    """The message of a pipeline whose model has a plan that forgets a weight."""
     try:
         run_pipeline(case("ApertusForCausalLM", SIZES, {}, 2))
     except PipefitError as problem:

@@ -184,7 +184,7 @@ def test_a_folder_brings_its_own_settings_of_generation_and_keeps_them(tmp_path)
 
 
 def writes(cases):
-    """What a rank writes, before and after a step, and how it refuses what others were not given."""
+    """Text of a rank before and after a step, and its refusal of prompts that differ between ranks."""
     found = []
     for kind, stages, chunks, copies in cases:
         model = model_of(kind)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.shell import Enter
 from pipefit.errors import ModelError
-from pipefit.stage.compiler import replaced_forwards
+from pipefit.stage.stage import replaced_forwards
 
 
 class Call(NamedTuple):

@@ -27,7 +27,7 @@ from pipefit.cutting.stubs import Stub, nan_like
 from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.errors import ModelError
 from pipefit.parallel import Ruled
-from pipefit.stage.compiler import replaced_forwards
+from pipefit.stage.stage import replaced_forwards
 
 Enter = Callable[[int], None]
 """Called when the forward reaches a layer that computes, with the layer's number."""

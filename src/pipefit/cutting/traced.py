@@ -78,7 +78,7 @@ class Segment(NamedTuple):
         sources: dict[fx.Node, Any] = {node: lambda w, i, v, k=k: v[k] for k, node in enumerate(entering)}
         sources |= {node: lambda w, i, v, k=k: i[k] for k, node in enumerate(flow.inputs) if node in nodes}
         for node, (name, *others) in flow.state.items():
-            # Several names are those of a batch norm, which computes by itself.
+            # A batch norm has several names: its module is called as a whole.
             get = attrgetter(name.rpartition(".")[0] if others else name)
             sources |= {node: lambda w, i, v, get=get: get(w)} if node in nodes else {}
         sources |= {node: lambda w, i, v, c=value: c for node, value in flow.constants.items() if node in nodes}
@@ -119,6 +119,7 @@ class Traced:
         runners: of the segments of each layer.
         known: the operations of the first trace with their layers.
         traces: by mode, type of the weights and kind of the batch.
+        shared, spine: empty; a `Shell` has such modules.
     """
 
     model: nn.Module

@@ -123,14 +123,15 @@ class OnShards(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward."""
-        own = {name: weight for name, weight in self._parameters.items() if weight is not None}
+        parameters: dict[str, Any] = self._parameters
+        own = {name: weight for name, weight in parameters.items() if weight is not None}
         if not own:
             return super().forward(*args, **kwargs)
         try:
-            self._parameters.update(zip(own, self.region.summed(*own.values()), strict=True))  # type: ignore[arg-type]
+            parameters.update(zip(own, self.region.summed(*own.values()), strict=True))
             return super().forward(*args, **kwargs)
         finally:
-            self._parameters.update(own)
+            parameters.update(own)
 
 
 class WholeDropout(nn.Module):

@@ -206,10 +206,10 @@ def _kind(loader: Any) -> dict[str, Any]:
     return {"kind": type(loader).__name__, "length": number_of(loader)}
 
 
-def number_of(batches: Iterable[Any]) -> int | None:
+def number_of(batches: Any) -> int | None:
     """Number of batches; None: unknown."""
     try:
-        return len(batches)  # type: ignore[arg-type]
+        return len(batches)
     except TypeError:
         return None
 

@@ -256,6 +256,8 @@ class Pipeline:
         """
         if steps is not None and steps < 1:
             raise DataError(f"steps: expected at least 1, got {steps}")
+        if evaluate_every < 0:
+            raise DataError(f"evaluate_every: expected a number of steps of at least 0, got {evaluate_every}")
         if evaluate_every and held_out is None:
             raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
         if self._session.stop.agreed:

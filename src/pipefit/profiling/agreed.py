@@ -22,9 +22,10 @@ from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.batchnorm import DeferredBatchNorm
-from pipefit.stage.compiler import compiled_forwards, replaced_forwards
+from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.materialise import is_meta
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.stage import replaced_forwards
 
 _REPEATS, _LIMIT_S = 9, 5.0
 

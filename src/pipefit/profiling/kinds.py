@@ -32,9 +32,10 @@ from pipefit.profiling.workload import Workload
 from pipefit.runtime.malloc import in_use
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
-from pipefit.stage.compiler import compiled_forwards, replaced_forwards
+from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.materialise import is_meta, stand_in
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.stage import replaced_forwards
 from pipefit.stage.training import MakeOptimizer
 
 _FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipefit.errors import PipefitError
 from pipefit.pipeline.loggers import check_installed
 from pipefit.spec import Plan
-from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, setting
+from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, check_least, setting
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class RunConfig:
     steps: int = setting(100, least=1)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: float = 2e-3
-    warmup: int = 20
+    warmup: int = setting(20, least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
     output: str = setting("", "--output", "-o")
     resume: str = ""
-    checkpoint_every: int = 0
+    checkpoint_every: int = setting(0, least=0)
     evaluate_every: int = setting(0, least=0)
     patience: int = setting(0, least=0)
     log: Sequence[str] = setting((), typed=list[Literal["csv", "tensorboard", "wandb"]])
-    sample: int = 200
+    sample: int = setting(200, least=0)
 
     @property
     def spill(self) -> Spilled:
@@ -74,6 +74,7 @@ class RunConfig:
 
 def with_defaults(config: RunConfig) -> RunConfig:
     """The configuration with the schedule and the number of processes that follow from the other options."""
+    check_least(config)
     request, spread = config.request, config.request.parallelism
     is_capped = config.spill.cap_bytes is not None
     if spread.ranks is None:

@@ -8,12 +8,11 @@ the copies of a stage, and the slots that a spilled stage is loaded into.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,22 +26,6 @@ Forward = Callable[..., Any]
 
 _MOST_VARIANTS = 64
 """Compiled variants of a kind (shapes, with and without gradients, under autocast), after which it runs as it is."""
-
-
-@contextlib.contextmanager
-def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
-    """Modules with other forwards for a while; their hooks stay."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    try:
-        for module, forward in forwards.items():
-            module.__dict__["forward"] = forward
-        yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
 
 
 def backend_of(choice: bool | str, device: torch.device) -> str | None:
@@ -88,7 +71,7 @@ def backend_of(choice: bool | str, device: torch.device) -> str | None:
 
 
 def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict[nn.Module, Forward]:
-    """The modules of some layers that are compiled, with their compiled forwards; see `replaced_forwards`.
+    """The modules of some layers that are compiled, with their compiled forwards, for `replaced_forwards`.
 
     Of a cut model these are its blocks. A single layer of torch's own stays as it is: it has nothing to fuse.
 

@@ -45,7 +45,7 @@ def read_structure(text: str) -> pytree.TreeSpec:
 
 
 def sent(output: Any) -> Any:
-    """What is sent of a layer's output: of a cut model's all but the batch, which every rank has."""
+    """The part of a layer's output that is sent: for a cut model without the batch, which every rank has."""
     of_cut = isinstance(output, dict) and output.keys() == {"batch", "values", "carried"}
     return output | {"batch": ()} if of_cut else output
 

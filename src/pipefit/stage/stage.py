@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import DeferredBatchNorm
-from pipefit.stage.compiler import Forward, replaced_forwards
+from pipefit.stage.compiler import Forward
 from pipefit.stage.split import NamedLayer
 
 
@@ -26,6 +26,22 @@ def layer_seed(seed: int, ordinal: int, layer: int) -> int:
     mixed = (seed * 0x9E3779B97F4A7C15 + ordinal * 0xBF58476D1CE4E5B9 + layer * 0x94D049BB133111EB) & (2**64 - 1)
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     return (mixed ^ (mixed >> 31)) & (2**63 - 1)
+
+
+@contextlib.contextmanager
+def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """Modules with other forwards for a while; their hooks stay."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
 
 
 class Stage:
