@@ -84,9 +84,10 @@ class Execution:
         values, look = self.values, self.look
         for index, instruction in enumerate(instructions):
             self.index = index
-            progress.at(index)
             if awaits[index]:
+                progress.at(index, waits=True)
                 yield from self._wait_for(awaits[index])
+            progress.at(index)
             starts[index] = clock()
             handlers[instruction.op](self, instruction)
             ends[index] = clock()
@@ -95,6 +96,7 @@ class Execution:
                 look()
             for value in frees[index]:
                 values.pop(value, None)
+        progress.at(len(instructions), waits=True)
         yield from self._wait_for(compiled.awaited_at_end)
         self.index = len(instructions)
         for action in self.at_end:
