@@ -24,7 +24,7 @@ from pipefit.pipeline.assembly import assemble, release_workers
 from pipefit.pipeline.batches import DataComparison
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
-from pipefit.pipeline.losses import evaluate, finite
+from pipefit.pipeline.losses import evaluate, finite, needs_norm
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
@@ -42,7 +42,7 @@ from pipefit.stage.compiler import backend_of, compile_seconds
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
-from pipefit.stage.training import MakeOptimizer, Training
+from pipefit.stage.training import MakeOptimizer, Training, policy_of
 from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
@@ -124,6 +124,7 @@ class Pipeline:
             half=half,
             loss_scale=first_scale(half, precision.loss_scale),
             compiler=compiler,
+            nonfinite=policy_of(updates.nonfinite),
         )
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
@@ -150,6 +151,7 @@ class Pipeline:
             self._weigh,
             lambda: commit_step(self, self.notes),
         )
+        self.loop.locate = lambda: self.position.words
         self._comparison = DataComparison(self._session)
         self.position = LoaderPosition(updates.seed)
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
@@ -161,7 +163,7 @@ class Pipeline:
         """The program of some steps, verified before it is used."""
         key = (self.plan.num_microbatches, num_steps)
         if key not in self._programs:
-            clip = self._training.needs_norm
+            clip = needs_norm(self._training, self.schedule, self.plan)
             shape = shape_of(self.plan, num_steps=num_steps, ties=self._ties, clip=clip)
             program = self.schedule(spilled_shape(shape, self.spill))
             verify(program).raise_if_bad()
@@ -212,7 +214,7 @@ class Pipeline:
         Raises:
             ScheduleError: the schedule is asynchronous: it has no step to wait for; use `fit`.
             DataError: the batch cannot be split into micro-batches.
-            NonFiniteLossError: the loss is not a number.
+            NonFiniteLossError: the loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         if not self.schedule.is_synchronous:
             raise ScheduleError(
@@ -220,7 +222,7 @@ class Pipeline:
                 "fit(batches), which drains at its end"
             )
         self._comparison.batch((x, y))
-        return finite(self.loop.start_step(x, y).losses.wait()[0], self.num_updates)
+        return finite(self.loop.start_step(x, y).losses.wait()[0], self.num_updates, self._training.nonfinite)
 
     def fit(
         self,
@@ -252,7 +254,7 @@ class Pipeline:
 
         Raises:
             DataError: there is no data, or less than `steps`.
-            NonFiniteLossError: a loss is not a number.
+            NonFiniteLossError: a loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         if steps is not None and steps < 1:
             raise DataError(f"steps: expected at least 1, got {steps}")

@@ -102,6 +102,7 @@ _FREE = (
     "disk",
     "host_memory",
     "commit_every",
+    "nonfinite",
     "plan",
 )
 """Options that may differ when another run resumes from the records of this one."""

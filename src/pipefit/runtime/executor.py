@@ -43,6 +43,7 @@ class Execution:
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
         metric, metrics: a further number computed from each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
+        decided: whether an update is made, where the loss and all gradients must be finite.
         rates: learning rates of each update of a stage, by (stage, update).
         index: of the instruction that is running or waiting.
         at_end: called at the end of the list.
@@ -62,6 +63,7 @@ class Execution:
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
+    decided: dict[int, bool] = field(default_factory=dict)
     rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     index: int = 0

@@ -23,6 +23,9 @@ STEP_ON: Final = ("auto", "device", "host")
 KEEP: Final = ("auto", "all", "none")
 """Choices of the spilled stages that keep their activations."""
 
+STOP, SKIP, OFF = NONFINITE = ("stop", "skip", "off")
+"""What happens to an update whose loss or gradient is not a finite number."""
+
 Group = TypeVar("Group")
 
 
@@ -116,6 +119,8 @@ class Updates:
 
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
+        nonfinite: for an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are
+            those of the step before), skip (the next batch follows), or off (only losses, after the step).
         seed: of dropout; in a run also of weights and the order of the data.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When
@@ -123,6 +128,7 @@ class Updates:
     """
 
     clip_norm: float | None = setting(None, "--clip")
+    nonfinite: Literal["stop", "skip", "off"] = "stop"
     seed: int = 0
     scheduler: Any = setting(None, hidden=True)
     weigh: Any = setting(None, hidden=True)

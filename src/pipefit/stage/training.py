@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipefit.errors import PlanError
+from pipefit.spec.options import NONFINITE
+
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 
@@ -27,6 +30,7 @@ class Training:
         seed: of all random numbers inside the model.
         half: the type that autocast computes in; None: no autocast.
         loss_scale: the first scale of the loss; None: the loss is not scaled.
+        nonfinite: what happens to an update that is not finite; see `Updates`.
         compiler: the backend of torch.compile that layers train by; None: they run as they are.
     """
 
@@ -37,12 +41,24 @@ class Training:
     seed: int = 0
     half: torch.dtype | None = None
     loss_scale: float | None = None
+    nonfinite: str = "stop"
     compiler: str | None = None
 
     @property
     def needs_norm(self) -> bool:
         """Returns whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
         return self.clip_norm is not None or self.loss_scale is not None
+
+
+def policy_of(nonfinite: str) -> str:
+    """A policy for updates that are not finite, checked.
+
+    Raises:
+        PlanError: it is unknown.
+    """
+    if nonfinite not in NONFINITE:
+        raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {nonfinite!r}")
+    return nonfinite
 
 
 class Tie(NamedTuple):
