@@ -26,6 +26,9 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     from pipefit.cli.watch import Quiet, Watcher
     from pipefit.run.whole_run import run
     from pipefit.runtime.session import current
+    from pipefit.runtime.signals import listen
 
+    if not current().is_distributed:
+        listen(current().stop, None, ctrl_c=True)
     watched = current().rank == 0 and not quiet
     return run(config, Watcher(config.steps, config.batch) if watched else Quiet())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pipefit.errors import PipefitError
@@ -70,6 +71,11 @@ class RunConfig:
     def spill(self) -> Spilled:
         """The options of spilled stages, also where nothing is spilled."""
         return self.request.spill or Spilled()
+
+
+def checkpoints_of(folder: str | Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(folder) / "checkpoints"
 
 
 def with_defaults(config: RunConfig) -> RunConfig:

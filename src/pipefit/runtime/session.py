@@ -96,7 +96,7 @@ def join() -> Session:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     progress = Progress(progress_file(folder, rank) if folder else None)
     stop = Stop()
-    listen(stop, folder)
+    listen(stop, folder, ctrl_c="TORCHELASTIC_RUN_ID" in os.environ)
     if folder is not None:
         answer_with_stack(folder, rank)
     else:
