@@ -74,6 +74,16 @@ def train_and_save(place: str) -> list[float]:
     return losses
 
 
+def close_and_use() -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """The state before `close` and after it, and the output of the whole model in this process."""
+    whole = model()
+    pipe = pipeline(model=whole)
+    pipe.fit(batches())
+    before = pipe.state_dict()
+    pipe.close()
+    return before, {n: t.clone() for n, t in whole.state_dict().items()}, list(whole(batches()[0][0]).shape)
+
+
 def save_export_and_state(place: str) -> dict[str, Tensor]:
     """Two replicas of each of two stages."""
     pipe = pipeline(replicas=2, microbatches=4)

@@ -63,6 +63,12 @@ def test_more_ranks_than_cores_compute_the_same():
         assert all(torch.equal(state[name], weights[name]) for name in weights)
 
 
+def test_a_closed_pipeline_gives_every_process_the_whole_trained_model():
+    for before, after, shape in launch(jobs.close_and_use, 2, quiet=True):
+        assert before.keys() == after.keys() and shape == [8, 3]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_script_needs_no_main_guard(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

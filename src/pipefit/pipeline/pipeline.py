@@ -39,6 +39,7 @@ from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
+from pipefit.stage.materialise import give_back, is_meta
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
@@ -126,6 +127,9 @@ class Pipeline:
             compiler=compiler,
             nonfinite=policy_of(updates.nonfinite),
         )
+        # Only a model that every process held whole can be given back to all of them.
+        is_whole = mesh.region is None and self.plan.spill is None and not is_meta(self.layers)
+        self._gives_back = self._session.is_distributed and is_whole
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
@@ -429,10 +433,13 @@ class Pipeline:
                 worker.spilling.settle()
 
     def close(self) -> None:
-        """Restores the classes of batch norms; the model can then be used without pipefit, unless it was spilled.
+        """Gives the model back: all its weights in every process that had them, and its own classes.
 
-        Worker processes of a loader end.
+        Every rank of a run must call it. A spilled model, one from the meta device and one that is split by tensor
+        parallelism stay in parts. Worker processes of a loader end.
         """
+        if self._gives_back:
+            give_back(self.layers, whole_state(self))
         self.position.resume(None)
         release_workers(self.workers)
         release(self._engine.mesh)
