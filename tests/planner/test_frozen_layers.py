@@ -57,7 +57,7 @@ def test_a_frozen_stage_replays_nothing_and_is_cut_so():
 
 
 @pytest.mark.parametrize(("schedule", "depth", "chunks"), SHAPES)
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("frozen", [3, 5])
 def test_estimates_of_frozen_layers_are_near_what_the_simulator_says(schedule, depth, chunks, recompute, frozen):
     problem = problem_of(model(8, frozen=frozen), Topology((Level("rack", depth, 2e9, 1e-4),)), 96)
