@@ -160,12 +160,12 @@ def test_recompute_only_where_memory_asks_for_it():
     profile = model(8, weights=1e5, cut=1e6)
     problem = problem_of(profile, Topology.local(4), 32)
     plain = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "none"))
-    full = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "all"))
+    full = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "stage"))
     limit = max(plain.peak_bytes) * 0.8
     assert max(full.peak_bytes) < limit
     tight = problem_of(profile, limited(4, limit), 32)
     some = estimate(tight, Config("1f1b", 1, 4, 1, 1, 2, 16, "some"))
-    replayed = [stage.recompute for stage in some.partition.stages]
+    replayed = [stage.is_replayed for stage in some.partition.stages]
     assert some.fits and any(replayed) and not all(replayed)
     assert plain.step_s < some.step_s < full.step_s
 
@@ -326,7 +326,7 @@ def test_deeper_2bw_pipelines_allow_larger_microbatches_at_lower_throughput():
     topology = Topology((Level("server", 16, 5e9, 2e-5),), device)
     profile = gpt_profile(48, 1600, 16, vocab=32000, sequence=512, device=device)
     points = explore(
-        profile, topology, method="2bw", global_batch=512, microbatch_sizes=(1, 2, 4, 8, 16, 32), recompute=True
+        profile, topology, method="2bw", global_batch=512, microbatch_sizes=(1, 2, 4, 8, 16, 32), recompute="stage"
     )
     largest = {
         depth: max((p.microbatch_size for p in points if p.depth == depth and p.fits), default=0) for depth in (2, 4, 8)
@@ -368,7 +368,7 @@ def test_split_backwards_are_looked_at_where_what_they_cost_was_measured_and_cho
         return msgspec.structs.replace(model(8), layers=tuple(layers))
 
     def found(seconds: float | None) -> Plan:
-        return plan(split(seconds), Topology.local(4), global_batch=16, depths=[4], recompute=False)
+        return plan(split(seconds), Topology.local(4), global_batch=16, depths=[4], recompute="none")
 
     unknown, little, much = found(None), found(0.0), found(1.0)
     assert not any("zb-h1" in c.summary for c in unknown.candidates)

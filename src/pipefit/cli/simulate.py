@@ -76,17 +76,8 @@ def _table(data: dict[str, Any], timeline: Timeline) -> str:
         "",
     ]
     kept = data["kept_inputs"] if any(data["kept_inputs"]) else []
-    rows = [
-        [
-            "rank",
-            "busy",
-            "idle",
-            "versions",
-            "in flight",
-            *(["inputs kept"] if kept else []),
-            *(["peak memory"] if peaks else []),
-        ]
-    ]
+    more = ["inputs kept"] * bool(kept) + ["peak memory"] * bool(peaks)
+    rows = [["rank", "busy", "idle", "versions", "in flight", *more]]
     for rank, busy in enumerate(data["busy"]):
         idle = 1 - busy / makespan if makespan else 0.0
         row = [str(rank), time_text(busy, real), f"{idle:.1%}", str(data["weight_versions"][rank])]

@@ -112,7 +112,7 @@ class Panel {
       (this.slots[rank] || []).forEach((slot, place) => item.append(tag("em", place ? "slot" : "slot first", slot.name)));
       return item;
     }));
-    this.memory.dataset.head = "peak in flight" + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
+    this.memory.dataset.head = (entry.kept ? "in flight + inputs" : "peak in flight") + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
     this.memory.replaceChildren(...entry.peak.map((peak, rank) => {
       const item = tag("div", "rank"), first = tag("div"), track = tag("i"), bar = tag("b");
       item.style.height = this.tall + "px";

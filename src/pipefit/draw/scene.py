@@ -60,7 +60,8 @@ class Facts:
     """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
 
     `peak_bytes` of each rank is known where the timeline has its memory and times are real. `spill` describes the
-    spilled stages; `kept_inputs` are those that ranks hold for replays (of spilled stages they may be elsewhere); `slots` is their number of slots on a device, 0 without spilling.
+    spilled stages; `slots` is their number of slots on a device, 0 without spilling. `kept_inputs` are inputs of stages
+    that ranks hold for replays; where stages spill, they may be elsewhere.
     """
 
     schedule: str

@@ -172,7 +172,8 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
 def _memory(scene: Scene, plan: Layout) -> list[str]:
     peaks, versions = scene.facts.peak_inflight, scene.facts.weight_versions
     x, highest = plan.memory_left, max(scene.facts.peak_inflight, default=0) or 1
-    parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">peak in flight</text>']
+    head = "in flight + inputs" if any(scene.facts.kept_inputs) else "peak in flight"
+    parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">{head}</text>']
     several = max(versions, default=1) > 1
     if several:
         parts.append(f'<text class="soft small" x="{x + WEIGHTS_OFFSET:.1f}" y="{plan.top - 12:.1f}">weights</text>')

@@ -54,9 +54,9 @@ def profile_layers(
     without marks (`step_s`), one with a mark at every layer (forward and full backward), one whose backward pass
     makes input gradients only, one whose backward comes layer by layer in two halves, and where there is attention a
     forward that marks its cores. The weight gradient is the full backward minus the input gradient; layers that nothing
-    trainable precedes have no input gradient, frozen layers no weight gradient. All figures are medians. A CPU with one thread is timed by the
-    processor time of that thread, so that other programs on the machine do not count. The layers run in train mode;
-    weights, gradients, buffers, modes and random numbers are restored afterwards.
+    trainable precedes have no input gradient, frozen layers no weight gradient. All figures are medians. A CPU with one
+    thread is timed by the processor time of that thread, so that other programs on the machine do not count. The layers
+    run in train mode; weights, gradients, buffers, modes and random numbers are restored afterwards.
 
     Args:
         layers: an `nn.Sequential`, a list of modules or of (name, module); see `named_layers`.
