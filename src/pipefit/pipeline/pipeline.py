@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
@@ -39,10 +40,11 @@ from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
+from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
-from pipefit.stage.training import MakeOptimizer, Training
+from pipefit.stage.training import Training
 from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
@@ -59,7 +61,8 @@ class Pipeline:
             for this.
         loss: from the model's output and the target to their mean loss over the samples given; None: the own loss of a
             model of transformers, whose batches are dicts with labels.
-        optimizer: from a list of parameters to an optimizer; called for each stage.
+        optimizer: from a list of parameters to an optimizer, called for each stage; a function whose argument is named
+            `named` gets pairs (name, parameter).
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
         schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", or a
             schedule that suits spilling where stages spill.
@@ -83,7 +86,7 @@ class Pipeline:
         model: nn.Module | Sequence[nn.Module] | Cut,
         *,
         loss: Callable[[Any, Any], Tensor] | None = None,
-        optimizer: MakeOptimizer,
+        optimizer: Callable[[Any], Optimizer],
         stages: int | Sequence[int] | str | None = None,
         schedule: str | None = None,
         microbatches: int = 4,
@@ -104,6 +107,8 @@ class Pipeline:
         loss = loss or made.loss
         if loss is None:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
+        optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
+        check_scheduler(updates.scheduler)
         self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
         half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)

@@ -252,8 +252,8 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
         norm = gradient_norm(run, i.stage, i.version)
         assert norm is not None
         # To the host now, where that steps: its thread knows nothing of the stream that has yet to compute the norm.
-        place = optimizer.param_groups[0]["params"][0].device
-        factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(place)
+        places = (p.device for group in optimizer.param_groups for p in group["params"])
+        factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(next(places, worker.device))
 
     def update() -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -17,6 +17,7 @@ from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore, shard
 from pipefit.spill.rank import Spilling
 from pipefit.stage.compiler import compiled_forwards
+from pipefit.stage.optimizing import optimizer_of, scheduler_of
 from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
@@ -109,13 +110,16 @@ class Worker:
             else:
                 store = worker.stores[index] = WeightStore([parameter for _, parameter in named])
             if named:
-                worker.optimizers[index] = optimizer = training.optimizer(store.masters)
+                # Every copy of a tied weight has the name of the first, so that all of them are stepped alike.
+                names = [owned.tie.owner if owned.tie else owned.name for owned in worker.owned[index]]
+                optimizer = optimizer_of(training.optimizer, list(zip(names, store.masters, strict=True)))
+                worker.optimizers[index] = optimizer
                 if index in spilled:
                     spilled[index].take_optimizer(optimizer)
                 elif isinstance(store, ShardedStore):
                     shard(optimizer, store)
                 if training.scheduler:
-                    worker.schedulers[index] = training.scheduler(optimizer)
+                    worker.schedulers[index] = scheduler_of(training.scheduler, optimizer)
         return worker
 
     @property

@@ -117,6 +117,8 @@ class Updates:
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
         seed: of dropout; in a run also of weights and the order of the data.
+        no_decay: parts of names, like bias,norm: parameters with one in their name, or in the class of the module that
+            holds them, get no weight decay.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When
             the loss averages over tokens, return the number of tokens that count.
@@ -124,6 +126,7 @@ class Updates:
 
     clip_norm: float | None = setting(None, "--clip")
     seed: int = 0
+    no_decay: Sequence[str] | str = setting((), typed="words")
     scheduler: Any = setting(None, hidden=True)
     weigh: Any = setting(None, hidden=True)
 
