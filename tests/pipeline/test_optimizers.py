@@ -41,7 +41,9 @@ def batches(count):
 
 
 def pipeline(optimizer, model=None, stages=(1, 2, 2), **options):
-    updates = pf.Updates(**{name: options.pop(name) for name in ("clip_norm", "no_decay", "scheduler") if name in options})
+    updates = pf.Updates(
+        **{name: options.pop(name) for name in ("clip_norm", "no_decay", "scheduler") if name in options}
+    )
     return pf.Pipeline(
         network() if model is None else model,
         loss=nn.functional.mse_loss,

@@ -21,6 +21,7 @@ from pipefit.runtime.session import current
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
+from pipefit.stage.training import with_metrics
 from pipefit.timeline import Timeline
 
 Batch = tuple[Any, Any]
@@ -85,7 +86,7 @@ def update(
         # Torch's data parallel sums over ranks inside the last backward only.
         waits = isinstance(model, DistributedDataParallel) and index < num
         with model.no_sync() if waits else contextlib.nullcontext():
-            value = loss(model(part.input), part.target) * part.share
+            value = with_metrics(loss(model(part.input), part.target))[0] * part.share
             value.backward()
         total += value.detach()
     optimizer.step()

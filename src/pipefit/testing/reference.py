@@ -22,6 +22,7 @@ from pipefit.stage.batchnorm import commit
 from pipefit.stage.optimizing import OptimizerMaker
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
+from pipefit.stage.training import with_metrics
 from pipefit.testing.case import Case, Outcome
 
 
@@ -132,7 +133,8 @@ def weighted_loss(
         payload = stage.forward(payload, number, update=update)
     if half:
         payload = pytree.tree_map(lambda leaf: leaf.float() if leaf.dtype == half else leaf, payload)
-    return case.loss(payload, target) * share
+    loss: Tensor = with_metrics(case.loss(payload, target))[0]
+    return loss * share
 
 
 def aliases(layers: Sequence[NamedLayer]) -> list[tuple[nn.Parameter, list[str]]]:
