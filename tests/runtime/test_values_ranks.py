@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.runtime.value_jobs import VALUES, batches, fickle, loss, model, pipeline, trained
+from tests.runtime.value_jobs import VALUES, batches, fickle, loss, model, trained
 from torch import nn
 
 import pipefit as pf

@@ -102,8 +102,8 @@ def check_values(stage: int, mb: int, known: Structure, found: Structure) -> Non
     pairs = zip_longest((repr(value) for _, value in known.plain), (repr(value) for _, value in found.plain))
     before, now = next(((a, b) for a, b in pairs if a != b), ("it", "at another place"))
     raise ModelError(
-        f"stage {stage} gave the value {now} for micro-batch {mb}, but {before} for an earlier input of the same shape; "
-        "values that are no tensors are agreed on once: turn one that changes into a tensor"
+        f"stage {stage} gave the value {now} for micro-batch {mb}, but {before} for an earlier input of the same "
+        "shape; values that are no tensors are agreed on once: turn one that changes into a tensor"
     )
 
 
