@@ -195,6 +195,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         held_out_loss=1.6,
         held_out_accuracy=None,
         held_out_before=None,
+        held_out_metrics={},
         predicted=None,
         measured_period_s=1.0,
         bubble=0.25,

@@ -17,7 +17,6 @@ from pipefit.compare.strategies import (
     OneProcess,
     ScheduledPipeline,
     Trainer,
-    num_cores,
     plan_of,
 )
 from pipefit.compare.torch_pipeline import TorchPipeline
@@ -26,6 +25,7 @@ from pipefit.models import ModelBundle, build, parse_options
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.workload import Workload
+from pipefit.run.config import num_cores
 from pipefit.run.optimizers import make_optimizer
 from pipefit.run.sources import source_of
 from pipefit.runtime.microbatches import largest_part

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -117,11 +116,6 @@ class DataParallel:
     def state_bytes(self) -> float:
         """Bytes of the whole model."""
         return bytes_of([self._model], [self._optimizer])
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def plan_of(schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int) -> Plan:

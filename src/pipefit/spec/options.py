@@ -46,7 +46,8 @@ class Parallelism:
     """The distribution of a model over processes.
 
     Attributes:
-        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, or 2.
+        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, one for each GPU, or one for
+            each of up to 4 cores.
         chunks: stages on each rank, for the looped schedules.
         replicas: copies of each stage, such as 2,1; one number is for all.
         data_parallel: copies of the whole pipeline.
@@ -196,7 +197,8 @@ class Request:
     """The pipeline that a user asks for; `pipefit.pipeline.request` turns it into a plan.
 
     Attributes:
-        schedule: its name, or auto; `pipefit schedules` lists them. Default: 1f1b, or auto under a cap.
+        schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
+            the pipeline is given; else 1f1b.
         microbatches: per weight update.
         stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
             a number of stages, or "auto".
