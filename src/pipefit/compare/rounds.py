@@ -127,7 +127,7 @@ def _repeat(cells: list[Cell], task: Task, session: Session, say: Say, left: _Ti
     expected_s = sum((cell.warm_up + cell.steps) * cell.seconds[0] for cell in cells)
     for repetition in range(2, task.config.repeats + 1):
         if left.is_over(expected_s):
-            say(f"{counted(repetition - 1, 'repetition')}: there is no time for another")
+            say("interrupted" if left.is_asked else f"no time for another repetition after {repetition - 1}")
             break
         began = time.monotonic()
         say(f"repetition {repetition} of {task.config.repeats}, {counted(len(cells), 'cell')}")
