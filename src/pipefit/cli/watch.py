@@ -97,10 +97,10 @@ class Watcher:
     def step(self, record: Any) -> None:
         """Updates the line, at most ten times a second; steps count from 1, or from the end of an earlier run."""
         step, seconds = record.step, record.seconds
-        self._what, self._since_s, self._is_named = f"step {step + 1}", time.monotonic(), True
         self._first = self._first or step
-        moving = self._stream.isatty()
-        last = step >= self._num_steps
+        moving, last = self._stream.isatty(), step >= self._num_steps
+        what = "ending the training" if last else f"step {step + 1}"
+        self._what, self._since_s, self._is_named = what, time.monotonic(), True
         is_tenth = step % max(self._num_steps // 10, 1) == 0
         due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= _NEXT_S
         if not (due or last):

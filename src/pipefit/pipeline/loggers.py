@@ -65,8 +65,7 @@ def json_log(path: str | Path) -> Logger:
     place = Path(path)
 
     def begin(first: int) -> Write:
-        lines = [line for line in _whole_lines(place) if int(json.loads(line)["step"]) < first]
-        write_atomically(place, "".join(lines))
+        write_atomically(place, "".join(line for line in _whole_lines(place) if int(json.loads(line)["step"]) < first))
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
             with place.open("a", encoding="utf-8") as file:

@@ -102,12 +102,9 @@ def _usual_ranks(request: Request) -> int:
     spread = request.parallelism
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    if (
-        request.stages is not None
-        or request.spill is not None
-        or spread.copies
-        or max(spread.tensor, spread.chunks) > 1
-    ):
+    if request.stages is not None or request.spill is not None or spread.copies:
+        return 2
+    if max(spread.tensor, spread.chunks) > 1:
         return 2
     return num_gpus() or min(num_cores(), _MOST_CORES)
 

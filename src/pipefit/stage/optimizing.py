@@ -35,8 +35,10 @@ class OptimizerMaker:
     """
 
     def __init__(self, make: Any, layers: Sequence[NamedLayer], no_decay: Sequence[str] | str = ()) -> None:
-        self._make, self._takes_names = _checked(make), _first_argument(make) in NAMED
-        self.no_decay = tuple(word.strip() for word in _words(no_decay) if word.strip())
+        self._make = _checked(make)
+        self._takes_names = next(iter(inspect.signature(make).parameters), "") in NAMED
+        words = no_decay.split(",") if isinstance(no_decay, str) else no_decay
+        self.no_decay = tuple(word.strip() for word in words if word.strip())
         holders = [(name, module, p) for layer in layers for name, module, p in _parameters(layer)]
         matched = {id(p) for name, module, p in holders if self._is_spared(name, module)}
         self._spared = frozenset(name for name, _, p in holders if id(p) in matched)
@@ -124,7 +126,7 @@ def check_scheduler(make: Any) -> None:
     )
 
 
-def _checked(make: Any) -> Callable[[Any], Any]:
+def _checked(make: Any) -> Any:
     if isinstance(make, Optimizer):
         kind, rate = type(make).__name__, make.defaults.get("lr", "…")
         raise PipefitError(
@@ -133,19 +135,7 @@ def _checked(make: Any) -> Callable[[Any], Any]:
         )
     if not callable(make):
         raise PipefitError(f"optimizer: expected a function from parameters to an optimizer, got {make!r:.60}")
-    result: Callable[[Any], Any] = make
-    return result
-
-
-def _first_argument(make: Any) -> str:
-    try:
-        return next(iter(inspect.signature(make).parameters), "")
-    except (TypeError, ValueError):  # some functions of C have none
-        return ""
-
-
-def _words(no_decay: Sequence[str] | str) -> Sequence[str]:
-    return no_decay.split(",") if isinstance(no_decay, str) else no_decay
+    return make
 
 
 def _parameters(layer: NamedLayer) -> Iterable[tuple[str, nn.Module, nn.Parameter]]:
