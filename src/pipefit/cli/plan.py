@@ -15,6 +15,7 @@ from pipefit.cli.options import Count, Counts, Json, Size, ending, verb
 from pipefit.cli.programs import read_profile
 from pipefit.errors import PipefitError
 from pipefit.spec.options import setting
+from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
     from pipefit.planner import Cap
@@ -88,6 +89,7 @@ def command(
     picture: Svg | None = None,
     pareto: Svg | None = None,
     depths: Svg | None = None,
+    every: Annotated[bool, Parameter(name="--all")] = False,
     output: Annotated[Path | None, Parameter(alias="-o"), ending(".json")] = None,
     json: Json = False,
 ) -> Answer:
@@ -119,6 +121,7 @@ def command(
         picture: Draw the partition over the model as .svg.
         pareto: Draw the throughput of all candidates against their memory as .svg.
         depths: Draw throughput against depth and micro-batch size as .svg.
+        every: Show all candidates that lost, not only the best of five families.
         output: Write the plan to this JSON file.
     """
     from pipefit.planner import plan
@@ -156,7 +159,7 @@ def command(
     if output is not None:
         made.save(output)
     written = [path for path in (output, picture, pareto, depths) if path is not None]
-    return _answer(made, figures, machine, tokens, written)
+    return _answer(made, figures, machine, tokens, every, written)
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:
@@ -204,8 +207,10 @@ _SAME = (
 """Fields of a plan that the JSON object contains unchanged."""
 
 
-def _answer(made: Plan, profile: Profile, machine: Topology, tokens: float | None, written: list[Path]) -> Answer:
-    from pipefit.planner.explain import explain, training
+def _answer(
+    made: Plan, profile: Profile, machine: Topology, tokens: float | None, every: bool, written: list[Path]
+) -> Answer:
+    from pipefit.planner.explain import explain, training, training_lines
 
     found = training(made, machine, tokens)
     stages = [
@@ -219,9 +224,8 @@ def _answer(made: Plan, profile: Profile, machine: Topology, tokens: float | Non
     ]
     data = {name: getattr(made, name) for name in _SAME}
     data |= {"stages": stages, "predicted": made.prediction, "training": found}
-    lines = [f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in found.items()]
-    lines.append(f"({made.plan_seconds:.2f} s)")
-    return Answer(data, lambda: "\n".join([explain(made, profile), "", *lines]), output=written)
+    lines = [*training_lines(found), f"planned in {format_seconds(round(made.plan_seconds, 2))}"]
+    return Answer(data, lambda: "\n".join([explain(made, profile, every=every), "", *lines]), output=written)
 
 
 def _runs(layers: tuple[int, ...]) -> bool:

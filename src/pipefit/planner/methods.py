@@ -123,8 +123,8 @@ def _schedules_of(method: str, profile: Profile) -> tuple[str, ...]:
     }[method]  # fmt: skip
 
 
-def search_by(method: str, problem: Problem, space: Space) -> tuple[SearchResult, list[Config]]:
-    """The result of a method, and all candidates that it listed.
+def search_by(method: str, problem: Problem, space: Space) -> SearchResult:
+    """The result of a method.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -141,10 +141,10 @@ def search_by(method: str, problem: Problem, space: Space) -> tuple[SearchResult
         # As many stages as there are devices, or the largest divisor of that for which there are layers.
         deepest = max(config.depth for config in listed)
         listed = [config for config in listed if config.depth == deepest]
-    return search(problem, listed), listed
+    return search(problem, listed)
 
 
-def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchResult, list[Config]]:
+def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
     """The rules of Megatron-LM (SC 2021), sections 3.2 to 3.4.
 
     Takeaway 1: tensor parallelism up to the devices of a server, pipelines across servers. Takeaway 2: as few devices
@@ -160,8 +160,8 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchR
     listed = [each for each in listed if _is_even(problem.profile, each)]
     for smallest in sorted(set(map(shape, listed))):
         with suppress(InfeasibleError):
-            return search(problem, [each for each in listed if shape(each) == smallest], keep=6), listed
-    return search(problem, listed), listed
+            return search(problem, [each for each in listed if shape(each) == smallest], keep=6)
+    return search(problem, listed)
 
 
 def _is_even(profile: Profile, config: Config) -> bool:
