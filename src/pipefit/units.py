@@ -163,8 +163,11 @@ def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
 
 def _paragraph(head: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     """A row of a table below its first cell, each other cell after the name of its column."""
-    named = [f"{name} {cell}" for name, cell in zip(head[1:], row[1:], strict=True) if cell]
-    return [*wrapped(row[0], width, "  "), *wrapped("  " + ", ".join(named), width, "  ")]
+    # A figure stays on the line of its unit.
+    named = [f"{name} {cell}".replace(" ", "\xa0") for name, cell in zip(head[1:], row[1:], strict=True) if cell]
+    first = row[0] if " " in row[0] else f"{head[0]} {row[0]}"
+    figures = wrapped("  " + ", ".join(named), width, "  ")
+    return [*wrapped(first, width, "  "), *(line.replace("\xa0", " ") for line in figures)]
 
 
 def wrapped(text: str, width: int, indent: str = "") -> list[str]:

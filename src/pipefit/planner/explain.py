@@ -23,7 +23,8 @@ def explain(plan: Plan, profile: Profile | None = None, width: int | None = None
         every: all candidates that lost, in place of the best of the five next families.
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
-    title = f"{plan.model or 'plan'}: {plan.schedule} by {plan.method.removeprefix('by ')}, {_counts(plan)}"
+    by = "" if plan.method == plan.schedule else f" by {plan.method.removeprefix('by ')}"
+    title = f"{plan.model or 'plan'}: {plan.schedule}{by}, {_counts(plan)}"
     lines = [title, "", *table(_stages(plan, profile), width)]
     prediction = plan.prediction
     if prediction is not None:
@@ -60,8 +61,11 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
     ranked = sorted(candidates, key=lambda each: (bool(each.why_lost), -(each.throughput or 0)))
     shown = ranked
     if not every:
-        best = list({each.family: each for each in reversed(ranked)}.values())[::-1]
-        shown = best[: _MOST + 1] + [each for each in best[_MOST + 1 :] if each.family == "data parallel"]
+        best: dict[str, Candidate] = {}
+        for each in ranked:
+            best.setdefault(each.family, each)
+        first, rest = [*best.values()][: _MOST + 1], [*best.values()][_MOST + 1 :]
+        shown = first + [each for each in rest if each.family == "data parallel"]
     rows = [["plan", "samples/s", "slower", "idle", "sent/sample", "memory"], *map(_row, shown)]
     used = [column for column in zip(*rows, strict=True) if any(column[1:])]
     lines = table(list(zip(*used, strict=True)), width)
@@ -72,8 +76,8 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
     lines += ["", *wrapped("; ".join(notes), width, "  ")]
     unfit = sum(each.throughput is None for each in ranked if each not in shown)
     left = len(ranked) - len(shown)
-    words = f"; {unfit} of them do not fit" if unfit else ""
-    return lines + wrapped(f"{left} more with --all{words}", width) * bool(left)
+    words = f", {unfit} of them too large" if unfit else ""
+    return lines + wrapped(f"{left} more{words} (--all, in Python every=True)", width) * bool(left)
 
 
 def _row(each: Candidate) -> list[str]:
@@ -134,6 +138,32 @@ def training_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def run_command(plan: Plan, topology: Topology, path: str) -> str:
+    """The command that runs a plan on several machines, started on each of them; "": there is one machine only.
+
+    Args:
+        plan: whose stages are consecutive layers, as `pipefit train` runs them.
+        topology: its innermost level, or the one with cores, is a machine.
+        path: of the plan's file.
+    """
+    each = topology.tier_shares(plan.num_processes)
+    layers = [layer for stage in plan.partition.stages for layer in stage.layers]
+    if plan.num_processes <= each or layers != sorted(layers):
+        return ""
+    model = "MODEL"
+    if plan.model.startswith("gpt:"):
+        sizes = {
+            "context" if name == "sequence" else name: size
+            for name, size in Gpt(**gpt_settings(plan.model)).__dict__.items()
+        }
+        model = "gpt --option " + ",".join(f"{name}={size}" for name, size in sizes.items())
+    batch = f" --batch {plan.num_microbatches * plan.microbatch_size}" if plan.microbatch_size else ""
+    return (
+        f"torchrun --nnodes={plan.num_processes // each} --nproc-per-node={each} --rdzv-backend=c10d "
+        f"--rdzv-endpoint=HOST:29500 -m pipefit train --plan {path}{batch} --model {model}"
+    )
+
+
 def _counts(plan: Plan) -> str:
     size = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
     frozen = f" (the first{f' {plan.frozen}' if plan.frozen > 1 else ''} frozen)" if plan.frozen else ""
@@ -149,7 +179,7 @@ def _counts(plan: Plan) -> str:
 
 
 def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
-    head = ["stage", "layers", "ranks", "recompute", "peak per rank"]
+    head = ["stage", "layers", "ranks", "replay", "memory"]
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):

@@ -84,6 +84,16 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
     return SearchResult(outcomes, _candidates(problem, families, outcomes))
 
 
+def some_fit(problem: Problem, listed: list[Config]) -> bool:
+    """Returns whether any candidate fits, by those of each family that need the least memory."""
+    needs = [(quick_bytes(problem, config), config) for config in listed]
+    frugal: dict[str, Config] = {}
+    for need, config in sorted(needs, key=lambda item: (item[0], item[1].microbatch_size)):
+        if need <= _most_memory(problem):
+            frugal.setdefault(config.family, config)
+    return any(estimate(problem, config).fits for config in frugal.values())
+
+
 def _speed(estimated: Estimate) -> tuple[float, Config]:
     return estimated.period_s, estimated.config
 
@@ -181,15 +191,10 @@ def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
 def _unfit(problem: Problem, closest: Estimate) -> Candidate:
     config, sent = closest.config, None
     if config.depth == 1:
-        whole = Partition((StageSpec(tuple(range(len(problem.profile))), config.data),))
+        whole = Partition((StageSpec(tuple(range(len(problem.profile)))),))
         sent = sent_bytes(plan_of(problem, config, whole), problem.profile, problem.topology)
     peak = max(closest.peak_bytes, default=None)
-    return Candidate(config.summary, config.family, None, None, peak, _shortage(closest), sent_bytes=sent)
-
-
-def _shortage(closest: Estimate) -> str:
-    """The reason why nothing of a family fits, by its closest member."""
-    return f"depth {closest.config.depth}: {closest.why}"
+    return Candidate(config.summary, config.family, None, None, peak, closest.why, sent_bytes=sent)
 
 
 def _nothing_fits(problem: Problem, families: list[Family]) -> str:
@@ -205,7 +210,7 @@ def _nothing_fits(problem: Problem, families: list[Family]) -> str:
         need = _true_need(problem, closest[index])
         if need < least:
             least, cheapest = need, closest[index].config.summary
-    lines = [f"  {_shortage(each)} ({each.config.summary})" for each in closest]
+    lines = [f"  {each.config.summary}: {each.why}" for each in closest]
     text = "\n".join([f"{problem.profile.model} fits no plan on {problem.topology.num_devices} devices:", *lines])
     if cheapest:
         # A little more: four digits are shown, and a plan with them should be found.
