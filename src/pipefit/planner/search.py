@@ -111,8 +111,7 @@ def _estimate_best(problem: Problem, family: Family, keep: int, tries: int, slac
         needs = [(quick_bytes(problem, item[1]), item[1].microbatch_size, item) for item in family.configs]
         need, _, (_, frugal) = min(needs)
         if need > limit:
-            why = f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
-            family.closest = Estimate(frugal, None, (need,), why=why)
+            family.closest = Estimate(frugal, None, (need,), why=_lacks(need, limit))
             return
         able = [item for need, _, item in needs if need <= limit]
     first = family.closest = estimate(problem, frugal)
@@ -161,7 +160,23 @@ def _candidates(problem: Problem, families: dict[str, Family], outcomes: tuple[E
             lines.append(Candidate(config.summary, name, quick, rate, None, why, "at best", slower))
         else:
             lines.append(_unfit(problem, family.closest))
+    if "data parallel" not in families:
+        lines += _too_large_for_one(problem, best.config.microbatch_size)
     return tuple(lines)
+
+
+def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
+    """Data parallelism where it was no candidate, if it does not fit: for whatever batch."""
+    count = problem.topology.num_devices
+    config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
+    need, limit = quick_bytes(problem, config), _most_memory(problem)
+    if need <= limit:
+        return []
+    return [_unfit(problem, Estimate(config, None, (need,), why=_lacks(need, limit)))]
+
+
+def _lacks(need: float, limit: float) -> str:
+    return f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
 
 
 def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
