@@ -20,8 +20,8 @@ from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.ir.values import Value
 from pipefit.planner import plan
 from pipefit.planner.explain import explain, run_command
-from pipefit.planner.figures import idle_share, sent_bytes
 from pipefit.planner.machines import load_topology, read_profile
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.sweeps import largest, sweep
 from pipefit.schedules import program_of
 from pipefit.spec import Device, Level, Partition, Placement, Plan, Topology
@@ -101,7 +101,7 @@ def test_data_parallelism_is_examined_even_where_it_is_hopeless():
 
 
 def test_data_parallelism_that_was_no_candidate_is_named_where_it_does_not_fit():
-    machine = Topology((Level("server", 4, 12e9),), Device(memory_bytes=2e8, flops=100e12))
+    machine = Topology((Level("server", 4, 12e9),), Device(memory_bytes=1.4e8, flops=100e12))
     profile = read_profile("gpt:layers=8,hidden=512,heads=8,vocab=1024,sequence=128", machine, 1)
     made = plan(profile, machine, global_batch=6, depths=[4], tensors=[1])
     (plain,) = [each for each in made.candidates if each.family == "data parallel"]

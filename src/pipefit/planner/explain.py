@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipefit.planner.computed_profile import gpt_settings
-from pipefit.planner.figures import replays_of
+from pipefit.planner.plan_figures import replays_of
 from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped

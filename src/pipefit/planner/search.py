@@ -11,7 +11,7 @@ from pipefit.planner.candidate import Estimate, plan_of
 from pipefit.planner.closed_forms import quick_bytes, quick_s
 from pipefit.planner.cuts import least_bytes
 from pipefit.planner.estimate import estimate
-from pipefit.planner.figures import idle_share, sent_bytes
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.simulated import simulate_best
 from pipefit.planner.space import Config, Problem
 from pipefit.spec import Candidate, Partition, StageSpec
