@@ -170,9 +170,8 @@ def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
     count = problem.topology.num_devices
     config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
     need, limit = quick_bytes(problem, config), _most_memory(problem)
-    if need <= limit:
-        return []
-    return [_unfit(problem, Estimate(config, None, (need,), why=_lacks(need, limit)))]
+    found = Estimate(config, None, (need,), why=_lacks(need, limit)) if need > limit else estimate(problem, config)
+    return [] if found.fits else [_unfit(problem, found)]
 
 
 def _lacks(need: float, limit: float) -> str:
