@@ -82,6 +82,7 @@ def command(
     capped: CapOptions,
     state: float | None = None,
     tensor: Annotated[Counts, Parameter(alias="-t")] = (),
+    whole_messages: Annotated[bool, Parameter(negative="")] = False,
     tokens: float | None = None,
     refit: Path | None = None,
     of: Path | None = None,
@@ -113,6 +114,7 @@ def command(
         memory: Memory of every device, like "8 GiB", in place of the topology's.
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
         tensor: Tensor widths to choose from, such as 1,2.
+        whole_messages: Send whole messages between tensor-parallel stages, without scatter/gather.
         tokens: Report the days of training a GPT on so many tokens.
         refit: Correct the profile by this measured trace; needs --of.
         of: The plan (.json) that the trace of --refit ran.
@@ -148,6 +150,7 @@ def command(
         "recompute": {"auto": None, "always": True, "never": False}[recompute],
         "state_per_weight": state,
         "tensors": tensor or None,
+        "whole_messages": whole_messages,
     }
     only = {"num_microbatches": microbatches, "depths": depth or None, "cost": cost, "straight": straight, "cap": cap}
     made = plan(figures, machine, **wishes, **only)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pipefit.cost import FREE, CostModel, of_plan
+from pipefit.cost.collectives import all_gather_s, ring_of
 from pipefit.ir.program import Program
 from pipefit.planner.lane_limits import Limit
 from pipefit.planner.space import Config, Problem, placement_for
@@ -90,21 +91,23 @@ def program_for(problem: Problem, plan: Plan) -> Program:
 
 
 def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
-    """Costs for time, and costs for memory: with scatter/gather a message is 1/t of the value that is held."""
+    """Costs for time, and costs for memory: with scatter/gather a message is 1/t of the value that is held.
+
+    The t devices of the next stage send these pieces to each other, before its forward or backward.
+    """
     if problem.cap is None:
         cost = _costs(problem, config, partition)
     else:
         # Slots, and the place of the step, change nothing.
         key = ("costs", config.layers, config.spill is not None and config.spill.activations)
         cost = problem.once(key, lambda: _costs(problem, config, partition))
-    if config.tensor == 1:
+    if config.tensor == 1 or problem.whole_messages:
         return cost, cost
-    link = problem.topology.level_between(0, config.tensor - 1)
-    per_byte = (config.tensor - 1) / config.tensor / link.bandwidth_bytes_per_s
+    ring = ring_of(problem.topology, range(config.tensor))
     forward, backward = list(cost.forward_s), list(cost.backward_input_s)
     for stage in range(1, cost.num_stages):
-        forward[stage] += cost.act_bytes[stage - 1] * per_byte
-        backward[stage - 1] += cost.grad_bytes[stage - 1] * per_byte
+        forward[stage] += all_gather_s(ring, cost.act_bytes[stage - 1])
+        backward[stage - 1] += all_gather_s(ring, cost.grad_bytes[stage - 1])
     timing = replace(
         cost,
         forward_s=tuple(forward),

@@ -37,6 +37,7 @@ def plan(
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
     cap: Cap | None = None,
+    whole_messages: bool = False,
 ) -> Plan:
     """The fastest plan that fits, its prediction, and the reason why every other lost.
 
@@ -69,6 +70,7 @@ def plan(
         sharded: the optimizer is sharded over the copies always or never, for "auto"; None: whichever is faster.
         cap: on the devices' memory, under which stages are spilled to a tier if necessary. Then one micro-batch size
             and one schedule may be given, and the devices are the cap's; None: nothing is spilled.
+        whole_messages: without scatter/gather, under tensor parallelism: each device sends the whole message.
 
     Raises:
         InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
@@ -90,6 +92,7 @@ def plan(
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
         problem = problem_of(profile, topology, global_batch, state_per_weight)
+        problem.whole_messages = whole_messages
         space = space_of(
             problem,
             method,

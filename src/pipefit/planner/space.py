@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipefit.cost import ModelBytes, speeds_of
-from pipefit.cost.tensor import tensor_shard
+from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Level, Partition, Placement, Profile, SpillSpec, Tier, Topology
 
@@ -187,6 +187,8 @@ class Problem:
         global_batch: samples per weight update.
         state: optimizer bytes per weight byte.
         cap: on the devices' memory, in addition to the topology's limits; None: none, and nothing is spilled.
+        whole_messages: each of the t devices that share a layer sends the whole message to its peer of the next stage, and
+            not 1/t of it (scatter/gather).
     """
 
     profile: Profile
@@ -194,6 +196,7 @@ class Problem:
     global_batch: int
     state: float
     cap: Cap | None = None
+    whole_messages: bool = False
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -206,7 +209,7 @@ class Problem:
     def at(self, microbatch_size: int, tensor: int) -> Profile:
         """The profile of one of `tensor` devices that share every layer."""
         key = ("profile", microbatch_size, tensor)
-        return self.once(key, lambda: tensor_shard(self.profile.at(microbatch_size), tensor, self.topology))
+        return self.once(key, lambda: profile_at(self.profile, microbatch_size, tensor, self.topology))
 
     @property
     def capped(self) -> Cap:
@@ -219,6 +222,10 @@ class Problem:
         """The tier that stages are spilled to, at the rates that each rank has of it."""
         name, tiers = self.capped.tier, self.topology.tiers_among(self.capped.num_ranks)
         return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
+
+    def pieces(self, tensor: int) -> int:
+        """The number of pieces in which the devices that share a layer send a message."""
+        return 1 if self.whole_messages else tensor
 
     def ranks(self, tensor: int) -> Topology:
         """The topology of groups of `tensor` devices, each group one rank."""
