@@ -8,8 +8,6 @@ section 4 (bytes kept).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
-
 import msgspec
 
 from pipefit.cost.collectives import Ring, all_reduce_s, even, ring_of
@@ -92,118 +90,116 @@ def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topolog
     return gpt_profile(**sizes, microbatch=microbatch, device=device, topology=topology, **more)
 
 
-class _Seconds(NamedTuple):
-    """Seconds of a layer: its forward, and the halves of its backward."""
-
-    forward_s: float
-    input_s: float
-    weight_s: float
-
-
-def _products(device: Device, e: int, shapes: Iterable[tuple[int, int, int, int, int]]) -> _Seconds:
-    """Seconds of products (count, m, n, k, weights): forward, and the gradients of both inputs.
-
-    With `weights` 1 the second input is a weight, whose gradient is the other half of the backward; with 0 both are
-    values, and both gradients belong to the first half.
-    """
-    forward_s = input_s = weight_s = 0.0
-    for count, m, n, k, weights in shapes:
-        forward_s += product_s(device, m, n, k, count, e)
-        left, right = product_s(device, m, k, n, count, e), product_s(device, k, n, m, count, e)
-        input_s += left + (0.0 if weights else right)
-        weight_s += right if weights else 0.0
-    return _Seconds(forward_s, input_s, weight_s)
+def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
+    """Seconds of products of inputs (m, k) and weights (k, n): forward, gradients of the inputs, of the weights."""
+    each = [
+        (product_s(device, m, n, k, 1, e), product_s(device, m, k, n, 1, e), product_s(device, k, n, m, 1, e))
+        for m, n, k in shapes
+    ]
+    forward_s, input_s, weight_s = (sum(seconds) for seconds in zip(*each, strict=True))
+    return forward_s, input_s, weight_s
 
 
-def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -> _Seconds:
-    """Seconds of a block on one of t devices.
+def _passes_s(device: Device, sizes: Iterable[float]) -> float:
+    """Seconds of kernels that move so many bytes each."""
+    return sum(pass_s(device, size) for size in sizes)
 
-    The products: queries, keys and values; scores; their use; projection; two of the feed-forward. Each line below is
-    one kernel and counts its bytes per element of (s, b, h), or of (b, a, s, s) for the scores.
+
+def _core_s(device: Device, b: int, s: int, heads: int, width: int, e: int) -> float:
+    """Seconds of the core of attention forward: scores; scale, mask and softmax; dropout with its mask; their use."""
+    scores = b * heads * s * s
+    products = product_s(device, s, s, width, b * heads, e) + product_s(device, s, width, s, b * heads, e)
+    return products + pass_s(device, 2 * e * scores) + pass_s(device, (2 * e + 1) * scores)
+
+
+def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -> Layer:
+    """A block on one of t devices. Each line of bytes is one kernel.
+
+    A layer keeps its input where it is replayed, and all but the scores where only the core of attention is.
     """
     t, tokens = ring.size, b * s
-    heads = -(-a // t)
-    products = _products(
-        device,
-        e,
-        [
-            (1, tokens, -(-3 * h // t), h, 1),
-            (b * heads, s, s, h // a, 0),
-            (b * heads, s, h // a, s, 0),
-            (1, tokens, h, -(-h // t), 1),
-            (1, tokens, -(-4 * h // t), h, 1),
-            (1, tokens, h, -(-4 * h // t), 1),
-        ],
-    )
-    stream, scores = tokens * h, b * heads * s * s
+    heads, width, stream = -(-a // t), h // a, b * s * h
+    own = [-(-width * h // t) for width in (3, 1, 4)]
+    shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[2])]
+    core_s = _core_s(device, b, s, heads, width, e)
+    products_s, input_s, weight_s = _products_s(device, shapes, e)
+    # Each of the two products of the core has two gradients, which are products of the same sizes.
+    scores = b * heads * s * s
+    back_s = 2 * product_s(device, s, width, s, b * heads, e) + 2 * product_s(device, s, s, width, b * heads, e)
     forward = [
-        *(stream * 2 * e,) * 2,  # norms
-        stream * 2 * e * 3 / t,  # bias of queries, keys and values
-        scores * 2 * e,  # scale, mask and softmax
-        scores * (2 * e + 1),  # dropout of the scores, with its mask
-        stream * 2 * e / t,  # the heads side by side
-        stream * 2 * e * 4 / t,  # bias and GELU
-        *(stream * (3 * e + 1),) * 2,  # bias, dropout and residual
+        *(2 * e * stream,) * 2,  # norms
+        2 * e * 3 * stream / t,  # bias of queries, keys and values
+        2 * e * stream / t,  # the heads side by side
+        2 * e * 4 * stream / t,  # bias and GELU
+        *((3 * e + 1) * stream,) * 2,  # bias, dropout with its mask, and residual
     ]
     backward_input = [
-        *(stream * 3 * e,) * 2,  # norms
-        *(stream * 3 * e,) * 2,  # sums of the gradients of residual and branch
-        *(stream * (2 * e + 1),) * 2,  # dropout
-        stream * 3 * e * 4 / t,  # GELU
-        stream * 2 * e / t,  # the heads side by side
-        scores * (2 * e + 1),  # dropout of the scores
-        scores * 3 * e,  # softmax
+        *(3 * e * stream,) * 4,  # norms; the gradients of residual and branch added up
+        *((2 * e + 1) * stream,) * 2,  # dropout
+        3 * e * 4 * stream / t,  # GELU
+        2 * e * stream / t,  # the heads side by side
+        (2 * e + 1) * scores,  # dropout of the scores
+        3 * e * scores,  # softmax
     ]
     backward_weight = [
-        *(stream * 2 * e,) * 2,  # norms
-        *(stream * e * width for width in (3 / t, 1, 4 / t, 1)),  # biases
-        *(3 * e * width * h * h / t for width in (3, 1, 4, 4)),  # sums of the gradients of all micro-batches
+        *(2 * e * stream,) * 2,  # norms
+        *(e * width * stream for width in (3 / t, 1, 4 / t, 1)),  # biases
+        *(3 * e * m * n / t for m, n in ((3 * h, h), (h, h), (4 * h, h), (4 * h, h))),  # added to those before
     ]
-    wait_s = 2 * all_reduce_s(ring, stream * e)
-    extra = [sum(pass_s(device, size) for size in kernels) for kernels in (forward, backward_input, backward_weight)]
-    return _Seconds(
-        products.forward_s + extra[0] + wait_s, products.input_s + extra[1] + wait_s, products.weight_s + extra[2]
+    wait_s = 2 * all_reduce_s(ring, e * stream)
+    return Layer(
+        "block",
+        products_s + core_s + _passes_s(device, forward) + wait_s,
+        input_s + back_s + _passes_s(device, backward_input) + wait_s,
+        weight_s + _passes_s(device, backward_weight),
+        output_bytes=e * stream,
+        # The inputs of the norms and of the sharded products, and two masks, are whole: 10 of 34 bytes.
+        saved_bytes=e * stream * (10 + 24 / t + 5 * a * s / (h * t)) / 2,
+        weight_bytes=e * (12 * h * h + 13 * h) / t,
+        # The inputs of the products, of widths 3h, h, 4h and h; the sums of the second and the fourth are whole.
+        half_bytes=(7 / t + 2) * e * stream,
+        input_bytes=e * stream,
+        selective_bytes=e * stream * (10 + 24 / t) / 2,
+        attention_s=core_s,
     )
 
 
-def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring) -> _Seconds:
-    """Seconds of the projection to the vocabulary and of its loss, which works on logits in 4 bytes.
+def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring) -> Layer:
+    """The projection to the vocabulary and its loss, which works on logits in 4 bytes.
 
-    Forward: conversion, maximum, difference, exponential, sum, quotient. Backward: gradient and conversion.
+    The projection shares the embedding's weights; a copy of them is counted where it runs.
     """
-    own, tokens = -(-vocab // ring.size), b * s
-    found = _products(device, e, [(1, tokens, own, h, 1)])
-    logits = tokens * own
-    forward = [logits * size for size in (e + 4, 4, 8, 8, 4, 8)]
-    backward = [logits * size for size in (8, 4 + e)]
-    sums = pass_s(device, 3 * e * own * h)
-    small_s = 3 * all_reduce_s(ring, 4 * tokens)
-    return _Seconds(
-        found.forward_s + sum(pass_s(device, size) for size in forward) + small_s,
-        found.input_s + sum(pass_s(device, size) for size in backward) + all_reduce_s(ring, tokens * h * e),
-        found.weight_s + sums,
+    tokens, own, stream = b * s, -(-vocab // ring.size), e * b * s * h
+    logits, weights = tokens * own, e * vocab * h / ring.size
+    forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
+    # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
+    forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
+    input_s += _passes_s(device, [size * logits for size in (8, 4 + e)])
+    return Layer(
+        "head",
+        forward_s + 3 * all_reduce_s(ring, 4 * tokens),
+        input_s + all_reduce_s(ring, stream),
+        weight_s + pass_s(device, 3 * weights),
+        output_bytes=4 * logits,
+        saved_bytes=stream + 4 * logits,
+        weight_bytes=weights,
+        grad_bytes=stream,
+        half_bytes=4 * logits,
     )
 
 
 def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Profile:
     num, h, a, vocab, s = (sizes[name] for name in ("layers", "hidden", "heads", "vocab", "sequence"))
-    t, stream = ring.size, e * s * b * h
-    # Of what a block saves, the inputs of its norms and of its sharded products and two masks are whole: 10 bytes.
-    saved = stream * (10 + 24 / t + 5 * a * s / (h * t)) / 2
-    logits = 4 * b * s * vocab / t
-    tokens = 4 * b * s  # ids of 4 bytes
-    weights = e * (12 * h * h + 13 * h) / t
-    # The inputs of the products, of widths 3h, h, 4h and h; the sums of the second and the fourth are whole.
-    halves = (7 / t + 2) * stream
-    embed_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
-    scatter_s = pass_s(device, 2 * stream) + pass_s(device, 3 * e * -(-vocab // t) * h)
-    made = [Layer("embedding", embed_s, scatter_s, 0.0, stream, tokens, e * (vocab + s) * h / t)]
-    block = Layer("", *_block(device, b, s, h, a, e, ring), stream, saved, weights, half_bytes=halves)
-    made += [msgspec.structs.replace(block, name=f"block{i}") for i in range(num)]
-    # The projection to the vocabulary shares the embedding's weights; a copy of them is counted where it runs.
-    head_s, head_weights = _head(device, b, s, h, vocab, e, ring), e * vocab * h / t
-    made.append(Layer("head", *head_s, logits, stream + logits, head_weights, stream, half_bytes=logits))
-    own = sum(layer.weight_bytes for layer in made)
+    stream, table = e * s * b * h, e * vocab * h / ring.size
+    # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
+    looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
+    added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)
+    ids = 4 * b * s
+    made = [Layer("embedding", looked_s, added_s, 0.0, stream, ids, table + e * s * h)]
+    block = _block(device, b, s, h, a, e, ring)
+    made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(num)]
+    made.append(_head(device, b, s, h, vocab, e, ring))
+    weights = sum(layer.weight_bytes for layer in made)
     name = "gpt:" + ",".join(f"{key}={value}" for key, value in sizes.items() if _DEFAULTS.get(key) != value)
     return Profile(
         name,
@@ -212,7 +208,7 @@ def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Pr
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
         # Adam in mixed precision reads and writes 7 passes of 4 bytes and writes the working copy.
-        optimizer_s=pass_s(device, own / e * 30),
+        optimizer_s=pass_s(device, 30 * weights / e),
         computed_for=msgspec.structs.replace(device, memory_bytes=0.0),
     )
 

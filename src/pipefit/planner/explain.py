@@ -56,7 +56,7 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
-        again = _replayed(plan)
+        again = _replayed(plan, gpt)
         if again:
             found["hfu"] = used + again * (every - used)
     if tokens is not None:
@@ -66,11 +66,17 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     return found
 
 
-def _replayed(plan: Plan) -> float:
-    """The share of forwards that the program replays: none where the backward follows at once."""
+def _replayed(plan: Plan, gpt: Gpt) -> float:
+    """The share of the blocks' forward FLOP that is replayed: of stages, none where the backward follows at once."""
     stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
     config = Config(plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches)
-    return sum(share for share, stage in zip(replayed(config), stages, strict=True) if stage.recompute) / len(stages)
+    attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
+    of_stages = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
+    shares = (
+        {"stage": share, "layer": 1.0, "selective": attention}.get(str(stage.recompute), 0.0)
+        for share, stage in zip(of_stages, stages, strict=True)
+    )
+    return sum(shares) / len(stages)
 
 
 def _counts(plan: Plan) -> str:
@@ -92,8 +98,8 @@ def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        replays = stage.recompute and index >= plan.frozen
-        row = [str(index), _layers(stage.layers), _ranks(ranks), "yes" if replays else "no"]
+        replays = stage.recompute if index >= plan.frozen else "none"
+        row = [str(index), _layers(stage.layers), _ranks(ranks), str(replays)]
         peaks = plan.prediction.peak_bytes if plan.prediction else ()
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
         if figures:
