@@ -66,7 +66,7 @@ def ptdp() -> None:
     print("parameters  t  p   GPUs  batch  published  ours  difference  schedule")
     for heads, hidden, layers, t, p, devices, batch, published, b, virtual in TABLE_1:
         gpt = Gpt(layers, hidden, heads)
-        chunks = {"schedules": ["interleaved"]} if virtual else {}
+        chunks = {"schedules": ["interleaved"], "chunks": [layers // p // virtual]} if virtual else {}
         found = gpt_plan(gpt, devices, batch, t, p, b, **chunks)
         ours = tflops(gpt, batch, devices, found)
         print(
@@ -94,7 +94,7 @@ def widths(gpt: Gpt, batches: list[int], pairs: list[tuple[int, int]], devices: 
             if batch % data:
                 cells.append("     -   ")
                 continue
-            found = gpt_plan(gpt, devices, batch, t, p, 1, memory="none")
+            found = gpt_plan(gpt, devices, batch, t, p, 1)
             cells.append(f"{tflops(gpt, batch, devices, found):7.1f}  ")
         print(f"{batch:5}  " + "  ".join(cells))
 

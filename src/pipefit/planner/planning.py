@@ -37,6 +37,7 @@ def plan(
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
     cap: Cap | None = None,
+    chunks: Sequence[int] | None = None,
     whole_messages: bool = False,
 ) -> Plan:
     """The fastest plan that fits, its prediction, and the reason why every other lost.
@@ -70,6 +71,7 @@ def plan(
         sharded: the optimizer is sharded over the copies always or never, for "auto"; None: whichever is faster.
         cap: on the devices' memory, under which stages are spilled to a tier if necessary. Then one micro-batch size
             and one schedule may be given, and the devices are the cap's; None: nothing is spilled.
+        chunks: of each rank, to choose from, for schedules that have several; None: 2, 3 and 4.
         whole_messages: without scatter/gather, under tensor parallelism: each device sends the whole message.
 
     Raises:
@@ -103,6 +105,7 @@ def plan(
             recompute=recompute,
             tensors=tensors,
             sharded=sharded,
+            chunks=chunks,
         )
         found, listed = search_by(method, problem, space)
         made = _finish(problem, method, found, _over_data_parallel(problem, listed, found))

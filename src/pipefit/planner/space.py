@@ -165,7 +165,7 @@ def _layout(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """The values to choose from; `links`: also cuts that avoid slow messages."""
+    """The values to choose from; `links`: also cuts that avoid slow messages; `chunks`: where there are several."""
 
     schedules: tuple[str, ...]
     depths: tuple[int, ...] | None
@@ -176,6 +176,7 @@ class Space:
     partitioner: str
     num_microbatches: int | None
     links: bool
+    chunks: tuple[int, ...] = (2, 3, 4)
 
     def batches(self, global_batch: int) -> Iterator[tuple[int, int]]:
         """Every micro-batch size, with the number of micro-batches in the batch."""
@@ -287,7 +288,7 @@ def _at_shape(
     for name in names:
         if depth > 1 and count // data < (depth - 1 if name == "pipedream-2bw" else 1):
             continue
-        for chunks in (2, 3, 4) if find(name).chunks and depth > 1 else (1,):
+        for chunks in space.chunks if find(name).chunks and depth > 1 else (1,):
             if depth * chunks > num_layers:
                 continue
             # Where every stage is alike in memory, "some" is "stage" or "none".
