@@ -16,6 +16,7 @@ from pipefit.planner import gpt_profile, plan
 from pipefit.planner.machines import load_topology
 from pipefit.planner.ptdp import Gpt, flops_per_iteration, num_parameters
 from pipefit.spec import Plan, Topology
+from pipefit.spec.published import load_profile
 
 
 def dgx(devices: int) -> Topology:
@@ -25,11 +26,13 @@ def dgx(devices: int) -> Topology:
     return msgspec.structs.replace(topology, levels=(inner, msgspec.structs.replace(outer, width=devices // 8)))
 
 
-def gpt_plan(gpt: Gpt, devices: int, batch: int, t: int, p: int, b: int | None, **more: object) -> Plan:
+def gpt_plan(gpt: Gpt, devices: int, batch: int, t: int, p: int, b: int | None, fits: bool = True, **more: object) -> Plan:
     """The plan of a GPT with the widths and the micro-batch size given."""
     topology = dgx(devices)
+    if not fits:
+        topology = msgspec.structs.replace(topology, device=msgspec.structs.replace(topology.device, memory_bytes=1e15))
     layers = gpt_profile(gpt.layers, gpt.hidden, gpt.heads, device=topology.device)
-    settings = {"schedules": ["1f1b"], "recompute": "layer", "sharded": False} | more
+    settings = {"schedules": ["1f1b"], "recompute": "layer", "sharded": False, "blocking": True} | more
     sizes = [b] if b else None
     return plan(
         layers, topology, global_batch=batch, tensors=[t], depths=[p], microbatch_sizes=sizes, **settings
@@ -83,6 +86,14 @@ def ptdp() -> None:
         print(f"days of {name} on {tokens / 1e9:.0f} B tokens: published {days}, ours {ours:.1f} {share(ours, days)}")
 
 
+def later() -> None:
+    """The law on a later measurement: 530 B on 2,240 GPUs with full recompute, 42.1 % MFU (Korthikanti et al. 2022)."""
+    gpt = Gpt(105, 20480, 128)
+    found = gpt_plan(gpt, 2240, 2240, 8, 35, 1, schedules=["interleaved"], chunks=[3])
+    ours = found.prediction.throughput * flops_per_iteration(gpt, 1) / 2240 / 312e12
+    print(f"MFU: published 42.1 %, ours {ours:.1%} ({share(ours, 0.421)})")
+
+
 def widths(gpt: Gpt, batches: list[int], pairs: list[tuple[int, int]], devices: int = 64) -> None:
     """TFLOP/s of a device for pairs of tensor width and depth; micro-batches of one."""
     print(f"{num_parameters(gpt) / 1e9:.1f} B on {devices} GPUs, micro-batches of 1; TFLOP/s per GPU")
@@ -94,9 +105,68 @@ def widths(gpt: Gpt, batches: list[int], pairs: list[tuple[int, int]], devices: 
             if batch % data:
                 cells.append("     -   ")
                 continue
-            found = gpt_plan(gpt, devices, batch, t, p, 1)
+            found = gpt_plan(gpt, devices, batch, t, p, 1, fits=False)
             cells.append(f"{tflops(gpt, batch, devices, found):7.1f}  ")
         print(f"{batch:5}  " + "  ".join(cells))
+
+
+def tensor_data() -> None:
+    """PTD-P, 5.9 B: data against tensor parallelism. Published: throughput falls with t at every batch."""
+    widths(Gpt(32, 3840, 32), [32, 128, 512], [(t, 1) for t in (1, 2, 4, 8, 16)])
+
+
+def pipeline_data() -> None:
+    """PTD-P, 5.9 B: data against pipeline parallelism. Published: throughput falls with p at every batch."""
+    widths(Gpt(32, 3840, 32), [32, 128, 512], [(1, p) for p in (1, 2, 4, 8, 16, 32)])
+
+
+def tensor_pipeline() -> None:
+    """PTD-P, 161 B: tensor against pipeline parallelism. Published: best at t = p = 8."""
+    widths(Gpt(32, 20480, 128), [32, 128], [(2, 32), (4, 16), (8, 8), (16, 4), (32, 2)])
+
+
+def microbatch() -> None:
+    """PTD-P, 91 B, t = p = 8: best micro-batch size. Published: 2."""
+    gpt = Gpt(64, 10880, 128)
+    for batch in (128, 512):
+        cells = [(b, tflops(gpt, batch, 64, gpt_plan(gpt, 64, batch, 8, 8, b))) for b in (1, 2, 4, 8)]
+        print(f"batch {batch}: " + ", ".join(f"b={b} {rate:.1f}" for b, rate in cells))
+
+
+def interleaved() -> None:
+    """PTD-P, 175 B on 96 GPUs, t = 8, p = 12: interleaving and scatter/gather. Published: gain falls; up to 11 %."""
+    gpt = Gpt(96, 12288, 96)
+    for batch in (12, 24, 36, 48, 60):
+        plain, looped, whole = (
+            tflops(gpt, batch, 96, gpt_plan(gpt, 96, batch, 8, 12, 1, **more))
+            for more in (
+                {},
+                {"schedules": ["interleaved"], "chunks": [4]},
+                {"schedules": ["interleaved"], "chunks": [4], "whole_messages": True},
+            )
+        )
+        print(
+            f"batch {batch}: 1F1B {plain:.1f}, interleaved {looped:.1f} ({share(looped, plain)}), "
+            f"scatter/gather {share(looped, whole)}"
+        )
+
+
+# Speed-up over data parallelism, and the shape: Narayanan et al., SOSP 2019, table 1 (4 servers of 4 V100, 10 Gbit/s).
+# Mini-batches of a device as in the paper: 64 (VGG, GNMT) and 128.
+PIPEDREAM = {"vgg16": ("15-1", 5.28, 64), "resnet50": ("16", 1.0, 128), "gnmt": ("straight", 2.46, 64)}
+
+
+def pipedream() -> None:
+    """PipeDream, table 1, Cluster-A: 4 servers of 4 V100 on 10 Gbit/s."""
+    for name, (shape, published, size) in PIPEDREAM.items():
+        began = time.process_time()
+        found = plan(load_profile(name), load_topology("pcie-4x4"), method="pipedream", microbatch_sizes=[size])
+        ours = found.prediction.speedup_over_data_parallel
+        widths = "-".join(str(stage.replicas) for stage in found.partition.stages)
+        print(
+            f"{name}: published {shape} {published} ×; ours {widths} {ours or 1:.2f} × ({share(ours or 1, published)}), "
+            f"{time.process_time() - began:.2f} s"
+        )
 
 
 def main() -> None:
@@ -108,7 +178,10 @@ def main() -> None:
         print(f"({time.process_time() - began:.1f} s)")
 
 
-SECTIONS: dict[str, Callable[[], None]] = {"ptdp": ptdp}
+SECTIONS: dict[str, Callable[[], None]] = {
+    section.__name__.replace("_", "-"): section
+    for section in (ptdp, later, tensor_data, pipeline_data, tensor_pipeline, microbatch, interleaved, pipedream)
+}
 
 if __name__ == "__main__":
     main()

@@ -83,6 +83,7 @@ def command(
     state: float | None = None,
     tensor: Annotated[Counts, Parameter(alias="-t")] = (),
     whole_messages: Annotated[bool, Parameter(negative="")] = False,
+    blocking: Annotated[bool, Parameter(negative="")] = False,
     tokens: float | None = None,
     refit: Path | None = None,
     of: Path | None = None,
@@ -115,6 +116,7 @@ def command(
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
         tensor: Tensor widths to choose from, such as 1,2.
         whole_messages: Send whole messages between tensor-parallel stages, without scatter/gather.
+        blocking: Ranks wait for each message, as in Megatron-LM of 2021; without it messages travel while ranks compute.
         tokens: Report the days of training a GPT on so many tokens.
         refit: Correct the profile by this measured trace; needs --of.
         of: The plan (.json) that the trace of --refit ran.
@@ -150,9 +152,9 @@ def command(
         "recompute": None if recompute == "auto" else recompute,
         "state_per_weight": state,
         "tensors": tensor or None,
-        "whole_messages": whole_messages,
     }
     only = {"num_microbatches": microbatches, "depths": depth or None, "cost": cost, "straight": straight, "cap": cap}
+    only |= {"whole_messages": whole_messages, "blocking": blocking}
     made = plan(figures, machine, **wishes, **only)
     if picture or pareto or depths:
         _draw(made, figures, machine, wishes, (picture, pareto, depths))

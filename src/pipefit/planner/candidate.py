@@ -91,9 +91,9 @@ def program_for(problem: Problem, plan: Plan) -> Program:
 
 
 def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
-    """Costs for time, and costs for memory: with scatter/gather a message is 1/t of the value that is held.
+    """Costs for time, and costs for memory: where messages overlap nothing they are part of what their receiver does.
 
-    The t devices of the next stage send these pieces to each other, before its forward or backward.
+    With scatter/gather a message is 1/t of the value that is held. The t devices of the next stage send these pieces to each other, before its forward or backward.
     """
     if problem.cap is None:
         cost = _costs(problem, config, partition)
@@ -101,20 +101,32 @@ def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[Co
         # Slots, and the place of the step, change nothing.
         key = ("costs", config.layers, config.spill is not None and config.spill.activations)
         cost = problem.once(key, lambda: _costs(problem, config, partition))
-    if config.tensor == 1 or problem.whole_messages:
+    pieces = problem.pieces(config.tensor)
+    if pieces == 1 and not problem.blocking:
         return cost, cost
-    ring = ring_of(problem.topology, range(config.tensor))
+    ring = ring_of(problem.topology, range(pieces))
+
+    def arrival_s(stage: int, size: float) -> float:
+        """Seconds that a message from a stage to the next, or back, takes from the time of the one that receives it."""
+        wait_s = 0.0
+        if problem.blocking:
+            a, b = (ranks[0] for ranks in placement_for(config).ranks[stage : stage + 2])
+            bandwidth, latency_s = cost.link(a, b)
+            wait_s = latency_s + size / pieces / bandwidth
+        return wait_s + all_gather_s(ring, size)
+
     forward, backward = list(cost.forward_s), list(cost.backward_input_s)
     for stage in range(1, cost.num_stages):
-        forward[stage] += all_gather_s(ring, cost.act_bytes[stage - 1])
-        backward[stage - 1] += all_gather_s(ring, cost.grad_bytes[stage - 1])
+        forward[stage] += arrival_s(stage - 1, cost.act_bytes[stage - 1])
+        backward[stage - 1] += arrival_s(stage - 1, cost.grad_bytes[stage - 1])
+    share = 0.0 if problem.blocking else 1 / pieces
     timing = replace(
         cost,
         forward_s=tuple(forward),
         backward_input_s=tuple(backward),
         recompute_s=cost.forward_s,
-        act_bytes=tuple(size / config.tensor for size in cost.act_bytes),
-        grad_bytes=tuple(size / config.tensor for size in cost.grad_bytes),
+        act_bytes=tuple(size * share for size in cost.act_bytes),
+        grad_bytes=tuple(size * share for size in cost.grad_bytes),
     )
     return timing, cost
 

@@ -198,6 +198,7 @@ class Problem:
         cap: on the devices' memory, in addition to the topology's limits; None: none, and nothing is spilled.
         whole_messages: each of the t devices that share a layer sends the whole message to its peer of the next stage, and
             not 1/t of it (scatter/gather).
+        blocking: a rank waits for each message before it computes on, as in Megatron-LM of 2021; else messages overlap.
     """
 
     profile: Profile
@@ -206,6 +207,7 @@ class Problem:
     state: float
     cap: Cap | None = None
     whole_messages: bool = False
+    blocking: bool = False
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
