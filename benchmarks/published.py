@@ -26,7 +26,9 @@ def dgx(devices: int) -> Topology:
     return msgspec.structs.replace(topology, levels=(inner, msgspec.structs.replace(outer, width=devices // 8)))
 
 
-def gpt_plan(gpt: Gpt, devices: int, batch: int, t: int, p: int, b: int | None, fits: bool = True, **more: object) -> Plan:
+def gpt_plan(
+    gpt: Gpt, devices: int, batch: int, t: int, p: int, b: int | None, fits: bool = True, **more: object
+) -> Plan:
     """The plan of a GPT with the widths and the micro-batch size given."""
     topology = dgx(devices)
     if not fits:
@@ -34,9 +36,7 @@ def gpt_plan(gpt: Gpt, devices: int, batch: int, t: int, p: int, b: int | None, 
     layers = gpt_profile(gpt.layers, gpt.hidden, gpt.heads, device=topology.device)
     settings = {"schedules": ["1f1b"], "recompute": "layer", "sharded": False, "blocking": True} | more
     sizes = [b] if b else None
-    return plan(
-        layers, topology, global_batch=batch, tensors=[t], depths=[p], microbatch_sizes=sizes, **settings
-    )
+    return plan(layers, topology, global_batch=batch, tensors=[t], depths=[p], microbatch_sizes=sizes, **settings)
 
 
 def tflops(gpt: Gpt, batch: int, devices: int, found: Plan) -> float:
@@ -163,8 +163,9 @@ def pipedream() -> None:
         found = plan(load_profile(name), load_topology("pcie-4x4"), method="pipedream", microbatch_sizes=[size])
         ours = found.prediction.speedup_over_data_parallel
         widths = "-".join(str(stage.replicas) for stage in found.partition.stages)
+        ahead = ours or 1.0
         print(
-            f"{name}: published {shape} {published} ×; ours {widths} {ours or 1:.2f} × ({share(ours or 1, published)}), "
+            f"{name}: published {shape} {published} ×; ours {widths} {ahead:.2f} × ({share(ahead, published)}), "
             f"{time.process_time() - began:.2f} s"
         )
 

@@ -116,7 +116,7 @@ def command(
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
         tensor: Tensor widths to choose from, such as 1,2.
         whole_messages: Send whole messages between tensor-parallel stages, without scatter/gather.
-        blocking: Ranks wait for each message, as in Megatron-LM of 2021; without it messages travel while ranks compute.
+        blocking: Ranks wait for each message, as in Megatron-LM of 2021; without it they compute meanwhile.
         tokens: Report the days of training a GPT on so many tokens.
         refit: Correct the profile by this measured trace; needs --of.
         of: The plan (.json) that the trace of --refit ran.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final
 
-from pipefit.cost.collectives import Ring, all_gather_s, all_reduce_s, even, ring_of
+from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.errors import PlanError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
@@ -193,7 +193,7 @@ class CostModel:
     def reduce_s(self, instruction: Instruction, members: Sequence[int]) -> float:
         """Seconds of a reduction or barrier from the moment its last member has issued it.
 
-        An all-reduce, or for the kinds that shard a reduce-scatter or an all-gather: see `pipefit.cost.collectives`. The
+        An all-reduce, or for the kinds that shard a reduce-scatter or an all-gather: see `pipefit.cost.rings`. The
         norm and the barrier have no bytes.
         """
         if len(members) < 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pipefit.cost.collectives import all_reduce_s, ring_of
+from pipefit.cost.rings import all_reduce_s, ring_of
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Topology
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pipefit.cost import FREE, CostModel, of_plan
-from pipefit.cost.collectives import all_gather_s, ring_of
+from pipefit.cost.rings import all_gather_s, ring_of
 from pipefit.ir.program import Program
 from pipefit.planner.lane_limits import Limit
 from pipefit.planner.space import Config, Problem, placement_for
@@ -91,9 +91,10 @@ def program_for(problem: Problem, plan: Plan) -> Program:
 
 
 def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
-    """Costs for time, and costs for memory: where messages overlap nothing they are part of what their receiver does.
+    """Costs for time, and costs for memory: messages that a rank waits for are part of its work.
 
-    With scatter/gather a message is 1/t of the value that is held. The t devices of the next stage send these pieces to each other, before its forward or backward.
+    With scatter/gather a message is 1/t of the value that is held, and the t devices of the next stage send these
+    pieces to each other before its forward or backward.
     """
     if problem.cap is None:
         cost = _costs(problem, config, partition)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.cost import CostModel
-from pipefit.cost.collectives import all_reduce_s, ring_of
+from pipefit.cost.rings import all_reduce_s, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.planner.holdings import holds_all, replayed
@@ -266,4 +266,10 @@ def quick_bytes(problem: Problem, config: Config) -> float:
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline
-    return float((total.weight_bytes + total.wgrad_bytes * (versions + state) + kept) / config.depth)
+    fixed = total.weight_bytes + total.wgrad_bytes * (versions + state)
+    least = (fixed + kept) / config.depth
+    if config.schedule in ("1f1b", "interleaved") and not config.replicas:
+        # Rank r holds min(p − r, m) micro-batches: the largest sum is at least any weighted mean of all.
+        each = [1 / min(config.depth - rank, config.per_pipeline) for rank in range(config.depth)]
+        least = max(least, (kept + fixed * min(each)) / sum(each))
+    return float(least)

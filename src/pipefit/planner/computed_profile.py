@@ -8,9 +8,10 @@ section 4 (bytes kept).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+
 import msgspec
 
-from pipefit.cost.collectives import Ring, all_reduce_s, even, ring_of
+from pipefit.cost.rings import Ring, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import pass_s, product_s
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
@@ -35,10 +36,10 @@ def gpt_profile(
 ) -> Profile:
     """A GPT as a chain: embedding, `layers` blocks, head.
 
-    A block's forward takes 24bsh² + 4bs²h FLOP in matrix products, its backward twice that (half for the input, half for
-    the weights); the head 2bshV. Norms, attention's softmax, GELU, dropout and residual move bytes (`_block`). Bytes
-    kept from forward to backward: sbh(34 + 5as/h) in a block (that is at 2 bytes per element), which keeps the scores
-    of attention. The head keeps its input and the logits in 4 bytes.
+    A block's forward takes 24bsh² + 4bs²h FLOP in matrix products, its backward twice that (half for the input, half
+    for the weights); the head 2bshV. Norms, attention's softmax, GELU, dropout and residual move bytes (`_block`).
+    Bytes kept from forward to backward: sbh(34 + 5as/h) in a block (that is at 2 bytes per element), which keeps
+    the scores of attention. The head keeps its input and the logits in 4 bytes.
 
     >>> profile = gpt_profile(24, 2304, 24, device=Device(flops=312e12))
     >>> len(profile), round(sum(layer.weight_bytes for layer in profile.layers) / 2e9, 2)

@@ -196,8 +196,8 @@ class Problem:
         global_batch: samples per weight update.
         state: optimizer bytes per weight byte.
         cap: on the devices' memory, in addition to the topology's limits; None: none, and nothing is spilled.
-        whole_messages: each of the t devices that share a layer sends the whole message to its peer of the next stage, and
-            not 1/t of it (scatter/gather).
+        whole_messages: each of the t devices that share a layer sends the whole message to its peer of the next
+            stage, and not 1/t of it (scatter/gather).
         blocking: a rank waits for each message before it computes on, as in Megatron-LM of 2021; else messages overlap.
     """
 

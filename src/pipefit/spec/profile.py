@@ -129,8 +129,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.
         optimizer_s: seconds of one optimizer step of the whole model; 0: not measured.
         others: the same model at other micro-batch sizes; see `at`.
-        computed_for: the device of a profile by GPT arithmetic, which can be computed again for another micro-batch size
-            or tensor width; None: the figures do not follow from the model's sizes alone.
+        computed_for: the device of a profile by GPT arithmetic, which can be computed again for another micro-batch
+            size or tensor width; None: the figures do not follow from the model's sizes alone.
     """
 
     model: str

@@ -44,9 +44,7 @@ class Roofline(TorchDispatchMode):
                 size = result.element_size() if isinstance(result, Tensor) else args[0].element_size()
                 self.seconds += sum(product_s(self.device, m, n, k, count, size) for count, m, n, k in products)
             else:
-                self.seconds += flops_s(
-                    self.device, _flops(func, args, kwargs, result), _bytes((args, kwargs, result))
-                )
+                self.seconds += flops_s(self.device, _flops(func, args, kwargs, result), _bytes((args, kwargs, result)))
         return result
 
 
@@ -58,7 +56,7 @@ def _only_looks(func: Any) -> bool:
 def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
     """The matrix products (count, m, n, k) of an operation; none where only its FLOP are known.
 
-    A convolution is the product of the patches of its input with its kernel, its backward the two products of the gradients.
+    A convolution is the product of the patches of its input with its kernel, its backward two more.
     """
     packet = func.overloadpacket
     if packet in _OPERANDS:
