@@ -98,7 +98,7 @@ def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        replays = stage.recompute if index >= plan.frozen else "none"
+        replays = stage.recompute if index >= plan.frozen and stage.recompute != "none" else "no"
         row = [str(index), _layers(stage.layers), _ranks(ranks), str(replays)]
         peaks = plan.prediction.peak_bytes if plan.prediction else ()
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
