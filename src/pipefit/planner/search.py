@@ -74,7 +74,7 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
         # Data parallelism is what others are compared with, so whether it fits must be known.
         if quick > _HOPELESS * best_s and first.family != "data parallel":
             continue
-        _estimate_best(problem, family, keep or (3 if small else 2), 40 if small else 32, _SLACK if small else 1.0)
+        _estimate_best(problem, family, keep or (3 if small else 2), 40 if small else 10, _SLACK if small else 1.0)
         best_s = min([best_s, *(estimated.period_s for estimated in family.feasible)])
     fitting = sorted((each for family in families.values() for each in family.feasible), key=_speed)
     if not fitting:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.errors import ModelError, ProfileError
-from pipefit.profiling.roofline import Roofline, pretended
+from pipefit.profiling.counting import Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, num_bytes, tensors_of
 from pipefit.profiling.untouched import in_train_mode, random_state_kept
