@@ -30,5 +30,7 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
 
     if not current().is_distributed:
         listen(current().stop, None, ctrl_c=True)
-    watched = current().rank == 0 and not quiet
-    return run(config, Watcher(config.steps, config.batch) if watched else Quiet())
+    if current().rank > 0 or quiet:
+        return run(config, Quiet())
+    with Watcher(config.steps, config.batch) as watcher:
+        return run(config, watcher)

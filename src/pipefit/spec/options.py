@@ -50,7 +50,8 @@ class Parallelism:
     """The distribution of a model over processes.
 
     Attributes:
-        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, or 2.
+        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, one for each GPU, or one for
+            each of up to 4 cores.
         chunks: stages on each rank, for the looped schedules.
         replicas: copies of each stage, such as 2,1; one number is for all.
         data_parallel: copies of the whole pipeline.
@@ -125,6 +126,8 @@ class Updates:
         nonfinite: for an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are
             those of the step before), skip (the next batch follows), or off (only losses, after the step).
         seed: of dropout; in a run also of weights and the order of the data.
+        no_decay: parts of names, like bias,norm: parameters with one in their name, or in the class of the module that
+            holds them, get no weight decay.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When
             the loss averages over tokens, return the number of tokens that count.
@@ -133,6 +136,7 @@ class Updates:
     clip_norm: float | None = setting(None, "--clip")
     nonfinite: Literal["stop", "skip", "off"] = "stop"
     seed: int = 0
+    no_decay: Sequence[str] | str = setting((), typed="words")
     scheduler: Any = setting(None, hidden=True)
     weigh: Any = setting(None, hidden=True)
 
@@ -202,7 +206,8 @@ class Request:
     """The pipeline that a user asks for; `pipefit.pipeline.request` turns it into a plan.
 
     Attributes:
-        schedule: its name, or auto; `pipefit schedules` lists them. Default: 1f1b, or auto under a cap.
+        schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
+            the pipeline is given; else 1f1b.
         microbatches: per weight update.
         stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
             a number of stages, or "auto".

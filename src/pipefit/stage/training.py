@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,6 +16,8 @@ from pipefit.spec.options import NONFINITE
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+Loss = Callable[[Any, Any], Any]
+"""From a model's output and a target to a scalar, or to the pair of it and a dict of metrics by name."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Training:
     """Settings of a model's training that do not depend on the schedule.
 
     Attributes:
-        loss: from the model's output and the target to a scalar, the mean over the micro-batch.
+        loss: from the model's output and the target to a scalar, the mean over the micro-batch; also with metrics, see
+            `with_metrics`.
         optimizer: from a stage's parameters to their optimizer.
         scheduler: from an optimizer to its learning-rate schedule, stepped once per update.
         clip_norm: largest global norm of the gradients of an update; None: no clipping.
@@ -34,7 +37,7 @@ class Training:
         compiler: the backend of torch.compile that layers train by; None: they run as they are.
     """
 
-    loss: Callable[[Any, Any], Tensor]
+    loss: Loss
     optimizer: MakeOptimizer
     scheduler: MakeScheduler | None = None
     clip_norm: float | None = None
@@ -42,6 +45,10 @@ class Training:
     half: torch.dtype | None = None
     loss_scale: float | None = None
     nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in NONFINITE:
+            raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {self.nonfinite!r}")
     compiler: str | None = None
 
     @property
@@ -50,15 +57,11 @@ class Training:
         return self.clip_norm is not None or self.loss_scale is not None
 
 
-def policy_of(nonfinite: str) -> str:
-    """A policy for updates that are not finite, checked.
-
-    Raises:
-        PlanError: it is unknown.
-    """
-    if nonfinite not in NONFINITE:
-        raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {nonfinite!r}")
-    return nonfinite
+def with_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The loss and the metrics, numbers by name, that a loss function returned; most return no metrics."""
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return returned
+    return returned, {}
 
 
 class Tie(NamedTuple):
