@@ -93,7 +93,7 @@ def _build(program: Program) -> Graph:
 def _link_rank(
     program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
 ) -> None:
-    makers: dict[Value, tuple[int, ...]] = {value: () for value in _resident_at_start(program, rank)}
+    makers: dict[Value, list[int]] = {value: [] for value in _resident_at_start(program, rank)}
     waits, header = copy_waits(program, rank), program.header
     # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
     sent: dict[int, list[int]] = defaultdict(list)
@@ -110,13 +110,18 @@ def _link_rank(
             if maker is None:
                 missing.append((number, value))
             else:
-                found += maker
+                found += tuple(maker)
+                if len(maker) > 1:
+                    maker[:] = (number,)  # It waits for them all, so whatever needs the value next waits for it.
         preds.append(found)
         for value in consumes(instruction, program, rank):
             makers.pop(value, None)
         for value in makes(instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's.
-            makers[value] = (*makers.get(value, ()), number) if value.kind == WGRAD else (number,)
+            if value.kind == WGRAD and value in makers:
+                makers[value].append(number)
+            else:
+                makers[value] = [number]
 
 
 def _resident_at_start(program: Program, rank: int) -> list[Value]:
