@@ -48,8 +48,10 @@ def command(
         output: .svg, .html or .png for a picture, .trace.json for Perfetto.
     """
     from pipefit.simulate import simulate
+    from pipefit.verify.sense import refuse_malformed
 
     source = read_source(path, steps, profile, topology, layers)
+    refuse_malformed(source.program)
     header = source.program.header
     check_forwards(header.num_stages, header.total_microbatches, repeats)
     cost = source.cost(**asdict(costs))

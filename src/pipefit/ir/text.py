@@ -18,7 +18,7 @@ from pipefit.spec.files import read_text, write_atomically
 _FORMAT = "format pipefit.program/1"
 _KINDS = sorted({*map(str, Kind), *map(str, Reduction)})
 _NUMBER = r"[0-9]{1,15}"
-_MOST_MISSING = 1000
+MOST_MISSING = 1000
 """Forwards and steps that may be missing in the lists of a file; the verifier reports each of them."""
 
 
@@ -78,7 +78,7 @@ def _check_lists(header: Header, num_listed: int) -> None:
     """Refuses a header that asks for far more than the lists hold, before anything is built for it."""
     due = header.num_stages * header.total_microbatches
     due += sum(header.num_updates(stage) * len(ranks) for stage, ranks in enumerate(header.placement))
-    if due > num_listed + _MOST_MISSING:
+    if due > num_listed + MOST_MISSING:
         raise ScheduleError(
             f"its header asks for {due:,} forwards and steps ({header.num_stages} stages, {header.num_microbatches} "
             f"micro-batches, {header.num_steps} steps), but the lists have only {num_listed:,} instructions"

@@ -20,7 +20,8 @@ _FORMAT = "pipefit.study/1"
 _STUDY = tuple(f.name for f in fields(StudySpec) if f.name != "trials")
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
 _OPTIONS = "options."
-_MOST_TRIALS = 10_000
+MOST_TRIALS = 10_000
+"""Most trials of a study file."""
 
 
 def load_study(path: str | Path) -> StudySpec:
@@ -106,8 +107,8 @@ def _trials(data: Mapping[str, Any]) -> list[Trial]:
     if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
         raise StudyError("trials: expected [[trials]] tables, one for each trial")
     space = _space(data["grid"]) if "grid" in data else {}
-    if (count := len(listed) * math.prod(map(len, space.values()))) > _MOST_TRIALS:
-        raise StudyError(f"{count:,} trials are too many: a file may give {_MOST_TRIALS:,}")
+    if (count := len(listed) * math.prod(map(len, space.values()))) > MOST_TRIALS:
+        raise StudyError(f"{count:,} trials are too many: a file may give {MOST_TRIALS:,}")
     found = []
     for index, own in enumerate(listed):
         with at(f"trials[{index}]") if "trials" in data else contextlib.nullcontext():
