@@ -17,7 +17,7 @@ from pipefit.cli import main
 from pipefit.errors import PipefitError
 
 CASES = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 MANY = settings(CASES, max_examples=500)
 

@@ -30,6 +30,7 @@ REFUSALS = {
     "no permission": errno.EACCES,
     "a broken disk": errno.EIO,
 }
+FAULTS = [pytest.param(fault, marks=[pytest.mark.faults] * (fault != "a full disk")) for fault in REFUSALS]
 KEY, SIZE = Key(0, "weights"), 4096
 
 
@@ -65,7 +66,7 @@ def refuse(monkeypatch, number, call, after):
 CALLS = [(os, "fsync"), (Path, "mkdir"), (Path, "rename"), (Path, "replace"), (tempfile, "mkstemp"), (os, "ftruncate")]
 
 
-@pytest.mark.parametrize("fault", REFUSALS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_save_that_is_refused_at_any_call_loses_nothing(fault, trial, tmp_path, monkeypatch):
     whole = pipeline()
     expected = [step(whole) for _ in range(3)]
@@ -98,7 +99,7 @@ def test_a_save_that_is_refused_at_any_call_loses_nothing(fault, trial, tmp_path
             )
 
 
-@pytest.mark.parametrize("fault", REFUSALS)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_other_files_that_cannot_be_written_are_named(fault, trial, tmp_path, monkeypatch):
     (tmp_path / "files").mkdir()
     written(tmp_path / "files")
