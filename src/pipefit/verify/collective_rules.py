@@ -83,8 +83,8 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
         for number in reversed(numbers)
     }
     others: dict[tuple[int, int], list[tuple[Key, int]]] = defaultdict(list)
-    for (rank, key), number in positions.items():
-        others[rank, key[2]].append((key, number))
+    for (rank, reduction), number in positions.items():
+        others[rank, reduction[2]].append((reduction, number))
     for (rank, (kind, stage, update)), number in positions.items():
         stages = reduced_stages(header, kind, stage, rank)
         # A gather of new weights follows its step; the rules of values check that it has their shards.
