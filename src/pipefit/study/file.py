@@ -34,7 +34,10 @@ def load_study(path: str | Path) -> StudySpec:
     found = data.pop("format", _FORMAT)
     if found != _FORMAT:
         raise StudyError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
-    return study_of(data, str(path))
+    study = study_of(data, str(path))
+    if not {"grid", "trials", *_TRIAL} & data.keys():
+        raise StudyError(f"{path}: it names nothing to train: expected model = …, a [grid], or [[trials]]")
+    return study
 
 
 def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
@@ -45,8 +48,6 @@ def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
     """
     with at(where):
         _check_keys(data, (*_STUDY, "grid", "trials", *_TRIAL))
-        if not {"grid", "trials", *_TRIAL} & data.keys():
-            raise StudyError("it names nothing to train: expected model = …, a [grid], or [[trials]]")
         trials = _trials(data)
         _check_different(trials)
         options = {key: data[key] for key in _STUDY if key in data}
