@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import OP_SPEC, Op, Reduction
+from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
@@ -30,7 +30,8 @@ class Graph:
         starts: number of each rank's first instruction, and at the end the number of all instructions.
         instructions: of all ranks, one rank after the other.
         ranks: the rank of each.
-        preds: for each, the earlier instructions of its rank that made the values it needs; for a fetch, also those
+        preds: for each, the earlier instructions of its rank that made the values it needs (of several on the compute
+            lane that add to one gradient, the newest); for a fetch, also those
             that wrote the value it reads and that free its slot; for a forward of a frozen stage, also the send that
             makes room for another.
         missing: needs that no earlier instruction of the rank has made (or that are used up): (instruction, value).
@@ -93,7 +94,7 @@ def _build(program: Program) -> Graph:
 def _link_rank(
     program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
 ) -> None:
-    makers: dict[Value, list[int]] = {value: [] for value in _resident_at_start(program, rank)}
+    makers: dict[Value, tuple[int, ...]] = {value: () for value in _resident_at_start(program, rank)}
     waits, header = copy_waits(program, rank), program.header
     # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
     sent: dict[int, list[int]] = defaultdict(list)
@@ -110,18 +111,20 @@ def _link_rank(
             if maker is None:
                 missing.append((number, value))
             else:
-                found += tuple(maker)
-                if len(maker) > 1:
-                    maker[:] = (number,)  # It waits for them all, so whatever needs the value next waits for it.
+                found += maker
         preds.append(found)
         for value in consumes(instruction, program, rank):
             makers.pop(value, None)
+        computes = _computes(instruction)
         for value in makes(instruction, program, rank):
-            # Gradients of weights are summed from many makers; any other value is the newest maker's.
-            if value.kind == WGRAD and value in makers:
-                makers[value].append(number)
-            else:
-                makers[value] = [number]
+            # Gradients of weights are summed from many makers; any other value is the newest maker's. The compute lane
+            # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
+            others = makers.get(value, ()) if value.kind == WGRAD and computes else ()
+            makers[value] = (*(other for other in others if not _computes(program.ranks[rank][other - start])), number)
+
+
+def _computes(instruction: Instruction) -> bool:
+    return OP_SPEC[instruction.op].lane is Lane.COMPUTE
 
 
 def _resident_at_start(program: Program, rank: int) -> list[Value]:
