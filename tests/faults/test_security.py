@@ -10,6 +10,7 @@ from tests.faults import jobs
 from tests.study.cases import MLP, SMALL
 from tests.verbs import refused
 
+from pipefit.cli import main
 from pipefit.errors import PipefitError, TopologyError
 from pipefit.ir import program, text
 from pipefit.ir.values import consumes
@@ -143,8 +144,8 @@ def test_devices_ranks_and_trials_are_counted_before_they_are_made(tmp_path, cap
         (["--threads", "100000"], "--threads: expected a whole number from 1 to 1024"),
         (["--output", ""], "--output: expected a value, got an empty one"),
         (["--schedule", ""], "--schedule: expected a value, got an empty one"),
-        (["--device", "foo", "--transport", "local"], "--device foo: cannot be used here"),
-        (["--device", "meta", "--transport", "local"], "--device meta: cannot be used here"),
+        (["--device", "foo", "--transport", "local", "--json"], "--device foo: cannot be used here"),
+        (["--device", "meta", "--transport", "local", "--json"], "--device meta: cannot be used here"),
     ],
 )
 def test_a_number_that_no_training_can_use_is_refused(words, says, capsys):
@@ -154,6 +155,26 @@ def test_a_number_that_no_training_can_use_is_refused(words, says, capsys):
 def test_an_empty_study_file_trains_nothing(tmp_path, capsys):
     (tmp_path / "a.toml").write_text("")
     assert "it names nothing to train" in refused(capsys, "study", str(tmp_path / "a.toml"))
+
+
+@pytest.mark.slow
+def test_figures_of_a_run_that_are_text_or_missing_are_named(tmp_path, capsys):
+    small = ("--model", "mlp", "--data", "synthetic", "--steps", "2", "--transport", "local", "--batch", "4", "--json")
+    assert main(["train", *small, "-o", str(tmp_path / "run")]) == 0
+    metrics, result = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "run.json"
+    whole = metrics.read_text()
+    for line, says in (
+        ('{"step": 1, "loss": "x"}', "loss: expected"),
+        ("[" * 9999, "metrics.jsonl:1: "),
+        ("", "got none"),
+    ):
+        metrics.write_text(f"{line}\n" if line else "")
+        assert says in refused(capsys, "report", str(tmp_path / "run"))
+    metrics.write_text(whole)
+    result.write_text('{"format": "pipefit.run/1", "config": {}}')
+    assert "its files are not those that a run wrote (KeyError: 'result')" in refused(
+        capsys, "report", str(tmp_path / "run")
+    )
 
 
 # ---- checksums ---------------------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
     try:
         page = _render(place, data)
     except (KeyError, IndexError, TypeError, AttributeError, jinja2.UndefinedError) as problem:
-        said = f"{type(problem).__name__}: {problem}"
-        raise PipefitError(f"{place}: its files are not those that a run wrote ({said}); train again") from None
+        why = f"{type(problem).__name__}: {problem}"
+        raise PipefitError(f"{place}: its files are not those that a run wrote ({why}); train again") from None
     return write_atomically(Path(output) if output else place / "report.html", page)
 
 
