@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, verb
+from pipefit.cli.options import Json, Threads, verb
 from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
 from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
@@ -26,7 +26,7 @@ def command(
     *,
     run: RunConfig,
     transport: Literal["distributed", "local"] = "distributed",
-    threads: int | None = None,
+    threads: Threads | None = None,
     config: Path | None = None,
     json: Json = False,
 ) -> Answer:

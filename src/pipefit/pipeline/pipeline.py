@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,8 +19,8 @@ from pipefit.cutting import Cut, as_layers
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
-from pipefit.parallel import Region, make_mesh, release, shard_layers
-from pipefit.pipeline.assembly import assemble, release_workers
+from pipefit.parallel import Region, make_mesh, shard_layers
+from pipefit.pipeline.assembly import assemble, release_run
 from pipefit.pipeline.batches import DataComparison
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
@@ -40,12 +39,12 @@ from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
-from pipefit.stage.materialise import give_back, is_meta
+from pipefit.stage.device import usable_device
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
-from pipefit.stage.training import Loss, Training, policy_of
+from pipefit.stage.training import Loss, Training
 from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
@@ -111,7 +110,7 @@ class Pipeline:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
         check_scheduler(updates.scheduler)
-        self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
+        self.device = default_device() if parallelism.device is None else usable_device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
         half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
@@ -122,21 +121,8 @@ class Pipeline:
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
         mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
         shard_layers(self.layers, mesh)
-        scale = first_scale(half, precision.loss_scale)
-        self._training = Training(
-            mesh.loss(loss),
-            optimizer,
-            updates.scheduler,
-            clip_norm,
-            updates.seed,
-            half,
-            scale,
-            compiler,
-            nonfinite=policy_of(updates.nonfinite),
-        )
-        # Only a model that every process held whole can be given back to all of them.
-        is_whole = mesh.region is None and self.plan.spill is None and not is_meta(self.layers)
-        self._gives_back = self._session.is_distributed and is_whole
+        how = (half, first_scale(half, precision.loss_scale), compiler, updates.nonfinite)
+        self._training = Training(mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, *how)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
@@ -458,8 +444,5 @@ class Pipeline:
         Every rank of a run must call it. A spilled model, one from the meta device and one that is split by tensor
         parallelism stay in parts. Worker processes of a loader end.
         """
-        if self._gives_back:
-            give_back(self.layers, whole_state(self))
         self.position.resume(None)
-        release_workers(self.workers)
-        release(self._engine.mesh)
+        release_run(self._engine, self.layers, partial(whole_state, self))

@@ -61,7 +61,7 @@ class RunConfig:
     batch: int = setting(16, least=1)
     steps: int = setting(100, least=1)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = 2e-3
+    lr: float = setting(2e-3, least=0.0)
     warmup: int = setting(20, least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
     output: str = setting("", "--output", "-o")

@@ -38,6 +38,7 @@ from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile
 from pipefit.spec.options import AUTO, Parallelism
 from pipefit.stage.compiler import backend_of
+from pipefit.stage.device import usable_device
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
@@ -148,7 +149,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
     device = config.request.parallelism.device
-    place = torch.device(device) if device else default_device()
+    place = usable_device(device) if device else default_device()
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,

@@ -49,6 +49,7 @@ class Training:
     def __post_init__(self) -> None:
         if self.nonfinite not in NONFINITE:
             raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {self.nonfinite!r}")
+
     compiler: str | None = None
 
     @property
