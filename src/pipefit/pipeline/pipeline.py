@@ -28,10 +28,12 @@ from pipefit.pipeline.losses import evaluate, finite
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
+from pipefit.pipeline.recovery import Recovery
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
+from pipefit.runtime.meeting import can_restart
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
@@ -156,6 +158,7 @@ class Pipeline:
         # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
+        self._recovery = Recovery(self) if can_restart() else None
 
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, verified before it is used."""
@@ -239,6 +242,9 @@ class Pipeline:
         When the run is asked to stop (SIGTERM) it ends after the current step, an asynchronous one at the end of its
         segment, and returns the losses so far; then a few seconds remain to save. Another `fit` ends the process.
 
+        In a run that was started again after a fault, the first `fit` resumes from the newest step in the memory of the
+        machines or in the folder of `Checkpoints` among its callbacks. Steps that were done before are not repeated.
+
         Args:
             batches: the same on every rank. A loader (a `DataLoader`, or batches with `state_dict`) continues after the
                 last batch trained on: to the end of its epoch, or with `steps` for as many epochs as needed.
@@ -262,6 +268,12 @@ class Pipeline:
             raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
         if self._session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
+        done: list[float] = []
+        if self._recovery is not None:
+            done, batches, is_done = self._recovery.begin(callbacks, batches, steps)
+            if is_done:
+                return done
+            callbacks, steps = [self._recovery, *callbacks], steps and steps - len(done)
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
             steps = self.position.num_left(batches)
@@ -269,7 +281,7 @@ class Pipeline:
                 raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
         iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
         evaluate = None if held_out is None else partial(self.evaluate, held_out)
-        losses = self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
+        losses = done + self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses
