@@ -97,3 +97,34 @@ def test_the_memory_is_free_again_after_the_run(tmp_path):
     before = set(Path("/dev/shm").glob("pipefit-*"))
     launch(recovery_jobs.train, 4, "", COPIES, None, quiet=True, recover=1)
     assert set(Path("/dev/shm").glob("pipefit-*")) <= before
+
+
+# ---- ranks that cannot be started again ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "plan", "resumed"),
+    [
+        (3, {"stages": [2, 2, 2]}, ([3, 3], [1, 1]), 4),
+        (4, {"stages": [2, 4], "replicas": 2, "microbatches": 4}, ([2, 4], [2, 1]), 5),
+        (3, {"schedule": "interleaved", "chunks": 2, "microbatches": 3}, ([2, 2, 1, 1], [1, 1, 1, 1]), 4),
+        (3, {"schedule": "interleaved", "stages": [1] * 6, "chunks": 2, "microbatches": 3}, ([2, 2, 1, 1], [1] * 4), 4),
+    ],
+)
+def test_a_run_that_has_lost_a_rank_for_good_is_planned_anew(ranks, options, plan, resumed, tmp_path):
+    expected = recovery_jobs.train("", options, None)
+    place = str(tmp_path / "checkpoints")
+    settings = {"folder": tmp_path, "quiet": True, "recover": 2, "min_ranks": ranks - 1}
+    results = launch(recovery_jobs.train_without_rank, ranks, place, options, ranks - 1, **settings)
+    assert len(results) == ranks - 1
+    for losses, state, layout in results:
+        assert layout == plan
+        assert losses == pytest.approx(expected[0], rel=1e-5)
+        assert all(torch.allclose(state[name], expected[1][name], rtol=1e-4, atol=1e-6) for name in state)
+    recovery = noted(tmp_path)[-1]
+    assert (recovery["resumed"], recovery["ranks"], recovery["start"]) == (resumed, ranks - 1, 2)
+
+
+def test_a_rank_that_cannot_be_started_again_ends_a_run_that_needs_all(tmp_path):
+    with pytest.raises(LaunchError, match="rank 1 failed before its first instruction"):
+        launch(recovery_jobs.train_without_rank, 2, "", {}, 1, folder=tmp_path, quiet=True, recover=2)

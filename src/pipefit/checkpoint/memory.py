@@ -11,8 +11,8 @@ synchronous schedule are at most two steps apart, because each waits for the los
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
+import math
 import os
 import shutil
 import stat
@@ -172,13 +172,14 @@ class _Here(NamedTuple):
     saved: dict[str, Saved]
 
 
-def recall(pipeline: Trained, folder: Path, least: int) -> int | None:
+def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) -> int | None:
     """Resumes from the newest step in the memory of the machines; removes what is newer. Every rank must call it.
 
     Args:
         pipeline: of the same model, with any plan.
         folder: of this machine.
         least: number of steps; fewer are of no use.
+        most: number of steps; more are of no use.
 
     Returns:
         The step; None: none is whole.
@@ -186,7 +187,7 @@ def recall(pipeline: Trained, folder: Path, least: int) -> int | None:
     session = pipeline._session
     first = _processes_here(session)[0]
     with session.at(SAVING):
-        here = {step: found for step, found in _steps_in(folder).items() if step >= least}
+        here = {step: found for step, found in _steps_in(folder).items() if least <= step <= most}
         names = {step: _names(found) for step, found in here.items()} if session.rank == first else {}
         # JSON has text as keys.
         of_all = [{int(step): set(held) for step, held in own.items()} for own in exchange(session, names)]
@@ -248,9 +249,7 @@ def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
     take(pipeline, merged, lambda: found)
 
 
-def _sent(
-    pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking: Sequence[str]
-) -> dict[str, Sent]:
+def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Sent]:
     """The tensors that some machine lacks, sent to all by the first that has them; each rank keeps those it needs."""
     session = pipeline._session
     own = {saved for worker in pipeline.workers for s in worker.stages for _, saved, _ in weights_of(worker, s)}

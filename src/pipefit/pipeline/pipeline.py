@@ -159,6 +159,8 @@ class Pipeline:
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
         self._recovery = Recovery(self) if can_restart() else None
+        # A run resumes before its last step, so that it can be measured; None: anywhere.
+        self.last_step: int | None = None
 
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, verified before it is used."""

@@ -84,7 +84,18 @@ class Recovery:
             most = sum(1 for _ in islice(batches, most))
             is_done = most == steps
         done, self._losses = self._losses[:most], self._losses[most:]
+        if is_done and not self._losses:
+            self._end(callbacks, done[-1])
         return done, batches, is_done
+
+    def _end(self, callbacks: Sequence[Any], loss: float) -> None:
+        """Saves the checkpoint of a `fit` that had ended before the fault, if it is missing."""
+        step = self._pipe.num_updates
+        for one in callbacks:
+            if isinstance(one, Checkpoints):
+                known = from_first(self._session, lambda at=one.folder: [step_of(path) for path in _checkpoints(at)])
+                if step not in known:
+                    one.end(Record(step, loss))
 
     def _resume(self, callbacks: Sequence[Any]) -> None:
         at = next((index for index, one in enumerate(callbacks) if isinstance(one, Checkpoints)), len(callbacks))
@@ -106,11 +117,14 @@ class Recovery:
 
     def _go_on(self, folder: Path | None, log: Path | None) -> None:
         """Resumes a run that was started again."""
-        before, source = self._pipe.num_updates, "the beginning"
+        before = self._pipe.num_updates
+        source = f"step {before}, from which it was told to resume" if before else "the beginning"
         known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
-        found = from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])
-        newest = max([step_of(Path(path)) for path in found[:1]] + [before + 1])
-        if self._folder is not None and recall(self._pipe, self._folder, newest) is not None:
+        most = math.inf if self._pipe.last_step is None else self._pipe.last_step - 1
+        found = [Path(path) for path in from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])]
+        found = [path for path in found if before < step_of(path) <= most]
+        newest = max([step_of(path) for path in found[:1]] + [before + 1])
+        if self._folder is not None and recall(self._pipe, self._folder, newest, most) is not None:
             source = "memory"
         else:
             for path in found:

@@ -15,6 +15,7 @@ import torch
 
 from pipefit.errors import PlanError
 from pipefit.parallel import widths_of
+from pipefit.pipeline.fewer import fitting
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.memory_cap import plan_under_cap
 from pipefit.pipeline.resume import recorded_plan, resumed_folder
@@ -60,6 +61,9 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
         PlanError: the request contradicts itself, the model or the ranks.
         InfeasibleError: nothing fits into the memory.
     """
+    request = fitting(
+        request, session, lambda other, count: _given(other.plan) or _spelled_out(other, work, session, count=count)
+    )
     spill = request.spill
     is_capped = spill is not None and spill.cap_bytes is not None
     plan = _given(request.plan)
@@ -137,12 +141,21 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             tensors=widths_of([layer.module for layer in work.layers], 1 if work.compiler else session.num_ranks),
             sharded=True if spread.shard_optimizer else None,
         )
-    stages = request.stages
+    return _spelled_out(request, work, session, profile)
+
+
+def _spelled_out(
+    request: Request, work: Workload, session: Session, profile: Profile | None = None, count: int | None = None
+) -> Plan:
+    """The plan of a request's own stages and ranks, for some number of processes; None: those of the session."""
+    spread, stages = request.parallelism, request.stages
     in_one_rank = spread.ranks in (None, 1) and not session.is_distributed
     usual = "spilled" if request.spill is not None and in_one_rank else "1f1b"
+    if count is None:
+        count = session.num_ranks if session.is_distributed else spread.ranks
     return by_hand(
         len(work.layers),
-        num_ranks=_num_ranks(request, session),
+        num_ranks=_num_ranks(request, count),
         schedule=request.schedule or usual,
         num_microbatches=request.microbatches,
         num_chunks=spread.chunks,
@@ -159,7 +172,7 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
     )
 
 
-def _num_ranks(request: Request, session: Session) -> int:
+def _num_ranks(request: Request, num_processes: int | None) -> int:
     """The number of ranks: processes / t where the processes are known; else as many as stages and replicas need.
 
     Raises:
@@ -168,7 +181,6 @@ def _num_ranks(request: Request, session: Session) -> int:
     spread, stages = request.parallelism, request.stages
     if isinstance(stages, str) and stages != AUTO:
         raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
-    num_processes = session.num_ranks if session.is_distributed else spread.ranks
     if num_processes is not None:
         return ranks_of(num_processes, spread.tensor, spread.data_parallel)
     if len(spread.copies) > 1:

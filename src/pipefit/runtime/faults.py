@@ -1,7 +1,7 @@
 """The faults of a run and the recoveries from them: a line of JSON for each, in a file of the run's folder.
 
-    {"fault": "rank 1 failed at …", "start": 0, "time": …}                       by the launcher
-    {"resumed": 30, "source": "memory", "start": 1, "ranks": 4, "lost": 0, …}    by rank 0, after its next step
+{"fault": "rank 1 failed at …", "start": 0, "time": …}                       by the launcher
+{"resumed": 30, "source": "memory", "start": 1, "ranks": 4, "lost": 0, …}    by rank 0, after its next step
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Session:
     programs: dict[str, int] = field(default_factory=dict)
     watchdog: Watchdog | None = None
     stop: Stop = field(default_factory=Stop)
-    start: Start = Start()
+    start: Start = field(default_factory=Start)
 
     @property
     def is_distributed(self) -> bool:
