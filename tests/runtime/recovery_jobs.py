@@ -2,12 +2,15 @@
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 from tests.runtime import jobs
 from torch import Tensor
 
 from pipefit import Checkpoints
+from pipefit.checkpoint.memory import EVERY, recall
+from pipefit.runtime.meeting import MEMORY
 from pipefit.runtime.session import current
 
 Result = tuple[list[float], dict[str, Tensor], int]
@@ -64,3 +67,27 @@ def train_without_rank(place: str, options: dict[str, Any], lost: int) -> tuple[
     plan = pipe.plan
     layout = [len(stage.layers) for stage in plan.partition.stages], [len(ranks) for ranks in plan.placement.ranks]
     return losses, pipe.state_dict(), layout
+
+
+def _on_machines(folders: list[str]) -> Path:
+    """Makes this rank one of several machines, each with its own memory; returns its folder."""
+    each = current().num_ranks // len(folders)
+    machine, local = divmod(current().rank, each)
+    os.environ |= {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(each), MEMORY: folders[machine], EVERY: "1"}
+    return Path(folders[machine])
+
+
+def train_on_machines(folders: list[str], options: dict[str, Any]) -> None:
+    """Four steps, after each of which every machine keeps what its ranks hold."""
+    _on_machines(folders)
+    jobs.pipeline(**options).fit(jobs.batches(4))
+
+
+def recall_on_machines(
+    folders: list[str], options: dict[str, Any]
+) -> tuple[int | None, list[float], dict[str, Tensor]]:
+    """Resumes from what the machines hold, and trains four more steps."""
+    folder = _on_machines(folders)
+    pipe = jobs.pipeline(**options)
+    step = recall(pipe, folder, 1)
+    return step, pipe.fit(jobs.batches(8)[4:]), pipe.state_dict()

@@ -3,9 +3,10 @@
     /dev/shm/…/step-000012/rank-0.safetensors    one of the machine's ranks that have a stage writes it
                            rank-0.json           sealed, written last: the step, and the file with its checksum
 
-No rank waits for another to write. A step counts when the machines that are left hold all of its stages: of a stage with
-copies, one is enough (the observation of ReCycle, arXiv 2405.14009). What a machine lacks, others send. The ranks of a
-synchronous schedule are at most two steps apart, because each waits for the loss of the step before: three are kept.
+No rank waits for another to write. A step counts when the machines that are left hold all of its stages: of a stage
+with copies, one is enough (the observation of ReCycle, arXiv 2405.14009). What a machine lacks, others send. The ranks
+of a synchronous schedule are at most two steps apart, because each waits for the loss of the step before: three are
+kept.
 """
 
 from __future__ import annotations

@@ -148,6 +148,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
 
     def read(self) -> Tensor:
+        """Its values."""
         with safe_open(self.path, framework="pt") as file:
             return file.get_tensor(self.name)
 

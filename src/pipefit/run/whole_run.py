@@ -89,7 +89,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     seconds = time.perf_counter() - began
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
     result = _result(ready, losses, seconds, report)
-    result.faults = noted(current().folder or checkpoints_of(config.output)) if config.output else []
+    place = current().folder or (checkpoints_of(config.output) if config.output else None)
+    result.faults = noted(place) if place else []
     result.held_out_before = before
     # A model on a tier may be larger than the host's memory.
     state = {} if ready.plan.spill or is_folder(config.model) else pipe.state_dict()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pipefit.units import format_seconds
 
 _FILE = "faults.jsonl"
 
@@ -33,3 +36,19 @@ def noted(folder: Path) -> list[dict[str, Any]]:
             with contextlib.suppress(ValueError, RecursionError):
                 found.append(json.loads(line))
     return [line for line in found if isinstance(line, dict)]
+
+
+def described(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Each fault in words, and what was done and what it cost; "": nothing was done."""
+    faults = {line.get("start"): str(line["fault"]) for line in lines if "fault" in line}
+    done = {int(line["start"]) - 1: line for line in lines if "resumed" in line}
+    elsewhere = "processes were lost or added; torchrun has started all ranks again"
+    return [(faults.get(start, elsewhere), _done(done.get(start))) for start in sorted({*faults, *done})]
+
+
+def _done(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    lost = f"{line['lost']} step{'' if line['lost'] == 1 else 's'} done again"
+    seconds = f", {format_seconds(line['seconds'])} to the next finished step" if "seconds" in line else ""
+    return f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks; {lost}{seconds}"
