@@ -75,7 +75,7 @@ def test_a_damaged_copy_is_not_taken(tmp_path):
     """The newest step of one machine: both resume from the step before."""
     folders = _machines(tmp_path, 2)
     launch(recovery_jobs.train_on_machines, 2, folders, {}, quiet=True)
-    path = tmp_path / "machine-1" / "step-000004" / "rank-1.safetensors"
+    path = tmp_path / "machine-1" / "training-1" / "step-000004" / "rank-1.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -68,6 +68,11 @@ def test_an_error_before_the_first_step_ends_the_run_at_once(tmp_path):
     assert len(noted(tmp_path)) == 1
 
 
+def test_a_run_that_is_started_again_measures_nothing_and_has_the_same_plan():
+    found = launch(recovery_jobs.train_by_measured_plan, 2, ("kill", 1, 0, 2), quiet=True, recover=1)
+    assert found[0] == found[1]
+
+
 def test_checkpoints_of_an_earlier_run_are_not_taken(tmp_path, undisturbed):
     """A run of nine steps was there before, with other weights."""
     place = str(tmp_path)
@@ -94,9 +99,8 @@ def test_with_copies_of_the_pipeline_no_step_is_lost_and_no_disk_is_read(rank, t
 
 
 def test_the_memory_is_free_again_after_the_run(tmp_path):
-    before = set(Path("/dev/shm").glob("pipefit-*"))
-    launch(recovery_jobs.train, 4, "", COPIES, None, quiet=True, recover=1)
-    assert set(Path("/dev/shm").glob("pipefit-*")) <= before
+    (folder,) = launch(jobs.environment, 1, "PIPEFIT_MEMORY", quiet=True, recover=1)
+    assert folder[1] and not Path(folder[1]).exists()
 
 
 # ---- ranks that cannot be started again ------------------------------------------------------------------------------

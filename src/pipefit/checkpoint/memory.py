@@ -11,12 +11,10 @@ kept.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import shutil
-import stat
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from pathlib import Path
@@ -35,9 +33,8 @@ from pipefit.checkpoint.state import weights_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import broadcast, exchange
-from pipefit.runtime.meeting import MEMORY
+from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.progress import SAVING
-from pipefit.runtime.session import Session
 from pipefit.spec.files import decode, encode
 from pipefit.spec.sealed import read_sealed, write_sealed
 
@@ -77,7 +74,7 @@ class Memory:
 
     def __init__(self, pipeline: Trained, folder: Path, every: int) -> None:
         self._pipeline, self._folder, self.every = pipeline, folder, every
-        mesh, processes = pipeline.workers[0].mesh, _processes_here(pipeline._session)
+        mesh, processes = pipeline.workers[0].mesh, processes_here(pipeline._session)
         self._is_first = pipeline._session.rank == processes[0]
         # Sharded optimizers are whole on the first replica alone.
         is_alike = pipeline._session.is_distributed and not pipeline.plan.sharded_optimizer
@@ -125,39 +122,6 @@ def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool) -> M
     return Memory(pipeline, folder, every) if folder and every and is_synchronous and not spills else None
 
 
-def _processes_here(session: Session) -> range:
-    """The processes of this machine."""
-    first = session.rank - int(os.environ.get("LOCAL_RANK", session.rank))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", session.num_ranks)))
-
-
-def folder_in_memory(session: Session) -> Path | None:
-    """The private folder in this machine's memory that outlives its ranks; None: nobody would start them again.
-
-    Under torchrun it belongs to the agent. It goes when the run ends well; that of a killed agent, when another begins.
-
-    Raises:
-        PipefitError: the folder is not private.
-    """
-    if MEMORY in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return Path(os.environ[MEMORY]) if os.environ.get(MEMORY) else None
-    stem = f"pipefit-agent-{os.getuid()}-"
-    for other in Path("/dev/shm").glob(f"{stem}*"):
-        if not Path(f"/proc/{other.name.removeprefix(stem)}").exists():
-            shutil.rmtree(other, ignore_errors=True)
-    folder = Path("/dev/shm") / f"{stem}{os.getppid()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700)
-    if not folder.parent.is_dir() or not (folder.is_symlink() or folder.exists()):
-        return None
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise PipefitError(f"{folder}: expected a private folder of this user; remove it, or set {EVERY}=0")
-    if session.rank == _processes_here(session)[0]:
-        session.before_leaving.append(lambda: None if session.stop.requested else shutil.rmtree(folder, True))
-    return folder
-
-
 # ---- resuming ------------------------------------------------------------------------------------------------------
 
 
@@ -186,7 +150,7 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
         The step; None: none is whole.
     """
     session = pipeline._session
-    first = _processes_here(session)[0]
+    first = processes_here(session)[0]
     with session.at(SAVING):
         here = {step: found for step, found in _steps_in(folder).items() if least <= step <= most}
         names = {step: _names(found) for step, found in here.items()} if session.rank == first else {}

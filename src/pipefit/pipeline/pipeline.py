@@ -158,7 +158,7 @@ class Pipeline:
         # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
-        self._recovery = Recovery(self) if can_restart() else None
+        self._recovery: Recovery | None = None
         # A run resumes before its last step, so that it can be measured; None: anywhere.
         self.last_step: int | None = None
 
@@ -271,7 +271,8 @@ class Pipeline:
         if self._session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
         done: list[float] = []
-        if self._recovery is not None:
+        if can_restart():
+            self._recovery = self._recovery or Recovery(self)
             done, batches, is_done = self._recovery.begin(callbacks, batches, steps)
             if is_done:
                 return done

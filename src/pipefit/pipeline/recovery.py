@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 from pipefit.checkpoint import load
 from pipefit.checkpoint.commit import make_folder
 from pipefit.checkpoint.manifest import candidates, step_of
-from pipefit.checkpoint.memory import folder_in_memory, memory_of, recall
+from pipefit.checkpoint.memory import memory_of, recall
 from pipefit.errors import PipefitError
 from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.loaders import number_of
 from pipefit.pipeline.loggers import Logger, json_log
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import note, noted
+from pipefit.runtime.outliving import outliving_folder
 from pipefit.spec.files import read_json, write_json
 
 if TYPE_CHECKING:
@@ -53,13 +54,22 @@ class Recovery:
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe, self._session = pipe, pipe._session
-        self._folder = folder_in_memory(self._session)
+        self._folder = self._own_folder()
         self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
         self.every = self._memory.every if self._memory else 0
         self._is_first_fit = True
         self._losses: list[float] = []
         self._facts: dict[str, Any] = {}
         self._log: Logger | None = None
+
+    def _own_folder(self) -> Path | None:
+        """The folder in memory of this training, among those of a script."""
+        folder, trainings = outliving_folder(self._session), self._session.trainings
+        trainings.append(self)
+        own = None if folder is None else folder / f"training-{len(trainings)}"
+        if own is not None:
+            own.mkdir(mode=0o700, exist_ok=True)
+        return own
 
     # ---- resuming --------------------------------------------------------------------------------------------------
 

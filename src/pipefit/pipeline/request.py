@@ -7,6 +7,7 @@ the search over all schedules ("auto"); or the user's own stages and ranks, bala
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import largest_part
+from pipefit.runtime.outliving import earlier, kept
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request
@@ -61,9 +63,18 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
         PlanError: the request contradicts itself, the model or the ranks.
         InfeasibleError: nothing fits into the memory.
     """
+    name = f"decision-{len(session.decisions)}"
+    session.decisions.append(name)
+    before = earlier(session, name, Decision, session.start.full)
+    if before is not None and request.schedule != AUTO:
+        request = replace(request, plan=before.plan)
     request = fitting(
         request, session, lambda other, count: _given(other.plan) or _spelled_out(other, work, session, count=count)
     )
+    return kept(session, name, Decision, lambda: _decided(request, work, session, measure))
+
+
+def _decided(request: Request, work: Workload, session: Session, measure: bool) -> Decision:
     spill = request.spill
     is_capped = spill is not None and spill.cap_bytes is not None
     plan = _given(request.plan)

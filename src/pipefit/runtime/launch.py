@@ -160,15 +160,13 @@ def _start(
 
 @contextlib.contextmanager
 def _memory_folder() -> Iterator[str]:
-    """A private folder in the machine's memory, which outlives ranks; "": the machine has no such place."""
-    made = ""
-    with contextlib.suppress(OSError):
-        made = tempfile.mkdtemp(prefix="pipefit-memory-", dir="/dev/shm")
+    """A private folder in the machine's memory, or else among temporary files, which outlives ranks."""
+    shared = "/dev/shm"
+    made = tempfile.mkdtemp(prefix="pipefit-memory-", dir=shared if os.access(shared, os.W_OK) else None)
     try:
         yield made
     finally:
-        if made:
-            shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextlib.contextmanager
