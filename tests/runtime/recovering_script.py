@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ generator = torch.Generator().manual_seed(1)
 data = [(torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(8)]
 
 
-def die(record: pf.Record) -> None:
+def die(record: Any) -> None:
     once = place / "died"
     if pipe.rank == rank and record.step == step and not once.exists():
         once.touch()
