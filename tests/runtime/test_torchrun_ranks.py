@@ -8,6 +8,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -40,6 +41,11 @@ def _printed(process):
     return json.loads(losses + "]"), int(ranks)
 
 
+def _listens(port):
+    with socket.socket() as asking:
+        return asking.connect_ex(("localhost", port)) == 0
+
+
 def test_max_restarts_resumes_from_the_newest_checkpoint(tmp_path):
     process = _agent(["--standalone", "--max-restarts", "1", "--nproc-per-node", "2"], ["1", "5"], tmp_path / "run")
     assert _printed(process) == (_in_one_process(tmp_path / "one", ["0", "99"]), 2)
@@ -56,8 +62,9 @@ def test_a_machine_that_is_lost_costs_no_step_where_the_others_have_copies(tmp_p
     options = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3", *rendezvous]
     first = _agent(options, ["3", "5", "agent"], tmp_path / "run")
     # The agent that listens at the endpoint must be the one that stays.
-    while socket.socket().connect_ex(("localhost", port)):
+    while not _listens(port):
         assert first.poll() is None
+        time.sleep(0.1)
     second = _agent(options, ["3", "5", "agent"], tmp_path / "run")
     losses, ranks = _printed(first)
     second.communicate(timeout=60)

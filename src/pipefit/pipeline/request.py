@@ -63,20 +63,27 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
         PlanError: the request contradicts itself, the model or the ranks.
         InfeasibleError: nothing fits into the memory.
     """
+    is_measured = measure or (request.plan is None and AUTO in (request.stages, request.schedule))
     name = f"decision-{len(session.decisions)}"
-    session.decisions.append(name)
-    before = earlier(session, name, Decision, session.start.full)
-    if before is not None and request.schedule != AUTO:
-        request = replace(request, plan=before.plan)
-    request = fitting(
+    if is_measured or _is_capped(request):
+        session.decisions.append(name)
+        before = earlier(session, name, Decision, session.start.full)
+        if before is not None and request.schedule != AUTO:
+            request = replace(request, plan=before.plan)
+    fits = fitting(
         request, session, lambda other, count: _given(other.plan) or _spelled_out(other, work, session, count=count)
     )
-    return kept(session, name, Decision, lambda: _decided(request, work, session, measure))
+    if name in session.decisions:
+        return kept(session, name, Decision, lambda: _decided(fits, work, session, measure))
+    return _decided(fits, work, session, measure)
+
+
+def _is_capped(request: Request) -> bool:
+    return request.spill is not None and request.spill.cap_bytes is not None
 
 
 def _decided(request: Request, work: Workload, session: Session, measure: bool) -> Decision:
-    spill = request.spill
-    is_capped = spill is not None and spill.cap_bytes is not None
+    spill, is_capped = request.spill, _is_capped(request)
     plan = _given(request.plan)
     if work.compiler is not None:
         _check_can_compile(plan.tensor if plan else request.parallelism.tensor, is_capped)

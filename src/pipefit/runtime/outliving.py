@@ -7,6 +7,7 @@ run measures nothing again, because other figures could give another plan, and s
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import stat
@@ -76,7 +77,8 @@ def kept(session: Session, name: str, kind: type[T], make: Callable[[], T]) -> T
     value, folder = make(), outliving_folder(session)
     if folder is not None and session.rank == processes_here(session)[0]:
         with contextlib.suppress(PipefitError):  # a full memory
-            write_atomically(folder / _file(name, session.num_ranks), msgspec.json.encode(value), durable=False)
+            text = json.dumps(msgspec.to_builtins(value))  # unlike msgspec's own JSON it has infinities
+            write_atomically(folder / _file(name, session.num_ranks), text, durable=False)
     return value
 
 
@@ -88,7 +90,7 @@ def earlier(session: Session, name: str, kind: type[T], num_ranks: int) -> T | N
     path = None if folder is None else folder / _file(name, num_ranks)
     texts = exchange(session, path.read_text(encoding="utf-8") if path and path.exists() else None)
     text = next((text for text in texts if text is not None), None)
-    return None if text is None else msgspec.json.decode(text, type=kind)
+    return None if text is None else msgspec.convert(json.loads(text), kind)
 
 
 def _file(name: str, num_ranks: int) -> str:

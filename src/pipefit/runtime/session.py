@@ -31,7 +31,7 @@ class Session:
         before_leaving: called before the process group is removed, to wait for open sends, for example.
         programs: those that this rank has run, by digest, numbered in order.
         trainings: those that can be recovered, in the order in which they began.
-        decisions: the plans that it has made, in order.
+        decisions: names of the plans that it has measured, in order.
         watchdog: ends this rank when it hangs; None in a run of one process.
         stop: whether this process was asked to stop.
         start: of the run: the first one, or another one after a fault.
@@ -44,7 +44,7 @@ class Session:
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
     programs: dict[str, int] = field(default_factory=dict)
     trainings: list[object] = field(default_factory=list)
-    decisions: list[object] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)
     watchdog: Watchdog | None = None
     stop: Stop = field(default_factory=Stop)
     start: Start = field(default_factory=Start)
