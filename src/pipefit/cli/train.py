@@ -14,8 +14,9 @@ from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, verb
 from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
-from pipefit.run.config import RunConfig, with_defaults
+from pipefit.run.config import RunConfig, choices, with_defaults
 from pipefit.spec.options import as_flat
+from pipefit.units import columns
 
 
 @verb()
@@ -43,7 +44,7 @@ def command(
         min_ranks: Ranks with which to continue if one cannot be started again; default: all.
         config: TOML file with any of these options; the command line has priority.
     """
-    run = with_defaults(replace(run, model=importable(run.model)))
+    asked, run = run, with_defaults(replace(run, model=importable(run.model)))
     folder = Path(run.output)
     if run.output and folder.exists() and not folder.is_dir():
         raise PipefitError(f"{folder}: expected a folder for the run, got a file")
@@ -51,6 +52,8 @@ def command(
         who = "torchrun starts its processes again by --max-restarts" if _is_launched() else "no process is started"
         raise PipefitError(f"--recover and --min-ranks: {who}; leave them out")
     starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
+    if not json and _is_first():
+        print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, starts, quiet=json)
     return Answer(_data(run, result), partial(report, result) if _is_first() else "")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
@@ -21,19 +22,18 @@ from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region, make_mesh, release, shard_layers
 from pipefit.pipeline.assembly import assemble, release_workers
-from pipefit.pipeline.batches import DataComparison
+from pipefit.pipeline.batches import DataComparison, check_fit
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
 from pipefit.pipeline.losses import evaluate, finite
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
-from pipefit.pipeline.recovery import Recovery
+from pipefit.pipeline.recovery import begin_fit
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
-from pipefit.runtime.meeting import can_restart
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
@@ -41,10 +41,11 @@ from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
+from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
-from pipefit.stage.training import MakeOptimizer, Training
+from pipefit.stage.training import Loss, Training
 from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
@@ -59,9 +60,11 @@ class Pipeline:
         model: an `nn.Sequential` or a list of layers, each taking the output of the one before (tensors, also in
             tuples, lists and dicts). Any other module is cut (see `pipefit.cut`); one of transformers needs no example
             for this.
-        loss: from the model's output and the target to their mean loss over the samples given; None: the own loss of a
-            model of transformers, whose batches are dicts with labels.
-        optimizer: from a list of parameters to an optimizer; called for each stage.
+        loss: from the model's output and the target to their mean loss over the samples given, or to a pair of it and a
+            dict of metrics, numbers that are averaged like the loss; None: the own loss of a model of transformers,
+            whose batches are dicts with labels.
+        optimizer: from a list of parameters to an optimizer, called for each stage; a function whose argument is named
+            `named` gets pairs (name, parameter).
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
         schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", or a
             schedule that suits spilling where stages spill.
@@ -84,8 +87,8 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module] | Cut,
         *,
-        loss: Callable[[Any, Any], Tensor] | None = None,
-        optimizer: MakeOptimizer,
+        loss: Loss | None = None,
+        optimizer: Callable[[Any], Optimizer],
         stages: int | Sequence[int] | str | None = None,
         schedule: str | None = None,
         microbatches: int = 4,
@@ -106,6 +109,8 @@ class Pipeline:
         loss = loss or made.loss
         if loss is None:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
+        optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
+        check_scheduler(updates.scheduler)
         self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
         half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
@@ -117,15 +122,9 @@ class Pipeline:
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
         mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
         shard_layers(self.layers, mesh)
+        scale = first_scale(half, precision.loss_scale)
         self._training = Training(
-            mesh.loss(loss),
-            optimizer,
-            updates.scheduler,
-            clip_norm,
-            updates.seed,
-            half=half,
-            loss_scale=first_scale(half, precision.loss_scale),
-            compiler=compiler,
+            mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, half, scale, compiler
         )
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
@@ -158,9 +157,6 @@ class Pipeline:
         # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
-        self._recovery: Recovery | None = None
-        # A run resumes before its last step, so that it can be measured; None: anywhere.
-        self.last_step: int | None = None
 
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, verified before it is used."""
@@ -201,6 +197,16 @@ class Pipeline:
         return self.loop.num_updates
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics that the loss returned, of the last step or evaluation, the same on every rank."""
+        return self.loop.metrics
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to stop (SIGTERM), the same on every rank: end a loop of `step` and save."""
+        return self._session.stop.agreed
+
+    @property
     def held_bytes(self) -> float | None:
         """Peak bytes of tensors of this process in one pass; None: not measured yet."""
         return self.loop.held_bytes
@@ -225,7 +231,9 @@ class Pipeline:
                 "fit(batches), which drains at its end"
             )
         self._comparison.batch((x, y))
-        return finite(self.loop.start_step(x, y).losses.wait()[0], self.num_updates)
+        pending = self.loop.start_step(x, y).losses
+        loss, self.loop.metrics = pending.wait()[0], pending.metrics[0]
+        return finite(loss, self.num_updates)
 
     def fit(
         self,
@@ -243,9 +251,8 @@ class Pipeline:
 
         When the run is asked to stop (SIGTERM) it ends after the current step, an asynchronous one at the end of its
         segment, and returns the losses so far; then a few seconds remain to save. Another `fit` ends the process.
-
-        In a run that was started again after a fault, the first `fit` resumes from the newest step in the memory of the
-        machines or in the folder of `Checkpoints` among its callbacks. Steps that were done before are not repeated.
+        After a fault, the first `fit` of a run that was started again resumes from the newest step in the memory of
+        the machines, or in the folder of `Checkpoints` among its callbacks; steps that are done are not repeated.
 
         Args:
             batches: the same on every rank. A loader (a `DataLoader`, or batches with `state_dict`) continues after the
@@ -262,21 +269,12 @@ class Pipeline:
             DataError: there is no data, or less than `steps`.
             NonFiniteLossError: a loss is not a number.
         """
-        if steps is not None and steps < 1:
-            raise DataError(f"steps: expected at least 1, got {steps}")
-        if evaluate_every < 0:
-            raise DataError(f"evaluate_every: expected a number of steps of at least 0, got {evaluate_every}")
-        if evaluate_every and held_out is None:
-            raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
+        check_fit(steps, held_out, evaluate_every)
         if self._session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
-        done: list[float] = []
-        if can_restart():
-            self._recovery = self._recovery or Recovery(self)
-            done, batches, is_done = self._recovery.begin(callbacks, batches, steps)
-            if is_done:
-                return done
-            callbacks, steps = [self._recovery, *callbacks], steps and steps - len(done)
+        done, is_done, batches, steps, callbacks = begin_fit(self, batches, steps, callbacks)
+        if is_done:
+            return done
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
             steps = self.position.num_left(batches)
@@ -298,8 +296,9 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is returned.
         """
-        loss, measured = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
-        return loss if metric is None else (loss, measured)
+        found = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
+        self.loop.metrics = found.metrics
+        return found.loss if metric is None else (found.loss, found.measured)
 
     def generate(
         self,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from pipefit.checkpoint import load
 from pipefit.checkpoint.commit import make_folder
@@ -27,11 +27,9 @@ from pipefit.pipeline.loaders import number_of
 from pipefit.pipeline.loggers import Logger, json_log
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import note, noted
+from pipefit.runtime.meeting import can_restart
 from pipefit.runtime.outliving import outliving_folder
 from pipefit.spec.files import read_json, write_json
-
-if TYPE_CHECKING:
-    from pipefit.pipeline.pipeline import Pipeline
 
 _log = logging.getLogger("pipefit.checkpoint")
 
@@ -40,6 +38,33 @@ LOSSES = "metrics.jsonl"
 
 EARLIER = "earlier.json"
 """Names of the checkpoints in a folder that are not of this run."""
+
+
+class Fit(NamedTuple):
+    """The part of a `fit` that is still to be trained.
+
+    Attributes:
+        done: losses of those of its steps that are done.
+        is_done: whether all are.
+        batches: without theirs.
+        steps: without them; None: all batches.
+        callbacks: with those of the recovery.
+    """
+
+    done: list[float]
+    is_done: bool
+    batches: Iterable[Any]
+    steps: int | None
+    callbacks: Sequence[Any]
+
+
+def begin_fit(pipe: Any, batches: Iterable[Any], steps: int | None, callbacks: Sequence[Any]) -> Fit:
+    """Begins a `fit`; the first one of a run that was started again resumes. Every rank must call it."""
+    if not can_restart():
+        return Fit([], False, batches, steps, callbacks)
+    recovery = pipe.loop.recovery = pipe.loop.recovery or Recovery(pipe)
+    done, batches, is_done = recovery.begin(callbacks, batches, steps)
+    return Fit(done, is_done, batches, steps and steps - len(done), [recovery, *callbacks])
 
 
 class Recovery:
@@ -52,7 +77,7 @@ class Recovery:
         every: steps between copies in memory; 0: there are none.
     """
 
-    def __init__(self, pipe: Pipeline) -> None:
+    def __init__(self, pipe: Any) -> None:
         self._pipe, self._session = pipe, pipe._session
         self._folder = self._own_folder()
         self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
@@ -130,7 +155,7 @@ class Recovery:
         before = self._pipe.num_updates
         source = f"step {before}, from which it was told to resume" if before else "the beginning"
         known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
-        most = math.inf if self._pipe.last_step is None else self._pipe.last_step - 1
+        most = math.inf if self._pipe.loop.last_step is None else self._pipe.loop.last_step - 1
         found = [Path(path) for path in from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])]
         found = [path for path in found if before < step_of(path) <= most]
         newest = max([step_of(path) for path in found[:1]] + [before + 1])

@@ -30,6 +30,8 @@ from pipefit.runtime.outliving import earlier, kept
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request
+from pipefit.spec.plan import INSIDE
+from pipefit.stage.replay import check_attention
 from pipefit.stage.split import num_frozen
 
 _COUNTS = (2, 4, 8, 16)
@@ -101,6 +103,7 @@ def _decided(request: Request, work: Workload, session: Session, measure: bool) 
             made = made._replace(plan=_new_plan(request, made, work, session))
     plan = _with_sharding(made.plan, request.parallelism.shard_optimizer)
     _check_ranks(session, plan)
+    _check_can_replay(plan, work)
     return made._replace(plan=msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition)))
 
 
@@ -122,6 +125,22 @@ def _check_can_compile(tensor: int, is_capped: bool) -> None:
         )
 
 
+def _check_can_replay(plan: Plan, work: Workload) -> None:
+    """Refuses replays inside backwards of layers that are compiled, and of attention that is not there.
+
+    Raises:
+        PlanError: they cannot be replayed so.
+    """
+    for kind in {str(stage.recompute) for stage in plan.partition.stages}.intersection(INSIDE):
+        if work.compiler is not None:
+            raise PlanError(
+                f"recompute {kind}: layers that are compiled cannot be replayed inside their backward; use recompute "
+                "stage, or train without compile"
+            )
+        if kind == "selective":
+            check_attention(work.layers)
+
+
 def _given(plan: Any) -> Plan | None:
     """The plan of a request: a plan, the result of `pipefit.plan`, or its file."""
     if plan is None or isinstance(plan, Plan):
@@ -136,7 +155,8 @@ def _measured(request: Request, plan: Plan | None, work: Workload, session: Sess
     if plan is None and request.schedule == AUTO:
         counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
     sizes = list(dict.fromkeys(largest_part(x, count) for count in counts))
-    profile = agreed_profile(work, sizes, session)
+    # Many sizes are measured with fewer repetitions, so that the choice does not take longer than a short run.
+    profile = agreed_profile(work, sizes, session, **({"repeats": 5, "warmup": 1} if len(sizes) > 1 else {}))
     if not (is_run or request.schedule == AUTO):
         return Decision(plan, profile)
     num_processes = plan.num_processes if plan else request.parallelism.ranks or session.num_ranks
@@ -158,6 +178,7 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             state_per_weight=state_per_weight(work.layers, work.optimizer),
             tensors=widths_of([layer.module for layer in work.layers], 1 if work.compiler else session.num_ranks),
             sharded=True if spread.shard_optimizer else None,
+            recompute=None if spread.recompute == "none" else spread.recompute,
         )
     return _spelled_out(request, work, session, profile)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.cost import CostModel
+from pipefit.cost.rings import all_reduce_s, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.planner.holdings import holds_all, replayed
@@ -109,10 +110,10 @@ def _stage_seconds(problem: Problem, config: Config, partition: Partition, cost:
     slow = problem.slowness_of(config)
     owner = positions(config)
     each = cost.overhead_s + 2 * cost.post_s
-    again = replayed(config) if any(stage.recompute for stage in partition.stages) else ()
+    again = replayed(config) if any(stage.is_replayed for stage in partition.stages) else ()
     found = []
     for stage, spec in enumerate(partition.stages):
-        slowness, replays = slow[owner[stage]], again[stage] if spec.recompute else 0.0
+        slowness, replays = slow[owner[stage]], again[stage] if spec.is_replayed else 0.0
         forward = cost.forward_s[stage] + (cost.loss_s if stage == len(partition.stages) - 1 else 0.0)
         backward = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
         replay = replays * (cost.recompute_s[stage] * slowness + each)
@@ -185,7 +186,7 @@ def quick_s(problem: Problem, config: Config) -> float:
     """Seconds per update if the layers could be split anywhere: an approximate lower bound for ranking."""
     total = _totals(problem, config)
     # Nothing is replayed where the backward follows its forward at once, as on the last rank of 1F1B.
-    replayed = 1 - 1 / config.depth if config.recompute == "all" else 0.0
+    replayed = 1 - 1 / config.depth if config.recompute == "stage" else 0.0
     work = total.forward_s + total.backward_s
     backward_s = total.backward_s + replayed * total.forward_s
     if config.replicas:
@@ -195,7 +196,7 @@ def quick_s(problem: Problem, config: Config) -> float:
     message_s = way_s = trip_s = 0.0
     if config.depth > 1:
         link = problem.ranks(config.tensor).level_between(0, 1)
-        hop_s = total.cut_bytes / config.tensor / link.bandwidth_bytes_per_s + link.latency_s
+        hop_s = total.cut_bytes / problem.pieces(config.tensor) / link.bandwidth_bytes_per_s + link.latency_s
         message_s = hop_s * config.chunks / (max(config.replicas) if config.replicas else 1)
         way_s = hop_s * (config.num_stages - 1)
         trip_s = (work + 2 * way_s) / config.depth
@@ -216,10 +217,10 @@ class _Totals(NamedTuple):
 
 
 def _totals(problem: Problem, config: Config) -> _Totals:
-    profile = problem.at(config.microbatch_size, config.tensor)
+    profile = problem.of(config)
     layers = profile.layers
     return problem.once(
-        ("totals", config.microbatch_size, config.tensor),
+        ("totals", config.microbatch_size, config.tensor, config.inside),
         lambda: _Totals(
             sum(layer.forward_s for layer in layers) + profile.loss_s,
             sum(layer.backward_s for layer in layers),
@@ -236,14 +237,14 @@ def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
     """Seconds that reductions add if every stage has an equal share of the time, with the weights of that share."""
     if config.data < 2:
         return 0.0
-    link = problem.ranks(config.tensor).level_between(0, config.depth)
-    per_byte = 2 * (config.data - 1) / config.data / link.bandwidth_bytes_per_s
+    copies = range(0, config.data * config.depth, config.depth)
+    ring = problem.once(("ring", config.tensor, copies), lambda: ring_of(problem.ranks(config.tensor), copies))
     weights = problem.once(
         ("weights", config.microbatch_size, config.tensor, config.num_stages),
         lambda: _shares(problem.at(config.microbatch_size, config.tensor), config.num_stages),
     )
     behind = [stage * backward_s / config.num_stages for stage in range(config.num_stages)]
-    return exposed_s([size * per_byte for size in weights], behind)
+    return exposed_s([all_reduce_s(ring, size) for size in weights], behind)
 
 
 def _shares(profile: Profile, num_stages: int) -> list[float]:
@@ -261,8 +262,14 @@ def quick_bytes(problem: Problem, config: Config) -> float:
     total = _totals(problem, config)
     state = problem.state / (config.data if config.sharded else 1)
     versions = 2 if config.schedule == "pipedream-2bw" else 1
-    kept = total.saved_bytes if config.recompute == "none" else 0.0
+    kept = total.saved_bytes if config.recompute not in ("stage", "some") else 0.0
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline
-    return float((total.weight_bytes + total.wgrad_bytes * (versions + state) + kept) / config.depth)
+    fixed = total.weight_bytes + total.wgrad_bytes * (versions + state)
+    least = (fixed + kept) / config.depth
+    if config.schedule in ("1f1b", "interleaved") and not config.replicas:
+        # Rank r holds min(p − r, m) micro-batches: the largest sum is at least any weighted mean of all.
+        each = [1 / min(config.depth - rank, config.per_pipeline) for rank in range(config.depth)]
+        least = max(least, (kept + fixed * min(each)) / sum(each))
+    return float(least)

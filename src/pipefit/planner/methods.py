@@ -9,10 +9,11 @@ from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.asynchronous import replicated
 from pipefit.planner.computed_profile import is_gpt
-from pipefit.planner.search import SearchResult, search
+from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
 from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
+from pipefit.spec.plan import recompute_kind
 from pipefit.spec.profile import ARITHMETIC
 
 METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
@@ -52,9 +53,10 @@ def space_of(
     num_microbatches: int | None = None,
     schedules: Sequence[str] | None = None,
     depths: Sequence[int] | None = None,
-    recompute: bool | None = None,
+    recompute: str | None = None,
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
+    chunks: Sequence[int] | None = None,
 ) -> Space:
     """The choices of a method, as `plan` describes them.
 
@@ -63,6 +65,7 @@ def space_of(
     """
     count = None if num_microbatches is None else [num_microbatches]
     counts = {"num_microbatches": count, "microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors}
+    counts["chunks"] = chunks
     for name, given in counts.items():
         if given is not None and (not given or min(given) < 1):
             raise PlanError(f"{name}: expected at least 1, got {', '.join(map(str, given)) or 'none'}")
@@ -72,10 +75,7 @@ def space_of(
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
         if find(name).spills:
             raise PlanError(f"{name} trains on one device from host memory or disk; without a cap nothing is spilled")
-    if recompute is None:
-        replays = {"2bw": ("none", "all"), "ptdp": ("all",), "gpipe": ("all",)}.get(method, ("none", "some", "all"))
-    else:
-        replays = ("all",) if recompute else ("none",)
+    replays = _replays(problem.profile, method, recompute)
     inner, is_auto = problem.topology.levels[0].width, method == "auto"
     widths = tuple(tensors) if tensors else _widths(problem, 2 * inner)
     if not is_auto:
@@ -90,7 +90,31 @@ def space_of(
         method if method in ("gpipe", "uniform") else "minmax",
         num_microbatches,
         links=problem.topology.num_devices <= 64 and method not in ("gpipe", "uniform"),
+        chunks=tuple(chunks or (2, 3, 4)),
     )
+
+
+_REPLAYS = {"2bw": ("none", "stage"), "ptdp": ("layer",), "gpipe": ("stage",)}
+"""Kinds of recomputation that the papers of the methods use."""
+
+
+def _replays(profile: Profile, method: str, wanted: str | None) -> tuple[str, ...]:
+    """Kinds of recomputation to choose from: those that the method uses and the profile has figures for.
+
+    Raises:
+        PlanError: it has none for the kind that is wanted.
+    """
+    if wanted is not None:
+        kind = recompute_kind(wanted)
+        if not profile.can_replay(kind):
+            what = "of attention" if kind == "selective" else "of layers that are replayed"
+            raise PlanError(
+                f"recompute {kind}: profile {profile.model} has no figures {what}; measure it with `pipefit profile`, "
+                "or give recompute stage"
+            )
+        return (kind,)
+    usual = _REPLAYS.get(method, ("none", "some", "selective", "layer", "stage"))
+    return tuple(kind for kind in usual if profile.can_replay(kind)) or ("stage",)
 
 
 def _widths(problem: Problem, most: int) -> tuple[int, ...]:
@@ -123,28 +147,40 @@ def _schedules_of(method: str, profile: Profile) -> tuple[str, ...]:
     }[method]  # fmt: skip
 
 
-def search_by(method: str, problem: Problem, space: Space) -> tuple[SearchResult, list[Config]]:
-    """The result of a method, and all candidates that it listed.
+def search_by(method: str, problem: Problem, space: Space) -> SearchResult:
+    """The result of a method.
 
     Raises:
         InfeasibleError: nothing fits.
         PlanError: there is no candidate.
     """
+    listed = _listed(method, problem, space)
+    return _ptdp(problem, space, listed) if method == "ptdp" else search(problem, listed)
+
+
+def fits_by(method: str, problem: Problem, space: Space) -> bool:
+    """Returns whether some candidate of a method fits: faster than a search for the best.
+
+    Raises:
+        PlanError: there is no candidate.
+    """
+    return some_fit(problem, _listed(method, problem, space))
+
+
+def _listed(method: str, problem: Problem, space: Space) -> list[Config]:
     listed = list(configs(problem, space))
     if not listed:
         raise PlanError(_no_candidate(problem, space))
-    if method == "ptdp":
-        return _ptdp(problem, space, listed)
     if method == "auto" and problem.topology.num_devices <= 64 and space.depths is None:
         listed += replicated(problem, space)
     if method in ("gpipe", "uniform"):
         # As many stages as there are devices, or the largest divisor of that for which there are layers.
         deepest = max(config.depth for config in listed)
         listed = [config for config in listed if config.depth == deepest]
-    return search(problem, listed), listed
+    return listed
 
 
-def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchResult, list[Config]]:
+def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
     """The rules of Megatron-LM (SC 2021), sections 3.2 to 3.4.
 
     Takeaway 1: tensor parallelism up to the devices of a server, pipelines across servers. Takeaway 2: as few devices
@@ -160,8 +196,8 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchR
     listed = [each for each in listed if _is_even(problem.profile, each)]
     for smallest in sorted(set(map(shape, listed))):
         with suppress(InfeasibleError):
-            return search(problem, [each for each in listed if shape(each) == smallest], keep=6), listed
-    return search(problem, listed), listed
+            return search(problem, [each for each in listed if shape(each) == smallest], keep=6)
+    return search(problem, listed)
 
 
 def _is_even(profile: Profile, config: Config) -> bool:

@@ -35,7 +35,9 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
         raise PlanError("refit: the trace holds no forward")
     factors: dict[int, dict[str, float]] = {}
     for index, stage in enumerate(stages):
-        factors |= dict.fromkeys(stage.layers, _factors(figures, stage.layers, stage.tensor, times, index))
+        factors |= dict.fromkeys(
+            stage.layers, _factors(figures.replaying(str(stage.recompute)), stage.layers, stage.tensor, times, index)
+        )
     loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
     loss_factor = loss[0] / figures.loss_s if loss and figures.loss_s else 1.0
     steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}
@@ -53,6 +55,7 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             layers=tuple(layers),
             source=f"{one.source}; refitted to a measured run".lstrip("; "),
             step_s=None,
+            computed_for=None,
             loss_s=one.loss_s * loss_factor if figures.loss_s else (loss[0] if loss else 0.0),
             optimizer_s=sum(steps.values()) if steps else one.optimizer_s,
         )

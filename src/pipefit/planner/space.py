@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipefit.cost import ModelBytes, speeds_of
-from pipefit.cost.tensor import tensor_shard
+from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Level, Partition, Placement, Profile, SpillSpec, Tier, Topology
+from pipefit.spec.plan import INSIDE
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Config:
         chunks: v.
         microbatch_size: b, samples.
         num_microbatches: per weight update, over all copies.
-        recompute: "none", "all", or "some": only where memory requires it.
+        recompute: of all stages, a kind of `pipefit.spec.plan.RECOMPUTE`; or "some": stages where memory requires it.
         sharded: optimizer states sharded over the copies.
         partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
@@ -105,6 +106,11 @@ class Config:
     replicas: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
     spill: SpillSpec | None = None
+
+    @property
+    def inside(self) -> str:
+        """The kind of replays inside backwards; "none" where there are none."""
+        return self.recompute if self.recompute in INSIDE else "none"
 
     @property
     def num_stages(self) -> int:
@@ -136,7 +142,9 @@ class Config:
             widths.append(f"data {self.data}")
         widths += [f"tensor {self.tensor}"] * (self.tensor > 1) + [f"chunks {self.chunks}"] * (self.chunks > 1)
         words = [self.schedule, " × ".join(widths), f"{self.num_microbatches} micro-batches of {self.microbatch_size}"]
-        words += ["recompute" if self.recompute == "all" else "recompute where needed"] * (self.recompute != "none")
+        words += ["recompute where needed" if self.recompute == "some" else f"recompute {self.recompute}"] * (
+            self.recompute != "none"
+        )
         words += ["sharded optimizer"] * self.sharded + ["cut for the links"] * (self.partitioner == "links")
         return ", ".join(words)
 
@@ -157,7 +165,7 @@ def _layout(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """The values to choose from; `links`: also cuts that avoid slow messages."""
+    """The values to choose from; `links`: also cuts that avoid slow messages; `chunks`: where there are several."""
 
     schedules: tuple[str, ...]
     depths: tuple[int, ...] | None
@@ -168,6 +176,7 @@ class Space:
     partitioner: str
     num_microbatches: int | None
     links: bool
+    chunks: tuple[int, ...] = (2, 3, 4)
 
     def batches(self, global_batch: int) -> Iterator[tuple[int, int]]:
         """Every micro-batch size, with the number of micro-batches in the batch."""
@@ -187,6 +196,9 @@ class Problem:
         global_batch: samples per weight update.
         state: optimizer bytes per weight byte.
         cap: on the devices' memory, in addition to the topology's limits; None: none, and nothing is spilled.
+        whole_messages: each of the t devices that share a layer sends the whole message to its peer of the next
+            stage, and not 1/t of it (scatter/gather).
+        blocking: a rank waits for each message before it computes on, as in Megatron-LM of 2021; else messages overlap.
     """
 
     profile: Profile
@@ -194,6 +206,8 @@ class Problem:
     global_batch: int
     state: float
     cap: Cap | None = None
+    whole_messages: bool = False
+    blocking: bool = False
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -203,10 +217,16 @@ class Problem:
         found: T = self._known[key]
         return found
 
-    def at(self, microbatch_size: int, tensor: int) -> Profile:
-        """The profile of one of `tensor` devices that share every layer."""
-        key = ("profile", microbatch_size, tensor)
-        return self.once(key, lambda: tensor_shard(self.profile.at(microbatch_size), tensor, self.topology))
+    def at(self, microbatch_size: int, tensor: int, inside: str = "none") -> Profile:
+        """The profile of one of `tensor` devices that share every layer, with the replays inside its backwards."""
+        key = ("profile", microbatch_size, tensor, inside)
+        if inside != "none":
+            return self.once(key, lambda: self.at(microbatch_size, tensor).replaying(inside))
+        return self.once(key, lambda: profile_at(self.profile, microbatch_size, tensor, self.topology))
+
+    def of(self, config: Config) -> Profile:
+        """The profile as the stages of a candidate run it."""
+        return self.at(config.microbatch_size, config.tensor, config.inside)
 
     @property
     def capped(self) -> Cap:
@@ -219,6 +239,10 @@ class Problem:
         """The tier that stages are spilled to, at the rates that each rank has of it."""
         name, tiers = self.capped.tier, self.topology.tiers_among(self.capped.num_ranks)
         return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
+
+    def pieces(self, tensor: int) -> int:
+        """The number of pieces in which the devices that share a layer send a message."""
+        return 1 if self.whole_messages else tensor
 
     def ranks(self, tensor: int) -> Topology:
         """The topology of groups of `tensor` devices, each group one rank."""
@@ -266,10 +290,10 @@ def _at_shape(
     for name in names:
         if depth > 1 and count // data < (depth - 1 if name == "pipedream-2bw" else 1):
             continue
-        for chunks in (2, 3, 4) if find(name).chunks and depth > 1 else (1,):
+        for chunks in space.chunks if find(name).chunks and depth > 1 else (1,):
             if depth * chunks > num_layers:
                 continue
-            # Where every stage is alike in memory, "some" is "all" or "none".
+            # Where every stage is alike in memory, "some" is "stage" or "none".
             alike = chunks > 1 or depth == 1
             for recompute, sharded in product(space.recompute, shards):
                 if recompute == "some" and alike:

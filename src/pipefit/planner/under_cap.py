@@ -150,7 +150,7 @@ def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
     weights = [layer.weight_bytes for layer in profile.layers]
     count = config.depth * chunks
     for partition in dict.fromkeys((minmax(profile, count), minmax(profile, count, weights))):
-        for recompute in ("none", "all") if config.depth > 1 else ("none",):
+        for recompute in ("none", "stage") if config.depth > 1 else ("none",):
             each = replace(config, chunks=chunks, recompute=recompute, layers=layers_of(partition))
             found = simulated(problem, Estimate(each, cut(problem, each, set())))
             assert found is not None
@@ -221,4 +221,4 @@ def _candidate(problem: Problem, other: Estimate, winner: Estimate) -> Candidate
     why = f"limit {format_seconds(limit_s)} per update ({other.limit.binds} binds)"
     why += f", {gain:.2f} × as fast at best, but slower once simulated" if gain > 1 else ", no better"
     rate = problem.global_batch / limit_s
-    return Candidate(_PLACES[other.config.family], "spilled", limit_s, rate, max(other.peak_bytes), why)
+    return Candidate(_PLACES[other.config.family], "spilled", limit_s, rate, max(other.peak_bytes), why, "at best")
