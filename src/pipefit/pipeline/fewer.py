@@ -57,6 +57,7 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
     spread = replace(request.parallelism, ranks=count)
     if request.plan is None or plan.num_processes == count:
         yield "as requested", replace(request, parallelism=spread)
+    kinds = [str(stage.recompute) for stage in plan.partition.stages]
     spread = replace(
         spread,
         chunks=plan.num_chunks,
@@ -66,7 +67,7 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
         sequence_parallel=plan.sequence_parallel,
         whole_messages=not plan.scatter_gather,
         shard_optimizer=False,
-        recompute=any(stage.recompute for stage in plan.partition.stages),
+        recompute=next((kind for kind in kinds if kind != "none"), "none"),
         options=plan.options,
     )
     request = replace(request, plan=None, schedule=plan.schedule, microbatches=plan.num_microbatches)
