@@ -48,6 +48,7 @@ def command(
         output: .svg, .html or .png for a picture, .trace.json for Perfetto.
     """
     from pipefit.simulate import simulate
+    from pipefit.timeline.breakdown import breakdown
 
     source = read_source(path, steps, profile, topology, layers)
     cost = source.cost(**asdict(costs))
@@ -57,6 +58,7 @@ def command(
     ranks = range(len(source.program.ranks))
     data = figures(source.program, timeline, cost) | {
         "unit": "s" if source.profile else "",
+        "breakdown": breakdown(timeline),
         "busy": [timeline.busy_s(rank) for rank in ranks],
         "peak_bytes" if source.profile else "peak_memory": [timeline.peak_bytes(rank) for rank in ranks],
     }
@@ -73,11 +75,13 @@ def _table(data: dict[str, Any], timeline: Timeline) -> str:
         f"period           {time_text(data['period'], real)}   (steady state, no barrier between steps)",
         f"bubble           {data['bubble_fraction']:.1%} of the makespan, {data['bubble_over_ideal']:.1%} over ideal",
         f"messages         {data['messages']}",
-        "",
     ]
+    if real:
+        shares = (f"{name} {share:.1%}" for name, share in data["breakdown"].items())
+        lines.append(f"time of a step   {', '.join(shares)}")
     rows = [["rank", "busy", "idle", "versions", "in flight", *(["peak memory"] if peaks else [])]]
     for rank, busy in enumerate(data["busy"]):
         idle = 1 - busy / makespan if makespan else 0.0
         row = [str(rank), time_text(busy, real), f"{idle:.1%}", str(data["weight_versions"][rank])]
         rows.append([*row, f"{data['peak_inflight'][rank]:.3g}", *([format_bytes(peaks[rank])] if peaks else [])])
-    return "\n".join([*lines, *columns(rows, right=True)])
+    return "\n".join([*lines, "", *columns(rows, right=True)])
