@@ -22,7 +22,7 @@ def test_a_planned_model_trains_as_the_plan_says():
     assert 8 % pipe.plan.num_microbatches == 0
     first = pipe.step(x, x)
     assert pipe.step(x, x) < first
-    assert "predicted:" in str(planned) and "why the others lost:" in planned.explain()
+    assert "predicted:" in str(planned) and "slower: share of the winner" in planned.explain()
 
 
 def test_counts_that_do_not_divide_the_batch_are_refused():

@@ -77,23 +77,6 @@ class Source:
         )
 
 
-def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:
-    """A profile from its file, of a published model, or computed for the machine: "gpt:layers=24,…".
-
-    Raises:
-        PipefitError: there is none, or no machine for which to compute it.
-    """
-    from pipefit.planner.computed_profile import gpt_profile, gpt_settings
-    from pipefit.spec.published import load_profile
-
-    if not name.startswith("gpt:"):
-        return load_profile(name)
-    settings = gpt_settings(name)
-    if machine is None:
-        raise PipefitError(f"{name}: seconds are computed for a device; give --topology as well")
-    return gpt_profile(**settings, microbatch=microbatch, device=machine.device)
-
-
 def read_source(
     path: Path, num_steps: int, profile: str | None, topology: str | None, layers: tuple[int, ...]
 ) -> Source:
@@ -121,7 +104,7 @@ def source_of(
     Raises:
         PipefitError: a missing or malformed file, or too few devices.
     """
-    from pipefit.planner.machines import load_topology
+    from pipefit.planner.machines import load_topology, read_profile
 
     links, num_ranks = load_topology(topology) if topology else None, program.header.num_ranks
     if links and links.num_devices < num_ranks:

@@ -1,4 +1,4 @@
-"""Machines that come with the package, by name."""
+"""Machines that come with the package, and models for them, by name."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from pipefit.errors import TopologyError, nearest
-from pipefit.spec import Topology
+from pipefit.errors import PipefitError, TopologyError, nearest
+from pipefit.planner.computed_profile import gpt_profile, gpt_settings
+from pipefit.spec import Profile, Topology
+from pipefit.spec.published import load_profile
 
 _FOLDER = Path(__file__).resolve().parent / "machines"
 
@@ -22,24 +24,28 @@ def topology_names() -> tuple[str, ...]:
 
 
 def _resized(name: str) -> Topology | None:
-    """One of the machines with another number of servers, such as "dgx-a100-1536"; None: there is none such."""
-    kind, _, count = name.rpartition("-")
-    alike = [known for known in topology_names() if known.rpartition("-")[0] == kind] if count.isdecimal() else []
-    if not alike:
+    """A machine with another number of servers: "dgx-a100-1536", or "pcie-3x4" (servers × devices); None: none such."""
+    kind, _, size = name.rpartition("-")
+    servers, cross, each = size.partition("x")
+    if not (servers + each).isdecimal():
         return None
-    found = Topology.load(_FOLDER / f"{max(alike, key=lambda known: int(known.rpartition('-')[2]))}.toml")
-    *inner, outer = found.levels
-    width, rest = divmod(int(count), found.num_devices // outer.width)
-    if rest or width < 1:
-        return None
-    return replace(found, name=name, levels=(*inner, replace(outer, width=width)))
+    for known in reversed(topology_names()):
+        stem, _, own = known.rpartition("-")
+        found = Topology.load(_FOLDER / f"{known}.toml") if stem == kind and ("x" in own) == bool(cross) else None
+        if found is None or len(found.levels) < 2:
+            continue
+        *inner, outer = found.levels
+        width, rest = divmod(int(servers) * int(each or 1), found.num_devices // outer.width)
+        if not rest and width and (not each or int(each) == inner[0].width):
+            return replace(found, name=name, levels=(*inner, replace(outer, width=width)))
+    return None
 
 
 def load_topology(name: str | Path) -> Topology:
     """A topology from a TOML file, from "local:N", or by name, also with another number of servers.
 
-    >>> load_topology("dgx-a100-1536").num_devices
-    1536
+    >>> load_topology("dgx-a100-1536").num_devices, load_topology("pcie-3x4").num_devices
+    (1536, 12)
 
     Raises:
         TopologyError: no such topology, or something in it is malformed.
@@ -53,3 +59,17 @@ def load_topology(name: str | Path) -> Topology:
     if resized := _resized(text):
         return resized
     raise TopologyError(f"{text}: no such topology: a TOML file, local:N, or a name; {nearest(text, topology_names())}")
+
+
+def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:
+    """A profile from its file, of a published model, or computed for the machine: "gpt:layers=24,…".
+
+    Raises:
+        PipefitError: there is none, or no machine for which to compute it.
+    """
+    if not name.startswith("gpt:"):
+        return load_profile(name)
+    settings = gpt_settings(name)
+    if machine is None:
+        raise PipefitError(f"{name}: seconds are computed for a device; give --topology as well")
+    return gpt_profile(**settings, microbatch=microbatch, device=machine.device)

@@ -11,11 +11,9 @@ import msgspec
 from pipefit.errors import PlanError, nearest
 from pipefit.planner.asynchronous import plan_pipedream
 from pipefit.planner.candidate import plan_of
-from pipefit.planner.estimate import estimate
 from pipefit.planner.methods import METHODS, problem_of, search_by, space_of
 from pipefit.planner.search import SearchResult
-from pipefit.planner.simulated import simulated
-from pipefit.planner.space import Cap, Config, Problem
+from pipefit.planner.space import Cap, Problem
 from pipefit.planner.under_cap import problem_under_cap, search_under_cap
 from pipefit.spec import Plan, Prediction, Profile, Topology
 
@@ -101,8 +99,8 @@ def plan(
             tensors=tensors,
             sharded=sharded,
         )
-        found, listed = search_by(method, problem, space)
-        made = _finish(problem, method, found, _over_data_parallel(problem, listed, found))
+        found = search_by(method, problem, space)
+        made = _finish(problem, method, found, _over_data_parallel(found))
     return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
 
 
@@ -132,13 +130,7 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
     return msgspec.structs.replace(made, spill=spill, prediction=prediction, candidates=found.candidates)
 
 
-def _over_data_parallel(problem: Problem, listed: list[Config], found: SearchResult) -> float | None:
+def _over_data_parallel(found: SearchResult) -> float | None:
     """Times faster than plain data parallelism, where that fits."""
-    plain = [each for each in found.outcomes if each.config.family == "data parallel"]
-    if plain:
-        return min(each.period_s for each in plain) / found.winner.period_s
-    for config in sorted(config for config in listed if config.family == "data parallel"):
-        estimated = estimate(problem, config)
-        if estimated.fits:
-            return (simulated(problem, estimated) or estimated).period_s / found.winner.period_s
-    return None
+    plain = [each.period_s for each in found.outcomes if each.config.family == "data parallel"]
+    return min(plain) / found.winner.period_s if plain else None

@@ -173,7 +173,20 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A short form of a plan that was considered, and the reason why it lost ("" for the winner)."""
+    """A short form of a plan that was considered, and the reason why it lost ("" for the winner).
+
+    Attributes:
+        summary: the plan in words.
+        family: of candidates that compete first with each other.
+        step_s: seconds per update; None: it does not fit.
+        throughput: samples per second; None: it does not fit.
+        peak_bytes: of its fullest device; None: not counted.
+        why_lost: in words and numbers.
+        basis: "simulated", "estimated" (by closed forms), "at best" (a bound of its speed), or "": it does not fit.
+        slower: share of the winner's throughput that it lacks; None: it does not fit, or is not compared.
+        idle: share of the devices' time without work; None: not known.
+        sent_bytes: per sample, by all devices together; None: not known.
+    """
 
     summary: str
     family: str
@@ -181,6 +194,10 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     throughput: float | None
     peak_bytes: float | None
     why_lost: str = ""
+    basis: str = ""
+    slower: float | None = None
+    idle: float | None = None
+    sent_bytes: float | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
