@@ -32,12 +32,15 @@ def _resized(name: str) -> Topology | None:
     for known in reversed(topology_names()):
         stem, _, own = known.rpartition("-")
         found = Topology.load(_FOLDER / f"{known}.toml") if stem == kind and ("x" in own) == bool(cross) else None
-        if found is None or len(found.levels) < 2:
+        if found is None:
             continue
-        *inner, outer = found.levels
-        width, rest = divmod(int(servers) * int(each or 1), found.num_devices // outer.width)
-        if not rest and width and (not each or int(each) == inner[0].width):
-            return replace(found, name=name, levels=(*inner, replace(outer, width=width)))
+        (first, *_), outer = found.levels, found.levels[-1]
+        width, count = int(each or first.width), int(servers) * int(each or 1)
+        if count <= first.width and not each:
+            return replace(found, name=name, levels=(replace(first, width=count),))
+        if len(found.levels) == 2 and 0 < width <= first.width and not count % width and count:
+            levels = replace(first, width=width), replace(outer, width=count // width)
+            return replace(found, name=name, levels=levels)
     return None
 
 

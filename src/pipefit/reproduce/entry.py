@@ -24,6 +24,13 @@ KINDS: Mapping[Kind, str] = {
 """Every kind with its meaning."""
 
 
+PIPEDREAM = "Narayanan et al., PipeDream (SOSP 2019)"
+GPIPE = "Huang et al., GPipe (NeurIPS 2019)"
+HYDRA = "Nagrecha and Kumar, Hydra (PVLDB 2022)"
+DOUBLE = "Narayanan et al., PipeDream-2BW (ICML 2021)"
+PTDP = "Narayanan et al., Efficient large-scale language model training on GPU clusters (SC 2021)"
+
+
 class Bench:
     """Runs steps, each once, and records their commands.
 
@@ -172,7 +179,9 @@ def curves(
         series = {name: points for name, points in series.items() if points}
         rows = [[x_label, *series]]
         for x in over:
-            rows.append([shown(x), *(shown(dict(points)[x]) if x in dict(points) else "" for points in series.values())])
+            rows.append(
+                [shown(x), *(shown(dict(points)[x]) if x in dict(points) else "" for points in series.values())]
+            )
         svg = partial(chart, series, title=title, x_label=x_label, y_label=y_label, **options)
         return Picture(title, svg, "\n".join([f"{title} ({y_label})", *columns(rows, right=True)]))
 

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of all entries: pictures, published values next to ours, what agrees and what does not."""
+"""One self-contained HTML page of all entries: pictures, values next to the published ones, and why some differ."""
 
 from __future__ import annotations
 

@@ -34,6 +34,10 @@ class Step:
     def __hash__(self) -> int:
         return hash(self.command)
 
+    def but(self, **options: Any) -> Step:
+        """The same call with other options."""
+        return type(self)(*self.places, **{**self.options, **options})
+
     def run(self) -> Any:
         """Calls the verb."""
         raise NotImplementedError
@@ -81,28 +85,45 @@ class Planned(Step):
 
     def run(self) -> Any:
         """Plans."""
-        from pipefit.planner import plan
-
-        options = {name: value for name, value in self.options.items() if name != "memory"}
-        machine = self.machine
-        if "recompute" in options:
-            options["recompute"] = {"always": True, "never": False}[options["recompute"]]
-        return plan(profile_of(self.places[0], machine, options.get("microbatch_sizes", (1,))[0]), machine, **options)
+        return self.question.ask()
 
     @property
-    def machine(self) -> Any:
-        """The topology, with the memory that is given."""
+    def question(self) -> Any:
+        """The question to the planner, on the topology with the memory that is given."""
         from msgspec.structs import replace
 
         from pipefit.planner.machines import load_topology
+        from pipefit.planner.sweeps import Question
+        from pipefit.units import parse_quantity
 
-        machine = load_topology(self.places[1])
-        if "memory" not in self.options:
-            return machine
-        return replace(machine, device=replace(machine.device, memory_bytes=self.options["memory"]), devices=())
+        model, machine, options = self.places[0], load_topology(self.places[1]), dict(self.options)
+        if memory := options.pop("memory", None):
+            machine = replace(machine, device=replace(machine.device, memory_bytes=parse_quantity(memory, "bytes")))
+        if "recompute" in options:
+            options["recompute"] = RECOMPUTE[options["recompute"]]
+        return Question(model, machine, options)
 
     def _words(self) -> list[str]:
         return ["--profile", self.places[0], "--topology", self.places[1], *super()._words()]
+
+
+RECOMPUTE: Mapping[str, Any] = {"always": True, "never": False}
+"""Values of `pipefit plan --recompute` as they are in Python."""
+
+
+class Largest(Planned):
+    """`pipefit plan --largest layers`: the number of layers of the largest model that fits."""
+
+    def run(self) -> int:
+        """Searches."""
+        from pipefit.planner.computed_profile import gpt_settings
+        from pipefit.planner.sweeps import largest
+
+        question = self.question
+        return gpt_settings(largest(question.model, question.topology, "layers", **question.options))["layers"]
+
+    def _words(self) -> list[str]:
+        return ["--largest", "layers", *super()._words()]
 
 
 class Verb(Step):
@@ -139,13 +160,3 @@ class Python(Step):
     def __init__(self, text: str, function: Any, **options: Any) -> None:
         super().__init__(function, **options)
         self.command = f"python: {text}"
-
-
-def profile_of(name: str, machine: Any, microbatch: int = 1) -> Any:
-    """A published profile, or a GPT computed for a machine."""
-    from pipefit.planner.computed_profile import gpt_profile, gpt_settings
-    from pipefit.spec.published import load_profile
-
-    if not name.startswith("gpt:"):
-        return load_profile(name)
-    return gpt_profile(**gpt_settings(name), microbatch=microbatch, device=machine.device)

@@ -1,8 +1,418 @@
-"""."""
+"""The lecture on pipeline parallelism and its combination with tensor and data parallelism."""
 
 from __future__ import annotations
 
-from pipefit.reproduce.entry import Entry
+from typing import Any, NamedTuple
+
+from pipefit.reproduce.entry import PTDP, Bench, Entry, Value, curves, drawn, figure
+from pipefit.reproduce.predicted import falls, gpt_plan, memory_gb, rate, tflops
+from pipefit.reproduce.steps import Draw, Planned
 
 DECK = "Pipelines and three dimensions of parallelism"
-ENTRIES: tuple[Entry, ...] = ()
+
+
+class Row(NamedTuple):
+    """A row of table 1: billions of parameters, shape, machine, TFLOP/s per GPU, and its micro-batch size.
+
+    The last two are from Megatron-LM, examples/sc21/run_table_1.sh.
+    """
+
+    billions: float
+    heads: int
+    hidden: int
+    layers: int
+    t: int
+    p: int
+    devices: int
+    batch: int
+    published: float
+    size: int
+    schedule: str = "1f1b"
+
+    @property
+    def step(self) -> Planned:
+        """Its plan."""
+        shape = self.layers, self.hidden, self.heads, self.devices, self.batch, self.t, self.p
+        return gpt_plan(*shape, microbatch_sizes=[self.size], schedules=[self.schedule])
+
+
+TABLE_1 = (
+    Row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 16),
+    Row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 16),
+    Row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 16),
+    Row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 8),
+    Row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 4),
+    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, "interleaved"),
+    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, "interleaved"),
+    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, "interleaved"),
+    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, "interleaved"),
+    Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1),
+)
+
+_SMALL, _LARGE = (32, 3840, 32), (32, 20480, 128)
+_BATCHES, _WIDTHS = (32, 128, 512), (2, 4, 8, 16, 32)
+_PAIRS = ((2, 32), (4, 16), (8, 8), (16, 4), (32, 2))
+
+
+def _small(batch: int, t: int = 1, p: int = 1) -> Planned:
+    """5.9 billion parameters on 64 GPUs."""
+    return gpt_plan(*_SMALL, 64, batch, t, p)
+
+
+def _large(batch: int, t: int, p: int) -> Planned:
+    """161 billion parameters on 64 GPUs."""
+    return gpt_plan(*_LARGE, 64, batch, t, p)
+
+
+def _best_pair(run: Bench, batch: int) -> str:
+    found = {pair: tflops(run, _large(batch, *pair)) for pair in _PAIRS if run.fits(_large(batch, *pair))}
+    t, p = max(found, key=lambda pair: found[pair])
+    return f"t = {t}, p = {p}"
+
+
+def _weak(batch: int, p: int) -> Planned:
+    """Three layers of hidden size 20480 for each stage of eight GPUs."""
+    return gpt_plan(3 * p, 20480, 128, 8 * p, batch, 8, p)
+
+
+def _gpt3(batch: int, schedule: str) -> Planned:
+    """175 billion parameters on 96 GPUs."""
+    return gpt_plan(96, 12288, 96, 96, batch, 8, 12, schedules=[schedule])
+
+
+def _sized(batch: int, size: int) -> Planned:
+    """91 billion parameters on 64 GPUs, t = p = 8."""
+    return gpt_plan(40, 13824, 108, 64, batch, 8, 8, microbatch_sizes=[size], memory="200 GB")
+
+
+def _best_size(run: Bench) -> int:
+    return max((1, 2, 4, 8), key=lambda size: rate(run, _sized(512, size)))
+
+
+def days(run: Bench, step: Planned, tokens: float) -> float:
+    """Days of training on so many tokens of sequences of 2,048."""
+    return tokens / 2048 / rate(run, step) / 86400
+
+
+_GPT3 = gpt_plan(96, 12288, 96, 1024, 1536, 8, 8, schedules=["interleaved"])
+_ALONE = Planned("gpt:layers=96,hidden=12288,heads=96", "pcie-1", global_batch=8, depths=[1], memory="10 TB")
+_NEXT = TABLE_1[-1].step
+_EIGHT = gpt_plan(96, 12288, 96, 8, 8, 1, 8, memory="1 TB")
+
+
+def _gain(run: Bench, batch: int) -> float:
+    return rate(run, _gpt3(batch, "interleaved")) / rate(run, _gpt3(batch, "1f1b"))
+
+
+def _by_formula(run: Bench) -> float:
+    """8·T·P/(n·X), with our X."""
+    return 8 * 300e9 * 174.6e9 / (1024 * tflops(run, _GPT3) * 1e12) / 86400
+
+
+def _alone(run: Bench) -> float:
+    """Years of a single V100 without limit of memory."""
+    return days(run, _ALONE, 300e9) / 365
+
+
+def _weights_gb(run: Bench, step: Planned) -> list[float]:
+    profile = step.question.profile
+    stages = run(step).partition.stages
+    return [sum(profile.layers[index].weight_bytes for index in stage.layers) / 1e9 for stage in stages]
+
+
+def _ratio(name: str, microbatches: int, **options: Any) -> Any:
+    return figure(Draw(name, 4, microbatches, **options), "bubble_over_ideal")
+
+
+ENTRIES = (
+    Entry(
+        "gpt-3-in-memory",
+        "Inter-layer model parallelism",
+        "GPT-3's weights over 8 devices: 350 GB / 8 = 43.75 GB, less than 80 GB",
+        "computed",
+        "slide",
+        (
+            Value("weights of GPT-3, 2 bytes each", lambda run: sum(_weights_gb(run, _EIGHT)), 350, "GB", 0.02),
+            Value("weights of a device, on average", lambda run: sum(_weights_gb(run, _EIGHT)) / 8, 43.75, "GB", 0.02),
+            Value("weights of the fullest device", lambda run: max(_weights_gb(run, _EIGHT)), unit="GB"),
+            Value("training it with Adam takes, on the fullest device", lambda run: memory_gb(run, _EIGHT), unit="GB"),
+        ),
+        note="The weights alone fit; gradients and the states of Adam need 7 times as much again.",
+    ),
+    Entry(
+        "inter-layer",
+        "Issues with simple inter-layer parallelism",
+        "Only one of four devices computes at a time",
+        "drawn",
+        "slide",
+        (Value("idle share", figure(Draw("naive", 4, 1), "bubble_fraction"), 3 / 4, "%"),),
+        (drawn(Draw("naive", 4, 1)),),
+    ),
+    Entry(
+        "bubble-fraction",
+        "How do we quantify bubbles? Improving efficiency",
+        "Bubble over ideal time, (p − 1)/m, with p = 4 and m = 8",
+        "drawn",
+        "slide: (p − 1)·(t_f + t_b) / (m·t_f + m·t_b)",
+        (
+            Value("p = 4, m = 8", _ratio("gpipe", 8), 3 / 8, "%"),
+            Value("1F1B has the same", _ratio("1f1b", 8), 3 / 8, "%"),
+            Value("p = 4, m = 16", _ratio("gpipe", 16), 3 / 16, "%"),
+            Value("p = 2, m = 8", figure(Draw("gpipe", 2, 8), "bubble_over_ideal"), 1 / 8, "%"),
+        ),
+        (drawn(Draw("gpipe", 4, 8)),),
+    ),
+    Entry(
+        "1f1b-memory",
+        "Pipeline parallelism with 1F1B schedule",
+        "1F1B keeps p micro-batches at most, GPipe all of them; the bubble is the same",
+        "drawn",
+        "slide",
+        (
+            Value("in flight, GPipe", lambda run: max(run(Draw("gpipe", 4, 8)).metrics["peak_inflight"]), 8),
+            Value("in flight, 1F1B", lambda run: max(run(Draw("1f1b", 4, 8)).metrics["peak_inflight"]), 4),
+        ),
+        (drawn(Draw("gpipe", 4, 8)), drawn(Draw("1f1b", 4, 8))),
+    ),
+    Entry(
+        "interleaved-bubble",
+        "Can we reduce the pipeline bubble?",
+        "Stages in v parts: bubble 1/v·(p − 1)/m, for more messages",
+        "drawn",
+        "slide; " + PTDP + ", section 2.2",
+        (
+            Value("v = 2, p = 4, m = 8", _ratio("interleaved", 8, num_chunks=2), 3 / 16, "%"),
+            Value("v = 4, p = 4, m = 8", _ratio("interleaved", 8, num_chunks=4), 3 / 32, "%"),
+            Value(
+                "messages, v = 2 over v = 1",
+                lambda run: (
+                    run(Draw("interleaved", 4, 8, num_chunks=2)).metrics["messages"]
+                    / run(Draw("1f1b", 4, 8)).metrics["messages"]
+                ),
+                7 / 3,
+                "×",
+                source="(v·p − 1)/(p − 1) borders between ranks",
+            ),
+        ),
+        (drawn(Draw("1f1b", 4, 8)), drawn(Draw("interleaved", 4, 8, num_chunks=2))),
+    ),
+    Entry(
+        "tensor-and-pipeline-bubble",
+        "Performance analysis of combined parallelism",
+        "With more tensor parallelism there are fewer stages: bubble (n/t − 1)/m",
+        "drawn",
+        PTDP + ", section 3.2",
+        tuple(
+            Value(
+                f"n = 16, m = 16, t = {t}",
+                figure(Draw("1f1b", 16 // t, 16), "bubble_over_ideal"),
+                (16 / t - 1) / 16,
+                "%",
+            )
+            for t in (1, 2, 4, 8)
+        ),
+    ),
+    Entry(
+        "tensor-versus-pipeline",
+        "Evaluation: TP vs. PP",
+        "161 billion parameters on 64 GPUs: best with t = p = 8",
+        "computed",
+        PTDP + ", figure 13",
+        tuple(Value(f"best, batch {b}", lambda run, b=b: _best_pair(run, b), "t = 8, p = 8") for b in (32, 128)),
+        (
+            curves(
+                "161 billion parameters on 64 GPUs",
+                "t, p",
+                "TFLOP/s per GPU",
+                [f"{t}, {p}" for t, p in _PAIRS],
+                {
+                    f"batch {b}": lambda run, pair, b=b: tflops(run, _large(b, *map(int, pair.split(", "))))
+                    for b in (32, 128)
+                },
+            ),
+        ),
+    ),
+    Entry(
+        "data-versus-pipeline",
+        "Evaluation: DP vs. model parallelism",
+        "5.9 billion parameters on 64 GPUs: throughput decreases with the depth of the pipeline",
+        "computed",
+        PTDP + ", figure 14",
+        tuple(
+            Value(f"falls with depth, batch {b}", falls(tflops, [_small(b, p=p) for p in _WIDTHS], 1.005), True)
+            for b in _BATCHES
+        ),
+        (
+            curves(
+                "5.9 billion parameters on 64 GPUs",
+                "depth p, copies 64/p",
+                "TFLOP/s per GPU",
+                _WIDTHS,
+                {f"batch {b}": lambda run, p, b=b: tflops(run, _small(b, p=p)) for b in _BATCHES},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "data-versus-tensor",
+        "Evaluation: DP vs. model parallelism",
+        "5.9 billion parameters on 64 GPUs: throughput decreases with tensor parallelism",
+        "computed",
+        PTDP + ", figure 15",
+        tuple(
+            Value(f"falls with t, batch {b}", falls(tflops, [_small(b, t=t) for t in _WIDTHS], 1.005), True)
+            for b in _BATCHES
+        ),
+        (
+            curves(
+                "5.9 billion parameters on 64 GPUs",
+                "tensor width t, copies 64/t",
+                "TFLOP/s per GPU",
+                _WIDTHS,
+                {f"batch {b}": lambda run, t, b=b: tflops(run, _small(b, t=t)) for b in _BATCHES},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "weak-scaling",
+        "Evaluation: pipeline parallelism",
+        "Weak scaling: three layers more for each stage; a larger batch scales better",
+        "computed",
+        PTDP + ", figure 11",
+        (
+            Value(
+                "batch 128 keeps more of its throughput at p = 8 than batch 8",
+                lambda run: (
+                    tflops(run, _weak(128, 8)) / tflops(run, _weak(128, 1))
+                    > tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1))
+                ),
+                True,
+            ),
+            Value(
+                "p = 8 over p = 1, batch 8: what the bubble leaves",
+                lambda run: tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1)),
+                8 / 15,
+                "%",
+                within=0.1,
+                source="1 / (1 + (p − 1)/m), section 2.2",
+            ),
+        ),
+        (
+            curves(
+                "Weak scaling, t = 8",
+                "depth p",
+                "TFLOP/s per GPU",
+                (1, 2, 4, 8),
+                {f"batch {b}": lambda run, p, b=b: tflops(run, _weak(b, p)) for b in (8, 128)},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "interleaved-gain",
+        "Evaluation: pipeline parallelism, interleaved schedule",
+        "175 billion parameters on 96 GPUs: interleaved is faster, less so with larger batches",
+        "computed",
+        PTDP + ", figure 12",
+        (
+            Value("faster with 12 samples", lambda run: _gain(run, 12) > 1, True),
+            Value("gain falls with the batch", lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60), True),
+        ),
+        (
+            curves(
+                "175 billion parameters on 96 GPUs",
+                "batch",
+                "TFLOP/s per GPU",
+                (12, 24, 36, 48, 60),
+                {
+                    "interleaved": lambda run, batch: tflops(run, _gpt3(batch, "interleaved")),
+                    "1F1B": lambda run, batch: tflops(run, _gpt3(batch, "1f1b")),
+                },
+            ),
+        ),
+    ),
+    Entry(
+        "microbatch-size",
+        "Evaluation: selection of micro-batch size",
+        "91 billion parameters, t = p = 8: the best size weighs arithmetic intensity against the bubble",
+        "computed",
+        PTDP + ", figure 16: best at 2",
+        (
+            Value(
+                "best size, batch 512",
+                _best_size,
+                2,
+                why="The model's shape is not given beyond its parameters; 40 layers of 13,824 here.",
+            ),
+        ),
+        (
+            curves(
+                "91 billion parameters on 64 GPUs",
+                "micro-batch size",
+                "TFLOP/s per GPU",
+                (1, 2, 4, 8),
+                {f"batch {b}": lambda run, size, b=b: tflops(run, _sized(b, size)) for b in (128, 512)},
+                log_x=True,
+            ),
+        ),
+        "Without a limit on memory.",
+    ),
+    Entry(
+        "end-to-end",
+        "Evaluation: end-to-end performance, table 1",
+        "Ten GPTs of 1.7 billion to a trillion parameters: TFLOP/s per GPU",
+        "computed",
+        PTDP + ", table 1",
+        tuple(
+            Value(
+                f"{row.billions:g} B, t = {row.t}, p = {row.p}, {row.devices:,} GPUs",
+                lambda run, row=row: tflops(run, row.step),
+                row.published,
+                "TFLOP/s",
+                within=0.08,
+                why="See what the cost law of computed profiles counts: docs/planning.md.",
+            )
+            for row in TABLE_1
+        ),
+        (
+            curves(
+                "PTD-P, table 1",
+                "billion parameters",
+                "TFLOP/s per GPU",
+                [row.billions for row in TABLE_1],
+                {"ours": lambda run, x: tflops(run, next(row.step for row in TABLE_1 if row.billions == x))},
+                {"PTD-P": [row.published for row in TABLE_1]},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "training-days",
+        "Evaluation: estimated training time",
+        "GPT-3 on 300 billion tokens in 34 days, a trillion parameters on 450 billion in 84",
+        "computed",
+        PTDP + ", section 5.1; slide: 8·T·P/(n·X)",
+        (
+            Value("175 B on 1,024 GPUs", lambda run: days(run, _GPT3, 300e9), 34, "days", within=0.1),
+            Value("1 T on 3,072 GPUs", lambda run: days(run, _NEXT, 450e9), 84, "days", within=0.1),
+            Value("by the formula, from our rate of 175 B", lambda run: _by_formula(run), 34, "days", within=0.1),
+            Value(
+                "GPT-3 on one V100, years",
+                lambda run: _alone(run),
+                288,
+                "years",
+                within=0.25,
+                why="The slide does not give the rate of its V100.",
+            ),
+        ),
+    ),
+    Entry(
+        "scatter-gather",
+        "Evaluation: scatter-gather optimization",
+        "Ranks that share a stage send each their part of a message: up to 11 % at large batches",
+        "cited",
+        PTDP + ", figure 18 and section 4.1",
+        note="Plans with tensor parallelism always scatter and gather their messages; there is no plan without.",
+    ),
+)
