@@ -150,6 +150,7 @@ def curves(
     over: Sequence[float | str],
     lines: Mapping[str, Callable[[Bench, Any], float]],
     published: Mapping[str, Sequence[float | None]] | None = None,
+    courses: Mapping[str, Callable[[Bench], list[tuple[Any, float]]]] | None = None,
     **options: Any,
 ) -> Callable[[Bench], Picture]:
     """A chart of functions of x; points without a feasible plan are left out.
@@ -161,6 +162,7 @@ def curves(
         over: the values of x.
         lines: a function of bench and x for each line.
         published: for each published line its y at every x; None: there is none.
+        courses: further lines, each with points of its own.
         options: as for `pipefit.draw.chart`.
     """
     from pipefit.draw.chart import chart
@@ -176,9 +178,10 @@ def curves(
                     continue
         for name, ys in (published or {}).items():
             series[f"{name}, published"] = [(x, y) for x, y in zip(over, ys, strict=True) if y is not None]
+        series |= {name: course(run) for name, course in (courses or {}).items()}
         series = {name: points for name, points in series.items() if points}
         rows = [[x_label, *series]]
-        for x in over:
+        for x in over or sorted({x for points in series.values() for x, _ in points}):
             rows.append(
                 [shown(x), *(shown(dict(points)[x]) if x in dict(points) else "" for points in series.values())]
             )

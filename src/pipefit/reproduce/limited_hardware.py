@@ -6,6 +6,7 @@ from typing import Any
 
 from pipefit.reproduce.clusters import NAIVE_1, stall_share
 from pipefit.reproduce.entry import DOUBLE, GPIPE, HYDRA, PIPEDREAM, Bench, Entry, Picture, Value, curves, drawn, figure
+from pipefit.reproduce.measured import study_file
 from pipefit.reproduce.pipedream_gpipe import same_version, versions_used
 from pipefit.reproduce.predicted import falls, memory_gb, rate, speedup
 from pipefit.reproduce.steps import Draw, Planned, Python, Verb
@@ -76,12 +77,13 @@ _GPT = {
 
 def _coalesced(size: str, machines: int, batch: int, depth: int | None = None, **more: Any) -> Planned:
     """A GPT under 2BW on servers of eight V100s."""
-    options = more | ({"depths": [depth]} if depth else {})
+    options = {"microbatch_sizes": [1, 2, 4, 8], "depths": [depth] if depth else [4, 8, 16]} | more
     return Planned(_GPT[size], f"nvlink-{machines}x8", method="2bw", global_batch=batch, **options)
 
 
 def _flushed(size: str, machines: int, batch: int) -> Planned:
-    return Planned(_GPT[size], f"nvlink-{machines}x8", method="gpipe", global_batch=batch)
+    options = {"microbatch_sizes": [1, 2, 4, 8], "depths": [4, 8, 16]}
+    return Planned(_GPT[size], f"nvlink-{machines}x8", method="gpipe", global_batch=batch, **options)
 
 
 def _tensor_only(size: str, machines: int, batch: int) -> Planned:
@@ -92,20 +94,6 @@ def _tensor_only(size: str, machines: int, batch: int) -> Planned:
 _SCHEDULES = ("gpipe", "pipedream", "pipedream-2bw", "1f1b")
 _HYBRID = Draw("pipedream", 3, 8, replicas=(2, 1, 1), stage_work=(4, 2, 2), forward=1, backward=1)
 _PIPELINE_1 = NAIVE_1.but(num_microbatches=32, recompute="always")
-_STUDY = """format = "pipefit.study/1"
-name = "sharp"
-output = "{folder}/study"
-workers = 2
-model = "mlp"
-data = "digits"
-batch = 64
-microbatches = 4
-steps = 20
-options = {{layers = 8, width = 512}}
-shards = 4
-[grid]
-lr = [1e-2, 3e-3, 1e-3, 3e-4]
-"""
 _SLOW = "The paper's links: 10 to 25 Gbit/s and its own all-reduce; the ring of ours overlaps better."
 
 
@@ -121,18 +109,6 @@ def _held(run: Bench, name: str, depth: int, what: str) -> float:
 def _machines(model: str) -> Planned:
     """Machines of one GPU, joined by 10 Gbit/s."""
     return Planned(model, "pcie-16x1", method="pipedream", cost="pipedream-code", memory="64 GB")
-
-
-def study_file() -> str:
-    """The file of a study of four models of four shards on two workers, in the folder of temporary files."""
-    import tempfile
-    from pathlib import Path
-
-    folder = Path(tempfile.gettempdir()) / "pipefit-reproduce"
-    folder.mkdir(exist_ok=True)
-    path = folder / "study.toml"
-    path.write_text(_STUDY.format(folder=folder), encoding="utf-8")
-    return str(path)
 
 
 def _measured(run: Bench, policy: str) -> float:
@@ -327,7 +303,7 @@ ENTRIES = (
                 20,
                 "×",
                 within=0.25,
-                why="Depends on how far messages between servers overlap; see the sums of tensor parallelism in the plan.",
+                why="The sums of tensor parallelism between servers decide it; the paper does not give their rate.",
             ),
             Value(
                 "throughput rises with the batch",

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipefit.reproduce.clusters import COMPUTED
 from pipefit.reproduce.entry import GPIPE, PIPEDREAM, Bench, Entry, Picture, Value, curves, drawn, figure
+from pipefit.reproduce.measured import ACCURACY
 from pipefit.reproduce.steps import Draw
 
 DECK = "PipeDream and GPipe"
@@ -238,5 +239,6 @@ ENTRIES = (
         ),
         (drawn(Draw("gpipe", 4, 4, recompute=True)),),
     ),
+    ACCURACY,
     *COMPUTED,
 )

@@ -38,8 +38,8 @@ class StudyResult:
         bound_s: lower bound over all policies for the same turns: max(longest trial, total / devices).
         gap: makespan over bound, minus one.
         predicted_s: the makespan, simulated after the first turns of each trial; None: a trial began too late for that.
-        policies: for every policy "makespan_s" and "gap", simulated with the measured turns; likewise of one trial after
-            the other over all devices, with GPipe's schedule ("gpipe") and naively ("naive").
+        policies: for every policy "makespan_s" and "gap", simulated with the measured turns; likewise for one trial
+            after the other over all devices, with GPipe's schedule ("gpipe") and naively ("naive").
         interrupted: whether it was stopped before its end, and can be resumed.
         resumed: whether this run resumed an earlier one; times are then of this run only.
         paths: of its files.
