@@ -8,180 +8,26 @@ and spilled to disk by a plan for half the bytes of the resident one, alternatin
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from pipefit.data import TextBatches, text
+from benchmarks.spill_large import large, print_large
+from benchmarks.spilled_gpt import batches_of, folder_in, gpt_of, pipeline_of, state_bytes
 from pipefit.errors import PipefitError
 from pipefit.ir.op import Op
 from pipefit.ir.residency import kept_fetches
-from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.profiling import measure_tier
-from pipefit.spec.options import Parallelism, Spilled
+from pipefit.spec.options import Spilled
 from pipefit.spec.topology import Tier
 from pipefit.spill.tiers import Key
-from pipefit.units import format_bytes, parse_quantity
-
-GIB = 2**30
-ROOT = Path(__file__).parents[1]
-_CONTEXT = 128
-_PART_TOKENS = 256
-_KEPT_BYTES, _NUM_KEPT = 32 << 20, 11
-"""malloc keeps blocks of up to 32 MiB that were let go; about so many of them."""
-
-
-@dataclass(frozen=True)
-class LargeResult:
-    """A model that does not fit, trained.
-
-    Attributes:
-        num_parameters: of the model.
-        state_bytes: its weights, gradients and optimizer states.
-        cap_bytes: the most memory that the process may have resident.
-        peak_bytes: what it had.
-        base_bytes: of that, what it had before there was a model.
-        predicted_bytes: of the plan, with the base.
-        arena_bytes: all slots.
-        tier_bytes: of the file.
-        shards: of the model.
-        tokens: per step.
-        losses, seconds: of each step; the last has no step after it to hide its write-back.
-        setup_s: until the first step: weights drawn, and written to the disk.
-        predicted_s: of a step.
-        binds: the lane that the planner names.
-    """
-
-    num_parameters: int
-    state_bytes: float
-    cap_bytes: float
-    peak_bytes: float
-    base_bytes: float
-    predicted_bytes: float
-    arena_bytes: float
-    tier_bytes: float
-    shards: int
-    tokens: int
-    losses: list[float]
-    seconds: list[float]
-    setup_s: float
-    predicted_s: float
-    binds: str
-
-    @property
-    def is_under_cap(self) -> bool:
-        """Whether the cap was kept."""
-        return self.peak_bytes <= self.cap_bytes
-
-
-def large(
-    folder: Path | None = None,
-    *,
-    layers: int = 20,
-    hidden: int = 2048,
-    tokens: int = 512,
-    steps: int = 3,
-    cap_bytes: float = 2.5 * GIB,
-) -> LargeResult:
-    """Trains the large model in a process of its own.
-
-    Args:
-        folder: on the disk to use; None: a temporary one.
-        layers: blocks of the GPT.
-        hidden: its width, a multiple of 64.
-        tokens: per step, a multiple of 128.
-        steps: to train.
-        cap_bytes: on the process's resident memory.
-
-    Raises:
-        PipefitError: the process has failed; the message is its own.
-    """
-    with _folder(folder) as place:
-        request = {"folder": str(place), "layers": layers, "hidden": hidden, "tokens": tokens, "steps": steps}
-        command = [sys.executable, "-m", "benchmarks.spill", json.dumps(request | {"cap_bytes": cap_bytes})]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-        if done.returncode:
-            raise PipefitError(f"the large model was not trained: {done.stderr.strip()[-2000:]}")
-        return LargeResult(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def _train_large(folder: str, layers: int, hidden: int, tokens: int, steps: int, cap_bytes: float) -> LargeResult:
-    began = time.perf_counter()
-    _rehearse(folder)
-    base = _resident_bytes("VmRSS")
-    bundle, batches = _gpt(layers, hidden), _batches(tokens)
-    # Memory that torch takes only for a moment: a weight's new gradient, and two temporaries of the optimizer's step.
-    largest = max(p.nbytes for p in bundle.layers.parameters())
-    moment = 3 * largest + _NUM_KEPT * min(largest, _KEPT_BYTES)
-    spill = Spilled(cap_bytes - base - moment, disk=folder)
-    pipe = _pipeline(bundle, tokens, spill, example=next(batches))
-    if pipe.plan.spill is None:
-        raise PipefitError(f"a model of {bundle.num_parameters:,} parameters fits the cap: there is nothing to show")
-    spilling = pipe.workers[0].spilling
-    assert spilling is not None and pipe.plan.prediction is not None
-    setup_s = time.perf_counter() - began
-    losses, seconds = [], []
-    for _ in range(steps):
-        began = time.perf_counter()
-        losses.append(pipe.step(*next(batches)))
-        seconds.append(time.perf_counter() - began)
-    pipe.settle()
-    spilled_as = pipe.plan.spill
-    result = LargeResult(
-        bundle.num_parameters,
-        _state_bytes(bundle),
-        cap_bytes,
-        _resident_bytes(),
-        base,
-        base + moment + spilled_as.peak_bytes,
-        spilling.arena.num_bytes,
-        spilling.tier.num_bytes,
-        len(pipe.plan.partition.stages),
-        tokens,
-        losses,
-        seconds,
-        setup_s,
-        pipe.plan.prediction.period_s,
-        spilled_as.binds,
-    )
-    pipe.close()
-    return result
-
-
-def _rehearse(folder: str) -> None:
-    """A tiny model is planned, spilled and trained: all that Python and torch ever load and start is then there."""
-    batches, place = _batches(_CONTEXT), Path(folder) / "rehearsal"
-    for spill, more in (
-        (Spilled("1 GiB", disk=place), {"example": next(batches)}),
-        (Spilled(disk=place), {"stages": 4, "chunks": 4}),
-    ):
-        pipe = _pipeline(_gpt(2, 64), _CONTEXT, spill, **more)
-        pipe.step(*next(batches))
-        pipe.close()
-
-
-def _resident_bytes(what: str = "VmHWM") -> float:
-    """The memory that this process has resident (VmRSS), or the most that it has had, as the kernel counts it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{what}:"):
-            return float(line.split()[1]) * 1024
-    raise PipefitError(f"this system does not tell the resident memory of a process (no {what} in /proc/self/status)")
-
-
-# ---- speed ---------------------------------------------------------------------------------------------------------
+from pipefit.units import parse_quantity
 
 
 @dataclass(frozen=True)
@@ -274,7 +120,7 @@ def speed(
         The tier's rates, measured before, and the rows.
     """
     rows = []
-    with _folder(folder) as place:
+    with folder_in(folder) as place:
         tier = measure_tier(place)
         for count in tokens:
             rows.append(_row(place, layers, hidden, count, tier, repeats, steps))
@@ -284,21 +130,21 @@ def speed(
 
 
 def _row(place: Path, layers: int, hidden: int, tokens: int, tier: Tier, repeats: int, steps: int) -> SpeedRow:
-    batches = _batches(tokens)
+    batches = batches_of(tokens)
     # A block for each shard; what comes before and after the blocks is small, and shares the first and the last.
     cut = [2, *[1] * (layers - 2), 2] if layers > 1 else [3]
 
     def spilled(**how: Any) -> Pipeline:
-        return _pipeline(_gpt(layers, hidden), tokens, Spilled(optim_slots=2, **how), stages=cut, chunks=len(cut))
+        return pipeline_of(gpt_of(layers, hidden), tokens, Spilled(optim_slots=2, **how), stages=cut, chunks=len(cut))
 
-    half = _gpt(layers, hidden)
+    half = gpt_of(layers, hidden)
     pipes = {
-        "resident": _pipeline(_gpt(layers, hidden), tokens, None, stages=1),
+        "resident": pipeline_of(gpt_of(layers, hidden), tokens, None, stages=1),
         "synchronous": spilled(disk=place / "synchronous", keep="all", prefetch=0),
         "buffered": spilled(disk=place / "buffered", keep="all"),
         "replaying": spilled(disk=place / "replaying"),
         "host": spilled(keep="all"),
-        "half": _pipeline(half, tokens, Spilled(_state_bytes(half) / 2, disk=place / "half"), example=next(batches)),
+        "half": pipeline_of(half, tokens, Spilled(state_bytes(half) / 2, disk=place / "half"), example=next(batches)),
     }
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
     for turn in range(repeats + 1):
@@ -331,52 +177,6 @@ def _traffic(pipe: Pipeline) -> tuple[float, float]:
     moves = [i for index, i in enumerate(pipe.program.ranks[0]) if i.op in (Op.FETCH, Op.EVICT) and index not in kept]
     read, written = (sum(sizes[Key(i.stage, i.kind)] for i in moves if i.op is way) for way in (Op.FETCH, Op.EVICT))
     return read, written
-
-
-# ---- both ----------------------------------------------------------------------------------------------------------
-
-
-def _gpt(layers: int, hidden: int) -> ModelBundle:
-    with torch.device("meta"):
-        return build("gpt", layers=layers, hidden=hidden, heads=hidden // 64, context=_CONTEXT, tied=False)
-
-
-def _state_bytes(bundle: ModelBundle) -> float:
-    """Bytes of weights, gradients, and Adam's two states."""
-    return 4.0 * sum(p.nbytes for p in bundle.layers.parameters())
-
-
-def _batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of text without end."""
-    length = min(tokens, _CONTEXT)
-    batches = TextBatches(text(None), max(tokens // length, 1), length, seed=0)
-    while True:
-        yield from batches
-
-
-def _pipeline(bundle: ModelBundle, tokens: int, spill: Spilled | None, chunks: int = 1, **more: Any) -> Pipeline:
-    return Pipeline(
-        bundle.layers,
-        loss=bundle.loss,
-        optimizer=lambda parameters: torch.optim.Adam(parameters, 1e-6),
-        microbatches=max(tokens // _PART_TOKENS, 1),
-        spill=spill,
-        parallelism=Parallelism(chunks=chunks, device="cpu"),
-        **more,
-    )
-
-
-@contextmanager
-def _folder(given: Path | None) -> Iterator[Path]:
-    """The folder to use; a new one inside it, gone afterwards."""
-    place = Path(tempfile.mkdtemp(prefix="pipefit-spill-", dir=given))
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-# ---- printed -------------------------------------------------------------------------------------------------------
 
 
 def main(
@@ -413,7 +213,7 @@ def main(
         limit = parse_quantity(cap, "bytes", "--cap")
         found = large(disk, layers=layers, hidden=hidden, tokens=large_tokens, steps=steps, cap_bytes=limit)
         fine = found.is_under_cap
-        _print_large(found)
+        print_large(found)
     if small_layers:
         print(_HEAD)
         tier, _ = speed(
@@ -423,21 +223,6 @@ def main(
         turns = "alternating" if tier.one_channel else "at the same time"
         print(f"the disk alone: reads {rates[0]:.2f} GB/s, writes {rates[1]:.2f} GB/s, {turns}")
     return 0 if fine else 1
-
-
-def _print_large(found: LargeResult) -> None:
-    verdict = "kept" if found.is_under_cap else "EXCEEDED"
-    each = zip(found.seconds, found.losses, strict=True)
-    steps = ", ".join(f"{seconds:.1f} s (loss {loss:.3f})" for seconds, loss in each)
-    print(
-        f"GPT of {found.num_parameters / 1e6:,.0f} M parameters, Adam, float32: {format_bytes(found.state_bytes)} of "
-        f"weights, gradients and states; {found.shards} shards, {found.tokens} tokens per step\n"
-        f"cap {format_bytes(found.cap_bytes)} {verdict}: the process had {format_bytes(found.peak_bytes)} resident at "
-        f"most (VmHWM), predicted {format_bytes(found.predicted_bytes)}; {format_bytes(found.base_bytes)} of it is "
-        f"Python and torch, {format_bytes(found.arena_bytes)} slots; {format_bytes(found.tier_bytes)} on disk\n"
-        f"weights drawn and written in {found.setup_s:.1f} s; steps: {steps}; predicted {found.predicted_s:.1f} s, "
-        f"{found.binds} binds\n"
-    )
 
 
 _HEAD = (
@@ -455,11 +240,3 @@ def _print_row(row: SpeedRow) -> None:
         f"{row.host_of_resident:>5.0%} {row.half_of_resident:>5.0%} {row.of_limit:>9.0%}  {row.binds}",
         flush=True,
     )
-
-
-if __name__ == "__main__":
-    try:
-        found = _train_large(**json.loads(sys.argv[1]))
-    except PipefitError as problem:
-        sys.exit(str(problem))
-    sys.stdout.write(json.dumps(asdict(found)) + "\n")

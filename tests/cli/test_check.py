@@ -51,7 +51,7 @@ def test_a_difference_is_exit_1_and_names_the_first_tensor(capsys, monkeypatch):
 
 
 def test_options_reach_the_pipeline(capsys):
-    arguments = ("--schedule", "interleaved", "--chunks", "2", "--recompute", "--clip", "0.5", "--steps", "2")
+    arguments = ("--schedule", "interleaved", "--chunks", "2", "--recompute", "stage", "--clip", "0.5", "--steps", "2")
     data = answered(
         capsys, "check", "--model", "mlp", "--option", "layers=4,width=8,dropout=0.5", *arguments, "--dtype", "float32"
     )

@@ -32,6 +32,7 @@ def test_the_json_object_has_every_promised_field(capsys):
         "bubble_fraction": pytest.approx(1 - 24 / 33),
         "bubble_over_ideal": pytest.approx(9 / 24),
         "peak_inflight": [4, 3, 2, 1],
+        "kept_inputs": [0, 0, 0, 0],
         "weight_versions": [1, 1, 1, 1],
         "messages": 48,
         "num_updates": 1,
@@ -86,6 +87,16 @@ def test_replicas_lie_on_ranks_of_their_own(capsys):
 def test_recompute_replays_every_forward(capsys):
     order = drawn(capsys, "1f1b", "-p", "2", "-m", "2", "--recompute")["order"]
     assert order[0] == ["F0.0", "F0.1", "R0.0", "B0.0", "R0.1", "B0.1"]
+
+
+def test_a_replay_needs_the_inputs_of_all_micro_batches_and_one_whole_stage(capsys):
+    data = drawn(capsys, "gpipe", "-p", "3", "-m", "8", "--recompute")
+    assert (data["peak_inflight"], data["kept_inputs"]) == ([1, 1, 1], [7, 7, 7])
+    assert drawn(capsys, "1f1b", "-p", "3", "-m", "8", "--recompute")["kept_inputs"] == [3, 2, 0]
+    assert drawn(capsys, "gpipe", "-p", "3", "-m", "8")["kept_inputs"] == [0, 0, 0]
+    assert main(["draw", "gpipe", "-p", "3", "-m", "8", "--recompute"]) == 0
+    shown = capsys.readouterr().out
+    assert "  1 + 7\n" in shown and "inputs kept for replays 7" in shown
 
 
 def test_an_option_may_be_named_directly(capsys):

@@ -186,7 +186,7 @@ def test_a_plan_that_spills_is_planned_proved_and_simulated_by_hand(tmp_path, ca
     assert "steps: on the host" in capsys.readouterr().out
     assert main(["plan", *shape, "--step-on", "host"]) == 2
     assert "expected --device-memory too" in capsys.readouterr().err
-    assert main(["plan", *shape, "--device-memory", "2.5 GiB", "--recompute", "always"]) == 2
+    assert main(["plan", *shape, "--device-memory", "2.5 GiB", "--recompute", "stage"]) == 2
     assert "--recompute: it is for plans without --device-memory" in capsys.readouterr().err
     assert main(["plan", *shape, "--device-memory", "10 MiB"]) == 1
     assert "the smallest cap that works is" in capsys.readouterr().err

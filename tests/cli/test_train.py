@@ -100,7 +100,7 @@ def test_a_cap_that_is_too_small_is_refused_with_the_smallest(tmp_path, capsys):
     assert "the smallest cap that works is" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--tensor 2", "--stages 2,3", "--recompute", "--replicas 2,1"])
+@pytest.mark.parametrize("words", ["--tensor 2", "--stages 2,3", "--recompute stage", "--replicas 2,1"])
 def test_a_cap_makes_its_own_plan_and_refuses_to_be_told_another(words, capsys):
     given = ["--model", "gpt", "--option", "layers=3,hidden=32,context=16", "--device-memory", "6 MiB", *words.split()]
     assert main(["train", *given, "--data", "synthetic", "--steps", "2"]) == 2

@@ -49,7 +49,8 @@ def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tm
 def test_every_setting_of_a_run_has_an_option(settings):
     words = (
         "model=mlp option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
-        "recompute plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x resume=runs/y "
+        "recompute=layer plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x "
+        "resume=runs/y "
         "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
@@ -72,12 +73,12 @@ def test_a_file_gives_options_and_what_is_typed_wins(settings, tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
         'format = "pipefit.run/1"\nmodel = "mlp"\nsteps = 20\ndata = ["a.txt", "b.txt"]\nstages = [3, 5]\n'
-        "checkpoint_every = 4\nrecompute = true\nlr = 0.25\n"
+        "checkpoint_every = 4\nrecompute = 'selective'\nlr = 0.25\n"
     )
     assert main(["train", "--config", str(path), "--steps", "10"]) == 0
     config = SimpleNamespace(**as_flat(settings[0][0]))
     assert (config.model, config.steps, config.data, config.stages) == ("mlp", 10, ["a.txt", "b.txt"], (3, 5))
-    assert (config.checkpoint_every, config.recompute, config.lr) == (4, True, 0.25)
+    assert (config.checkpoint_every, config.recompute, config.lr) == (4, "selective", 0.25)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,10 @@ TWO = {
     "Llama": ("LlamaForCausalLM", SIZES, {}),
     "tied, dropout in attention, recomputed": (
         "LlamaForCausalLM", {**TIED, "attention_dropout": 0.2}, {"recompute": True}),
+    "tied, dropout in attention, layers replayed": (
+        "LlamaForCausalLM", {**TIED, "attention_dropout": 0.2}, {"recompute": "layer"}),
+    "dropout in attention, which is replayed": (
+        "LlamaForCausalLM", {**TIED, "attention_dropout": 0.2}, {"recompute": "selective"}),
     "dropout in eager attention": ("LlamaForCausalLM", {**SIZES, "attention_dropout": 0.2, "eager": True}, {}),
     "a vocabulary that two does not divide": ("LlamaForCausalLM", {**TIED, "vocab_size": 101}, {}),
     "Mistral": ("MistralForCausalLM", {**SIZES, "sliding_window": 5}, {}),

@@ -66,8 +66,10 @@ FOUR = {
     "t=4": task((4,), tensor=4, clip_norm=0.05),
     "t=4, sequence, dropout": task((4,), tensor=4, sequence_parallel=True, model={"dropout": 0.2}),
     "t=2 p=2": task((2, 2), clip_norm=0.05),
-    "t=2 p=2, whole messages, dropout": task((2, 2), whole_messages=True, model={"dropout": 0.2}),
-    "t=2 p=2, sequence": task((2, 2), sequence_parallel=True, clip_norm=0.05, recompute=True),
+    "t=2 p=2, whole messages, dropout, attention replayed": task(
+        (2, 2), whole_messages=True, model={"dropout": 0.2}, recompute="selective"
+    ),
+    "t=2 p=2, sequence, layers replayed": task((2, 2), sequence_parallel=True, clip_norm=0.05, recompute="layer"),
     "t=2 d=2": task((4,), num_ranks=2, schedule="data-parallel", clip_norm=0.05),
     "t=2 p=2, pipedream": task((2, 2), schedule="pipedream", num_microbatches=1, model={"tied": False}),
 }

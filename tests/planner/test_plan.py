@@ -64,7 +64,7 @@ def test_auto_is_never_behind_what_it_searches_too(name, method):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "breadth-first"])
 @pytest.mark.parametrize("rate", [5e6, 2e9])
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("recompute", ["none", "stage"])
 def test_an_estimate_is_near_what_the_simulator_says(schedule, rate, recompute):
     """With hidden and with full links, replays that fill waits, and reductions behind backwards."""
     profile = model(8, weights=1e6 if rate > 1e7 else 2e4)
@@ -110,7 +110,7 @@ def test_every_plan_is_executable_and_verifies_clean(method):
     ("schedule", "chunks"),
     [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("breadth-first", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)],
 )
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("count", [3, 8, 24, 160])
 def test_claimed_memory_is_the_liveness_of_the_program_that_runs(schedule, chunks, recompute, count):
     problem = problem_of(model(8), Topology.local(4), 2 * count)
@@ -160,12 +160,12 @@ def test_recompute_only_where_memory_asks_for_it():
     profile = model(8, weights=1e5, cut=1e6)
     problem = problem_of(profile, Topology.local(4), 32)
     plain = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "none"))
-    full = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "all"))
+    full = estimate(problem, Config("1f1b", 1, 4, 1, 1, 2, 16, "stage"))
     limit = max(plain.peak_bytes) * 0.8
     assert max(full.peak_bytes) < limit
     tight = problem_of(profile, limited(4, limit), 32)
     some = estimate(tight, Config("1f1b", 1, 4, 1, 1, 2, 16, "some"))
-    replayed = [stage.recompute for stage in some.partition.stages]
+    replayed = [stage.is_replayed for stage in some.partition.stages]
     assert some.fits and any(replayed) and not all(replayed)
     assert plain.step_s < some.step_s < full.step_s
 
@@ -326,7 +326,7 @@ def test_deeper_2bw_pipelines_allow_larger_microbatches_at_lower_throughput():
     topology = Topology((Level("server", 16, 5e9, 2e-5),), device)
     profile = gpt_profile(48, 1600, 16, vocab=32000, sequence=512, device=device)
     points = explore(
-        profile, topology, method="2bw", global_batch=512, microbatch_sizes=(1, 2, 4, 8, 16, 32), recompute=True
+        profile, topology, method="2bw", global_batch=512, microbatch_sizes=(1, 2, 4, 8, 16, 32), recompute="stage"
     )
     largest = {
         depth: max((p.microbatch_size for p in points if p.depth == depth and p.fits), default=0) for depth in (2, 4, 8)
@@ -368,7 +368,7 @@ def test_split_backwards_are_looked_at_where_what_they_cost_was_measured_and_cho
         return msgspec.structs.replace(model(8), layers=tuple(layers))
 
     def found(seconds: float | None) -> Plan:
-        return plan(split(seconds), Topology.local(4), global_batch=16, depths=[4], recompute=False)
+        return plan(split(seconds), Topology.local(4), global_batch=16, depths=[4], recompute="none")
 
     unknown, little, much = found(None), found(0.0), found(1.0)
     assert not any("zb-h1" in c.summary for c in unknown.candidates)

@@ -391,6 +391,7 @@ def test_metrics_answer_what_draw_promises():
         "bubble_fraction": pytest.approx(1.5 / 13.5),
         "bubble_over_ideal": pytest.approx(1.5 / 12),
         "peak_inflight": [2.5, 1.5],
+        "kept_inputs": [0, 0],
         "weight_versions": [1, 1],
         "messages": 24,
         "order": [list(order) for order in program.order],

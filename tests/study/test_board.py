@@ -4,10 +4,11 @@ import math
 
 import pytest
 
-from pipefit.study.board import Board, TrialProgress
+from pipefit.study.board import Board
 from pipefit.study.simulation import TimedTurn, lower_bound_s
 from pipefit.study.stopping import Halving
 from pipefit.study.trial import Figures, Progress, Trial
+from pipefit.study.trial_progress import TrialProgress
 
 
 def board(*steps, devices=2, policy="lrtf", stop=None):

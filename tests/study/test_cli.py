@@ -53,9 +53,10 @@ def test_the_table_that_moves_has_a_row_for_every_trial():
     from rich.console import Console
 
     from pipefit.cli.study import _Table
-    from pipefit.study.board import Board, TrialProgress
+    from pipefit.study.board import Board
     from pipefit.study.simulation import StudyTimeline
     from pipefit.study.trial import Trial
+    from pipefit.study.trial_progress import TrialProgress
 
     entries = [TrialProgress(n, Trial(steps=9), f"trial-{n}", losses=[0.5] * n) for n in range(3)]
     entries[1].status, entries[1].device = "running", 1
@@ -79,8 +80,9 @@ def test_of_many_trials_a_low_terminal_shows_those_that_something_happens_to():
     from rich.console import Console
 
     from pipefit.cli.study import _Table
-    from pipefit.study.board import Board, TrialProgress
+    from pipefit.study.board import Board
     from pipefit.study.trial import Trial
+    from pipefit.study.trial_progress import TrialProgress
 
     entries = [TrialProgress(n, Trial(steps=9), f"trial-{n:02d}", "stopped", losses=[0.5]) for n in range(40)]
     entries[37].status = "running"
@@ -97,8 +99,9 @@ def test_of_many_trials_a_low_terminal_shows_those_that_something_happens_to():
 
 def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys):
     from pipefit.cli.study import _Lines
-    from pipefit.study.board import Board, TrialProgress
+    from pipefit.study.board import Board
     from pipefit.study.trial import Trial
+    from pipefit.study.trial_progress import TrialProgress
 
     entries = [TrialProgress(n, Trial(steps=50), f"trial-{n}") for n in range(2)]
     board, lines = Board(entries, 2, "lrtf"), _Lines()

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipefit.models.gpt import Attention
+
 WIDTH, CLASSES, TOKENS = 5, 3, 7
 
 
@@ -229,6 +231,39 @@ def travelling_weight() -> nn.Sequential:
     )
 
 
+class Rows(nn.Module):
+    """Attention between three rows that are made of a vector, and back to one vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spread = nn.Linear(WIDTH, 12)
+        self.attention = Attention(4, 2, 0.3)
+        self.join = nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.join(self.attention(self.spread(x).view(-1, 3, 4)).flatten(1))
+
+
+class Normed(nn.Module):
+    """Batch norm and dropout, between operations that change their input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH),
+                                   nn.ReLU(inplace=True), nn.Dropout(0.3))  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.steps(x * 1) + x
+
+
+def composed() -> nn.Sequential:
+    """Layers of several modules, whose replays are worth something."""
+    first = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(
+        nn.Linear(4, WIDTH), first, Rows(), Normed(), Rows(), Normed(), Rows(), nn.Linear(WIDTH, CLASSES)
+    )
+
+
 def vectors(batch: int, seed: int) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, 4, generator=generator, dtype=torch.float64)
@@ -259,6 +294,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Sequential], Callable[[int, int], tuple[
     "a weight that nothing reaches": (idle_weight, vectors),
     "a layer used twice": (used_twice, vectors),
     "a weight that travels": (travelling_weight, vectors),
+    "attention, batch norm and dropout": (composed, vectors),
 }
 
 

@@ -14,6 +14,8 @@ from pipefit.testing import check
 SYNCHRONOUS = ("naive", "data-parallel", "gpipe", "1f1b", "interleaved", "breadth-first")
 ASYNCHRONOUS = ("pipedream", "pipedream-vertical-sync", "pipedream-2bw")
 SCHEDULES = SYNCHRONOUS + ASYNCHRONOUS
+ATTENTION = "attention, batch norm and dropout"
+SLOW = pytest.mark.slow
 CHUNKS = {"interleaved": 2, "breadth-first": 2}
 
 
@@ -64,6 +66,25 @@ def test_every_schedule_is_exact_for_every_kind_of_model(
     schedule: str, model: str, num_ranks: int, m: int, recompute: bool
 ) -> None:
     assert_equal(model, schedule=schedule, recompute=recompute, **sizes(schedule, num_ranks, m))
+
+
+INSIDE = [
+    (schedule, model, kind)
+    for kind in ("layer", "selective")
+    for schedule, model in itertools.product((*SYNCHRONOUS, "zb-h1", *ASYNCHRONOUS), MODELS)
+    if (kind, schedule) != ("layer", "zb-h1") and (kind == "layer" or model == ATTENTION)
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model", "kind"),
+    [
+        pytest.param(*case, marks=[] if case[0] in ("1f1b", "gpipe", "zb-h1") and case[1] == ATTENTION else SLOW)
+        for case in INSIDE
+    ],
+)
+def test_replays_inside_backwards_are_exact(schedule: str, model: str, kind: str) -> None:
+    assert_equal(model, schedule=schedule, recompute=kind, **sizes(schedule, 2, 3))
 
 
 @pytest.mark.parametrize("model", ["tied ends", "batch norm", "a frozen middle"])

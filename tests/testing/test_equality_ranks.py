@@ -40,6 +40,7 @@ def task_of(
 
 
 THREE = (9, 9, 5)
+ATTENTION = "attention, batch norm and dropout"
 SIX = (5, 5, 5, 4, 5, 6)
 TASKS = {
     "naive": task_of("dropout", "naive", 2, 3, THREE),
@@ -60,6 +61,11 @@ TASKS = {
     "1f1b, a weight that travels": task_of("a weight that travels", "1f1b", 2, 4, THREE),
     "interleaved": task_of("plain", "interleaved", 2, 3, THREE),
     "breadth-first, tied": task_of("tied neighbours", "breadth-first", 2, 3, THREE, recompute=True),
+    "1f1b, layers replayed": task_of(ATTENTION, "1f1b", 2, 3, THREE, recompute="layer", clip_norm=0.05),
+    "gpipe, layers replayed, tied": task_of("tied neighbours", "gpipe", 2, 3, THREE, recompute="layer"),
+    "2bw, layers replayed": task_of(ATTENTION, "pipedream-2bw", 2, 3, SIX, recompute="layer"),
+    "interleaved, attention replayed": task_of(ATTENTION, "interleaved", 2, 4, (9, 9, 6), recompute="selective"),
+    "zb-h1, attention replayed": task_of(ATTENTION, "zb-h1", 2, 4, (9, 9, 9), recompute="selective"),
     "zb-h1, tied": task_of("tied ends", "zb-h1", 2, 4, THREE, clip_norm=0.05),
     "zb-h2 2-1": task_of("batch norm", "zb-h2", 3, 4, THREE, (2, 1)),
     "zb-v": task_of("convolutions", "zb-v", 2, 3, THREE),

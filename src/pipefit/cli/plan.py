@@ -79,7 +79,7 @@ def command(
     microbatches: Annotated[Count | None, Parameter(alias="-m")] = None,
     schedule: str | None = None,
     depth: Counts = (),
-    recompute: Literal["auto", "always", "never"] = "auto",
+    recompute: Literal["auto", "none", "stage", "layer", "selective"] = "auto",
     memory: Size | None = None,
     capped: CapOptions,
     state: float | None = None,
@@ -114,7 +114,7 @@ def command(
         microbatches: Numbers of micro-batches per update to choose from.
         schedule: Schedules to choose from, like 1f1b,gpipe.
         depth: Depths to choose from, like 2,4.
-        recompute: Replay forwards to save memory?
+        recompute: What backwards replay to save memory: nothing, whole stages, layer by layer, or only attention.
         memory: Memory of every device, like "8 GiB", in place of the topology's.
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
         tensor: Tensor widths to choose from, such as 1,2.
@@ -149,7 +149,7 @@ def command(
         "global_batch": global_batch,
         "microbatch_sizes": microbatch_size or None,
         "schedules": schedule.split(",") if schedule else None,
-        "recompute": {"auto": None, "always": True, "never": False}[recompute],
+        "recompute": None if recompute == "auto" else recompute,
         "state_per_weight": state,
         "tensors": tensor or None,
     }

@@ -79,9 +79,12 @@ def _table(data: dict[str, Any], timeline: Timeline) -> str:
     if real:
         shares = (f"{name} {share:.1%}" for name, share in data["breakdown"].items())
         lines.append(f"time of a step   {', '.join(shares)}")
-    rows = [["rank", "busy", "idle", "versions", "in flight", *(["peak memory"] if peaks else [])]]
+    kept = data["kept_inputs"] if any(data["kept_inputs"]) else []
+    more = ["inputs kept"] * bool(kept) + ["peak memory"] * bool(peaks)
+    rows = [["rank", "busy", "idle", "versions", "in flight", *more]]
     for rank, busy in enumerate(data["busy"]):
         idle = 1 - busy / makespan if makespan else 0.0
         row = [str(rank), time_text(busy, real), f"{idle:.1%}", str(data["weight_versions"][rank])]
-        rows.append([*row, f"{data['peak_inflight'][rank]:.3g}", *([format_bytes(peaks[rank])] if peaks else [])])
+        row += [f"{data['peak_inflight'][rank]:.3g}", *([str(kept[rank])] if kept else [])]
+        rows.append([*row, *([format_bytes(peaks[rank])] if peaks else [])])
     return "\n".join([*lines, "", *columns(rows, right=True)])

@@ -21,7 +21,8 @@ from pipefit.study.results import loss_text
 from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
-    from pipefit.study.board import Board, TrialProgress
+    from pipefit.study.board import Board
+    from pipefit.study.trial_progress import TrialProgress
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
 _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}

@@ -130,7 +130,7 @@ def _shape(
     if ranks is not None or microbatches is not None or chunks != 1:
         raise PipefitError(f"{path} determines ranks, micro-batches and chunks; leave out -p, -m and -v")
     plan = Plan.load(path)
-    if plan.tensor > 1 or plan.spill or any(stage.recompute for stage in plan.partition.stages):
+    if plan.tensor > 1 or plan.spill or any(stage.recompute != "none" for stage in plan.partition.stages):
         raise PipefitError(f"{path}: the search does not support tensor parallelism, recomputation or spilling")
     return shape_of(plan).header("synthesized", "loop", WeightRule.FLUSH), plan
 

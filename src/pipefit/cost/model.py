@@ -37,6 +37,7 @@ class CostModel:
         act_bytes: of a stage's output, as it travels to the next.
         grad_bytes: of the gradient of that output; (): those of the output.
         saved_bytes: kept from forward to backward.
+        replay_bytes: made by a replay inside a backward, and freed with it.
         half_bytes: gradients kept from bwd_input to bwd_weight, in addition to `saved_bytes`; (): `grad_bytes`.
         weight_bytes: of the weights.
         wgrad_bytes: of the weights that train: of their gradients, and of each further version; (): `weight_bytes`.
@@ -75,6 +76,7 @@ class CostModel:
     act_bytes: tuple[float, ...] = ()
     grad_bytes: tuple[float, ...] = ()
     saved_bytes: tuple[float, ...] = ()
+    replay_bytes: tuple[float, ...] = ()
     half_bytes: tuple[float, ...] = ()
     weight_bytes: tuple[float, ...] = ()
     wgrad_bytes: tuple[float, ...] = ()
@@ -258,11 +260,15 @@ class CostModel:
         """Bytes that are always on a rank with these stages: the optimizer's state."""
         return sum(self.optim_bytes[stage] for stage in stages)
 
+    def room_bytes(self, stages: Sequence[int]) -> float:
+        """Bytes that a rank with these stages leaves free for the replays inside its backwards, one at a time."""
+        return max((self.replay_bytes[stage] for stage in stages), default=0)
+
     def staying_bytes(self, header: Header, rank: int) -> float:
-        """Bytes that are always on a rank: the optimizer's states that are not moved, and `fixed_bytes`."""
+        """Bytes that are always on a rank: optimizer states that are not moved, `fixed_bytes`, and room for replays."""
         own = header.stages_of(rank)
         stay = self.resident_bytes([stage for stage in own if header.keeps_states(stage)])
-        return stay + sum(self.fixed_bytes[stage] for stage in own)
+        return stay + sum(self.fixed_bytes[stage] for stage in own) + self.room_bytes(own)
 
     def _work_s(self, instruction: Instruction) -> float:
         """The sum of the operation's figures; those with one entry per stage are taken at the instruction's stage."""

@@ -85,8 +85,12 @@ def of_plan(
         profile = profile.at(plan.microbatch_size)
     state = usual_state(profile) if state_per_weight is None else state_per_weight
 
+    stages = [[profile.layers[index].replaying(str(s.recompute)) for index in s.layers] for s in partition.stages]
+
     def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
-        return tuple(sum(figure(profile.layers[index]) for index in stage.layers) for stage in partition.stages)
+        return tuple(sum(map(figure, layers)) for layers in stages)
+
+    replays = [[profile.layers[index].replay_bytes(str(s.recompute)) for index in s.layers] for s in partition.stages]
 
     # Each replica steps its part and keeps the states of it.
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
@@ -111,6 +115,7 @@ def of_plan(
         act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes),
         grad_bytes=grads,
         saved_bytes=total(lambda layer: layer.saved_bytes),
+        replay_bytes=tuple(map(max, replays)),
         half_bytes=(*none, grads[first], *total(lambda layer: layer.kept_bytes)[first + 1 :]),
         weight_bytes=total(lambda layer: layer.weight_bytes),
         wgrad_bytes=trained,

@@ -34,6 +34,8 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
         inner = 0 < index < len(profile) - 1
         wait_s = 2 * all_reduce_s(layer.output_bytes) if inner else 0.0
         whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
+        # Scores, and with them the cores of attention, are sharded; what is not is kept in any case.
+        chosen = layer.selective_bytes
         # A backward in two halves keeps the inputs of the two products whose outputs are summed.
         kept = min(layer.kept_bytes, 2 * layer.output_bytes) if inner else 0.0
         layers.append(
@@ -49,6 +51,9 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
                 half_bytes=kept + (layer.kept_bytes - kept) / tensor,
                 step_s=layer.step_s / tensor,
                 trained_bytes=None if layer.trained_bytes is None else layer.trained_bytes / tensor,
+                input_bytes=layer.input_bytes,
+                selective_bytes=chosen if chosen is None else whole + (chosen - whole) / tensor,
+                attention_s=layer.attention_s / tensor,
             )
         )
     return msgspec.structs.replace(profile, layers=tuple(layers), optimizer_s=profile.optimizer_s / tensor, others=())

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ShapesCollection, export
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, optimization_hint
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -147,9 +147,13 @@ class Flow:
 
 
 def num_bytes(node: fx.Node) -> float:
-    """Bytes of a node's tensor for the example; infinite for what is no tensor, which cannot be sent."""
+    """Bytes of a node's tensor for the example; infinite for what is no tensor, or has a size that depends on data."""
     value = node.meta.get("val")
-    return optimization_hint(value.numel()) * value.itemsize if isinstance(value, Tensor) else float("inf")
+    if not isinstance(value, Tensor):
+        return float("inf")
+    count = value.numel()
+    known = count.node.hint if isinstance(count, torch.SymInt) else count
+    return float("inf") if known is None else known * value.itemsize
 
 
 def modules_of(node: fx.Node) -> list[str]:

@@ -119,16 +119,7 @@ class Shell:
         self.model.train(mode)
 
     def block(self, number: int) -> nn.Module | None:
-        """The block that is a layer; None: what runs before or after the blocks.
-
-        Raises:
-            ModelError: the model's own code gathers outputs from inside it, by hooks of each micro-batch.
-        """
-        if self.carried:
-            raise ModelError(
-                "the outputs of the model's routers are gathered by hooks, which torch.compile would compile anew for "
-                "each micro-batch; train it without compile, or with output_router_logits=False"
-            )
+        """The block that is a layer; None: what runs before or after the blocks."""
         return self.blocks[number - 1] if 0 < number <= len(self.blocks) else None
 
     def holds(self, layers: range, owners: frozenset[int]) -> bool:
@@ -274,7 +265,7 @@ class CutLayer(nn.Module):
 
     @property
     def block(self) -> nn.Module | None:
-        """The module that `torch.compile` takes for this layer; see `Shell.block`."""
+        """The module that `torch.compile` and replays take for this layer; see `Shell.block`."""
         return self.shell.block(self.number)
 
     def tensor_rules(self, known: dict[nn.Module, Rules]) -> dict[str, Ruled]:

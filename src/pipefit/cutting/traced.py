@@ -155,7 +155,7 @@ class Traced:
         self.training = mode
 
     def block(self, number: int) -> nn.Module:
-        """The module that `torch.compile` takes for a layer."""
+        """The module that `torch.compile` and replays take for a layer."""
         return self.runners[number]
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:

@@ -68,6 +68,12 @@ def counts(scene: Scene) -> str:
     return " · ".join(parts)
 
 
+def peak_words(scene: Scene, rank: int) -> str:
+    """The micro-batches in flight on a rank at most, and the inputs that it keeps for replays: "1 + 7"."""
+    kept = scene.facts.kept_inputs[rank]
+    return label_number(scene.facts.peak_inflight[rank]) + (f" + {kept}" if kept else "")
+
+
 def measures(scene: Scene) -> str:
     """The line of results: bubble, makespan, peak."""
     facts = scene.facts
@@ -78,6 +84,8 @@ def measures(scene: Scene) -> str:
         f"makespan {duration(facts.makespan_s, scene.unit)}",
         f"peak in flight {peaks}",
     ]
+    if any(facts.kept_inputs):
+        parts.append("inputs kept for replays " + " ".join(map(str, facts.kept_inputs)))
     if max(facts.weight_versions, default=1) > 1:
         parts.append("weight versions " + " ".join(map(str, facts.weight_versions)))
     return " · ".join(parts)

@@ -45,6 +45,7 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
         "over": facts.bubble_over_ideal,
         "messages": sum(i.op is Op.SEND for _, _, i in scene.timeline.program),
         "peak": list(facts.peak_inflight),
+        **({"kept": list(facts.kept_inputs)} if any(facts.kept_inputs) else {}),
         "weights": list(facts.weight_versions),
         "bytes": [format_bytes(size) for size in facts.peak_bytes],
         "stages": [list(stages) for stages in scene.stages],

@@ -10,7 +10,7 @@ from itertools import groupby
 from textwrap import wrap
 
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
-from pipefit.draw.caption import counts, duration, measures, title_of
+from pipefit.draw.caption import counts, duration, measures, peak_words, title_of
 from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import COPIED, Box, Scene, scene_of
 from pipefit.timeline import Timeline
@@ -45,7 +45,7 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     scene, width, paint = scene_of(timeline), max(columns, 40), _painted if color else _plain
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
     gutter = max(len(name) for name in names) + 2
-    peaks = [label_number(value) for value in scene.facts.peak_inflight]
+    peaks = [peak_words(scene, rank) for rank in range(scene.num_ranks)]
     right = max(len("peak"), *map(len, peaks)) + 2
     per_second, labelled, exact = _scale(scene, width - gutter - right - 1)
     length = max(round(scene.facts.makespan_s * per_second), 1)

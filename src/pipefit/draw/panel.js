@@ -85,6 +85,7 @@ class Panel {
     if (shape.length && entry.s) shape.push(["slots", String(entry.s)]);
     const facts = [...shape, ["bubble", percent(entry.bubble)], ["over ideal", percent(entry.over)],
       ["makespan", time(entry, entry.makespan)], ["peak in flight", number(peak)]];
+    if (entry.kept) facts.push(["inputs kept", String(Math.max(...entry.kept))]);
     if (entry.s) facts.push([`copies, ${entry.tier}`, number(copies)], ["copies behind work", percent(hiddenShare(entry))]);
     else facts.push(["weight versions", String(weights)]);
     if (entry.messages || !entry.s) facts.push(["messages", number(entry.messages)]);
@@ -111,13 +112,13 @@ class Panel {
       (this.slots[rank] || []).forEach((slot, place) => item.append(tag("em", place ? "slot" : "slot first", slot.name)));
       return item;
     }));
-    this.memory.dataset.head = "peak in flight" + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
+    this.memory.dataset.head = (entry.kept ? "in flight + inputs" : "peak in flight") + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
     this.memory.replaceChildren(...entry.peak.map((peak, rank) => {
       const item = tag("div", "rank"), first = tag("div"), track = tag("i"), bar = tag("b");
       item.style.height = this.tall + "px";
       bar.style.width = 100 * peak / highest + "%";
       track.append(bar);
-      first.append(track, tag("span", "", number(peak)));
+      first.append(track, tag("span", "", number(peak) + (entry.kept && entry.kept[rank] ? ` + ${entry.kept[rank]}` : "")));
       const held = entry.weights[rank];
       if (several) first.append(tag("em", "", held + (held > 1 ? " versions" : " version")));
       if (entry.bytes.length) first.append(tag("em", "", entry.bytes[rank]));

@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from pipefit.ir.liveness import peak_inflight, weight_versions
+from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Header, WeightRule
 from pipefit.timeline import Timeline
@@ -60,7 +60,8 @@ class Facts:
     """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
 
     `peak_bytes` of each rank is known where the timeline has its memory and times are real. `spill` describes the
-    spilled stages; `slots` is their number of slots on a device, 0 without spilling.
+    spilled stages; `slots` is their number of slots on a device, 0 without spilling. `kept_inputs` are inputs of stages
+    that ranks hold for replays; where stages spill, they may be elsewhere.
     """
 
     schedule: str
@@ -75,6 +76,7 @@ class Facts:
     bubble_over_ideal: float
     peak_inflight: tuple[float, ...]
     weight_versions: tuple[int, ...]
+    kept_inputs: tuple[int, ...]
     peak_bytes: tuple[float, ...] = ()
     spill: str = ""
     slots: int = 0
@@ -187,6 +189,7 @@ def _facts(timeline: Timeline, seconds: bool) -> Facts:
         bubble_over_ideal=(makespan - ideal) / ideal if ideal else 0.0,
         peak_inflight=tuple(peak_inflight(program, rank) for rank in ranks),
         weight_versions=tuple(weight_versions(program, rank) for rank in ranks),
+        kept_inputs=tuple(0 if header.spill else kept_inputs(program, rank) for rank in ranks),
         peak_bytes=_peak_bytes(timeline) if seconds else (),
         spill=_spill_words(header),
         slots=header.spill.weights_slots if header.spill else 0,

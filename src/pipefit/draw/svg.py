@@ -7,7 +7,7 @@ from itertools import product
 
 from pipefit.draw.arrows import ROOM, arrows
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
-from pipefit.draw.caption import counts, describe, measures, percent, stages_words, title_of
+from pipefit.draw.caption import counts, describe, measures, peak_words, percent, stages_words, title_of
 from pipefit.draw.look import cell_rules
 from pipefit.draw.scene import Box, Scene, scene_of
 from pipefit.draw.svg_layout import BAR_HEIGHT, MARGIN, PEAK_WIDTH, WEIGHTS_OFFSET, Layout, layout_of
@@ -180,7 +180,8 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
 def _memory(scene: Scene, plan: Layout) -> list[str]:
     peaks, versions = scene.facts.peak_inflight, scene.facts.weight_versions
     x, highest = plan.memory_left, max(scene.facts.peak_inflight, default=0) or 1
-    parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">peak in flight</text>']
+    head = "in flight + inputs" if any(scene.facts.kept_inputs) else "peak in flight"
+    parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">{head}</text>']
     several = max(versions, default=1) > 1
     if several:
         parts.append(f'<text class="soft small" x="{x + WEIGHTS_OFFSET:.1f}" y="{plan.top - 12:.1f}">weights</text>')
@@ -192,7 +193,9 @@ def _memory(scene: Scene, plan: Layout) -> list[str]:
         length = PEAK_WIDTH * peak / highest
         parts.append(f'<rect class="lane" x="{x:.1f}" y="{y:.1f}" width="{PEAK_WIDTH}" height="10" rx="2"/>')
         parts.append(f'<rect class="bar" x="{x:.1f}" y="{y:.1f}" width="{length:.1f}" height="10" rx="2"/>')
-        parts.append(f'<text class="ink" x="{x + PEAK_WIDTH + 8:.1f}" y="{middle:.1f}">{label_number(peak)}</text>')
+        parts.append(
+            f'<text class="ink" x="{x + PEAK_WIDTH + 8:.1f}" y="{middle:.1f}">{peak_words(scene, rank)}</text>'
+        )
         if several:
             words = f"{versions[rank]} version{'s' if versions[rank] > 1 else ''}"
             parts.append(f'<text class="ink" x="{x + WEIGHTS_OFFSET:.1f}" y="{middle:.1f}">{words}</text>')

@@ -105,7 +105,9 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
     several = max(scene.facts.weight_versions, default=1) > 1
     longest = 0 if scene.is_plain else max(len(stages_words(stages)) for stages in scene.stages)
     left = MARGIN + max(62, int(5.7 * longest) + 16)
-    memory_width = 28.0 + 72 + 8 + 30 + 68 * several + 68 * bool(scene.facts.peak_bytes)
+    memory_width = (
+        28.0 + 72 + 8 + 30 + 30 * any(scene.facts.kept_inputs) + 68 * several + 68 * bool(scene.facts.peak_bytes)
+    )
     span = scene.facts.makespan_s or 1.0
     typical, digits = _typical_cell(scene)
     if width is None:

@@ -15,7 +15,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
-from pipefit.ir.values import OPTIM, SAVED, WEIGHTS, WGRAD, Value, consumes, makes, needs
+from pipefit.ir.values import ACT, INPUT, OPTIM, SAVED, WEIGHTS, WGRAD, Value, consumes, makes, needs
 
 
 class Lifetime(NamedTuple):
@@ -102,6 +102,13 @@ def peak_inflight(program: Program, rank: int) -> float:
     """Maximum of activations a rank holds at once, in micro-batches of that rank's layers: a chunk counts 1/v."""
     share = 1 / max(len(program.header.stages_of(rank)), 1)
     return peak([life for life in lifetimes(program, rank) if life.value.kind == SAVED], lambda value: share)
+
+
+def kept_inputs(program: Program, rank: int) -> int:
+    """Maximum number of inputs of stages, each of one micro-batch, that a rank holds at once for replays of stages."""
+    own = ((stage, mb) for stage, mb in program.recomputed if rank in program.header.placement[stage])
+    inputs = {Value(ACT, stage - 1, mb) if stage else Value(INPUT, 0, mb) for stage, mb in own}
+    return int(peak([life for life in lifetimes(program, rank) if life.value in inputs], lambda value: 1.0))
 
 
 def weight_versions(program: Program, rank: int) -> int:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from pipefit.parallel.region import Region
+from pipefit.stage.replay import attention_core
 
 
 class WholeMasks(TorchFunctionMode):
@@ -45,6 +46,7 @@ class WholeMasks(TorchFunctionMode):
         return self._region.own_dropout(x, p, 1 if x.dim() == 4 else -1) if training and p else x
 
 
+@attention_core
 def attend(
     region: Region,
     query: Tensor,
@@ -70,6 +72,10 @@ def attend(
         scale: of the scores; None: 1/√d.
         enable_gqa: there may be fewer keys and values than queries.
     """
+    if has_torch_function((query, key, value)):
+        more = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        given = (query, key, value)
+        return handle_torch_function(attend, given, region, *given, **more, enable_gqa=enable_gqa)
     if not dropout_p:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -94,6 +94,8 @@ def assemble(
         of_stage = {stage: plan.placement.ranks[stage] for stage in part if plan.sharded_optimizer}
         shards = {stage: (of.index(rank), len(of)) for stage, of in of_stage.items() if len(of) > 1}
         workers.append(Worker.create(rank, training, part, ties, device, spilling, mesh, shards))
+        for index, stage in workers[-1].stages.items():
+            stage.replay(str(plan.partition.stages[index].recompute), len(layers))
     if session.is_distributed:
         forget_others(layers, {layer.index for part in parts for own in part.values() for layer in own})
     return Engine(workers, header.num_stages, session, device)

@@ -27,6 +27,8 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request
+from pipefit.spec.plan import INSIDE
+from pipefit.stage.replay import check_attention
 from pipefit.stage.split import num_frozen
 
 _COUNTS = (2, 4, 8, 16)
@@ -79,6 +81,7 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
             made = made._replace(plan=_new_plan(request, made, work, session))
     plan = _with_sharding(made.plan, request.parallelism.shard_optimizer)
     _check_ranks(session, plan)
+    _check_can_replay(plan, work)
     return made._replace(plan=msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition)))
 
 
@@ -98,6 +101,22 @@ def _check_can_compile(tensor: int, is_capped: bool) -> None:
             "compile: the plan for a cap on the device's memory counts the bytes that layers keep as they are, not "
             "compiled; leave out device_memory (stages also spill without it), or train without compile"
         )
+
+
+def _check_can_replay(plan: Plan, work: Workload) -> None:
+    """Refuses replays inside backwards of layers that are compiled, and of attention that is not there.
+
+    Raises:
+        PlanError: they cannot be replayed so.
+    """
+    for kind in {str(stage.recompute) for stage in plan.partition.stages}.intersection(INSIDE):
+        if work.compiler is not None:
+            raise PlanError(
+                f"recompute {kind}: layers that are compiled cannot be replayed inside their backward; use recompute "
+                "stage, or train without compile"
+            )
+        if kind == "selective":
+            check_attention(work.layers)
 
 
 def _given(plan: Any) -> Plan | None:
@@ -136,6 +155,7 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             state_per_weight=state_per_weight(work.layers, work.optimizer),
             tensors=widths_of([layer.module for layer in work.layers], 1 if work.compiler else session.num_ranks),
             sharded=True if spread.shard_optimizer else None,
+            recompute=None if spread.recompute == "none" else spread.recompute,
         )
     stages = request.stages
     in_one_rank = spread.ranks in (None, 1) and not session.is_distributed

@@ -60,7 +60,7 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
     replays = spill is not None and config.schedule != "spilled"
     keeps = spill.keeps if spill else ()
     stages = tuple(
-        StageSpec(stage.layers, stage.replicas, config.tensor, stage.recompute or (replays and index not in keeps))
+        StageSpec(stage.layers, stage.replicas, config.tensor, (replays and index not in keeps) or stage.recompute)
         for index, stage in enumerate(partition.stages)
     )
     # A pipeline that visits a stage for all micro-batches at once need not replay the last one.

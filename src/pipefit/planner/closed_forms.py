@@ -109,10 +109,10 @@ def _stage_seconds(problem: Problem, config: Config, partition: Partition, cost:
     slow = problem.slowness_of(config)
     owner = positions(config)
     each = cost.overhead_s + 2 * cost.post_s
-    again = replayed(config) if any(stage.recompute for stage in partition.stages) else ()
+    again = replayed(config) if any(stage.is_replayed for stage in partition.stages) else ()
     found = []
     for stage, spec in enumerate(partition.stages):
-        slowness, replays = slow[owner[stage]], again[stage] if spec.recompute else 0.0
+        slowness, replays = slow[owner[stage]], again[stage] if spec.is_replayed else 0.0
         forward = cost.forward_s[stage] + (cost.loss_s if stage == len(partition.stages) - 1 else 0.0)
         backward = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
         replay = replays * (cost.recompute_s[stage] * slowness + each)
@@ -185,7 +185,7 @@ def quick_s(problem: Problem, config: Config) -> float:
     """Seconds per update if the layers could be split anywhere: an approximate lower bound for ranking."""
     total = _totals(problem, config)
     # Nothing is replayed where the backward follows its forward at once, as on the last rank of 1F1B.
-    replayed = 1 - 1 / config.depth if config.recompute == "all" else 0.0
+    replayed = 1 - 1 / config.depth if config.recompute == "stage" else 0.0
     work = total.forward_s + total.backward_s
     backward_s = total.backward_s + replayed * total.forward_s
     if config.replicas:
@@ -216,10 +216,10 @@ class _Totals(NamedTuple):
 
 
 def _totals(problem: Problem, config: Config) -> _Totals:
-    profile = problem.at(config.microbatch_size, config.tensor)
+    profile = problem.of(config)
     layers = profile.layers
     return problem.once(
-        ("totals", config.microbatch_size, config.tensor),
+        ("totals", config.microbatch_size, config.tensor, config.inside),
         lambda: _Totals(
             sum(layer.forward_s for layer in layers) + profile.loss_s,
             sum(layer.backward_s for layer in layers),
@@ -261,7 +261,7 @@ def quick_bytes(problem: Problem, config: Config) -> float:
     total = _totals(problem, config)
     state = problem.state / (config.data if config.sharded else 1)
     versions = 2 if config.schedule == "pipedream-2bw" else 1
-    kept = total.saved_bytes if config.recompute == "none" else 0.0
+    kept = total.saved_bytes if config.recompute not in ("stage", "some") else 0.0
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline

@@ -80,7 +80,20 @@ def _at(sizes: dict[str, int], b: int, device: Device, element_bytes: int, overh
     halves = 9 * stream
     made = [Layer("embedding", overhead_s, overhead_s, 0.0, stream, tokens, element_bytes * (vocab + s) * h)]
     made += [
-        Layer(f"block{i}", block_s, block_s, block_s, stream, block_saved, block_weights, half_bytes=halves)
+        Layer(
+            f"block{i}",
+            block_s,
+            block_s,
+            block_s,
+            stream,
+            block_saved,
+            block_weights,
+            half_bytes=halves,
+            # Replayed from its input, or without the scores of attention: their products are 4bs²h FLOP.
+            input_bytes=stream,
+            selective_bytes=34 * s * b * h * scale,
+            attention_s=4 * b * s * s * h / rate,
+        )
         for i in range(num)
     ]
     # The projection to the vocabulary shares the embedding's weights; a copy of them is counted where it runs.

@@ -37,16 +37,16 @@ def cut(
     """
     if config.layers:
         stages = zip(config.layers, config.replicas or (1,) * len(config.layers), strict=True)
-        everywhere = config.recompute == "all"
-        return Partition(tuple(StageSpec(layers, count, recompute=everywhere) for layers, count in stages))
-    profile = problem.at(config.microbatch_size, config.tensor)
+        return Partition(tuple(StageSpec(layers, count, recompute=config.recompute) for layers, count in stages))
+    profile = problem.of(config)
     if config.partitioner in ("gpipe", "uniform"):
         found = (gpipe if config.partitioner == "gpipe" else uniform)(profile, config.num_stages)
         counts: list[int] | None = [len(stage.layers) for stage in found.stages]
     else:
         slow = problem.slowness_of(config)
         # The key holds only the settings that determine the cut: many candidates share one.
-        key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), tuple(sorted(recomputed)))
+        replays = config.inside, tuple(sorted(recomputed))
+        key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), replays)
         where = config.depth if config.partitioner == "links" else 0
         if within is None:
             counts = problem.once(
@@ -60,17 +60,15 @@ def cut(
     if counts is None:
         return None
     plain = Partition.from_counts(counts)
-    replayed = recomputed - set(range(profile.num_frozen(plain)))
+    frozen = profile.num_frozen(plain)
+    kinds = ("none" if k < frozen else "stage" if k in recomputed else config.inside for k in range(len(counts)))
     return Partition(
-        tuple(
-            StageSpec(stage.layers, 1, config.tensor, recompute=index in replayed)
-            for index, stage in enumerate(plain.stages)
-        )
+        tuple(StageSpec(stage.layers, 1, config.tensor, kind) for stage, kind in zip(plain.stages, kinds, strict=True))
     )
 
 
 def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: list[float]) -> list[Array]:
-    profile = problem.at(config.microbatch_size, config.tensor)
+    profile = problem.of(config)
 
     def make() -> tuple[Array, Array]:
         forward = spans([layer.forward_s for layer in profile.layers])
@@ -79,7 +77,7 @@ def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: li
         forward[:, : next(trains, len(profile)) + 1] = 0.0
         return spans(layer_times(profile)), forward
 
-    whole, replay = problem.once(("spans", config.microbatch_size, config.tensor), make)
+    whole, replay = problem.once(("spans", config.microbatch_size, config.tensor, config.inside), make)
     replayed = whole + replay
     kinds: dict[tuple[float, bool], Array] = {}
     links = _link_spans(problem, config) if config.partitioner == "links" else 0.0
@@ -104,7 +102,7 @@ def _link_spans(problem: Problem, config: Config) -> Array:
 
 def least_bytes(problem: Problem, config: Config) -> float:
     """The smallest memory in which a candidate of one stage per rank fits, with the best cut for memory."""
-    needs = _needs(problem, config, holdings_of(config)[config.recompute != "none"])
+    needs = _needs(problem, config, holdings_of(config)[config.recompute in ("stage", "some")])
     counts = divide(needs)
     if counts is None:
         return float("inf")
@@ -114,20 +112,23 @@ def least_bytes(problem: Problem, config: Config) -> float:
 
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
     """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
-    profile = problem.at(config.microbatch_size, config.tensor)
+    profile, plain = problem.of(config), problem.at(config.microbatch_size, config.tensor)
     names = ("wgrad_bytes", "frozen_bytes", "saved_bytes", "kept_bytes")
     sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in names}
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
     weights, saved = sums["wgrad_bytes"], sums["saved_bytes"]
     entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
     state = problem.state / (config.data if config.sharded else 1)
+    always = state * weights + sums["frozen_bytes"]
+    if config.inside != "none":
+        always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
     result = []
     for stage, holding in enumerate(holdings):
         half = sums["kept_bytes"] if stage else leaving
         sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": half}
         need = 0 * weights
         for row in holding.rows:
-            total = state * weights + sums["frozen_bytes"]
+            total = always
             for count, (kind, owner) in zip(row, holding.keys, strict=True):
                 if kind in ("act", "grad"):
                     total = total + count * (leaving if owner == stage else entering)
@@ -136,3 +137,12 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
             need = np.maximum(need, total)
         result.append(need)
     return result
+
+
+def _largest(figures: list[float]) -> Array:
+    """The array [a, b]: the largest of the figures a…b−1."""
+    count = len(figures)
+    table = np.zeros((count + 1, count + 1))
+    for a in range(count):
+        table[a, a + 1 :] = np.maximum.accumulate(figures[a:])
+    return table

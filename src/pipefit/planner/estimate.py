@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pipefit.errors import ScheduleError
+from pipefit.ir.op import Kind
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cuts import Within, cut
 from pipefit.planner.holdings import holdings_of, mixed, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
+from pipefit.schedules.registry import NO_HALVES
 from pipefit.spec import Partition
 from pipefit.units import format_bytes
 
@@ -28,7 +30,9 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
         return Estimate(config, None, why=str(refusal))
     limits = problem.memory_of(config)
     every = set(range(config.num_stages))
-    recomputed = every if config.recompute == "all" else set()
+    recomputed = every if config.recompute == "stage" else set()
+    if config.inside == "layer" and any(kind == Kind.HALF for holding in holdings[0] for kind, _ in holding.keys):
+        return Estimate(config, None, why=f"recompute layer: {NO_HALVES}")
 
     def measured(recomputed: set[int]) -> Estimate:
         partition = cut(problem, config, recomputed)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipefit.planner.computed_profile import gpt_settings
-from pipefit.planner.figures import replays_of
+from pipefit.planner.holdings import replayed
 from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
+from pipefit.planner.space import Config
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
 
@@ -114,7 +115,7 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
-        again = sum(replays_of(plan)) / len(plan.partition.stages)
+        again = _replayed(plan, gpt)
         if again:
             found["hfu"] = used + again * (every - used)
     if tokens is not None:
@@ -164,6 +165,19 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
     )
 
 
+def _replayed(plan: Plan, gpt: Gpt) -> float:
+    """The share of the blocks' forward FLOP that is replayed: of stages, none where the backward follows at once."""
+    stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
+    config = Config(plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches)
+    attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
+    of_stages = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
+    shares = (
+        {"stage": share, "layer": 1.0, "selective": attention}.get(str(stage.recompute), 0.0)
+        for share, stage in zip(of_stages, stages, strict=True)
+    )
+    return sum(shares) / len(stages)
+
+
 def _counts(plan: Plan) -> str:
     size = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
     frozen = f" (the first{f' {plan.frozen}' if plan.frozen > 1 else ''} frozen)" if plan.frozen else ""
@@ -183,8 +197,8 @@ def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        replays = stage.recompute and index >= plan.frozen
-        row = [str(index), _layers(stage.layers), _ranks(ranks), "yes" if replays else "no"]
+        replays = stage.recompute if index >= plan.frozen and stage.recompute != "none" else "no"
+        row = [str(index), _layers(stage.layers), _ranks(ranks), str(replays)]
         peaks = plan.prediction.peak_bytes if plan.prediction else ()
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
         if figures:

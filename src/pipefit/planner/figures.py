@@ -17,9 +17,9 @@ def replays_of(plan: Plan) -> list[float]:
     config = Config(
         plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches, replicas=replicas
     )
-    shares = replayed(config) if any(stage.recompute for stage in stages) else (0.0,) * len(stages)
+    shares = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
     both = enumerate(zip(stages, shares, strict=True))
-    return [share if stage.recompute and index >= plan.frozen else 0.0 for index, (stage, share) in both]
+    return [share if stage.is_replayed and index >= plan.frozen else 0.0 for index, (stage, share) in both]
 
 
 def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float) -> float:

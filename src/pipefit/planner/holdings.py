@@ -48,7 +48,7 @@ Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
 
 def holdings_of(config: Config, frozen: int = 0) -> Both:
     """Live values of the ranks without and with recompute; if no stages are frozen, at least as many as if some are."""
-    plain = _held_in(config, config.recompute == "all", frozen)
+    plain = _held_in(config, config.recompute == "stage", frozen)
     return plain, _held_in(config, True, frozen) if config.recompute == "some" else plain
 
 
@@ -164,7 +164,7 @@ def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[
     for (keys, rows), stages in zip(holdings, stages_of, strict=True):
         sizes = np.array([cost.held_bytes(Value(kind, stage, 0)) for kind, stage in keys])
         frozen = sum(cost.frozen_bytes(stage) for stage in stages)
-        result.append(float((rows @ sizes).max()) + cost.resident_bytes(stages) + frozen)
+        result.append(float((rows @ sizes).max()) + cost.resident_bytes(stages) + cost.room_bytes(stages) + frozen)
     return tuple(result)
 
 

@@ -35,7 +35,7 @@ def by_hand(
     num_chunks: int = 1,
     stages: Sequence[int] | None = None,
     replicas: Sequence[int] = (),
-    recompute: bool = False,
+    recompute: str | bool = "none",
     tensor: int = 1,
     sequence_parallel: bool = False,
     scatter_gather: bool = True,
@@ -58,7 +58,7 @@ def by_hand(
         num_chunks: stages per rank.
         stages: layers of each stage; None: balanced.
         replicas: copies of each stage, or one number for all; (): one.
-        recompute: every stage replays its forward before its backward.
+        recompute: what every stage replays, a kind of `pipefit.spec.plan.RECOMPUTE`.
         tensor: processes that share each rank by tensor parallelism.
         sequence_parallel: these also shard the sequence.
         scatter_gather: each of them sends its part of a message.

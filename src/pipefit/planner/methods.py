@@ -13,6 +13,7 @@ from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
 from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
+from pipefit.spec.plan import recompute_kind
 from pipefit.spec.profile import ARITHMETIC
 
 METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
@@ -52,7 +53,7 @@ def space_of(
     num_microbatches: int | None = None,
     schedules: Sequence[str] | None = None,
     depths: Sequence[int] | None = None,
-    recompute: bool | None = None,
+    recompute: str | None = None,
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
 ) -> Space:
@@ -72,10 +73,7 @@ def space_of(
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
         if find(name).spills:
             raise PlanError(f"{name} trains on one device from host memory or disk; without a cap nothing is spilled")
-    if recompute is None:
-        replays = {"2bw": ("none", "all"), "ptdp": ("all",), "gpipe": ("all",)}.get(method, ("none", "some", "all"))
-    else:
-        replays = ("all",) if recompute else ("none",)
+    replays = _replays(problem.profile, method, recompute)
     inner, is_auto = problem.topology.levels[0].width, method == "auto"
     widths = tuple(tensors) if tensors else _widths(problem, 2 * inner)
     if not is_auto:
@@ -91,6 +89,29 @@ def space_of(
         num_microbatches,
         links=problem.topology.num_devices <= 64 and method not in ("gpipe", "uniform"),
     )
+
+
+_REPLAYS = {"2bw": ("none", "stage"), "ptdp": ("layer",), "gpipe": ("stage",)}
+"""Kinds of recomputation that the papers of the methods use."""
+
+
+def _replays(profile: Profile, method: str, wanted: str | None) -> tuple[str, ...]:
+    """Kinds of recomputation to choose from: those that the method uses and the profile has figures for.
+
+    Raises:
+        PlanError: it has none for the kind that is wanted.
+    """
+    if wanted is not None:
+        kind = recompute_kind(wanted)
+        if not profile.can_replay(kind):
+            what = "of attention" if kind == "selective" else "of layers that are replayed"
+            raise PlanError(
+                f"recompute {kind}: profile {profile.model} has no figures {what}; measure it with `pipefit profile`, "
+                "or give recompute stage"
+            )
+        return (kind,)
+    usual = _REPLAYS.get(method, ("none", "some", "selective", "layer", "stage"))
+    return tuple(kind for kind in usual if profile.can_replay(kind)) or ("stage",)
 
 
 def _widths(problem: Problem, most: int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def explore(
     global_batch: int | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     schedules: Sequence[str] | None = None,
-    recompute: bool | None = None,
+    recompute: str | None = None,
     tensors: Sequence[int] | None = None,
     state_per_weight: float | None = None,
 ) -> tuple[Point, ...]:
@@ -154,7 +154,10 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
         places = figure.subplot_mosaic([["layers"] * 2, ["time", "memory"]], height_ratios=[90, 40 + 24 * len(stages)])
         _strip(places["layers"], figures, {layer: i for i, stage in enumerate(stages) for layer in stage.layers})
         seconds = [
-            sum(figures.layers[i].total_s + figures.layers[i].forward_s * s.recompute for i in s.layers)
+            sum(
+                figures.layers[i].replaying(str(s.recompute)).total_s + figures.layers[i].forward_s * s.is_replayed
+                for i in s.layers
+            )
             / (s.tensor * s.replicas)
             for s in stages
         ]
@@ -205,4 +208,4 @@ def _stage_bars(axes: Axes, title: str, values: Sequence[float], words: Callable
 def _stage_words(plan: Plan, index: int) -> str:
     stage, copies = plan.partition.stages[index], len(plan.placement.ranks[index])
     words = f"stage {index}: {counted(len(stage.layers), 'layer')}" + (f", {copies} replicas" if copies > 1 else "")
-    return words + (", recompute" if stage.recompute else "")
+    return words + (f", recompute {stage.recompute}" if stage.recompute != "none" else "")

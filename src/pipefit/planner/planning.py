@@ -28,7 +28,7 @@ def plan(
     num_microbatches: int | None = None,
     schedules: Sequence[str] | None = None,
     depths: Sequence[int] | None = None,
-    recompute: bool | None = None,
+    recompute: str | None = None,
     cost: str = "ring",
     straight: bool = False,
     state_per_weight: float | None = None,
@@ -57,7 +57,7 @@ def plan(
         num_microbatches: per weight update, when they are given; then sizes follow from it.
         schedules: to choose from; None: those of the method.
         depths: to choose from; None: all.
-        recompute: always or never; None: whichever is faster.
+        recompute: a kind of `pipefit.spec.plan.RECOMPUTE` for all stages; None: whichever is fastest.
         cost: convention of "pipedream".
         straight: no replicas, for "pipedream".
         state_per_weight: optimizer bytes per weight byte; None: 6 for 2-byte weights with Adam and a master copy (a

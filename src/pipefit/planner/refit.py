@@ -35,7 +35,9 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
         raise PlanError("refit: the trace holds no forward")
     factors: dict[int, dict[str, float]] = {}
     for index, stage in enumerate(stages):
-        factors |= dict.fromkeys(stage.layers, _factors(figures, stage.layers, stage.tensor, times, index))
+        factors |= dict.fromkeys(
+            stage.layers, _factors(figures.replaying(str(stage.recompute)), stage.layers, stage.tensor, times, index)
+        )
     loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
     loss_factor = loss[0] / figures.loss_s if loss and figures.loss_s else 1.0
     steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}

@@ -149,7 +149,7 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
         # One pipeline represents all copies, so it runs at the speed of the slowest.
         pace = [min(timing.speed[r + config.depth * k] for k in range(config.data)) for r in range(config.depth)]
         one_copy = replace(one_copy, speed=tuple(pace))
-    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.recompute)
+    recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
     is_synchronous = find(config.schedule).is_synchronous
 
     def time_s(count: int) -> float:

@@ -17,6 +17,7 @@ from pipefit.cost import ModelBytes, speeds_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Level, Partition, Placement, Profile, SpillSpec, Tier, Topology
+from pipefit.spec.plan import INSIDE
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class Config:
         chunks: v.
         microbatch_size: b, samples.
         num_microbatches: per weight update, over all copies.
-        recompute: "none", "all", or "some": only where memory requires it.
+        recompute: of all stages, a kind of `pipefit.spec.plan.RECOMPUTE`; or "some": stages where memory requires it.
         sharded: optimizer states sharded over the copies.
         partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
@@ -105,6 +106,11 @@ class Config:
     replicas: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
     spill: SpillSpec | None = None
+
+    @property
+    def inside(self) -> str:
+        """The kind of replays inside backwards; "none" where there are none."""
+        return self.recompute if self.recompute in INSIDE else "none"
 
     @property
     def num_stages(self) -> int:
@@ -136,7 +142,9 @@ class Config:
             widths.append(f"data {self.data}")
         widths += [f"tensor {self.tensor}"] * (self.tensor > 1) + [f"chunks {self.chunks}"] * (self.chunks > 1)
         words = [self.schedule, " × ".join(widths), f"{self.num_microbatches} micro-batches of {self.microbatch_size}"]
-        words += ["recompute" if self.recompute == "all" else "recompute where needed"] * (self.recompute != "none")
+        words += ["recompute where needed" if self.recompute == "some" else f"recompute {self.recompute}"] * (
+            self.recompute != "none"
+        )
         words += ["sharded optimizer"] * self.sharded + ["cut for the links"] * (self.partitioner == "links")
         return ", ".join(words)
 
@@ -203,10 +211,16 @@ class Problem:
         found: T = self._known[key]
         return found
 
-    def at(self, microbatch_size: int, tensor: int) -> Profile:
-        """The profile of one of `tensor` devices that share every layer."""
-        key = ("profile", microbatch_size, tensor)
+    def at(self, microbatch_size: int, tensor: int, inside: str = "none") -> Profile:
+        """The profile of one of `tensor` devices that share every layer, with the replays inside its backwards."""
+        key = ("profile", microbatch_size, tensor, inside)
+        if inside != "none":
+            return self.once(key, lambda: self.at(microbatch_size, tensor).replaying(inside))
         return self.once(key, lambda: tensor_shard(self.profile.at(microbatch_size), tensor, self.topology))
+
+    def of(self, config: Config) -> Profile:
+        """The profile as the stages of a candidate run it."""
+        return self.at(config.microbatch_size, config.tensor, config.inside)
 
     @property
     def capped(self) -> Cap:
@@ -269,7 +283,7 @@ def _at_shape(
         for chunks in (2, 3, 4) if find(name).chunks and depth > 1 else (1,):
             if depth * chunks > num_layers:
                 continue
-            # Where every stage is alike in memory, "some" is "all" or "none".
+            # Where every stage is alike in memory, "some" is "stage" or "none".
             alike = chunks > 1 or depth == 1
             for recompute, sharded in product(space.recompute, shards):
                 if recompute == "some" and alike:

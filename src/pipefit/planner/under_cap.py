@@ -150,7 +150,7 @@ def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
     weights = [layer.weight_bytes for layer in profile.layers]
     count = config.depth * chunks
     for partition in dict.fromkeys((minmax(profile, count), minmax(profile, count, weights))):
-        for recompute in ("none", "all") if config.depth > 1 else ("none",):
+        for recompute in ("none", "stage") if config.depth > 1 else ("none",):
             each = replace(config, chunks=chunks, recompute=recompute, layers=layers_of(partition))
             found = simulated(problem, Estimate(each, cut(problem, each, set())))
             assert found is not None

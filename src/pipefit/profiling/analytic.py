@@ -6,8 +6,9 @@ evaluated. So a model of a trillion parameters takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,10 +20,12 @@ from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.passes import Loss
 from pipefit.profiling.roofline import Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
-from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, tensors_of
+from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, num_bytes, tensors_of
 from pipefit.profiling.untouched import in_train_mode, random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
+from pipefit.stage.payload import sent
+from pipefit.stage.replay import AttentionCores, replayed, replayed_module
 from pipefit.stage.split import NamedLayer, named_layers
 
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
@@ -82,13 +85,18 @@ def analytic_profile(
         model=model,
         microbatch_size=size,
         layers=tuple(
-            msgspec.structs.replace(cost.layer, name=layer.name) for layer, cost in zip(chain, costs, strict=True)
+            msgspec.structs.replace(cost.layer, name=layer.name, input_bytes=_input_bytes(layer, cost, len(chain)))
+            for layer, cost in zip(chain, costs, strict=True)
         ),
         device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
         loss_s=loss_s,
         optimizer_s=_ADAM_BYTES * trained / bandwidth if bandwidth else 0.0,
     )
+
+
+def _input_bytes(layer: NamedLayer, cost: LayerCost, num_layers: int) -> float | None:
+    return None if replayed_module(layer, num_layers) is None else num_bytes(tensors_of(sent(cost.input)))
 
 
 def layer_costs(
@@ -165,8 +173,24 @@ def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.d
         payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, given)
         persistent = {storage_key(tensor) for tensor in state.values()}
         seen: dict[int, Any] = {}
-        with saved_storages(seen, persistent), Roofline(device) as counted:
-            output = call_layer(name, lambda x: functional_call(layer, state, (x,)), payload)
+        attention_s = 0.0
+
+        def timed(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal attention_s
+            before = counted.seconds
+            made = core(*args, **kwargs)
+            attention_s += counted.seconds - before
+            return made
+
+        def run() -> Any:
+            return call_layer(name, lambda x: functional_call(layer, state, (x,)), payload)
+
+        with saved_storages(seen, persistent), Roofline(device) as counted, AttentionCores(timed):
+            output = run()
+        chosen: dict[int, Any] = {}
+        if attention_s:
+            with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
+                run()
         parameters = [t for t in {id(t): t for t in state.values()}.values() if t.requires_grad]
         inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
         backward_input_s = _backward_s(output, inputs, device)
@@ -178,6 +202,8 @@ def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.d
         forward_s=counted.seconds,
         backward_input_s=backward_input_s,
         backward_weight_s=max(backward_s - backward_input_s, 0.0),
+        selective_bytes=sum(storage.nbytes() for storage in chosen.values()) if attention_s else None,
+        attention_s=attention_s,
     )
     return LayerCost(made, form, _like(output, "meta"))
 

@@ -50,13 +50,13 @@ def profile_layers(
 ) -> Profile:
     """Measures forward, input gradient and weight gradient of every layer, and the whole step, alternating.
 
-    Each repeat runs four passes through the whole model, so a slow moment of the machine affects all layers alike: one
+    Each repeat runs these passes through the whole model, so a slow moment of the machine affects all layers alike: one
     without marks (`step_s`), one with a mark at every layer (forward and full backward), one whose backward pass
-    makes input gradients only, and one whose backward comes layer by layer in two halves. The weight
-    gradient is the full backward minus the input gradient; layers that nothing trainable precedes have no input
-    gradient, frozen layers no weight gradient. All figures are medians. A CPU with one thread is timed by the
-    processor time of that thread, so that other programs on the machine do not count. The layers run in train mode;
-    weights, gradients, buffers, modes and random numbers are restored afterwards.
+    makes input gradients only, one whose backward comes layer by layer in two halves, and where there is attention a
+    forward that marks its cores. The weight gradient is the full backward minus the input gradient; layers that nothing
+    trainable precedes have no input gradient, frozen layers no weight gradient. All figures are medians. A CPU with one
+    thread is timed by the processor time of that thread, so that other programs on the machine do not count. The layers
+    run in train mode; weights, gradients, buffers, modes and random numbers are restored afterwards.
 
     Args:
         layers: an `nn.Sequential`, a list of modules or of (name, module); see `named_layers`.
@@ -95,7 +95,7 @@ def profile_layers(
         payload = placed(take(example_input, size, batch), place, dtype)
         goal = placed(take(target, size, batch), place, dtype)
         found = survey(chain, payload)
-        step = Step(chain, payload, loss, goal, Clock(place))
+        step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
@@ -165,6 +165,7 @@ class _Turn(NamedTuple):
     marked: Marked
     inputs_only: Marked
     halved: list[tuple[float, float]] | None
+    attended: list[float]
 
 
 def _turns(step: Step, repeats: int, warmup: int, limit_s: float | None) -> list[_Turn]:
@@ -204,6 +205,7 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
         backward_weight_s=full - inputs,
         split_s=split_s,
         split_input_s=split_input_s,
+        attention_s=median_of([turn.attended[index] for turn in turns]) if found.has_cores else 0.0,
         spread_s=half_interquartile_range([a + b for a, b in zip(forward, backward, strict=True)]),
     )
 

@@ -20,6 +20,7 @@ from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.tensors import cut_off, describe, map_tensors, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
+from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import NamedLayer
 
 Loss = Callable[[Any, Any], Tensor]
@@ -43,6 +44,7 @@ class Step:
     loss: Loss | None
     target: Any
     clock: Clock
+    has_cores: bool = False
 
     def plain(self) -> float:
         """Seconds of forward, loss and backward, without marks."""
@@ -63,6 +65,24 @@ class Step:
     def inputs_only(self) -> Marked:
         """As `marked`, with a backward pass that makes no gradient of a weight."""
         return self._marked(_input_gradients)
+
+    def attended(self) -> list[float]:
+        """Seconds of the cores of attention in the forward of each layer."""
+        clock, payload = self.clock, self.payload
+        marks: list[list[tuple[Any, Any]]] = []
+
+        def timed(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            begin = clock.mark()
+            output = core(*args, **kwargs)
+            marks[-1].append((begin, clock.mark()))
+            return output
+
+        with AttentionCores(timed):
+            for layer in self.chain if self.has_cores else ():
+                marks.append([])
+                payload = layer.module(payload)
+        clock.settle()
+        return [sum(clock.between(*pair) for pair in pairs) for pairs in marks]
 
     def halved(self) -> list[tuple[float, float]] | None:
         """Seconds of each layer's backward in two halves, in isolation; None where one cannot be halved.

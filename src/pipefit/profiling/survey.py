@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
@@ -15,6 +16,7 @@ from pipefit.profiling.tensors import call_layer, num_bytes, tensors_of
 from pipefit.runtime.halves import Saved, input_half
 from pipefit.spec.profile import Layer
 from pipefit.stage.payload import sent
+from pipefit.stage.replay import AttentionCores, replayed_module
 from pipefit.stage.split import NamedLayer
 
 
@@ -23,6 +25,7 @@ class Weighed(NamedTuple):
 
     Attributes:
         layer: named.
+        has_cores: whether it has a core of attention.
         gets_gradients: whether a trainable layer precedes it, so that its input has a gradient.
         learns: whether it has a trainable parameter.
     """
@@ -30,6 +33,7 @@ class Weighed(NamedTuple):
     layer: Layer
     gets_gradients: bool
     learns: bool
+    has_cores: bool
 
 
 def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
@@ -48,13 +52,29 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
     found = []
     for layer in chain:
         weights = list(layer.module.parameters())
-        before = len(seen)
+        before, cores = dict(seen), 0
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
-        with saved_storages(seen, persistent):
-            payload = call_layer(layer.name, layer.module, payload)
-        saved = list(seen.values())[before:]
+        input_bytes = num_bytes(tensors_of(sent(payload)))
+
+        def counted(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            nonlocal cores
+            cores += 1
+            return core(*args, **kwargs)
+
+        given = payload
+        with saved_storages(seen, persistent), AttentionCores(counted):
+            payload = call_layer(layer.name, layer.module, given)
         learns = any(parameter.requires_grad for parameter in weights)
-        found.append(Weighed(weighed(layer.name, inputs, payload, saved, weights), bool(inputs), learns))
+        made = weighed(layer.name, inputs, payload, list(seen.values())[len(before) :], weights)
+        if replayed_module(layer, len(chain)) is not None:
+            made = msgspec.structs.replace(made, input_bytes=input_bytes)
+        if cores:
+            chosen = dict(before)
+            with saved_storages(chosen, persistent), AttentionCores():
+                call_layer(layer.name, layer.module, given)
+            kept = list(chosen.values())[len(before) :]
+            made = msgspec.structs.replace(made, selective_bytes=sum(storage.nbytes() for storage in kept))
+        found.append(Weighed(made, bool(inputs), learns, cores > 0))
     return found
 
 

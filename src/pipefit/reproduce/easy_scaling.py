@@ -22,9 +22,9 @@ _COMPARED = Verb(
 def _kept(run: Bench, layers: int, microbatches: int, stages: int, recompute: bool) -> float:
     """Samples × layers whose activations a device holds at its peak, of 32 samples: from the simulated program."""
     drawing = run(Draw("gpipe", stages, microbatches, **({"recompute": True} if recompute else {})))
-    saved = max(drawing.metrics["peak_inflight"]) * 32 / microbatches * layers / stages
-    # The inputs that wait for their replay, one per micro-batch.
-    return saved + (32 if recompute else 0)
+    saved, kept = (max(drawing.metrics[name]) for name in ("peak_inflight", "kept_inputs"))
+    each = 32 / microbatches
+    return float(saved * each * layers / stages + kept * each)
 
 
 def _slow(run: Bench, stages: int) -> float:

@@ -13,7 +13,7 @@ from pipefit.reproduce.steps import Planned, Step
 def gpt_plan(layers: int, hidden: int, heads: int, devices: int, batch: int, t: int, p: int, **more: Any) -> Planned:
     """The plan of a GPT on A100s with its widths given; every layer is replayed, as in the experiments of PTD-P."""
     wishes = {"schedules": ["1f1b"], "microbatch_sizes": [1]} | more
-    wishes |= {"method": "ptdp"} if t <= 8 else {"recompute": "always"}
+    wishes |= {"recompute": "layer"} | ({"method": "ptdp"} if t <= 8 else {})
     name = f"gpt:layers={layers},hidden={hidden},heads={heads}"
     return Planned(name, f"dgx-a100-{devices}", global_batch=batch, tensors=[t], depths=[p], **wishes)
 

@@ -99,16 +99,10 @@ class Planned(Step):
         model, machine, options = self.places[0], load_topology(self.places[1]), dict(self.options)
         if memory := options.pop("memory", None):
             machine = replace(machine, device=replace(machine.device, memory_bytes=parse_quantity(memory, "bytes")))
-        if "recompute" in options:
-            options["recompute"] = RECOMPUTE[options["recompute"]]
         return Question(model, machine, options)
 
     def _words(self) -> list[str]:
         return ["--profile", self.places[0], "--topology", self.places[1], *super()._words()]
-
-
-RECOMPUTE: Mapping[str, Any] = {"always": True, "never": False}
-"""Values of `pipefit plan --recompute` as they are in Python."""
 
 
 class Largest(Planned):

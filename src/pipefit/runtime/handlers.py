@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,21 +14,14 @@ from pipefit.errors import ModelError
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import PIECE_OF, WHOLE_OF, Kind, Op, Reduction
-from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import tied_stages
-from pipefit.runtime import reducing
+from pipefit.runtime import reducing, spill_handlers
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
 from pipefit.runtime.transport import Message
-from pipefit.spill.lanes import Copy
-from pipefit.spill.rank import Spilling
-from pipefit.spill.tiers import Key
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, flatten, sent, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
-
-PARKED = "parked "
-"""Prefix of the kind of a value that waits on the tier: its flags and structure, without tensors."""
 
 
 def _load(run: Execution, i: Instruction) -> None:
@@ -87,7 +79,7 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     if stage.is_cut and i.stage:
         # The micro-batch's data that every rank has is not sent.
         payload["batch"] = _on(run.feed[i.mb].input, run.worker.device, "the batch")
-    with _saving(run, i):
+    with spill_handlers.saving(run, i):
         output = stage.forward(payload, run.feed[i.mb].ordinal, replay, update)
     outputs, structure = flatten(sent(output), f"the output of stage {i.stage}")
     # Without a graph there are no edges, though a layer may return an input of the stage that needs a gradient.
@@ -240,7 +232,7 @@ def _host_step(run: Execution, i: Instruction) -> None:
     worker = run.worker
     batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
     taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
-    _step_on_host(run, i, _update(run, i) if taken and i.stage in worker.optimizers else None)
+    spill_handlers.step_on_host(run, i, _update(run, i) if taken and i.stage in worker.optimizers else None)
 
 
 def _update(run: Execution, i: Instruction) -> Callable[[], None]:
@@ -297,83 +289,9 @@ def _barrier(run: Execution, i: Instruction) -> None:
     run.endings[run.index] = run.transport.all_reduce(members, ("barrier", run.index), token)
 
 
-# ---- spilling: copies start here, and continue while the rank computes -----------------------------------------------
-
-
-def _fetch(run: Execution, i: Instruction) -> None:
-    """Starts to load a stage's weights, states or gradients, or data at a cut."""
-    if i.kind == Kind.INPUT:
-        return _load(run, Instruction(Op.LOAD, i.stage, i.version))
-    if i.kind not in SLOTTED:
-        copy, arrived = _unparked(run, i)
-    else:
-        store = _spilling(run).stores[i.stage]
-        copy, arrived = store.fetch(i.kind, i.version, i.slot), partial(store.arrived, i.kind, i.version, i.slot)
-    _time(run, copy)
-
-    def end() -> bool:
-        copy.wait()
-        arrived()
-        return True
-
-    run.endings[run.index] = end
-
-
-def _evict(run: Execution, i: Instruction) -> None:
-    """Starts to write back changed values, or data at a cut; an input of the model is only freed."""
-    if i.kind == Kind.INPUT:
-        del run.values[i.kind, i.stage, i.version]
-        return
-    if i.kind == Kind.WGRAD:
-        # Their marks are removed with them.
-        run.worker.forget_idle_gradients(i.stage)
-    copy = _spilling(run).stores[i.stage].evict(i.kind, i.version) if i.kind in SLOTTED else _park(run, i)
-    _spilling(run).writes.append(copy)
-    _time(run, copy)
-
-
-def _park(run: Execution, i: Instruction) -> Copy:
-    """Starts to write an activation or its gradient, of which the rank keeps only flags and structure."""
-    message: Message = run.values.pop((i.kind, i.stage, i.version))
-    run.values[PARKED + i.kind, i.stage, i.version] = message._replace(leaves=[])
-    return _spilling(run).parked.write(Key(i.stage, i.kind, i.version), message.leaves)
-
-
-def _unparked(run: Execution, i: Instruction) -> tuple[Copy, Callable[[], None]]:
-    """The copy of an activation or gradient from the tier, and the function that makes it a value of the run again."""
-    copy, tensors = _spilling(run).parked.read(Key(i.stage, i.kind, i.version))
-
-    def arrived() -> None:
-        message = run.values.pop((PARKED + i.kind, i.stage, i.version))
-        run.values[i.kind, i.stage, i.version] = message._replace(leaves=tensors())
-
-    return copy, arrived
-
-
-def _saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:
-    """The context of a forward: tensors that autograd saves of a stage that keeps them must not be in its slot."""
-    spill, spilling = run.compiled.program.header.spill, run.worker.spilling
-    if spill is None or spilling is None or i.stage not in spill.keeps:
-        return contextlib.nullcontext()
-    return spilling.stores[i.stage].saving()
-
-
-def _step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None) -> None:
-    """Starts an optimizer's step on the host; the next fetch of the stage's weights waits for it."""
-    spilling = _spilling(run)
-    copy = spilling.stores[i.stage].step_on_host(i.version, work)
-    spilling.steps.append(copy)
-    _time(run, copy)
-
-
 def _norm_part(run: Execution, i: Instruction) -> None:
     """Takes a stage's part of the global norm while its gradients are on the device."""
-    _spilling(run).parts[i.version, i.stage] = _norms_of(run.worker.counted_gradients(i.stage))
-
-
-def _time(run: Execution, copy: Copy) -> None:
-    """Sets the times of the instruction to those of its copy, which its lane records."""
-    run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))
+    spill_handlers.spilling_of(run).parts[i.version, i.stage] = _norms_of(run.worker.counted_gradients(i.stage))
 
 
 def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
@@ -381,9 +299,20 @@ def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
     return [norm.double() for norm in torch._foreach_norm(gradients)] if gradients else []
 
 
-def _spilling(run: Execution) -> Spilling:
-    assert run.worker.spilling is not None
-    return run.worker.spilling
+def _fetch(run: Execution, i: Instruction) -> None:
+    """Starts to load a stage's weights, states or gradients, or data at a cut."""
+    if i.kind == Kind.INPUT:
+        _load(run, Instruction(Op.LOAD, i.stage, i.version))
+    else:
+        spill_handlers.fetch(run, i)
+
+
+def _evict(run: Execution, i: Instruction) -> None:
+    """Starts to write back changed values, or data at a cut; an input of the model is only freed."""
+    if i.kind == Kind.INPUT:
+        del run.values[i.kind, i.stage, i.version]
+    else:
+        spill_handlers.evict(run, i)
 
 
 HANDLERS: Handlers = {

@@ -11,7 +11,7 @@ from pipefit.schedules import gpipe, looped, one_f_one_b, spilled, zero_bubble
 from pipefit.schedules.registry import REGISTRY, Schedule
 from pipefit.schedules.shape import Shape
 from pipefit.schedules.written import SUFFIX, from_file
-from pipefit.spec.plan import Plan
+from pipefit.spec.plan import INSIDE, Plan
 
 HOUSE = (gpipe, one_f_one_b, looped, zero_bubble, spilled)
 """The built-in families, one file each; importing a family registers its schedules."""
@@ -60,7 +60,8 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
         num_chunks=plan.num_chunks,
         num_steps=num_steps,
         placement=plan.placement.ranks,
-        recompute=tuple(index for index, stage in enumerate(stages) if stage.recompute),
+        recompute=tuple(index for index, stage in enumerate(stages) if stage.is_replayed),
+        inside={index: str(stage.recompute) for index, stage in enumerate(stages) if stage.recompute in INSIDE},
         ties=ties,
         clip=clip,
         sharded=plan.sharded_optimizer,

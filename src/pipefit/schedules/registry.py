@@ -8,9 +8,15 @@ from typing import TypedDict, Unpack, overload
 
 from pipefit.errors import ScheduleError, nearest
 from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes.build import build
 from pipefit.schedules.shape import Shape
+
+NO_HALVES = (
+    "each of the two halves of a backward would replay every layer; use stage or selective, or a schedule of whole "
+    "backwards such as 1f1b"
+)
 
 
 @dataclass(frozen=True)
@@ -114,10 +120,19 @@ class Schedule:
         options = {**self.options, **shape.options}
         orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
         ranks = [[i for order in orders for i in order[rank]] for rank in range(header.num_ranks)]
+        self._refuse_inside(header, ranks, shape.inside)
         recompute = shape.recompute
         if self.spills and header.spill and recompute == ():
             recompute = tuple(stage for stage in range(header.num_stages) if stage not in header.spill.keeps)
         return build(header, ranks, recompute=recompute, ahead=shape.ahead, prefetch=shape.prefetch)
+
+    def _refuse_inside(self, header: Header, ranks: list[list[Instruction]], inside: dict[int, str]) -> None:
+        """Each half of a backward would replay all layers; tensors of stages that come and go cannot be kept so."""
+        for stage, kind in inside.items():
+            if header.is_spilled(stage):
+                raise ScheduleError(f"recompute {kind}: stage {stage} is spilled; use stage (or none, and keep) there")
+            if kind == "layer" and any(i.op is Op.BWD_INPUT and i.stage == stage for rank in ranks for i in rank):
+                raise ScheduleError(f"{self.name}: recompute layer: {NO_HALVES}")
 
     def _refuse_placement(self, header: Header) -> None:
         for rank in range(header.num_ranks):

@@ -23,6 +23,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             stage by stage.
         placement: ranks of each stage; (): the default of the layout.
         recompute: stages that replay their forward; None: all.
+        inside: stages that replay inside their backward, and how: "layer" or "selective".
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is needed before each step.
         sharded: each replica of a stage steps a part of its weights.
@@ -42,6 +43,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     replicas: tuple[int, ...] = ()
     placement: tuple[tuple[int, ...], ...] = ()
     recompute: tuple[int, ...] | None = ()
+    inside: dict[int, str] = {}
     ties: tuple[tuple[int, ...], ...] = ()
     clip: bool = False
     sharded: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipefit.cost import CostModel, unit
-from pipefit.ir.liveness import peak_inflight, weight_versions
+from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program, WeightRule
 from pipefit.simulate.simulate import collector_paused, simulate
@@ -42,6 +42,7 @@ def metrics(
     period = steady_period_s(steady or program, cost, **alike)
     with collector_paused():
         peaks = [peak_inflight(program, rank) for rank in ranks]
+        kept = [kept_inputs(program, rank) for rank in ranks]
         versions = [weight_versions(program, rank) for rank in ranks]
     return {
         "schedule": header.schedule,
@@ -54,6 +55,7 @@ def metrics(
         "bubble_fraction": float(1 - ideal / makespan) if makespan else 0.0,
         "bubble_over_ideal": float((makespan - ideal) / ideal) if ideal else 0.0,
         "peak_inflight": peaks,
+        "kept_inputs": kept,
         "weight_versions": versions,
         "messages": sum(i.op is Op.SEND for _, _, i in program),
         "order": [list(order) for order in program.order],

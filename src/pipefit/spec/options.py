@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 from pipefit.errors import PlanError, nearest
+from pipefit.spec.plan import recompute_kind
 from pipefit.units import parse_quantity
 
 AUTO: Final = "auto"
@@ -54,7 +55,8 @@ class Parallelism:
         sequence_parallel: the processes of a rank also split the sequence between them.
         whole_messages: each process of a rank sends all of a message between ranks, not only its part.
         shard_optimizer: shard the optimizer's states over the replicas of each stage.
-        recompute: replay each forward before its backward; only the inputs of stages are kept.
+        recompute: what backwards replay instead of keeping it: "stage": whole stages, of which only inputs are kept;
+            "layer": layer by layer, of which inputs are kept; "selective": only the cores of attention.
         options: an option of the schedule as NAME=INTEGER; may be repeated.
         device: where ranks compute, like cpu or cuda; default: the GPU of the process where it has one.
     """
@@ -67,12 +69,13 @@ class Parallelism:
     sequence_parallel: bool = False
     whole_messages: bool = False
     shard_optimizer: bool = False
-    recompute: bool = False
+    recompute: Literal["none", "stage", "layer", "selective"] = "none"
     options: Mapping[str, int] = setting(dict, "--schedule-option", typed="pairs")
     device: Any = setting(None, typed=str)
 
     def __post_init__(self) -> None:
         check_least(self)
+        object.__setattr__(self, "recompute", recompute_kind(self.recompute))
 
     @property
     def copies(self) -> tuple[int, ...]:

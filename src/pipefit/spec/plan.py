@@ -4,11 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from pipefit.errors import ABOVE_0, PlanError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
+
+RECOMPUTE: Final = ("none", "stage", "layer", "selective")
+"""What the backward of a stage replays: nothing; the whole stage (an instruction before it, as GPipe does); one layer
+after the other inside it, each from its own input (as PTD-P does); or only the cores of attention, softmax(q·kᵀ)·v."""
+
+INSIDE: Final = ("layer", "selective")
+"""Those that replay inside the backward, without an instruction of their own."""
+
+
+def recompute_kind(value: object) -> str:
+    """A kind of `RECOMPUTE`; true and false, of plans from before there were kinds, are "stage" and "none".
+
+    Raises:
+        PlanError: it is none of them.
+    """
+    kind = {True: "stage", False: "none"}[value] if isinstance(value, bool) else value
+    if kind not in RECOMPUTE:
+        raise PlanError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {value!r}")
+    return str(kind)
 
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,13 +38,21 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         layers: indices, increasing.
         replicas: copies on other ranks; micro-batches alternate among them.
         tensor: ranks that share each copy by tensor parallelism.
-        recompute: keep only the stage's input and replay its forward before its backward.
+        recompute: a kind of `RECOMPUTE`.
     """
 
     layers: tuple[int, ...]
     replicas: int = 1
     tensor: int = 1
-    recompute: bool = False
+    recompute: str | bool = "none"
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "recompute", recompute_kind(self.recompute))
+
+    @property
+    def is_replayed(self) -> bool:
+        """Returns whether an instruction replays the whole stage before its backward."""
+        return self.recompute == "stage"
 
 
 class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ import msgspec
 
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
-from pipefit.spec.plan import Partition
+from pipefit.spec.plan import INSIDE, Partition
 
 ARITHMETIC = "GPT arithmetic"
 """The first words of a computed profile's source (`pipefit.planner.computed_profile`)."""
@@ -37,6 +37,9 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         half_bytes: bytes that a backward in two halves keeps from the first to the second, in addition to those saved;
             None: not known.
         trained_bytes: bytes of the parameters that train; None: of all.
+        input_bytes: bytes that it keeps where it is replayed from its input; None: it is never replayed in isolation.
+        selective_bytes: bytes that it keeps where the cores of its attention are replayed; None: it has none.
+        attention_s: seconds of these cores, a part of `forward_s`.
     """
 
     name: str
@@ -53,6 +56,30 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     split_input_s: float = 0.0
     half_bytes: float | None = None
     trained_bytes: float | None = None
+    input_bytes: float | None = None
+    selective_bytes: float | None = None
+    attention_s: float = 0.0
+
+    def replaying(self, recompute: str) -> Layer:
+        """The layer with the seconds and saved bytes that it has where its backward replays it, or its attention.
+
+        Its backward takes as much longer as the replay takes, before either of the two gradients.
+
+        >>> Layer("block", 3, 4, 2, 10, 90, 0, input_bytes=10).replaying("layer").backward_input_s
+        7
+        """
+        kept = {"layer": self.input_bytes, "selective": self.selective_bytes}.get(recompute)
+        if kept is None or not self.backward_s:
+            return self
+        again_s = self.forward_s if recompute == "layer" else self.attention_s
+        return msgspec.structs.replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
+
+    def replay_bytes(self, recompute: str) -> float:
+        """Bytes that its replay inside a backward makes, and that are freed with it."""
+        kept = self.replaying(recompute)
+        if kept is self:
+            return 0.0
+        return self.saved_bytes if recompute == "layer" else max(self.saved_bytes - kept.saved_bytes, 0.0)
 
     @property
     def wgrad_bytes(self) -> float:
@@ -81,7 +108,7 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _FIXED = ("weight_bytes", "step_s")
-_UNKNOWN = ("grad_bytes", "split_s", "half_bytes")
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes")
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
@@ -173,6 +200,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             for cut in range(index, last_use[index]):
                 crossing[cut] += layer.output_bytes
         return tuple(crossing)
+
+    def can_replay(self, recompute: str) -> bool:
+        """Returns whether some layer has the figures of a kind of recomputation."""
+        return recompute not in INSIDE or any(layer.replaying(recompute) is not layer for layer in self.layers)
+
+    def replaying(self, recompute: str) -> Profile:
+        """The profile with `Layer.replaying` of every layer; for "none" and "stage" it stays as it is."""
+        if recompute not in INSIDE:
+            return self
+        return msgspec.structs.replace(self, layers=tuple(layer.replaying(recompute) for layer in self.layers))
 
     def num_frozen(self, partition: Partition) -> int:
         """How many stages of a partition, from the first on, have no layer that trains."""

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import ModelError, PipefitError, nearest
 from pipefit.stage.split import NamedLayer
 
 Forward = Callable[..., Any]
@@ -83,14 +83,20 @@ def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict
     found = {}
     for layer in layers:
         module = layer.module.block if hasattr(layer.module, "through") else layer.module
-        if module is not None and _is_worth_it(module):
+        if getattr(getattr(layer.module, "shell", None), "carried", ()):
+            raise ModelError(
+                "the outputs of the model's routers are gathered by hooks, which torch.compile would compile anew for "
+                "each micro-batch; train it without compile, or with output_router_logits=False"
+            )
+        if module is not None and not is_one_of_torch(module):
             found[module] = functools.partial(_function_of(backend, repr(module)), module.forward)
     return found
 
 
-def _is_worth_it(module: nn.Module) -> bool:
+def is_one_of_torch(module: nn.Module) -> bool:
+    """Returns whether a module is a single one of torch's own, such as a linear layer."""
     is_single = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return not is_single and not isinstance(module, _BatchNorm)
+    return is_single or isinstance(module, _BatchNorm)
 
 
 def _run(forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.compiler import Forward
+from pipefit.stage.replay import AttentionCores, replayed_forwards
 from pipefit.stage.split import NamedLayer
 
 
@@ -53,6 +54,7 @@ class Stage:
         device: where it runs.
         half: the type that autocast computes in; None: no autocast.
         compiled: modules that train by other forwards, which are compiled.
+        replayed: modules that the backward replays, with the forwards by which they train.
         is_cut: the layers are parts of one model's forward and run together; each of them needs the micro-batch.
     """
 
@@ -69,17 +71,32 @@ class Stage:
             for module in layer.module.modules():
                 if isinstance(module, _BatchNorm):
                     DeferredBatchNorm.adopt(module)
+        self.replayed: dict[nn.Module, Forward] = {}
+        self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
-        self._no_inplace_at_the_border()
+        self._not_inplace(self.layers[0].module)
         modules = [module for layer in self.layers for module in layer.module.modules()]
         self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._generator = (
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )
 
-    def _no_inplace_at_the_border(self) -> None:
-        """Prevents an in-place first operation: a stage's input is a leaf of its graph, which autograd protects."""
-        module: nn.Module = self.layers[0].module
+    def replay(self, recompute: str, num_layers: int) -> None:
+        """Lets the backward replay layers or attention.
+
+        Args:
+            recompute: a kind of `pipefit.spec.plan.RECOMPUTE`; others than "layer" and "selective" change nothing.
+            num_layers: of the whole model.
+        """
+        if recompute == "layer":
+            self.replayed = replayed_forwards(self.layers, num_layers)
+            for module in self.replayed:
+                self._not_inplace(module)
+        elif recompute == "selective":
+            self._cores = AttentionCores()
+
+    def _not_inplace(self, module: nn.Module) -> None:
+        """Prevents an in-place first operation: an input is a leaf, which autograd protects, or kept for a replay."""
         while children := list(module.children()):
             if not isinstance(module, nn.Sequential):
                 return
@@ -113,7 +130,8 @@ class Stage:
         # Inside, so that weights are cast once for each forward, and anew for the next version's.
         half = contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         try:
-            with half, replaced_forwards(self.compiled if self.training else {}):
+            changed = self.compiled | self.replayed if self.training else {}
+            with half, replaced_forwards(changed), self._cores:
                 if self.is_cut:
                     first, last = self.layers[0], self.layers[-1]
                     return self._run(first, lambda: first.module.through(last.module, payload, seed))

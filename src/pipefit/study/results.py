@@ -14,10 +14,11 @@ from typing import Any
 from pipefit.draw.chart import can_plot
 from pipefit.spec.files import write_atomically
 from pipefit.spec.sealed import read_sealed, write_sealed
-from pipefit.study.board import Board, TrialProgress
+from pipefit.study.board import Board
 from pipefit.study.picture import picture, trace
 from pipefit.study.simulation import POLICIES
 from pipefit.study.trial import StudyError, Trial, plain
+from pipefit.study.trial_progress import TrialProgress
 from pipefit.units import columns, counted, format_bytes, format_seconds
 
 _RESULT, _ENDED = "pipefit.study-result/1", "pipefit.study-trial/2"

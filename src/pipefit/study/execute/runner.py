@@ -22,9 +22,10 @@ from pipefit.ir.op import Op
 from pipefit.pipeline.losses import PendingLosses, evaluate
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.executor import Execution
-from pipefit.runtime.handlers import HANDLERS, PARKED
+from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.microbatches import feed_of, pair_of
 from pipefit.runtime.progress import Progress
+from pipefit.runtime.spill_handlers import PARKED
 from pipefit.runtime.transport import Message
 from pipefit.runtime.worker import Worker
 from pipefit.stage.payload import read_structure

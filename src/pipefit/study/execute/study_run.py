@@ -15,13 +15,14 @@ from typing import Any
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import write_json
-from pipefit.study.board import Board, Observer, TrialProgress
+from pipefit.study.board import Board, Observer
 from pipefit.study.execute.device_worker import Answer, Settings, reason_of
 from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
 from pipefit.study.execute.trial_files import read_progress
 from pipefit.study.results import StudyResult, read_entry, result_of, save_result, write_entry
 from pipefit.study.trial import Job, StudyError, StudySpec, Trial, file_name
+from pipefit.study.trial_progress import TrialProgress
 from pipefit.study.trial_search import Search
 
 _GRACE_S = 10.0
