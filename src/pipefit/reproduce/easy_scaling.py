@@ -98,7 +98,12 @@ ENTRIES = (
                 lambda run: _kept(run, 32, 8, 4, False),
                 32 * 32 / 4,
             ),
-            Value("with checkpointing", lambda run: _kept(run, 32, 8, 4, True), 32 + 32 / 4 * 32 / 8),
+            Value(
+                "with checkpointing",
+                lambda run: _kept(run, 32, 8, 4, True),
+                32 + 32 / 4 * 32 / 8,
+                why="The last micro-batch goes backward at once: its input is not kept, so 7/8·N in place of N.",
+            ),
         ),
         (
             curves(

@@ -221,7 +221,7 @@ ENTRIES = (
         "Pipelining with a replicated first stage",
         "drawn",
         "Harlap et al., PipeDream (2018), figure 6",
-        (Value("time per mini-batch, stages of costs 2 : 1 : 1", figure(_HYBRID, "period"), 4),),
+        (Value("time per mini-batch, stages of costs 4, 2, 2", figure(_HYBRID, "period")),),
         (drawn(_HYBRID),),
     ),
     Entry(
