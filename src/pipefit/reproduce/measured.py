@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.reproduce.entry import PIPEDREAM, Bench, Entry, Value, curves
-from pipefit.reproduce.steps import Verb
+from pipefit.reproduce.steps import Python, Verb
 
 _STUDY = """format = "pipefit.study/1"
 name = "sharp"
@@ -71,6 +71,48 @@ def _time_to(run: Bench, data: str, way: str) -> float:
     target = MODELS[data][-1]
     return next((seconds for seconds, loss in _course(run, data, way) if loss <= target), float("inf"))
 
+
+def _interrupted() -> float:
+    """The largest difference of a loss: training that loses its processes after ten steps, and training that does not."""
+    import torch
+    from torch import nn
+
+    from pipefit import Pipeline
+
+    def fresh() -> Pipeline:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+        adam = torch.optim.Adam
+        return Pipeline(
+            model, loss=nn.CrossEntropyLoss(), optimizer=lambda own: adam(own, 1e-2), stages=2, microbatches=4
+        )
+
+    made = torch.Generator().manual_seed(1)
+    batches = [(torch.randn(32, 16, generator=made), torch.randint(4, (32,), generator=made)) for _ in range(20)]
+    whole, first, second = fresh(), fresh(), fresh()
+    unbroken = [float(whole.step(*batch)) for batch in batches]
+    for batch in batches[:10]:
+        first.step(*batch)
+    first.save(_folder() / "checkpoint")
+    second.load(_folder() / "checkpoint")
+    resumed = [float(second.step(*batch)) for batch in batches[10:]]
+    return max(abs(a - b) for a, b in zip(unbroken[10:], resumed, strict=True))
+
+
+NODE_FAILURE = Entry(
+    "question-node-failure",
+    "Discussion: possible node failures",
+    "A run that lost its processes resumes from its checkpoint with the same losses",
+    "measured",
+    "discussion questions of the slides",
+    (
+        Value(
+            "losses after the resume equal those of an unbroken run",
+            lambda run: run(Python("Pipeline(…).save(folder); Pipeline(…).load(folder)", _interrupted)) == 0.0,
+            True,
+        ),
+    ),
+)
 
 ACCURACY = Entry(
     "accuracy-over-time",

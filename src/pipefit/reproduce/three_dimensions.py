@@ -11,6 +11,11 @@ from pipefit.reproduce.steps import Draw, Planned
 DECK = "Pipelines and three dimensions of parallelism"
 
 
+_LAW = (
+    "Computed costs decide: efficiency of products by shape, bytes, kernels, links; see the manual's page on planning."
+)
+
+
 class Row(NamedTuple):
     """A row of table 1: billions of parameters, shape, machine, TFLOP/s per GPU, and its micro-batch size.
 
@@ -218,7 +223,9 @@ ENTRIES = (
         "161 billion parameters on 64 GPUs: best with t = p = 8",
         "computed",
         PTDP + ", figure 13",
-        tuple(Value(f"best, batch {b}", lambda run, b=b: _best_pair(run, b), "t = 8, p = 8") for b in (32, 128)),
+        tuple(
+            Value(f"best, batch {b}", lambda run, b=b: _best_pair(run, b), "t = 8, p = 8", why=_LAW) for b in (32, 128)
+        ),
         (
             curves(
                 "161 billion parameters on 64 GPUs",
@@ -239,7 +246,9 @@ ENTRIES = (
         "computed",
         PTDP + ", figure 14",
         tuple(
-            Value(f"falls with depth, batch {b}", falls(tflops, [_small(b, p=p) for p in _WIDTHS], 1.005), True)
+            Value(
+                f"falls with depth, batch {b}", falls(tflops, [_small(b, p=p) for p in _WIDTHS], 1.005), True, why=_LAW
+            )
             for b in _BATCHES
         ),
         (
@@ -260,7 +269,7 @@ ENTRIES = (
         "computed",
         PTDP + ", figure 15",
         tuple(
-            Value(f"falls with t, batch {b}", falls(tflops, [_small(b, t=t) for t in _WIDTHS], 1.005), True)
+            Value(f"falls with t, batch {b}", falls(tflops, [_small(b, t=t) for t in _WIDTHS], 1.005), True, why=_LAW)
             for b in _BATCHES
         ),
         (
@@ -316,8 +325,13 @@ ENTRIES = (
         "computed",
         PTDP + ", figure 12",
         (
-            Value("faster with 12 samples", lambda run: _gain(run, 12) > 1, True),
-            Value("gain falls with the batch", lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60), True),
+            Value("faster with 12 samples", lambda run: _gain(run, 12) > 1, True, why=_LAW),
+            Value(
+                "gain falls with the batch",
+                lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60),
+                True,
+                why=_LAW,
+            ),
         ),
         (
             curves(
@@ -371,7 +385,7 @@ ENTRIES = (
                 row.published,
                 "TFLOP/s",
                 within=0.08,
-                why="See what the cost law of computed profiles counts: docs/planning.md.",
+                why=_LAW,
             )
             for row in TABLE_1
         ),
@@ -394,9 +408,11 @@ ENTRIES = (
         "computed",
         PTDP + ", section 5.1; slide: 8·T·P/(n·X)",
         (
-            Value("175 B on 1,024 GPUs", lambda run: days(run, _GPT3, 300e9), 34, "days", within=0.1),
-            Value("1 T on 3,072 GPUs", lambda run: days(run, _NEXT, 450e9), 84, "days", within=0.1),
-            Value("by the formula, from our rate of 175 B", lambda run: _by_formula(run), 34, "days", within=0.1),
+            Value("175 B on 1,024 GPUs", lambda run: days(run, _GPT3, 300e9), 34, "days", within=0.1, why=_LAW),
+            Value("1 T on 3,072 GPUs", lambda run: days(run, _NEXT, 450e9), 84, "days", within=0.1, why=_LAW),
+            Value(
+                "by the formula, from our rate of 175 B", lambda run: _by_formula(run), 34, "days", within=0.1, why=_LAW
+            ),
             Value(
                 "GPT-3 on one V100, years",
                 lambda run: _alone(run),
