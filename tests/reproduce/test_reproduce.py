@@ -6,12 +6,14 @@ import pytest
 from tests.verbs import answered, refused
 
 from pipefit.cli import main
-from pipefit.errors import InfeasibleError
+from pipefit.errors import InfeasibleError, TopologyError
+from pipefit.planner.machines import load_topology
 from pipefit.reproduce.entry import Bench, Entry, Value
 from pipefit.reproduce.lectures import DECKS, ENTRIES
 from pipefit.reproduce.lectures_page import lectures_page
 from pipefit.reproduce.outcome import Compared, run_all, run_entry
 from pipefit.reproduce.steps import Draw
+from pipefit.timeline.breakdown import breakdown
 
 DRAWN = [entry for entry in ENTRIES.values() if entry.kind == "drawn"]
 COMPUTED = [entry for entry in ENTRIES.values() if entry.kind == "computed"]
@@ -117,3 +119,39 @@ def test_bad_input_is_refused(capsys, tmp_path):
     assert "--all" in refused(capsys, "reproduce", "--measured")
     (tmp_path / "file").write_text("")
     assert "expected a folder" in refused(capsys, "reproduce", "naive", "-o", str(tmp_path / "file"))
+
+
+def test_stages_cost_what_their_work_says(capsys):
+    data = answered(
+        capsys, "draw", "gpipe", "-p", "2", "-m", "1", "--stage-work", "2,1", "--forward", "1", "--backward", "1"
+    )
+    assert data["makespan"] == 6
+    message = refused(capsys, "draw", "gpipe", "-p", "2", "-m", "1", "--stage-work", "2,1,1")
+    assert "a figure for each of 2 stages, got 3" in message
+
+
+def test_arrows_of_a_micro_batch_end_at_the_birth_of_its_version(capsys, tmp_path):
+    picture = Draw("pipedream", 3, 8).run().svg(follow=4)
+    assert picture.count('class="halo" style="fill:none"') == 6  # a forward and a backward at three stages
+    assert "follow: expected a micro-batch" in refused(
+        capsys, "draw", "gpipe", "-p", "2", "-m", "2", "--follow", "9", "-o", str(tmp_path / "a.svg")
+    )
+    assert ".svg or .png" in refused(capsys, "draw", "gpipe", "-p", "2", "-m", "2", "--follow", "1")
+
+
+def test_the_purposes_of_a_step_add_up_to_one():
+    drawing = Draw("gpipe", 4, 4, recompute=True, stage_work=(1, 2, 1, 1)).run()
+    found = breakdown(drawing.timeline)
+    assert sum(found.values()) == pytest.approx(1)
+    assert found["recompute"] > 0 and found["load imbalance"] > 0 and found["bubble"] > 0
+    plain = breakdown(Draw("gpipe", 4, 8).run().timeline)
+    assert plain["bubble"] == pytest.approx(3 / 11) and plain["load imbalance"] == pytest.approx(0)
+
+
+def test_machines_by_name_have_any_number_of_servers():
+    assert [level.width for level in load_topology("dgx-a100-1536").levels] == [8, 192]
+    assert [level.width for level in load_topology("pcie-3x4").levels] == [4, 3]
+    assert [level.width for level in load_topology("dgx-a100-2").levels] == [2]
+    for wrong in ("dgx-a100-12", "pcie-3x5", "dgx-a100-0", "unknown-8"):
+        with pytest.raises(TopologyError, match="no such topology"):
+            load_topology(wrong)

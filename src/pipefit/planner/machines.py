@@ -36,7 +36,7 @@ def _resized(name: str) -> Topology | None:
             continue
         (first, *_), outer = found.levels, found.levels[-1]
         width, count = int(each or first.width), int(servers) * int(each or 1)
-        if count <= first.width and not each:
+        if 0 < count <= first.width and not each:
             return replace(found, name=name, levels=(replace(first, width=count),))
         if len(found.levels) == 2 and 0 < width <= first.width and not count % width and count:
             levels = replace(first, width=width), replace(outer, width=count // width)

@@ -73,7 +73,7 @@ def _time_to(run: Bench, data: str, way: str) -> float:
 
 
 def _interrupted() -> float:
-    """The largest difference of a loss: training that loses its processes after ten steps, and training that does not."""
+    """The largest difference of a loss: training that loses its processes after ten steps, and unbroken training."""
     import torch
     from torch import nn
 
