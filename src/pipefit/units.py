@@ -137,8 +137,8 @@ def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     the first row. Only a word that is longer than a line exceeds the width.
 
     >>> print(*table([["plan", "bytes"], ["a long name", "12"]], 14), sep="\n")
-    plan     bytes
-    a long      12
+    plan    bytes
+    a long     12
       name
 
     Args:

@@ -1,4 +1,4 @@
-"""Answers of a plan: the table, idle devices, bytes that travel, sweeps, the largest model, the command that runs it."""
+"""Answers of a plan: the table, idle devices, bytes that travel, sweeps, the largest model, the command for it."""
 
 import re
 import socket
@@ -20,8 +20,8 @@ from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.ir.values import Value
 from pipefit.planner import plan
 from pipefit.planner.explain import explain, run_command
-from pipefit.planner.figures import idle_share, sent_bytes
 from pipefit.planner.machines import load_topology, read_profile
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.sweeps import largest, sweep
 from pipefit.schedules import program_of
 from pipefit.spec import Device, Level, Partition, Placement, Plan, Topology
@@ -98,6 +98,16 @@ def test_data_parallelism_is_examined_even_where_it_is_hopeless():
     made = plan(profile, slow, global_batch=32)
     (plain,) = {each.basis for each in made.candidates if each.family == "data parallel"}
     assert plain in ("simulated", "estimated") and made.prediction.speedup_over_data_parallel > 2
+
+
+def test_data_parallelism_that_was_no_candidate_is_named_where_it_does_not_fit():
+    machine = Topology((Level("server", 4, 12e9),), Device(memory_bytes=1.4e8, flops=100e12))
+    profile = read_profile("gpt:layers=8,hidden=512,heads=8,vocab=1024,sequence=128", machine, 1)
+    made = plan(profile, machine, global_batch=6, depths=[4], tensors=[1])
+    (plain,) = [each for each in made.candidates if each.family == "data parallel"]
+    weights = sum(layer.weight_bytes for layer in profile.layers)
+    assert plain.throughput is None and plain.sent_bytes == pytest.approx(2 * 3 * weights / 4)
+    assert "plain data parallelism does not fit: some rank needs at least" in " ".join(explain(made).split())
 
 
 # ------------------------------------------------------------------------------------- idle devices, travelling bytes
@@ -227,7 +237,7 @@ def test_sweeps_that_make_no_sense_are_refused(words, said, capsys):
 @pytest.mark.parametrize(("by", "options"), [("layers", {}), ("hidden", {"depths": [2]}), ("layers", {"depths": [4]})])
 def test_the_largest_model_fits_and_the_next_does_not(by, options):
     machine = Topology((Level("server", 4, 12e9),), Device(memory_bytes=2e9, flops=100e12))
-    options = {"tensors": [1], "schedules": ["1f1b"], "global_batch": 8, **options}
+    options = {"tensors": [1], "schedules": ["1f1b"], "global_batch": 8, "microbatch_sizes": [1], **options}
     found = largest("gpt:layers=2,hidden=512,heads=8,vocab=1024,sequence=128", machine, by, **options)
     size = int(re.search(f"{by}=(\\d+)", found)[1])
     plan(read_profile(found, machine, 1), machine, **options)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipefit.models import ModelBundle
 
 
-@verb("plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device")
+@verb("plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device", "no_decay")
 def command(
     *,
     model: ModelName,

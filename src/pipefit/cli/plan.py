@@ -84,6 +84,8 @@ def command(
     capped: CapOptions,
     state: float | None = None,
     tensor: Annotated[Counts, Parameter(alias="-t")] = (),
+    whole_messages: Annotated[bool, Parameter(negative="")] = False,
+    blocking: Annotated[bool, Parameter(negative="")] = False,
     tokens: float | None = None,
     refit: Path | None = None,
     of: Path | None = None,
@@ -118,6 +120,8 @@ def command(
         memory: Memory of every device, like "8 GiB", in place of the topology's.
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
         tensor: Tensor widths to choose from, such as 1,2.
+        whole_messages: Send whole messages between tensor-parallel stages, without scatter/gather.
+        blocking: Ranks wait for each message, as in Megatron-LM of 2021; without it they compute meanwhile.
         tokens: Report the days of training a GPT on so many tokens.
         refit: Correct the profile by this measured trace; needs --of.
         of: The plan (.json) that the trace of --refit ran.
@@ -154,6 +158,7 @@ def command(
         "tensors": tensor or None,
     }
     only = {"num_microbatches": microbatches, "depths": depth or None, "cost": cost, "straight": straight, "cap": cap}
+    only |= {"whole_messages": whole_messages, "blocking": blocking}
     if sweep:
         one = {"picture": picture, "pareto": pareto, "depths": depths, "refit": refit, "of": of, "largest": largest}
         _refuse(one, "it is for one plan; --sweep makes many")

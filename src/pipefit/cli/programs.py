@@ -41,16 +41,16 @@ class Source:
             PipefitError: the layers of stages are not known, or do not belong to the profile.
         """
         from pipefit.cost import FREE, of_plan, unit
-        from pipefit.cost.tensor import tensor_shard
+        from pipefit.planner.computed_profile import profile_at
         from pipefit.spec import Topology
 
         if self.profile is None:
             cost = unit(self.program.header, forward, backward, **rest)
             return replace(cost, topology=self.topology) if self.topology else cost
         plan = self.plan or self._plan(len(self.profile))
-        profile = self.profile.at(plan.microbatch_size) if plan.microbatch_size else self.profile
         links = self.topology or Topology.local(plan.num_processes)
-        return of_plan(tensor_shard(profile, plan.tensor, links), plan, links, runtime=FREE)
+        size = plan.microbatch_size or self.profile.microbatch_size
+        return of_plan(profile_at(self.profile, size, plan.tensor, links), plan, links, runtime=FREE)
 
     def _plan(self, num_layers: int) -> Plan:
         """The plan of a program from a `.pipe` file, which specifies everything but the layers."""

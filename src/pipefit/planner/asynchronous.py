@@ -9,7 +9,7 @@ import msgspec
 
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import PipeDreamResult, pipedream
-from pipefit.planner.figures import idle_share, sent_bytes
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.space import Config, Problem, Space
 from pipefit.schedules import placement_of
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, StageSpec, Topology

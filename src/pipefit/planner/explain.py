@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipefit.planner.computed_profile import gpt_settings
-from pipefit.planner.holdings import replayed
+from pipefit.planner.plan_figures import replays_of
 from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
-from pipefit.planner.space import Config
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
 
@@ -115,7 +114,8 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
-        again = _replayed(plan, gpt)
+        attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
+        again = sum(replays_of(plan, inside=1.0, attention=attention)) / len(plan.partition.stages)
         if again:
             found["hfu"] = used + again * (every - used)
     if tokens is not None:
@@ -163,19 +163,6 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
         f"torchrun --nnodes={plan.num_processes // each} --nproc-per-node={each} --rdzv-backend=c10d "
         f"--rdzv-endpoint=HOST:29500 -m pipefit train --plan {path}{batch} --model {model}"
     )
-
-
-def _replayed(plan: Plan, gpt: Gpt) -> float:
-    """The share of the blocks' forward FLOP that is replayed: of stages, none where the backward follows at once."""
-    stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
-    config = Config(plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches)
-    attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
-    of_stages = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
-    shares = (
-        {"stage": share, "layer": 1.0, "selective": attention}.get(str(stage.recompute), 0.0)
-        for share, stage in zip(of_stages, stages, strict=True)
-    )
-    return sum(shares) / len(stages)
 
 
 def _counts(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -72,7 +73,7 @@ def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profil
     """
     if not name.startswith("gpt:"):
         return load_profile(name)
-    settings = gpt_settings(name)
+    settings: dict[str, Any] = gpt_settings(name)
     if machine is None:
         raise PipefitError(f"{name}: seconds are computed for a device; give --topology as well")
     return gpt_profile(**settings, microbatch=microbatch, device=machine.device)

@@ -56,6 +56,7 @@ def space_of(
     recompute: str | None = None,
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
+    chunks: Sequence[int] | None = None,
 ) -> Space:
     """The choices of a method, as `plan` describes them.
 
@@ -64,6 +65,7 @@ def space_of(
     """
     count = None if num_microbatches is None else [num_microbatches]
     counts = {"num_microbatches": count, "microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors}
+    counts["chunks"] = chunks
     for name, given in counts.items():
         if given is not None and (not given or min(given) < 1):
             raise PlanError(f"{name}: expected at least 1, got {', '.join(map(str, given)) or 'none'}")
@@ -88,6 +90,7 @@ def space_of(
         method if method in ("gpipe", "uniform") else "minmax",
         num_microbatches,
         links=problem.topology.num_devices <= 64 and method not in ("gpipe", "uniform"),
+        chunks=tuple(chunks or (2, 3, 4)),
     )
 
 

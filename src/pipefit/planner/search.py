@@ -11,7 +11,7 @@ from pipefit.planner.candidate import Estimate, plan_of
 from pipefit.planner.closed_forms import quick_bytes, quick_s
 from pipefit.planner.cuts import least_bytes
 from pipefit.planner.estimate import estimate
-from pipefit.planner.figures import idle_share, sent_bytes
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.simulated import simulate_best
 from pipefit.planner.space import Config, Problem
 from pipefit.spec import Candidate, Partition, StageSpec
@@ -74,7 +74,7 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
         # Data parallelism is what others are compared with, so whether it fits must be known.
         if quick > _HOPELESS * best_s and first.family != "data parallel":
             continue
-        _estimate_best(problem, family, keep or (3 if small else 2), 40 if small else 32, _SLACK if small else 1.0)
+        _estimate_best(problem, family, keep or (3 if small else 2), 40 if small else 10, _SLACK if small else 1.0)
         best_s = min([best_s, *(estimated.period_s for estimated in family.feasible)])
     fitting = sorted((each for family in families.values() for each in family.feasible), key=_speed)
     if not fitting:
@@ -111,8 +111,7 @@ def _estimate_best(problem: Problem, family: Family, keep: int, tries: int, slac
         needs = [(quick_bytes(problem, item[1]), item[1].microbatch_size, item) for item in family.configs]
         need, _, (_, frugal) = min(needs)
         if need > limit:
-            why = f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
-            family.closest = Estimate(frugal, None, (need,), why=why)
+            family.closest = Estimate(frugal, None, (need,), why=_lacks(need, limit))
             return
         able = [item for need, _, item in needs if need <= limit]
     first = family.closest = estimate(problem, frugal)
@@ -161,7 +160,22 @@ def _candidates(problem: Problem, families: dict[str, Family], outcomes: tuple[E
             lines.append(Candidate(config.summary, name, quick, rate, None, why, "at best", slower))
         else:
             lines.append(_unfit(problem, family.closest))
+    if "data parallel" not in families:
+        lines += _too_large_for_one(problem, best.config.microbatch_size)
     return tuple(lines)
+
+
+def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
+    """Data parallelism where it was no candidate, if it does not fit: for whatever batch."""
+    count = problem.topology.num_devices
+    config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
+    need, limit = quick_bytes(problem, config), _most_memory(problem)
+    found = Estimate(config, None, (need,), why=_lacks(need, limit)) if need > limit else estimate(problem, config)
+    return [] if found.fits else [_unfit(problem, found)]
+
+
+def _lacks(need: float, limit: float) -> str:
+    return f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
 
 
 def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:

@@ -14,9 +14,9 @@ from pipefit.draw.chart import chart
 from pipefit.errors import InfeasibleError, PlanError, nearest
 from pipefit.planner.computed_profile import gpt_settings
 from pipefit.planner.explain import training
-from pipefit.planner.figures import idle_share, sent_bytes
 from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.planning import plan
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import format_bytes, parse_quantity, table

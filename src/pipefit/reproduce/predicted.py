@@ -35,7 +35,7 @@ def tflops(run: Bench, step: Planned) -> float:
 
 def sent(run: Bench, step: Planned) -> float:
     """MB that travel per sample."""
-    from pipefit.planner.figures import sent_bytes
+    from pipefit.planner.plan_figures import sent_bytes
 
     return sent_bytes(run(step), step.question.profile, step.question.topology) / 1e6
 
@@ -47,7 +47,7 @@ def memory_gb(run: Bench, step: Planned) -> float:
 
 def stalls(run: Bench, step: Planned) -> float:
     """The share of the devices' time without work."""
-    from pipefit.planner.figures import idle_share
+    from pipefit.planner.plan_figures import idle_share
 
     found, question = run(step), step.question
     return idle_share(found, question.profile, question.topology, found.prediction.period_s)

@@ -47,7 +47,8 @@ class Parallelism:
     """The distribution of a model over processes.
 
     Attributes:
-        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, or 2.
+        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, one for each GPU, or one for
+            each of up to 4 cores.
         chunks: stages on each rank, for the looped schedules.
         replicas: copies of each stage, such as 2,1; one number is for all.
         data_parallel: copies of the whole pipeline.
@@ -120,6 +121,8 @@ class Updates:
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
         seed: of dropout; in a run also of weights and the order of the data.
+        no_decay: parts of names, like bias,norm: parameters with one in their name, or in the class of the module that
+            holds them, get no weight decay.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When
             the loss averages over tokens, return the number of tokens that count.
@@ -127,6 +130,7 @@ class Updates:
 
     clip_norm: float | None = setting(None, "--clip")
     seed: int = 0
+    no_decay: Sequence[str] | str = setting((), typed="words")
     scheduler: Any = setting(None, hidden=True)
     weigh: Any = setting(None, hidden=True)
 
@@ -196,7 +200,8 @@ class Request:
     """The pipeline that a user asks for; `pipefit.pipeline.request` turns it into a plan.
 
     Attributes:
-        schedule: its name, or auto; `pipefit schedules` lists them. Default: 1f1b, or auto under a cap.
+        schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
+            the pipeline is given; else 1f1b.
         microbatches: per weight update.
         stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
             a number of stages, or "auto".

@@ -9,17 +9,29 @@ from pipefit.planner.space import Config
 from pipefit.spec import Plan, Profile, Topology
 
 
-def replays_of(plan: Plan) -> list[float]:
-    """The share of each stage's forwards that the program replays: none where the backward follows at once."""
+def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[float]:
+    """The share of each stage's forwards that is replayed.
+
+    Of whole stages, those whose backward follows at once are not replayed.
+
+    Args:
+        plan: with the recomputation of each stage.
+        inside: counted of a stage whose backward replays its layers.
+        attention: counted of a stage whose backward replays attention only.
+    """
     stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
     counts = tuple(stage.replicas for stage in stages)
     replicas = counts if max(counts) > 1 else ()
     config = Config(
         plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches, replicas=replicas
     )
-    shares = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
-    both = enumerate(zip(stages, shares, strict=True))
-    return [share if stage.is_replayed and index >= plan.frozen else 0.0 for index, (stage, share) in both]
+    whole = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
+    return [
+        {"stage": share, "layer": inside, "selective": attention}.get(str(stage.recompute), 0.0)
+        if index >= plan.frozen
+        else 0.0
+        for index, (stage, share) in enumerate(zip(stages, whole, strict=True))
+    ]
 
 
 def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float) -> float:
@@ -55,7 +67,7 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
         profile: of the model.
         topology: of the machine.
     """
-    cost, again, width, total = _costs(plan, profile, topology), replays_of(plan), plan.tensor, 0.0
+    cost, again, width, total = _costs(plan, profile, topology), replays_of(plan, inside=1.0), plan.tensor, 0.0
     figures, ranks = _at(plan, profile), plan.placement.ranks
     for stage, spec in enumerate(plan.partition.stages):
         if stage + 1 < len(ranks) and ranks[stage] != ranks[stage + 1]:
