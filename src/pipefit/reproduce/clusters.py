@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipefit.reproduce.entry import GPIPE, PIPEDREAM, Bench, Entry, Value, curves, drawn, figure
+from pipefit.reproduce.entry import GPIPE, PIPEDREAM, Bench, Entry, Value, curves, drawn
 from pipefit.reproduce.predicted import falls, memory_gb, rate, sent, stalls
-from pipefit.reproduce.steps import Draw, Largest, Planned, Python
+from pipefit.reproduce.steps import Draw, Largest, Planned
 
 ROOM = {"memory": "64 GB"}
 MODELS = ("vgg16", "resnet50", "gnmt")
@@ -63,7 +63,7 @@ _WHY = "The lecture gives neither batch nor precision; here 32 samples of 1,024 
 def transformer(stages: int, microbatches: int) -> Planned:
     """A Transformer of 48 layers, hidden size 2048, under GPipe."""
     options = {"global_batch": 128, "num_microbatches": microbatches, "depths": [stages], "recompute": "stage"}
-    return Planned(f"gpt:layers=48,{_SIZES}", f"dgx-a100-{stages}", method="gpipe", memory="100 TB", **options)
+    return Planned(f"gpt:layers=48,{_SIZES}", f"tpu-v3-{stages}", method="gpipe", memory="100 TB", **options)
 
 
 THROUGHPUT = {  # M: normalized throughput at K = 2, 4, 8
@@ -116,32 +116,6 @@ def _stage_gb(run: Bench, model: str, stage: int) -> float:
 
 def _sends_less(run: Bench, model: str) -> bool:
     return _least_sent(run, model) < _plain_sent(model)
-
-
-def _wide(width: int) -> Planned:
-    return Planned(
-        "gpt:layers=1,hidden=49152,heads=96",
-        "dgx-a100-8",
-        tensors=[width],
-        depths=[1],
-        microbatch_sizes=[1],
-        global_batch=8,
-    )
-
-
-def _mixed() -> Any:
-    from pipefit.planner import gpt_profile, plan
-    from pipefit.spec import Device, Level, Topology
-
-    devices = tuple(Device(80e9, flops) for flops in (156e12, 312e12))
-    machine = Topology((Level("server", 2, 300e9),), devices[0], devices)
-    profile = gpt_profile(24, 2048, 16, device=devices[0])
-    return plan(profile, machine, global_batch=64, schedules=["1f1b"], depths=[2], tensors=[1])
-
-
-def _layers_on_mixed(run: Bench) -> list[int]:
-    found = run(Python("plan(gpt_profile(24, 2048, 16, …), Topology(devices=(156 and 312 TFLOP/s)), …)", _mixed))
-    return [len(stage.layers) for stage in found.partition.stages]
 
 
 def stall_share(run: Bench, model: str, devices: int) -> float:
@@ -392,70 +366,5 @@ COMPUTED = (
         "cited",
         GPIPE + ", tables 5 and 6",
         note="Needs training on 1.3 million images, or on 103 languages, for weeks on many accelerators.",
-    ),
-    Entry(
-        "question-partition",
-        "Discussion: improvement of the partition algorithm",
-        "What the dynamic program leaves out: memory, latency, the flush; a search over all of them with a simulation",
-        "computed",
-        "discussion questions of the slides",
-        (
-            Value(
-                "VGG-16 on four GPUs: planned over equal numbers of layers",
-                lambda run: (
-                    rate(run, Planned("vgg16", "pcie-4", global_batch=1024, **ROOM))
-                    / rate(run, Planned("vgg16", "pcie-4", method="uniform", global_batch=1024, **ROOM))
-                ),
-                unit="×",
-            ),
-        ),
-    ),
-    Entry(
-        "question-1f1b",
-        "Discussion: improvement potential of 1F1B-RR",
-        "Backwards in two halves fill the gaps: zero-bubble schedules",
-        "drawn",
-        "discussion questions of the slides",
-        (
-            Value("bubble of 1F1B, 4 ranks, 8 micro-batches", figure(Draw("1f1b", 4, 8), "bubble_fraction"), unit="%"),
-            Value("bubble of ZB-V", figure(Draw("zb-v", 4, 8, num_chunks=2), "bubble_fraction"), unit="%"),
-        ),
-        (drawn(Draw("zb-v", 4, 8, num_chunks=2)),),
-    ),
-    Entry(
-        "question-large-layer",
-        "Discussion: a layer larger than a device",
-        "Tensor parallelism divides the layers, the pipeline divides the model",
-        "computed",
-        "discussion questions of the slides",
-        (
-            Value("a layer of 29 billion parameters fits on one 80 GB device", lambda run: run.fits(_wide(1)), False),
-            Value("it fits on eight devices that share it", lambda run: run.fits(_wide(8)), True),
-        ),
-    ),
-    Entry(
-        "question-mixed-devices",
-        "Discussion: devices that differ",
-        "A plan for two devices of which one is twice as fast gives it more layers",
-        "computed",
-        "discussion questions of the slides",
-        (
-            Value("layers of the slow device", lambda run: _layers_on_mixed(run)[0]),
-            Value("layers of the fast device", lambda run: _layers_on_mixed(run)[1]),
-            Value("the fast one has more", lambda run: _layers_on_mixed(run)[1] > _layers_on_mixed(run)[0], True),
-        ),
-    ),
-    Entry(
-        "question-spark",
-        "Discussion: PipeDream and Spark",
-        "Both run a graph of tasks; here it is a static program per worker, proved before it runs",
-        "drawn",
-        "discussion questions of the slides",
-        (
-            Value(
-                "instructions of four workers, 8 micro-batches", lambda run: len(list(run(Draw("1f1b", 4, 8)).program))
-            ),
-        ),
-        (drawn(Draw("1f1b", 4, 8)),),
     ),
 )

@@ -108,7 +108,9 @@ def _held(run: Bench, name: str, depth: int, what: str) -> float:
 
 def _machines(model: str) -> Planned:
     """Machines of one GPU, joined by 10 Gbit/s."""
-    return Planned(model, "pcie-16x1", method="pipedream", cost="pipedream-code", memory="64 GB")
+    return Planned(
+        model, "pcie-16x1", method="pipedream", memory="64 GB", microbatch_sizes=[128 if model == "resnet50" else 64]
+    )
 
 
 def _measured(run: Bench, policy: str) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.reproduce.entry import PIPEDREAM, Bench, Entry, Value, curves
-from pipefit.reproduce.steps import Python, Verb
+from pipefit.reproduce.steps import Verb
 
 _STUDY = """format = "pipefit.study/1"
 name = "sharp"
@@ -27,14 +27,14 @@ lr = [1e-2, 3e-3, 1e-3, 3e-4]
 
 WAYS = {"synchronous": "1f1b", "PipeDream": "pipedream", "data parallelism": "data-parallel"}
 MODELS = {
-    "digits": ("mlp", "layers=4,width=1024", 40, 1.5),
+    "digits": ("mlp", "layers=4,width=1024", 40, 0.5),
     "text": ("gpt", "layers=2,hidden=128,context=64", 40, 3.3),
 }
 _EVERY = 10
 _WHY = "Two processes on the cores of one machine: messages go through memory, and other programs may run."
 
 
-def _folder() -> Path:
+def folder() -> Path:
     """Of temporary files."""
     folder = Path(tempfile.gettempdir()) / "pipefit-reproduce"
     folder.mkdir(exist_ok=True)
@@ -43,8 +43,8 @@ def _folder() -> Path:
 
 def study_file() -> str:
     """The file of a study of four models of four shards on two workers, in the folder of temporary files."""
-    path = _folder() / "study.toml"
-    path.write_text(_STUDY.format(folder=_folder()), encoding="utf-8")
+    path = folder() / "study.toml"
+    path.write_text(_STUDY.format(folder=folder()), encoding="utf-8")
     return str(path)
 
 
@@ -52,7 +52,7 @@ def _trained(data: str, way: str) -> Verb:
     model, options, steps, _ = MODELS[data]
     return Verb(
         "train", model=model, option=options, data=data, ranks=2, schedule=WAYS[way], microbatches=4, batch=32,
-        steps=steps, evaluate_every=_EVERY, warmup=0, lr=1e-3, output=str(_folder() / f"{data}-{WAYS[way]}"),
+        steps=steps, evaluate_every=_EVERY, warmup=0, lr=1e-3, output=str(folder() / f"{data}-{WAYS[way]}"),
     )  # fmt: skip
 
 
@@ -71,48 +71,6 @@ def _time_to(run: Bench, data: str, way: str) -> float:
     target = MODELS[data][-1]
     return next((seconds for seconds, loss in _course(run, data, way) if loss <= target), float("inf"))
 
-
-def _interrupted() -> float:
-    """The largest difference of a loss: training that loses its processes after ten steps, and unbroken training."""
-    import torch
-    from torch import nn
-
-    from pipefit import Pipeline
-
-    def fresh() -> Pipeline:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
-        adam = torch.optim.Adam
-        return Pipeline(
-            model, loss=nn.CrossEntropyLoss(), optimizer=lambda own: adam(own, 1e-2), stages=2, microbatches=4
-        )
-
-    made = torch.Generator().manual_seed(1)
-    batches = [(torch.randn(32, 16, generator=made), torch.randint(4, (32,), generator=made)) for _ in range(20)]
-    whole, first, second = fresh(), fresh(), fresh()
-    unbroken = [float(whole.step(*batch)) for batch in batches]
-    for batch in batches[:10]:
-        first.step(*batch)
-    first.save(_folder() / "checkpoint")
-    second.load(_folder() / "checkpoint")
-    resumed = [float(second.step(*batch)) for batch in batches[10:]]
-    return max(abs(a - b) for a, b in zip(unbroken[10:], resumed, strict=True))
-
-
-NODE_FAILURE = Entry(
-    "question-node-failure",
-    "Discussion: possible node failures",
-    "A run that lost its processes resumes from its checkpoint with the same losses",
-    "measured",
-    "discussion questions of the slides",
-    (
-        Value(
-            "losses after the resume equal those of an unbroken run",
-            lambda run: run(Python("Pipeline(…).save(folder); Pipeline(…).load(folder)", _interrupted)) == 0.0,
-            True,
-        ),
-    ),
-)
 
 ACCURACY = Entry(
     "accuracy-over-time",

@@ -6,7 +6,8 @@ from typing import Any
 
 from pipefit.reproduce.clusters import COMPUTED
 from pipefit.reproduce.entry import GPIPE, PIPEDREAM, Bench, Entry, Picture, Value, curves, drawn, figure
-from pipefit.reproduce.measured import ACCURACY, NODE_FAILURE
+from pipefit.reproduce.measured import ACCURACY
+from pipefit.reproduce.questions import QUESTIONS
 from pipefit.reproduce.steps import Draw
 
 DECK = "PipeDream and GPipe"
@@ -241,5 +242,5 @@ ENTRIES = (
     ),
     ACCURACY,
     *COMPUTED,
-    NODE_FAILURE,
+    *QUESTIONS,
 )
