@@ -15,8 +15,8 @@ from pipefit.reproduce.steps import Draw, Planned, Python
 DECK = "PipeDream in three challenges"
 
 _WHY = {
-    "vgg16": "The ring's all-reduce overlaps with computation here; the published figure needs slower links than these.",
-    "gnmt": "The profile's 775 MB of weights for 89 ms of computation make data parallelism slower than it was measured.",
+    "vgg16": "The ring's all-reduce overlaps with computation here; the published figure needs slower links.",
+    "gnmt": "The profile's 775 MB of weights for 89 ms of computation make data parallelism slower than measured.",
     "resnet50": "The convention of communication costs decides between hybrids and data parallelism.",
 }
 _TABLE = {  # model, servers × GPUs: configuration, speed-up over data parallelism
