@@ -30,6 +30,7 @@ GPT = CompareConfig(
     batch=32,
     steps=1,
     repeats=8,
+    limit=10.0,
 )
 """GPT of 8 blocks × 256, sequence 128, 32 samples per update.
 
@@ -46,6 +47,7 @@ CONVNET = CompareConfig(
     batch=64,
     steps=10,
     repeats=25,
+    limit=10.0,
 )
 """The small convolutional network with batch norm, whose steps take some tens of milliseconds.
 

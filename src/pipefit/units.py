@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
@@ -29,9 +30,12 @@ def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
     Raises:
         PipefitError: the text is no such quantity; `where` names its place in a file.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
     place = f"{where}: " if where else ""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise PipefitError(f"{place}expected a quantity in {kind}, got a number of too many digits") from None
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
     factor = _unit_factor(match.group(2), kind) if match else None
     if match is None or factor is None:
@@ -127,6 +131,51 @@ def columns(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
         cells = (put(cell, width) for cell, width in zip(rest, widths[1:], strict=True))
         lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     return lines
+
+
+def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    r"""Rows of text as lines of at most so many characters: all but the first column are aligned to the right.
+
+    The widest column wraps between words. Where that is not enough, every row becomes a paragraph with the names of
+    the first row. Only a word that is longer than a line exceeds the width.
+
+    >>> print(*table([["plan", "bytes"], ["a long name", "12"]], 14), sep="\n")
+    plan    bytes
+    a long     12
+      name
+
+    Args:
+        rows: of equal length, the first with the names of the columns.
+        width: of the terminal, in characters.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    wide = widths.index(max(widths))
+    room = width - sum(widths) - 2 * (len(widths) - 1) + widths[wide]
+    if room >= widths[wide]:
+        return columns(rows, right=True)
+    if room < min(max(len(word) + 2 for row in rows for word in row[wide].split()), widths[wide]):
+        head, *body = rows
+        return [line for row in body for line in _paragraph(head, row, width)]
+    lines = []
+    for row in rows:
+        parts = wrapped(row[wide], room, "" if wide else "  ") or [""]
+        for turn, part in enumerate(parts):
+            lines.append([part if index == wide else "" if turn else cell for index, cell in enumerate(row)])
+    return columns(lines, right=True)
+
+
+def _paragraph(head: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+    """A row of a table below its first cell, each other cell after the name of its column."""
+    # A figure stays on the line of its unit.
+    named = [f"{name} {cell}".replace(" ", "\xa0") for name, cell in zip(head[1:], row[1:], strict=True) if cell]
+    first = row[0] if " " in row[0] else f"{head[0]} {row[0]}"
+    figures = wrapped("  " + ", ".join(named), width, "  ")
+    return [*wrapped(first, width, "  "), *(line.replace("\xa0", " ") for line in figures)]
+
+
+def wrapped(text: str, width: int, indent: str = "") -> list[str]:
+    """A text as lines of at most so many characters, broken between words only."""
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def counted(count: int, one: str, many: str = "") -> str:

@@ -10,11 +10,11 @@ from tests.verbs import refused
 from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
 from pipefit.cli.train import _remove_if_only_logs
-from pipefit.cli.watch import Watcher, report
+from pipefit.cli.watch import Watcher, printable, report
 from pipefit.pipeline.callbacks import Record
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
-from pipefit.spec.options import as_flat
+from pipefit.spec.options import Request, as_flat
 from pipefit.timeline.compare import Row
 
 
@@ -54,7 +54,7 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
-        "patience=3 log=csv compile"
+        "patience=3 log=csv compile no_decay=bias,norm"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
     # A setting that is not here has no option yet.
@@ -169,6 +169,63 @@ def test_a_file_gets_ten_lines_and_a_terminal_one_that_moves():
     assert "left" in moving.getvalue()
 
 
+def test_what_takes_long_is_named_once_and_then_every_five_seconds():
+    stream = io.StringIO()
+    watcher = Watcher(100, 16, stream)
+    watcher.doing("measuring the layers")
+    began = watcher._since_s
+    for after in (0.5, 1.5, 3.0, 6.4, 7.0, 12.0):
+        watcher.beat(began + after)
+    assert stream.getvalue().splitlines() == [
+        "measuring the layers …", "measuring the layers: 7 s so far", "measuring the layers: 12 s so far",
+    ]  # fmt: skip
+
+
+def test_a_long_step_says_so_and_a_slow_run_has_a_line_every_five_seconds():
+    stream = io.StringIO()
+    watcher = Watcher(1000, 16, stream)
+    for step in range(1, 13):
+        watcher.step(Record(step, 2.0, 1.0 * step, metrics={"accuracy": 0.25}))
+    assert [line.split("  ")[0] for line in stream.getvalue().splitlines()] == ["step 5/1000", "step 10/1000"]
+    assert "loss 2.0000  accuracy 0.25  16.0 samples/s" in stream.getvalue()
+    watcher.beat(max(watcher._since_s, watcher._said_s) + 4.9)
+    assert len(stream.getvalue().splitlines()) == 2
+    watcher.beat(max(watcher._since_s, watcher._said_s) + 5.1)
+    assert stream.getvalue().splitlines()[2] == "step 13: 5 s so far"
+
+
+def test_a_sample_that_is_no_text_is_escaped():
+    assert printable("Ünd\n\x1b[31m\x00\t") == "Ünd\n\\x1b[31m\\x00\\t"
+
+
+def test_a_run_says_what_it_chose_before_anything_is_loaded(settings, monkeypatch, capsys):
+    monkeypatch.setattr("pipefit.run.config.num_gpus", lambda: 0)
+    monkeypatch.setattr("pipefit.run.config.num_cores", lambda: 8)
+    assert main(["train"]) == main(["train", "--ranks", "3", "--schedule", "gpipe", "-m", "8", "-o", "x"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "ranks          4, on a machine of 8 cores (--ranks)",
+        "schedule       the fastest by measurements of the layers (--schedule)",
+        "micro-batches  chosen with the schedule (--microbatches)",
+        "checkpoints    none without -o FOLDER",
+        "loading torch …",
+        "checkpoints  at the end, in x (--checkpoint-every)",
+        "loading torch …",
+    ]
+    first, second = (config.request for config, *_ in settings)
+    assert (first.schedule, first.parallelism.ranks) == ("auto", 4)
+    assert (second.schedule, second.parallelism.ranks) == ("gpipe", 3)
+
+
+def test_without_options_a_run_takes_the_ranks_that_a_launcher_started(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert with_defaults(RunConfig()).request.parallelism.ranks == 3
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr("pipefit.run.config.num_gpus", lambda: 6)
+    assert with_defaults(RunConfig()).request.parallelism.ranks == 6
+    shaped = with_defaults(RunConfig(request=Request(stages=(2, 2)))).request
+    assert (shaped.parallelism.ranks, shaped.schedule) == (2, "1f1b")
+
+
 def test_a_run_that_goes_on_counts_steps_from_where_it_stood_and_time_from_now():
     plain = io.StringIO()
     watcher = Watcher(100, 16, plain)
@@ -196,6 +253,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         held_out_loss=1.6,
         held_out_accuracy=None,
         held_out_before=None,
+        held_out_metrics={},
         predicted=None,
         measured_period_s=1.0,
         bubble=0.25,

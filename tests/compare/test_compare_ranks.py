@@ -2,15 +2,18 @@
 
 import json
 import math
+import signal
+from dataclasses import replace
 
 import pytest
 from tests.verbs import refused
 
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.cli import main
+from pipefit.cli.compare import _ending_early
 from pipefit.compare.comparison import Comparison, Row
 from pipefit.compare.rounds import compare_on_ranks
-from pipefit.compare.settings import STRATEGIES, WHOLE, CompareConfig
+from pipefit.compare.settings import STRATEGIES, USUAL, WHOLE, CompareConfig
 from pipefit.cost import RuntimeCosts
 from pipefit.profiling.links import links_of
 from pipefit.runtime.launch import launch
@@ -82,15 +85,43 @@ def test_schedules_and_one_process_are_predicted_and_peers_are_not(found):
 
 def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
     words = "compare --model mlp --option layers=3,width=8 --strategies one-thread,gpipe -m 2 --batch 4 --steps 1"
-    # The limit, of microseconds, leaves one of a hundred repetitions.
-    asked = ["--repeats", "100", "--limit", "1e-7", "-o", str(tmp_path / "out"), "--json"]
-    assert main([*words.split(), *asked]) == 0
+    assert main([*words.split(), "--repeats", "2", "--limit", "0", "-o", str(tmp_path / "out"), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["repeats"] == 1 and data["data"] in ("digits", "synthetic")
+    assert data["repeats"] == 2 and data["data"] in ("digits", "synthetic")
     assert [row["strategy"] for row in data["rows"]] == ["one-thread", "gpipe"]
     assert data["rows"][1]["speedup"] == pytest.approx(data["rows"][0]["step_s"] / data["rows"][1]["step_s"])
     assert json.loads((tmp_path / "out" / "compare.json").read_text())["rows"] == data["rows"]
     assert (tmp_path / "out" / "compare.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_asked", "why"),
+    [(1e-7, False, "no time within --limit 1e-07"), (0.0, True, "the comparison was interrupted")],
+)
+def test_what_is_measured_is_kept_when_time_is_up_or_the_user_ends_it(limit, is_asked, why, tmp_path):
+    """The limit, of microseconds, leaves one row, measured once; so does a file that Ctrl-C makes."""
+    asked = tmp_path / "end"
+    if is_asked:
+        asked.touch()
+    few = replace(SMALL, strategies="one-thread,gpipe,1f1b", microbatches=(2,), repeats=100, limit=limit)
+    first, second = launch(compare_on_ranks, 2, few, print, asked, threads=1, quiet=True)
+    assert [row.strategy for row in first.rows] == [row.strategy for row in second.rows] == ["one-thread"]
+    assert first.repeats == 1
+    assert [(item.strategy, item.reason) for item in first.refused] == [("gpipe", why), ("1f1b", why)]
+
+
+def test_ctrl_c_asks_for_the_end_and_a_second_one_ends_at_once(tmp_path):
+    with pytest.raises(KeyboardInterrupt), _ending_early(tmp_path / "end") as asked:
+        signal.raise_signal(signal.SIGINT)
+        assert asked.exists()
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_few_strategies_are_usual_and_all_are_named_by_one_word():
+    assert CompareConfig().names == USUAL and set(USUAL) < set(STRATEGIES)
+    assert CompareConfig(strategies="all").names == tuple(STRATEGIES)
+    assert CompareConfig(strategies="gpipe,").names == ("gpipe",)
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,25 @@ def test_a_message_takes_latency_plus_bytes_over_the_bandwidth_of_the_level_it_c
     assert cost.message_s(Instruction(Op.SEND, 0, 0, kind="grad", peer=0), 1) == 0.5 + 10 / 5
 
 
-@pytest.mark.parametrize(("d", "rounds"), [(1, 0), (2, 2), (3, 4), (4, 4), (5, 6), (8, 6)])
-def test_a_reduction_moves_2_d_minus_1_over_d_times_the_bytes_in_2_log_d_rounds(d, rounds):
-    cost = CostModel((1,), (1,), (1,), weight_bytes=(60,), bandwidth_bytes_per_s=3, latency_s=7)
+@pytest.mark.parametrize(("d", "ring", "tree"), [(1, 0, 0), (2, 1, 1), (3, 2, 2), (4, 3, 2), (5, 4, 3), (8, 7, 3)])
+@pytest.mark.parametrize("size", [6, 6000])
+def test_a_reduction_takes_the_faster_of_ring_and_tree(d, ring, tree, size):
+    cost = CostModel((1,), (1,), (1,), weight_bytes=(size,), bandwidth_bytes_per_s=3, latency_s=7)
     replicas = Instruction(Op.REDUCE, 0, version=0, kind="replicas")
-    assert cost.reduce_s(replicas, range(d)) == pytest.approx(2 * (d - 1) / d * 60 / 3 + rounds * 7)
-    assert cost.reduce_s(Instruction(Op.REDUCE, version=0, kind="norm"), range(d)) == rounds * 7
+    by_ring, by_tree = 2 * (ring * 7 + (d - 1) / d * size / 3), 2 * (tree * 7 + (d > 1) * size / 3)
+    assert cost.reduce_s(replicas, range(d)) == pytest.approx(min(by_ring, by_tree))
+    assert cost.reduce_s(Instruction(Op.REDUCE, version=0, kind="norm"), range(d)) == 2 * tree * 7
+
+
+def test_members_in_one_server_leave_it_through_a_link_each_unless_they_share_a_port():
+    weights = {"forward_s": (1,), "backward_input_s": (1,), "backward_weight_s": (1,), "weight_bytes": (60,)}
+    replicas = Instruction(Op.REDUCE, 0, version=0, kind="replicas")
+    server, rack = Level("server", 4, 100.0), Level("rack", 2, 5.0)
+    wide = CostModel(**weights, topology=Topology((server, rack)))
+    shared = CostModel(**weights, topology=Topology((server, msgspec.structs.replace(rack, one_port=True))))
+    assert wide.reduce_s(replicas, range(8)) == pytest.approx(2 * 7 / 8 * 60 / (4 * 5))
+    assert shared.reduce_s(replicas, range(8)) == pytest.approx(2 * 7 / 8 * 60 / 5)
+    assert wide.reduce_s(replicas, (0, 4)) == shared.reduce_s(replicas, (0, 4)) == 60 / 5
 
 
 def test_a_reduction_goes_at_the_pace_of_its_slowest_link():

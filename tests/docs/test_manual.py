@@ -25,6 +25,37 @@ def test_commands_print_what_the_page_shows(page):
 
 
 @pytest.mark.parametrize("page", NAMED)
+def test_every_transcript_is_run_or_marked_as_taken_once(page):
+    assert transcripts.unaccounted(page.read_text()) == [], "see docs/transcripts.py for the three kinds"
+
+
+SLOW_PAGES = [page for page in NAMED if any(map(transcripts.is_slow, transcripts.blocks(page.values[0].read_text())))]
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", SLOW_PAGES)
+def test_slow_commands_print_what_the_page_shows(page):
+    assert transcripts.differences(page.read_text()) == []
+
+
+def test_a_transcript_that_nothing_runs_is_found():
+    block = "```console\n$ pipefit train --steps 3\ntrained\n```\n"
+    marked = f"<!-- taken once: a machine -->\n\n{block}"
+    assert transcripts.unaccounted(block + marked) == ["$ pipefit train --steps 3"]
+    assert transcripts.unaccounted("words\n\n    $ pipefit train\n    trained\n") == ["$ pipefit train"]
+
+
+def test_lines_may_be_left_out_and_rounding_may_differ():
+    printed = "first\nloss 3e-16, gradients 0\nthird\nplanned in 28.6 s"
+    assert transcripts.agrees("first\n…\nplanned in 2 ms", printed)
+    assert transcripts.agrees("first\nloss 0, gradients 1e-16\n…", printed)
+    assert not transcripts.agrees("second\n…\nplanned in 2 ms", printed)
+    assert not transcripts.agrees("first\n…", "before\nfirst")
+
+
+@pytest.mark.parametrize("page", NAMED)
 def test_a_page_uses_the_words_of_the_field(page):
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert sorted(set(DIALECT.findall(prose))) == []
@@ -84,7 +115,7 @@ def test_the_page_on_the_command_line_names_every_verb(capsys):
 def test_every_option_that_a_page_names_is_there(capsys):
     main(["--help"])
     verbs = re.findall(r"^│ ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
-    known = {"--help", "--nproc-per-node"}
+    known = {"--help", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
     for verb in verbs:
         main([verb, "--help"])
         known.update(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))

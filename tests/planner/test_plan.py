@@ -199,7 +199,7 @@ def test_losers_are_told_in_numbers():
     assert all(candidate.why_lost for candidate in made.candidates[1:])
     words = " ".join(candidate.why_lost for candidate in made.candidates)
     assert "slower: " in words and "samples/s against" in words
-    assert "depth 1: " in words and format_bytes(30e6) in words
+    assert "stage 0 needs" in words and format_bytes(30e6) in words
 
 
 def test_nothing_feasible_says_what_is_missing_and_what_would_help():

@@ -35,6 +35,7 @@ from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.stage.materialise import lent_weights
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import with_metrics
 
 _WORK, _REPEATS = 512, 40
 
@@ -105,7 +106,7 @@ def _exchanges(
         for layer in layers:
             x, *ways = _both_ways(layer.module, x, rehearsal)
             each.append((ways[0], ways[1]))
-        _, forward, backward = _both_ways(lambda output: loss(output, y), x, rehearsal)
+        _, forward, backward = _both_ways(lambda output: with_metrics(loss(output, y))[0], x, rehearsal)
     return each, forward + backward
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, check_figures
 from pipefit.spec.files import decode
 from pipefit.spec.sealed import FileEntry, read_sealed
 
@@ -64,6 +64,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss_scale: dict[str, Any] | None = None
     position: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        check_figures(self, PipefitError, step=0, ordinal=0, world=1)
+
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint.
@@ -76,7 +79,11 @@ def read_manifest(directory: Path) -> Manifest:
         data = read_sealed(path, "pipefit.checkpoint/1")
     except (FileNotFoundError, IsADirectoryError):
         raise PipefitError(f"{directory}: no {MANIFEST}, so this is not a finished checkpoint") from None
-    return decode("checkpoint", data, Manifest, PipefitError, str(path))
+    manifest = decode("checkpoint", data, Manifest, PipefitError, str(path))
+    named = _STEP.fullmatch(directory.resolve().name)
+    if named and int(named[1]) != manifest.step:
+        raise PipefitError(f"{path}: is of step {manifest.step}, but its folder is {named[0]}; was it moved there?")
+    return manifest
 
 
 def step_name(step: int, attempt: int = 0) -> str:

@@ -136,7 +136,13 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def _like(value: Any, template: Any) -> Any:
-    """Saved JSON data in the type of the current value."""
+    """Saved JSON data in the type of the current value.
+
+    Raises:
+        ModelError: it is text where the current value is a number.
+    """
+    if isinstance(value, str) and isinstance(template, int | float | Tensor):
+        raise ModelError(f"the checkpoint has {value[:40]!r} where the optimizer or its schedule has {template}")
     if isinstance(value, dict):
         known = template if isinstance(template, dict) else {}
         items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}
@@ -270,7 +276,9 @@ def _merged(values: Sequence[tuple[Any, _Origin]], template: Any, groups: Sequen
     by_group = all(isinstance(value, list) and len(value) == len(o.record.groups) for value, o in values)
     if by_group and isinstance(template, list) and len(template) == len(groups):
         by_name = {o.name: value for value, o in values}
-        return [_same([(by_name[o.name][o.group], o.name) for o in own], "the schedule") for own in groups]
+        merged = [_same([(by_name[o.name][o.group], o.name) for o in own], "the schedule") for own in groups]
+        # A group without parameters in this stage keeps its own.
+        return [kept if own else usual for kept, own, usual in zip(merged, groups, template, strict=True)]
     return _same([(value, o.name) for value, o in values], "the schedule")
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,12 +22,12 @@ from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, verb
 from pipefit.compare.settings import WHOLE, CompareConfig
 from pipefit.errors import PipefitError
-from pipefit.units import columns
+from pipefit.units import columns, counted
 
 if TYPE_CHECKING:
     from pipefit.compare.comparison import Comparison, Row
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 5.0
 
 
 @verb()
@@ -41,7 +44,8 @@ def command(
 
     One process, data parallelism, every schedule, and torch.distributed.pipelining, for several numbers of
     micro-batches. They alternate within one run, so that other programs on the machine affect all alike. The table has
-    samples per second, speed-ups, measured and predicted times, memory, and the loss after equal samples.
+    samples per second, speed-ups, measured and predicted times, memory, and the loss after equal samples. Ctrl-C ends
+    it with the rows measured so far.
 
     Args:
         ranks: Processes, one thread each.
@@ -51,36 +55,55 @@ def command(
 
     if ranks < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
-    if not settings.limit >= 0:
-        raise PipefitError(f"--limit: expected 0 or more minutes, got {settings.limit:g}")
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
     counts = tuple(dict.fromkeys(settings.microbatches))
     settings = replace(settings, model=importable(settings.model), microbatches=counts)
-    result: Comparison = launch(compare_rank, ranks, settings, json, threads=1, quiet=json)[0]
+    if not json:
+        cells = sum(1 if name in WHOLE else len(counts) for name in settings.names)
+        limit = f"within {settings.limit:g} minutes" if settings.limit else "without a limit"
+        _reporter()(f"comparing {counted(cells, 'cell')} {limit}; more: --strategies all, -m 1,2,4,8,16, --limit")
+    with tempfile.TemporaryDirectory(prefix="pipefit-") as folder, _ending_early(Path(folder) / "end") as asked:
+        result: Comparison = launch(compare_rank, ranks, settings, json, asked, threads=1, quiet=json)[0]
     paths = result.save(output) if output is not None else {}
     return Answer({**result.as_dict(), "paths": paths}, partial(table, result, paths))
 
 
-def compare_rank(settings: CompareConfig, quiet: bool) -> Comparison:
+@contextlib.contextmanager
+def _ending_early(asked: Path) -> Iterator[Path]:
+    """The context in which Ctrl-C makes the file that asks the ranks for the end; a second one ends them at once."""
+
+    def ask(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        asked.touch()
+        print("\nending with the rows measured so far; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def compare_rank(settings: CompareConfig, quiet: bool, asked: Path | None = None) -> Comparison:
     """Compares as this rank; rank 0 reports the progress."""
     from pipefit.compare.rounds import compare_on_ranks
     from pipefit.runtime.session import current
 
-    return compare_on_ranks(settings, _reporter() if current().rank == 0 and not quiet else lambda line: None)
+    return compare_on_ranks(settings, _reporter() if current().rank == 0 and not quiet else lambda line: None, asked)
 
 
 def _reporter() -> Callable[[str], None]:
-    """A function that shows the progress: one changing line on a terminal; elsewhere lines, of cells one per 30 s."""
+    """A function that shows the progress in lines: details on a terminal in one that changes, else one each 5 s."""
     reported_s = time.monotonic()
 
     def say(line: str) -> None:
         nonlocal reported_s
+        is_detail = line.startswith(("building", "measuring"))
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+            sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}" + "\n" * (not is_detail))
             sys.stderr.flush()
             return
-        is_detail = line.startswith(("building", "measuring"))
         if not is_detail or time.monotonic() - reported_s > _PATIENCE_S:
             reported_s = time.monotonic()
             print(line, file=sys.stderr, flush=True)

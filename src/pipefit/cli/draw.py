@@ -9,13 +9,11 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import PICTURES, Count, Counts, Json, UnitCosts, ending, pairs, verb
-from pipefit.errors import PipefitError, ScheduleError, nearest
+from pipefit.cli.programs import check_forwards
+from pipefit.errors import ScheduleError, nearest
 
 if TYPE_CHECKING:
     from pipefit.draw.drawing import Drawing
-
-# Beyond this a picture is not readable, and drawing would take minutes.
-_MOST_FORWARDS = 500_000
 
 
 @verb()
@@ -73,10 +71,7 @@ def command(
 
     short = [f"{name}={value}" for name, value in (("warmup", warmup), ("group", group)) if value is not None]
     options = _options(schedule, pairs("--option", [*(option or []), *short]))
-    if (forwards := stages * microbatches * chunks * (steps or 1)) > _MOST_FORWARDS:
-        raise PipefitError(
-            f"{forwards:,} forwards are too many to draw: -p × -m × -v × --steps may reach {_MOST_FORWARDS:,}"
-        )
+    check_forwards(stages, chunks, microbatches, steps or 1)
     drawing = draw(
         schedule,
         stages,

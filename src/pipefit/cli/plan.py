@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,9 +14,9 @@ from msgspec.structs import replace
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Count, Counts, Json, Size, ending, verb
-from pipefit.cli.programs import read_profile
 from pipefit.errors import PipefitError
 from pipefit.spec.options import setting
+from pipefit.units import format_seconds, wrapped
 
 if TYPE_CHECKING:
     from pipefit.planner import Cap
@@ -82,13 +84,18 @@ def command(
     capped: CapOptions,
     state: float | None = None,
     tensor: Annotated[Counts, Parameter(alias="-t")] = (),
+    whole_messages: Annotated[bool, Parameter(negative="")] = False,
+    blocking: Annotated[bool, Parameter(negative="")] = False,
     tokens: float | None = None,
     refit: Path | None = None,
     of: Path | None = None,
     picture: Svg | None = None,
     pareto: Svg | None = None,
     depths: Svg | None = None,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(".json")] = None,
+    every: Annotated[bool, Parameter(name="--all")] = False,
+    largest: Literal["layers", "hidden"] | None = None,
+    sweep: Annotated[list[str] | None, Parameter(negative_iterable=())] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), ending(".json", ".svg", ".png")] = None,
     json: Json = False,
 ) -> Answer:
     """Find the best pipeline for a model on a machine, and report why every other lost.
@@ -113,32 +120,33 @@ def command(
         memory: Memory of every device, like "8 GiB", in place of the topology's.
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
         tensor: Tensor widths to choose from, such as 1,2.
+        whole_messages: Send whole messages between tensor-parallel stages, without scatter/gather.
+        blocking: Ranks wait for each message, as in Megatron-LM of 2021; without it they compute meanwhile.
         tokens: Report the days of training a GPT on so many tokens.
         refit: Correct the profile by this measured trace; needs --of.
         of: The plan (.json) that the trace of --refit ran.
         picture: Draw the partition over the model as .svg.
         pareto: Draw the throughput of all candidates against their memory as .svg.
         depths: Draw throughput against depth and micro-batch size as .svg.
-        output: Write the plan to this JSON file.
+        every: Show all candidates that lost, not only the best of five families.
+        largest: Plan the largest GPT that fits: with so many layers, or so large a hidden size.
+        sweep: Plan for each value, such as tensor=1,2,4; again: for each pair of values. Names: tensor, depth,
+            microbatch-size, microbatches, batch, schedule, layers, hidden; of the outermost level bandwidth, machines.
+        output: Write the plan to this .json file, or the chart of --sweep to .svg or .png.
     """
     from pipefit.planner import plan
-    from pipefit.planner.machines import load_topology
+    from pipefit.planner.machines import load_topology, read_profile
 
     machine = load_topology(topology)
     if memory is not None:
         each = tuple(replace(device, memory_bytes=memory) for device in machine.devices)
         machine = replace(machine, device=replace(machine.device, memory_bytes=memory), devices=each)
-    figures = read_profile(profile, machine, microbatch_size[0] if microbatch_size else 1)
-    if refit is not None:
-        figures = _refitted(figures, refit, of)
-    elif of is not None:
-        raise PipefitError("--of: expected --refit too: the trace that this plan ran")
-    if tokens is not None and not (tokens > 0 and figures.model.startswith("gpt:")):
+    if tokens is not None and not (tokens > 0 and profile.startswith("gpt:")):
         raise PipefitError(f"--tokens: expected more than 0, for --profile gpt:layers=…; got {tokens:g} for {profile}")
     cap = capped.cap()
     if cap is not None:
         free = {"pareto": pareto, "depths": depths, "depth": depth, "tensor": tensor, "straight": straight}
-        free |= {"method": method != "auto", "recompute": recompute != "auto"}
+        free |= {"method": method != "auto", "recompute": recompute != "auto", "largest": largest}
         _refuse(free, "it is for plans without --device-memory, which splits and replays as it needs")
     wishes: dict[str, Any] = {
         "method": method,
@@ -150,13 +158,54 @@ def command(
         "tensors": tensor or None,
     }
     only = {"num_microbatches": microbatches, "depths": depth or None, "cost": cost, "straight": straight, "cap": cap}
+    only |= {"whole_messages": whole_messages, "blocking": blocking}
+    if sweep:
+        one = {"picture": picture, "pareto": pareto, "depths": depths, "refit": refit, "of": of, "largest": largest}
+        _refuse(one, "it is for one plan; --sweep makes many")
+        return _swept(profile, machine, sweep, wishes | only, output)
+    if output is not None and output.suffix != ".json":
+        raise PipefitError(f"-o {output}: expected .json for a plan; .svg and .png are for --sweep")
+    if largest is not None:
+        from pipefit.planner import sweeps
+
+        profile = sweeps.largest(profile, machine, largest, **wishes, **only)
+    figures = read_profile(profile, machine, microbatch_size[0] if microbatch_size else 1)
+    if refit is not None:
+        figures = _refitted(figures, refit, of)
+    elif of is not None:
+        raise PipefitError("--of: expected --refit too: the trace that this plan ran")
     made = plan(figures, machine, **wishes, **only)
     if picture or pareto or depths:
         _draw(made, figures, machine, wishes, (picture, pareto, depths))
     if output is not None:
         made.save(output)
     written = [path for path in (output, picture, pareto, depths) if path is not None]
-    return _answer(made, figures, machine, tokens, written)
+    return _answer(made, figures, machine, tokens, every, written)
+
+
+def _swept(
+    profile: str, machine: Topology, texts: list[str], options: Mapping[str, Any], output: Path | None
+) -> Answer:
+    """The plans of `--sweep`: a table, JSON, and a chart where there is a path for it."""
+    from pipefit.draw.save import save_bitmap
+    from pipefit.planner.sweeps import sweep
+    from pipefit.spec.files import write_atomically
+
+    if output is not None and output.suffix == ".json":
+        raise PipefitError(f"-o {output}: expected .svg or .png for the chart of --sweep; --json prints its figures")
+    over: dict[str, list[Any]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        each = [value.strip() for value in values.split(",") if value.strip()]
+        if not each or name in over:
+            raise PipefitError(f"--sweep: expected NAME=a,b,c once for each name, got {text!r}")
+        over[name] = [int(value) if value.isdecimal() else value for value in each]
+    found = sweep(profile, machine, over, **options)
+    if output is not None:
+        picture = found.svg(f"{profile} on {machine.name}")
+        save_bitmap(output, picture) if output.suffix == ".png" else write_atomically(output, picture)
+    rows = [{**cell.values, **cell.figures, "why": cell.why} for cell in found.cells]
+    return Answer({"swept": list(over), "rows": rows}, lambda: str(found), output=output)
 
 
 def _refuse(options: Mapping[str, Any], why: str) -> None:
@@ -204,8 +253,10 @@ _SAME = (
 """Fields of a plan that the JSON object contains unchanged."""
 
 
-def _answer(made: Plan, profile: Profile, machine: Topology, tokens: float | None, written: list[Path]) -> Answer:
-    from pipefit.planner.explain import explain, training
+def _answer(
+    made: Plan, profile: Profile, machine: Topology, tokens: float | None, every: bool, written: list[Path]
+) -> Answer:
+    from pipefit.planner.explain import explain, run_command, training, training_lines
 
     found = training(made, machine, tokens)
     stages = [
@@ -219,9 +270,18 @@ def _answer(made: Plan, profile: Profile, machine: Topology, tokens: float | Non
     ]
     data = {name: getattr(made, name) for name in _SAME}
     data |= {"stages": stages, "predicted": made.prediction, "training": found}
-    lines = [f"{name}: {value if isinstance(value, str) else f'{value:.4g}'}" for name, value in found.items()]
-    lines.append(f"({made.plan_seconds:.2f} s)")
-    return Answer(data, lambda: "\n".join([explain(made, profile), "", *lines]), output=written)
+    path = next((path for path in written if path.suffix == ".json"), None)
+    command = run_command(made, machine, shlex.quote(str(path or "plan.json")))
+    data |= {"run": command} if command else {}
+    lines = [*training_lines(found), f"planned in {format_seconds(round(made.plan_seconds, 2))}"]
+    if command:
+        width = shutil.get_terminal_size((100, 24)).columns
+        lines += [
+            "",
+            f"to run it, on each machine (HOST is one of them{'' if path else '; -o plan.json writes the plan'}):",
+        ]
+        lines.append(" \\\n".join(wrapped(f"  {command}", width - 2, "    ")))
+    return Answer(data, lambda: "\n".join([explain(made, profile, every=every), "", *lines]), output=written)
 
 
 def _runs(layers: tuple[int, ...]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,16 +42,16 @@ class Source:
             PipefitError: the layers of stages are not known, or do not belong to the profile.
         """
         from pipefit.cost import FREE, of_plan, unit
-        from pipefit.cost.tensor import tensor_shard
+        from pipefit.planner.computed_profile import profile_at
         from pipefit.spec import Topology
 
         if self.profile is None:
             cost = unit(self.program.header, forward, backward, **rest)
             return replace(cost, topology=self.topology) if self.topology else cost
         plan = self.plan or self._plan(len(self.profile))
-        profile = self.profile.at(plan.microbatch_size) if plan.microbatch_size else self.profile
         links = self.topology or Topology.local(plan.num_processes)
-        return of_plan(tensor_shard(profile, plan.tensor, links), plan, links, runtime=FREE)
+        size = plan.microbatch_size or self.profile.microbatch_size
+        return of_plan(profile_at(self.profile, size, plan.tensor, links), plan, links, runtime=FREE)
 
     def _plan(self, num_layers: int) -> Plan:
         """The plan of a program from a `.pipe` file, which specifies everything but the layers."""
@@ -77,21 +78,18 @@ class Source:
         )
 
 
-def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:
-    """A profile from its file, of a published model, or computed for the machine: "gpt:layers=24,…".
+def check_forwards(*counts: int) -> None:
+    """Refuses stages × micro-batches × steps that are too many for an answer in time.
 
     Raises:
-        PipefitError: there is none, or no machine for which to compute it.
+        PipefitError: with the limit.
     """
-    from pipefit.planner.computed_profile import gpt_profile, gpt_settings
-    from pipefit.spec.published import load_profile
+    from pipefit.ir.program import MOST_FORWARDS
 
-    if not name.startswith("gpt:"):
-        return load_profile(name)
-    settings = gpt_settings(name)
-    if machine is None:
-        raise PipefitError(f"{name}: seconds are computed for a device; give --topology as well")
-    return gpt_profile(**settings, microbatch=microbatch, device=machine.device)
+    if (forwards := math.prod(counts)) > MOST_FORWARDS:
+        raise PipefitError(
+            f"{forwards:,} forwards are too many: stages × micro-batches × steps may reach {MOST_FORWARDS:,}"
+        )
 
 
 def read_source(
@@ -109,6 +107,8 @@ def read_source(
     plan = Plan.load(path) if path.suffix == ".json" else None
     if plan is None and path.is_file() and path.suffix != ".pipe":
         raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
+    if plan is not None:
+        check_forwards(len(plan.partition.stages), plan.num_microbatches, num_steps)
     program = program_of(plan, num_steps=num_steps) if plan else text.load(path)
     return source_of(program, plan, profile, topology, layers)
 
@@ -121,7 +121,7 @@ def source_of(
     Raises:
         PipefitError: a missing or malformed file, or too few devices.
     """
-    from pipefit.planner.machines import load_topology
+    from pipefit.planner.machines import load_topology, read_profile
 
     links, num_ranks = load_topology(topology) if topology else None, program.header.num_ranks
     if links and links.num_devices < num_ranks:

@@ -27,5 +27,7 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     from pipefit.run.whole_run import run
     from pipefit.runtime.session import current
 
-    watched = current().rank == 0 and not quiet
-    return run(config, Watcher(config.steps, config.batch) if watched else Quiet())
+    if current().rank > 0 or quiet:
+        return run(config, Quiet())
+    with Watcher(config.steps, config.batch) as watcher:
+        return run(config, watcher)

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Count, Json
+from pipefit.cli.options import Count, Json, Threads
 from pipefit.errors import PipefitError
 
 _WITH_VALUE = ("-n", "--ranks", "--threads", "--logs")
@@ -20,7 +20,7 @@ def command(
     /,
     *arguments: Annotated[str, Parameter(help="For the script.", allow_leading_hyphen=True)],
     ranks: Annotated[Count, Parameter(alias="-n")] = 2,
-    threads: Count | None = None,
+    threads: Threads | None = None,
     logs: Path | None = None,
     json: Json = False,
 ) -> Answer:

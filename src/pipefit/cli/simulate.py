@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import PICTURES, Count, Counts, Json, ProfileName, TopologyName, UnitCosts, ending, verb
-from pipefit.cli.programs import figures, read_source, save_timeline, time_text
+from pipefit.cli.programs import check_forwards, figures, read_source, save_timeline, time_text
 from pipefit.units import columns, format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def command(
     topology: TopologyName = None,
     layers: Counts = (),
     costs: UnitCosts,
-    steps: int = 1,
+    steps: Count = 1,
     repeats: Count = 1,
     contention: bool = False,
     output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
@@ -48,8 +48,12 @@ def command(
         output: .svg, .html or .png for a picture, .trace.json for Perfetto.
     """
     from pipefit.simulate import simulate
+    from pipefit.verify.sense import refuse_malformed
 
     source = read_source(path, steps, profile, topology, layers)
+    refuse_malformed(source.program)
+    header = source.program.header
+    check_forwards(header.num_stages, header.total_microbatches, repeats)
     cost = source.cost(**asdict(costs))
     # On real links messages queue once both sides are ready; the unit costs of the papers do not include this.
     real = contention or source.profile is not None

@@ -16,6 +16,7 @@ from pipefit.cli.options import (
     Figures,
     Json,
     ProfileName,
+    Seed,
     Size,
     Time,
     TopologyName,
@@ -52,7 +53,7 @@ def command(
     whole: bool = False,
     seconds: Time = 10,
     candidates: int = 20_000,
-    seed: int = 0,
+    seed: Seed = 0,
     output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:

@@ -11,11 +11,12 @@ from typing import Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, verb
+from pipefit.cli.options import Json, Threads, verb
 from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
-from pipefit.run.config import RunConfig, with_defaults
+from pipefit.run.config import RunConfig, choices, with_defaults
 from pipefit.spec.options import as_flat
+from pipefit.units import columns
 
 
 @verb()
@@ -23,7 +24,7 @@ def command(
     *,
     run: RunConfig,
     transport: Literal["distributed", "local"] = "distributed",
-    threads: int | None = None,
+    threads: Threads | None = None,
     config: Path | None = None,
     json: Json = False,
 ) -> Answer:
@@ -39,10 +40,12 @@ def command(
         threads: CPU threads of each rank; default: the cores shared among them.
         config: TOML file with any of these options; the command line has priority.
     """
-    run = with_defaults(replace(run, model=importable(run.model)))
+    asked, run = run, with_defaults(replace(run, model=importable(run.model)))
     folder = Path(run.output)
     if run.output and folder.exists() and not folder.is_dir():
         raise PipefitError(f"{folder}: expected a folder for the run, got a file")
+    if not json and _is_first():
+        print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, threads, quiet=json)
     return Answer(_data(run, result), partial(report, result) if _is_first() else "")
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+import threading
+import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
 from pipefit.units import columns, format_bytes, format_count, format_seconds
+
+_LOOK_S, _FIRST_S, _NEXT_S = 0.2, 1.0, 5.0
+"""Seconds between looks at what a run does, until a line names it, and between two lines."""
 
 
 class Quiet:
@@ -16,6 +21,9 @@ class Quiet:
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
         """Takes the plan."""
+
+    def doing(self, what: str) -> None:
+        """Another part of the run begins."""
 
     def counted(self, flop: Any) -> None:
         """The FLOP of model and devices are known."""
@@ -25,7 +33,7 @@ class Quiet:
 
 
 class Watcher:
-    """Shows a run to people, on rank 0: a progress line in a terminal, a few plain lines in a file.
+    """Shows a run to people, on rank 0: a progress line in a terminal, plain lines in a file; never silent for long.
 
     Args:
         num_steps: of the whole run.
@@ -37,6 +45,36 @@ class Watcher:
         self._num_steps, self._batch, self._stream = num_steps, batch, stream or sys.stdout
         self._tokens, self._last_s, self._width, self._first = 0, 0.0, 0, 0
         self._flop: Any = None
+        # What the run does, since when, when the last line was written, and whether one of them names it.
+        self._what, self._since_s, self._said_s, self._is_named = "", 0.0, time.monotonic(), True
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Watcher:
+        threading.Thread(target=self._watch, name="pipefit-watcher", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._width:
+            self._write("\n")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            self.beat(time.monotonic())
+
+    def doing(self, what: str) -> None:
+        """Notes what the run does now; a line says so if it takes more than a second."""
+        self._what, self._since_s, self._is_named = what, time.monotonic(), False
+
+    def beat(self, now: float) -> None:
+        """Says what the run is doing if it has been silent for long.
+
+        Args:
+            now: seconds of `time.monotonic`.
+        """
+        if self._what and now - max(self._said_s, self._since_s) >= (_NEXT_S if self._is_named else _FIRST_S):
+            self._print(f"{self._what}: {now - self._since_s:.0f} s so far" if self._is_named else f"{self._what} …")
+            self._said_s, self._is_named = now, True
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
         """Prints the plan, without the candidates that lost."""
@@ -60,15 +98,19 @@ class Watcher:
         """Updates the line, at most ten times a second; steps count from 1, or from the end of an earlier run."""
         step, seconds = record.step, record.seconds
         self._first = self._first or step
-        moving = self._stream.isatty()
-        last = step >= self._num_steps
-        due = seconds - self._last_s >= 0.1 if moving else step % max(self._num_steps // 10, 1) == 0
+        moving, last = self._stream.isatty(), step >= self._num_steps
+        what = "ending the training" if last else f"step {step + 1}"
+        self._what, self._since_s, self._is_named = what, time.monotonic(), True
+        is_tenth = step % max(self._num_steps // 10, 1) == 0
+        due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= _NEXT_S
         if not (due or last):
             return
         self._last_s = seconds
         done = step - self._first + 1
         rate = done * self._batch / seconds if seconds else 0.0
-        parts = [f"step {step}/{self._num_steps}", f"loss {record.loss:.4f}", f"{rate:.1f} samples/s"]
+        parts = [f"step {step}/{self._num_steps}", f"loss {record.loss:.4f}"]
+        parts += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
+        parts += [f"{rate:.1f} samples/s"]
         parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
         parts += _of_ranks(record)
         parts += [f"MFU {self._flop.mfu(rate):.0%}"] if self._flop is not None else []
@@ -76,18 +118,25 @@ class Watcher:
         line = "  ".join(parts)
         if moving:
             self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))
-            self._width = len(line)
+            self._width = 0 if last else len(line)
+            self._said_s = time.monotonic()
         else:
             self._print(line)
 
     def _print(self, text: str) -> None:
-        self._write(text + "\n")
+        self._write("\n" * bool(self._width) + text + "\n")
+        self._width, self._said_s = 0, time.monotonic()
 
     def _write(self, text: str) -> None:
         # A reader that ends does not stop the training.
         with contextlib.suppress(BrokenPipeError):
             self._stream.write(text)
             self._stream.flush()
+
+
+def printable(text: str) -> str:
+    """A text whose characters that do not print are escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _of_ranks(record: Any) -> list[str]:
@@ -112,7 +161,8 @@ def report(result: Any) -> str:
     if result.held_out_loss is not None:
         hits = f", accuracy {result.held_out_accuracy:.1%}" if result.held_out_accuracy is not None else ""
         before = "" if result.held_out_before is None else f"{result.held_out_before:.4f} → "
-        lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}")
+        more = "".join(f", {name} {value:.4g}" for name, value in result.held_out_metrics.items())
+        lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}{more}")
         if result.held_out_before is not None:
             lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
     if result.rows:
@@ -130,7 +180,7 @@ def report(result: Any) -> str:
     if any(inside):
         lines += ["inside  " + _each(who, map(format_bytes, inside))]
     if result.text:
-        lines += ["", "a sample:", result.text]
+        lines += ["", "a sample:", printable(result.text)]
     if result.paths:
         width = max(map(len, result.paths))
         lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from pipefit.compare.comparison import Refusal
-from pipefit.compare.settings import STRATEGIES, WHOLE, CompareConfig
+from pipefit.compare.settings import ALL, STRATEGIES, WHOLE, CompareConfig
 from pipefit.compare.strategies import (
     Batch,
     DataParallel,
     OneProcess,
     ScheduledPipeline,
     Trainer,
-    num_cores,
     plan_of,
 )
 from pipefit.compare.torch_pipeline import TorchPipeline
@@ -26,6 +25,7 @@ from pipefit.models import ModelBundle, build, parse_options
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.workload import Workload
+from pipefit.run.config import num_cores
 from pipefit.run.optimizers import make_optimizer
 from pipefit.run.sources import source_of
 from pipefit.runtime.microbatches import largest_part
@@ -52,6 +52,7 @@ class Cell:
         busy: share of the time that each rank computed, of each repetition.
         bubbles: of each repetition.
         losses: of every update.
+        rise: bytes by which this rank's memory rises in an update; None: not reported.
     """
 
     strategy: str
@@ -63,6 +64,7 @@ class Cell:
     busy: list[list[float]] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    rise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def make_task(config: CompareConfig, session: Session) -> Task:
     """
     for name in config.names:
         if name not in STRATEGIES:
-            raise PipefitError(f"unknown strategy {name!r}; {nearest(name, STRATEGIES)}")
+            raise PipefitError(f"unknown strategy {name!r}; {nearest(name, (*STRATEGIES, ALL))}")
     torch.manual_seed(config.seed)
     bundle = build(config.model, **parse_options(config.option, config.model))
     source, batches = _batches(config, bundle)
@@ -148,7 +150,7 @@ def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], lis
     """Builds every cell. All ranks refuse the same ones, because they check the same data."""
     config = task.config
     cells, refused = [], []
-    for name in [name for name in STRATEGIES if name in (config.names or STRATEGIES)]:
+    for name in [name for name in STRATEGIES if name in config.names]:
         for num in (1,) if name in WHOLE else config.microbatches:
             say(f"building {name}, {num} micro-batches")
             try:

@@ -1,6 +1,7 @@
 """Measures every cell in the same processes; each repetition measures all cells before the next one begins.
 
-Other programs on the machine then affect all cells alike, and also the layers, which are profiled in each repetition.
+The first gives a row of every cell; medians over further ones are better. Other programs on the machine then affect all
+cells alike, and also the layers, which are profiled in each repetition.
 Ranks wait at a barrier before and after each measurement; an idle rank waits there, blocked in the kernel. A core that
 was idle is slow at first, so some updates run before those that count.
 """
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from pipefit.calibrate.overhead import runtime_costs
 from pipefit.compare.cells import Cell, Task, build_cells, make_task
-from pipefit.compare.comparison import Comparison, Row
+from pipefit.compare.comparison import Comparison, Refusal, Row
 from pipefit.compare.settings import CompareConfig
 from pipefit.compare.strategies import Batch, ScheduledPipeline
 from pipefit.cost import RuntimeCosts, of_plan
@@ -33,7 +34,7 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session, current
 from pipefit.simulate import simulate
 from pipefit.spec import Topology
-from pipefit.units import format_seconds
+from pipefit.units import counted
 
 Say = Callable[[str], None]
 
@@ -41,17 +42,37 @@ _KEPT_LOSSES = 4
 _WARM_UP_S = 0.4
 
 
-def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Comparison:
+class _Time:
+    """The time of a comparison, the same on every rank."""
+
+    def __init__(self, session: Session, limit_s: float, asked: Path | None) -> None:
+        self._session, self._limit_s, self._asked = session, limit_s, asked
+        self._began = time.monotonic()
+
+    def is_over(self, more_s: float) -> bool:
+        """Returns whether further seconds go beyond the limit, or the user has asked for the end."""
+        late = bool(self._limit_s) and time.monotonic() - self._began + more_s > self._limit_s
+        return any(_of_ranks(float(late or self.is_asked), self._session))
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the user has asked for the end."""
+        return self._asked is not None and self._asked.exists()
+
+
+def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None, asked: Path | None = None) -> Comparison:
     """Compares on this rank; every rank of the run makes the same call and gets the same result.
 
     Args:
         config: the settings.
         say: takes a line about the progress; it may do nothing on other ranks than 0.
+        asked: a file; once it exists, the comparison ends with the rows that it has.
 
     Raises:
         PipefitError: an unknown strategy or model, or nothing that can be measured.
     """
     session = current()
+    left = _Time(session, 60 * config.limit, asked)
     say("profiling the model at every micro-batch size, and the links")
     task = make_task(config, session)
     topology = links_of(session, session.num_ranks)
@@ -62,15 +83,15 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
     # Excluded from garbage collection: traversing these objects would take longer than a measurement.
     gc.collect()
     gc.freeze()
-    _repeat(cells, task, session, say)
-    say("memory of every cell")
-    rises = [_rise_bytes(lambda cell=cell: cell.trainer.train(task.batches[: cell.steps])) for cell in cells]
+    late = _first_rows(cells, task, session, say, left)
+    del cells[len(cells) - len(late) :]
+    _repeat(cells, task, session, say, left)
     gc.unfreeze()
     updates = min(len(cell.losses) for cell in cells)
     rows = []
-    for cell, rise in zip(cells, rises, strict=True):
+    for cell in cells:
         predicted = _predicted(cell, task, topology, runtime)
-        rows.append(_row(cell, rise, predicted, updates, config, session))
+        rows.append(_row(cell, predicted, updates, config, session))
     return Comparison(
         model=task.description,
         data=task.source,
@@ -80,27 +101,44 @@ def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None) -> Com
         repeats=len(cells[0].seconds),
         layer_counts=tuple(len(stage.layers) for stage in task.partition.stages),
         rows=rows,
-        refused=refused,
+        refused=refused + late,
     ).with_speedups()
 
 
-def _repeat(cells: list[Cell], task: Task, session: Session, say: Say) -> None:
-    """Measures all cells, once to warm up and then as often as the settings and the time allow."""
-    config, started = task.config, time.monotonic()
-    for repetition in range(config.repeats + 1):
-        name = f"repetition {repetition} of {config.repeats}" if repetition else "warming up"
-        say(f"{name}, {len(cells)} cells")
+def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left: _Time) -> list[Refusal]:
+    """Measures each cell once, with its memory, and says so; returns the cells for which there was no time."""
+    longest_s = 0.0
+    for index, cell in enumerate(cells):
+        name, began = f"{cell.strategy} m={cell.num_microbatches}", time.monotonic()
+        if index and left.is_over(longest_s):
+            why = "the comparison was interrupted" if left.is_asked else f"no time within --limit {task.config.limit:g}"
+            return [Refusal(late.strategy, late.num_microbatches, why) for late in cells[index:]]
+        say(f"measuring: {index + 1} of {len(cells)}, {name}")
+        for keep in (False, True):
+            _measure(cell, task.batches, session, keep)
+        cell.rise = _rise_bytes(lambda cell=cell: cell.trainer.train(task.batches[: cell.steps]))
+        say(f"measured {index + 1:2} of {len(cells)}  {name:<20}  {task.config.batch / cell.seconds[0]:8.1f} samples/s")
+        longest_s = max(longest_s, time.monotonic() - began)
+    return []
+
+
+def _repeat(cells: list[Cell], task: Task, session: Session, say: Say, left: _Time) -> None:
+    """Measures all cells again, as often as the settings and the time allow, and the layers each time."""
+    expected_s = sum((cell.warm_up + cell.steps) * cell.seconds[0] for cell in cells)
+    for repetition in range(2, task.config.repeats + 1):
+        if left.is_over(expected_s):
+            say("interrupted" if left.is_asked else f"no time for another repetition after {repetition - 1}")
+            break
+        began = time.monotonic()
+        say(f"repetition {repetition} of {task.config.repeats}, {counted(len(cells), 'cell')}")
         for index, cell in enumerate(cells):
-            say(f"measuring: {name}, {index + 1} of {len(cells)}, {cell.strategy} m={cell.num_microbatches}")
-            _measure(cell, task.batches, session, keep=repetition > 0)
+            name = f"{cell.strategy} m={cell.num_microbatches}"
+            say(f"measuring: repetition {repetition}, {index + 1} of {len(cells)}, {name}")
+            _measure(cell, task.batches, session, keep=True)
         for num, profiles in task.profiles.items():
             size = largest_part(task.batches[0][0], num)
             profiles.append(agreed_profile(task.work, [size], session, repeats=2, warmup=1))
-        spent_s = max(_of_ranks(time.monotonic() - started, session))
-        another_s = spent_s * (repetition + 2) / (repetition + 1)
-        if config.limit and 0 < repetition < config.repeats and another_s > 60 * config.limit:
-            say(f"another repetition would take more than {format_seconds(60 * config.limit)}: {repetition} were made")
-            break
+        expected_s = time.monotonic() - began
 
 
 def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> None:
@@ -185,14 +223,13 @@ def _predicted(cell: Cell, task: Task, topology: Topology, runtime: RuntimeCosts
 
 def _row(
     cell: Cell,
-    rise: float | None,
     predicted: tuple[float, float | None] | None,
     updates: int,
     config: CompareConfig,
     session: Session,
 ) -> Row:
     """The figures of a cell, with its loss after some updates; every rank calls it, and those of rank 0 count."""
-    figures: Any = [rise if rise is not None else -1.0, cell.trainer.state_bytes]
+    figures: Any = [cell.rise if cell.rise is not None else -1.0, cell.trainer.state_bytes]
     rises, states = zip(*gather_rows(session, figures), strict=True)
     middle = statistics.median(cell.seconds)
     return Row(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipefit.spec.options import setting
+from pipefit.spec.options import MOST_SEED, check_least, setting
 
 STRATEGIES = {
     "one-thread": "single",
@@ -27,6 +27,11 @@ STRATEGIES = {
 }
 """Every strategy with its kind, in the order of the table."""
 
+USUAL = ("one-thread", "accumulate", "ddp", "gpipe", "1f1b", "interleaved", "zb-h1", "torch-1f1b")
+"""The strategies that are compared where none are named."""
+
+ALL = "all"
+
 WHOLE = ("one-thread", "all-threads")
 """Strategies that take the whole batch at once."""
 
@@ -41,12 +46,12 @@ class CompareConfig:
         option: options of the model, like layers=8,hidden=256; may be repeated.
         data: data sets: text, digits, synthetic, or your own text files; default: the data that suits the model, or
             random data.
-        strategies: names with commas between them; default: all.
-        microbatches: numbers of micro-batches per update, like 4,8; default: 1,2,4,8,16,32.
+        strategies: names with commas between them, or all; default: eight that differ most.
+        microbatches: numbers of micro-batches per update, like 1,2,16; default: 4,8.
         batch: samples per update.
         steps: updates of one repetition; a schedule without a flush drains only at their end.
         repeats: repetitions of everything; medians are shown.
-        limit: minutes after which no further repetition begins, once one is done; 0: no limit.
+        limit: minutes after which no further row or repetition begins, once there is a row; 0: no limit.
         stages: layers of each stage, like 3,3; default: balanced by a profile.
         chunks: stages per rank of the looped schedules.
         optimizer: of every strategy.
@@ -58,18 +63,22 @@ class CompareConfig:
     option: str = setting("", typed="words")
     data: Sequence[str] = setting((), typed="texts")
     strategies: str = setting("", typed="words")
-    microbatches: Sequence[int] = setting((1, 2, 4, 8, 16, 32), "--microbatches", "-m", typed="numbers")
+    microbatches: Sequence[int] = setting((4, 8), "--microbatches", "-m", typed="numbers")
     batch: int = setting(32, least=1)
     steps: int = setting(4, least=1)
     repeats: int = setting(3, least=1)
-    limit: float = 10.0
+    limit: float = setting(2.0, least=0.0)
     stages: Sequence[int] = setting((), typed="numbers")
     chunks: int = setting(2, "--chunks", "-v", least=1)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = 1e-3
-    seed: int = 0
+    lr: float = setting(1e-3, least=0.0)
+    seed: int = setting(0, least=0, most=MOST_SEED)
+
+    def __post_init__(self) -> None:
+        check_least(self)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of `strategies`; (): all."""
-        return tuple(name.strip() for name in self.strategies.split(",") if name.strip())
+        """The names of `strategies`."""
+        given = tuple(name.strip() for name in self.strategies.split(",") if name.strip())
+        return tuple(STRATEGIES) if given == (ALL,) else given or USUAL

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +20,7 @@ from pipefit.runtime.session import current
 from pipefit.schedules import find
 from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
+from pipefit.stage.training import with_metrics
 from pipefit.timeline import Timeline
 
 Batch = tuple[Any, Any]
@@ -85,7 +85,7 @@ def update(
         # Torch's data parallel sums over ranks inside the last backward only.
         waits = isinstance(model, DistributedDataParallel) and index < num
         with model.no_sync() if waits else contextlib.nullcontext():
-            value = loss(model(part.input), part.target) * part.share
+            value = with_metrics(loss(model(part.input), part.target))[0] * part.share
             value.backward()
         total += value.detach()
     optimizer.step()
@@ -116,11 +116,6 @@ class DataParallel:
     def state_bytes(self) -> float:
         """Bytes of the whole model."""
         return bytes_of([self._model], [self._optimizer])
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def plan_of(schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int) -> Plan:

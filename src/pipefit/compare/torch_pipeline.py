@@ -15,6 +15,7 @@ from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import current
 from pipefit.spec import Partition
+from pipefit.stage.training import with_metrics
 
 _SCHEDULES = {"torch-gpipe": "ScheduleGPipe", "torch-1f1b": "Schedule1F1B"}
 
@@ -55,7 +56,9 @@ class TorchPipeline:
         self._optimizer = work.optimizer([p for p in self._module.parameters() if p.requires_grad])
         stage = pipelining.PipelineStage(self._module, rank, num_stages, torch.device("cpu"))
         kind: Any = getattr(pipelining, _SCHEDULES[schedule])
-        self._schedule = kind(stage, n_microbatches=num_microbatches, loss_fn=work.loss)
+        self._schedule = kind(
+            stage, n_microbatches=num_microbatches, loss_fn=lambda output, y: with_metrics(work.loss(output, y))[0]
+        )
 
     def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
         """Trains; the losses are the last rank's, reported to all at the end."""

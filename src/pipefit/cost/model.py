@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final
 
+from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.errors import PlanError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
@@ -192,19 +193,18 @@ class CostModel:
     def reduce_s(self, instruction: Instruction, members: Sequence[int]) -> float:
         """Seconds of a reduction or barrier from the moment its last member has issued it.
 
-        2(d−1)/d·bytes / bandwidth + 2·⌈log2 d⌉·latency over the slowest link between neighbours among the d members.
-        Source: Thakur, Rabenseifner, Gropp (IJHPCA 2005) §4: reduce-scatter by halving, all-gather by doubling; the
-        ring has the same first term. The norm and the barrier have the second term only.
+        An all-reduce, or for the kinds that shard a reduce-scatter or an all-gather: see `pipefit.cost.rings`. The
+        norm and the barrier have no bytes.
         """
-        d = len(members)
-        if d < 2:
+        if len(members) < 2:
             return 0
-        links = [self.link(a, b) for a, b in zip(members, [*members[1:], members[0]], strict=True)]
-        bandwidth, latency = min(link[0] for link in links), max(link[1] for link in links)
-        # An all-reduce is a reduce-scatter and an all-gather; each of these takes half of its time.
-        ways = 1 if instruction.kind in _HALVES else 2
-        seconds = _over(ways * (d - 1) * self._reduced_bytes(instruction), bandwidth) / d
-        return ways * (d - 1).bit_length() * latency + seconds
+        law = all_gather_s if instruction.kind in _HALVES else all_reduce_s
+        return law(self._ring(members), self._reduced_bytes(instruction))
+
+    def _ring(self, members: Sequence[int]) -> Ring:
+        if self.topology is None:
+            return even(len(members), self.bandwidth_bytes_per_s, self.latency_s)
+        return ring_of(self.topology, [rank * self.tensor for rank in members])
 
     def local_s(self, instruction: Instruction, rank: int) -> float:
         """Seconds of an asynchronous instruction of one rank: fetch, evict (by the tier's rates), gather, host_step.
@@ -215,8 +215,7 @@ class CostModel:
         if instruction.op is Op.GATHER:
             whole = Kind.ACT.value if instruction.kind == Kind.ACT else Kind.GRAD.value
             size = self.size_bytes(Value(whole, instruction.stage, instruction.mb))
-            bandwidth, latency = self.link(rank, rank)
-            return latency + _over(size * (self.tensor - 1), bandwidth) / self.tensor
+            return all_gather_s(even(self.tensor, *self.link(rank, rank)), size)
         if instruction.op is Op.HOST_STEP:
             return self.host_step_s[instruction.stage]
         tier = self.tier_of(instruction)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pipefit.cost.rings import all_reduce_s, ring_of
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Topology
 
@@ -12,9 +13,10 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
     """Profile of one of t devices that share each layer of a GPT as Megatron-LM shards them.
 
     Each block makes two all-reduces of its output in the forward and two in the backward, not overlapped:
-    8·b·s·h·(t−1)/t elements in all; one takes 2(t−1)/t·bytes / bandwidth + 2·⌈log2 t⌉·latency. Of the s·b·h(34 + 5as/h)
-    bytes that a block saves, s·b·h·10 are not sharded (five times its output). Embedding and head are sharded by the
-    vocabulary, and every device steps its part of the weights.
+    8·b·s·h·(t−1)/t elements in all. Of the s·b·h(34 + 5as/h) bytes that a block saves, s·b·h·10 are not sharded (five
+    times its output). Embedding and head are sharded by the vocabulary, and every device steps its part of the weights.
+    The seconds of a shard are 1/t of those of its layer: of a profile by GPT arithmetic they follow from the shapes of
+    the shard instead (`pipefit.planner.computed_profile.profile_at`).
 
     Args:
         profile: an embedding, a layer per block, a head.
@@ -23,16 +25,11 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
     """
     if tensor == 1:
         return profile
-    link = topology.level_between(0, tensor - 1)
-
-    def all_reduce_s(size: float) -> float:
-        moved = 2 * (tensor - 1) / tensor * size
-        return moved / link.bandwidth_bytes_per_s + 2 * (tensor - 1).bit_length() * link.latency_s
-
+    ring = ring_of(topology, range(tensor))
     layers = []
     for index, layer in enumerate(profile.layers):
         inner = 0 < index < len(profile) - 1
-        wait_s = 2 * all_reduce_s(layer.output_bytes) if inner else 0.0
+        wait_s = 2 * all_reduce_s(ring, layer.output_bytes) if inner else 0.0
         whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
         # Scores, and with them the cores of attention, are sharded; what is not is kept in any case.
         chosen = layer.selective_bytes

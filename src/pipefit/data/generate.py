@@ -44,8 +44,8 @@ def sample(
     for _ in range(num_bytes):
         logits = model_forward(torch.tensor([ids[-context:]]))[0, -1].float().cpu()
         ids.append(_draw(logits, temperature, generator))
-    # A sample may end, or a window begin, inside a character of several bytes.
-    return bytes(ids).decode(errors="replace")
+    # Bytes that are no text, and half a character at the end, are shown by their numbers.
+    return bytes(ids).decode(errors="backslashreplace")
 
 
 def _draw(logits: Tensor, temperature: float, generator: torch.Generator) -> int:

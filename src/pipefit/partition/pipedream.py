@@ -63,6 +63,7 @@ class PipeDreamResult:
         hierarchical_s: best time of the search by levels; None when it was not made.
         straight_s: best pipeline without replicas.
         data_parallel_s: plain data parallelism over all devices, fitting or not; the better of the searches made.
+        data_parallel_bytes: needed per device for that.
         data_parallel_fits: whether it fits.
         exact: every possible boundary of the graph was considered.
         why: the reason in words.
@@ -80,6 +81,7 @@ class PipeDreamResult:
     hierarchical_s: float | None = None
     straight_s: float = math.inf
     data_parallel_s: float = math.inf
+    data_parallel_bytes: float = 0.0
     data_parallel_fits: bool = False
     exact: bool = True
     why: str = ""
@@ -145,6 +147,7 @@ def pipedream(
     single_s = _total(profile, "total_s") + profile.loss_s
     found_s = dict(zip(searches, times, strict=True))
     trained_bytes = _total(profile, "wgrad_bytes")
+    whole_bytes = _data_parallel_bytes(problem)
     result = PipeDreamResult(
         searches[best],
         rule.name,
@@ -155,7 +158,8 @@ def pipedream(
         # By levels a straight pipeline has the faster links inside, so the flat one need not be considered.
         straight_s=time_s if straight else _fastest(replace(problems[-1], straight=True, bases={})),
         data_parallel_s=min(data_parallel_s(rule, single_s, trained_bytes, one.levels) for one in problems),
-        data_parallel_fits=_data_parallel_bytes(problem) <= memory.limit_bytes,
+        data_parallel_bytes=whole_bytes,
+        data_parallel_fits=whole_bytes <= memory.limit_bytes,
         exact=states.complete,
     )
     margin = _MARGIN[cost] if margin is None else margin

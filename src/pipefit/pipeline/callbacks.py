@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +43,9 @@ class Record:
         bubble: share of the step without forward or backward, the mean over ranks.
         memory_bytes: peak memory of each process so far: of its GPU, or resident; of those that share a rank, the
             first one's.
+        metrics: of the step, that the loss returned: means by name, weighted like the loss.
         held_out_loss: of the evaluation after the step; None: there was none.
+        held_out_metrics: of that evaluation, that the loss returned.
         path: of the checkpoint that was saved after the step; None: there was none.
         ended: reason why training ends: "done", "STOP" (a callback) or "SIGTERM"; "": it does not end.
     """
@@ -57,7 +59,9 @@ class Record:
     tokens_per_s: float | None = None
     bubble: float = 0.0
     memory_bytes: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
     held_out_loss: float | None = None
+    held_out_metrics: Mapping[str, float] = field(default_factory=dict)
     path: Path | None = None
     ended: str = ""
 

@@ -7,7 +7,7 @@ import importlib.util
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _OF_A_STEP = "loss seconds learning_rates gradient_norm samples_per_s tokens_per_s bubble memory_bytes".split()
 _COLUMNS = ["step", *_OF_A_STEP, "held_out_loss"]
+_HELD_OUT = "held_out_"
+"""Prefix of the metrics of an evaluation."""
 
 Write = Callable[[int, Mapping[str, Any]], Any]
 """Writes the figures of a step by name: numbers, and tuples of numbers."""
@@ -38,12 +40,13 @@ class Logger:
 
     def step(self, record: Record) -> None:
         """Writes the known figures of a step."""
-        figures = {name: getattr(record, name) for name in _OF_A_STEP}
+        figures = {name: getattr(record, name) for name in _OF_A_STEP} | dict(record.metrics)
         self._add(record.step, {name: value for name, value in figures.items() if value is not None and value != ()})
 
     def evaluation(self, record: Record) -> None:
-        """Writes the loss of an evaluation."""
-        self._add(record.step, {"held_out_loss": record.held_out_loss})
+        """Writes the loss and the metrics of an evaluation."""
+        metrics = {_HELD_OUT + name: value for name, value in record.held_out_metrics.items()}
+        self._add(record.step, {"held_out_loss": record.held_out_loss, **metrics})
 
     def _add(self, step: int, figures: Mapping[str, Any]) -> None:
         from pipefit.runtime.session import current
@@ -59,41 +62,55 @@ class Logger:
 
 def json_log(path: str | Path) -> Logger:
     """A logger that writes a line of JSON for each step, and one for each evaluation."""
-
-    def line(step: int, figures: Mapping[str, Any]) -> str:
-        return json.dumps({"step": step, **figures}) + "\n"
-
-    return _lines(Path(path), line, lambda line: int(json.loads(line)["step"]))
-
-
-def csv_log(path: str | Path) -> Logger:
-    """A logger that writes a CSV table with a row for each step, and one for each evaluation."""
-
-    def line(step: int, figures: Mapping[str, Any]) -> str:
-        text = io.StringIO()
-        csv.DictWriter(text, _COLUMNS, lineterminator="\n").writerow({"step": step, **_numbers(figures)})
-        return text.getvalue()
-
-    return _lines(Path(path), line, lambda line: int(line.split(",")[0]), ",".join(_COLUMNS) + "\n")
-
-
-def _lines(
-    path: Path, line_of: Callable[[int, Mapping[str, Any]], str], step_of: Callable[[str], int], header: str = ""
-) -> Logger:
-    """A logger that adds a line to a file; complete lines of earlier steps stay, others are removed."""
+    place = Path(path)
 
     def begin(first: int) -> Write:
-        before = path.read_text(encoding="utf-8").removeprefix(header) if path.exists() else ""
-        lines = [line for line in before.splitlines(keepends=True) if line.endswith("\n")]
-        write_atomically(path, header + "".join(line for line in lines if step_of(line) < first))
+        write_atomically(place, "".join(line for line in _whole_lines(place) if int(json.loads(line)["step"]) < first))
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(line_of(step, figures))
+            with place.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **figures}) + "\n")
 
         return write
 
-    return Logger(begin, path)
+    return Logger(begin, place)
+
+
+def csv_log(path: str | Path) -> Logger:
+    """A logger that writes a CSV table with a row for each step, and one for each evaluation.
+
+    Metrics of the loss have columns when the first step of the run has them.
+    """
+    place = Path(path)
+
+    def begin(first: int) -> Write:
+        before = [row for row in csv.DictReader(_whole_lines(place)) if int(row["step"]) < first]
+        columns: list[str] = []
+
+        def write(step: int, figures: Mapping[str, Any]) -> None:
+            if not columns:
+                names = dict.fromkeys(name for row in (*before, figures) for name in row if name not in _COLUMNS)
+                more = dict.fromkeys([*names, *(_HELD_OUT + name for name in figures if name in names)])
+                columns.extend([*_COLUMNS, *more])
+                write_atomically(place, _rows(columns, [dict(zip(columns, columns, strict=True)), *before]))
+            with place.open("a", encoding="utf-8") as file:
+                file.write(_rows(columns, [{"step": step, **_numbers(figures)}]))
+
+        return write
+
+    return Logger(begin, place)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The complete lines of a file, with their ends; none where there is no file."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _rows(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n", extrasaction="ignore").writerows(rows)
+    return text.getvalue()
 
 
 def tensorboard_log(folder: str | Path) -> Logger:

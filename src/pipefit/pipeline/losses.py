@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import fields
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from pipefit.errors import DataError, NonFiniteLossError
+from pipefit.errors import DataError, ModelError, NonFiniteLossError
 from pipefit.ir.program import Header
-from pipefit.runtime.collectives import start_sum
+from pipefit.pipeline.batches import samples_of
+from pipefit.pipeline.callbacks import Record
+from pipefit.runtime.collectives import exchange, start_sum
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
@@ -21,7 +23,7 @@ from pipefit.schedules.forward import forward_only
 
 
 class PendingLosses:
-    """The losses of a pass, which are being sent to every rank; `wait` waits for them."""
+    """The losses and metrics of a pass, which are being sent to every rank; `wait` waits for them."""
 
     def __init__(
         self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
@@ -31,14 +33,17 @@ class PendingLosses:
         extra = (*own, float(stop.requested), float(stop.wanted))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
-        count = num_steps * num_microbatches
-        table = torch.zeros(count + len(extra), dtype=torch.float64)
+        self._names = _names(engine, runs)
+        figures = torch.zeros(1 + len(self._names), num_steps, num_microbatches, dtype=torch.float64)
         losses = {mb: loss.reshape(()).double() for run in runs for mb, loss in run.losses}
         if losses and engine.mesh.is_first:
-            table[list(losses)] = torch.stack(list(losses.values())).cpu()
-        table[count:] = torch.tensor(extra, dtype=torch.float64)
-        self._table, self._count, self._num_steps, self._session = table, count, num_steps, engine.session
-        self._work = start_sum(engine.session, table)
+            logged = {mb: metrics for run in runs for mb, metrics in run.logged.items()}
+            rows = [torch.stack(list(losses.values()))]
+            rows += [torch.stack([logged[mb][name] for mb in losses]) for name in self._names]
+            figures.view(len(rows), -1)[:, list(losses)] = torch.stack(rows).cpu()
+        self._table = torch.cat([figures.view(-1), torch.tensor(extra, dtype=torch.float64)])
+        self._figures, self._session = self._table[: figures.numel()].view_as(figures), engine.session
+        self._work = start_sum(engine.session, self._table)
 
     def wait(self) -> Sequence[float]:
         """The losses by step."""
@@ -48,12 +53,54 @@ class PendingLosses:
         requested, wanted = self._table[-2:].bool().tolist()
         self._session.stop.agreed |= requested
         self._session.stop.ended |= wanted
-        return self._table[: self._count].view(self._num_steps, -1).sum(1).tolist()
+        return self._figures[0].sum(1).tolist()
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The means of the metrics that the loss returned, by step, after `wait`."""
+        means = self._figures[1:].sum(2).T.tolist()
+        return [dict(zip(self._names, of_step, strict=True)) for of_step in means]
 
     @property
     def extra(self) -> Sequence[float]:
         """The further sums, after `wait`."""
-        return self._table[self._count : -2].tolist()
+        return self._table[self._figures.numel() : -2].tolist()
+
+
+def _names(engine: Engine, runs: Sequence[Execution]) -> tuple[str, ...]:
+    """The names of the metrics that the loss returns; ranks agree on them after their first pass.
+
+    Raises:
+        ModelError: a micro-batch has other metrics than an earlier one, or a name that a record has.
+    """
+    own = {tuple(sorted(metrics)): mb for run in runs for mb, metrics in run.logged.items()}
+    if engine.metric_names is None:
+        found = exchange(engine.session, next(iter(own), None))
+        engine.metric_names = tuple(next((names for names in found if names is not None), ()))
+        if taken := sorted({one.name for one in fields(Record)}.intersection(engine.metric_names)):
+            raise ModelError(f"the loss returned a metric named {taken[0]}, which records have already: rename it")
+    for names, mb in own.items():
+        if names != engine.metric_names:
+            first, now = (", ".join(some) or "none" for some in (engine.metric_names, names))
+            raise ModelError(
+                f"the loss returned the metrics {now} for micro-batch {mb}, but {first} for an earlier one; return the "
+                "same names for every micro-batch, in training and evaluation"
+            )
+    return engine.metric_names
+
+
+class Evaluation(NamedTuple):
+    """Means over held-out data.
+
+    Attributes:
+        loss: of the training.
+        measured: of the caller's metric; 0 without one.
+        metrics: that the loss returned, by name.
+    """
+
+    loss: float
+    measured: float
+    metrics: dict[str, float]
 
 
 def finite(loss: float, update: int) -> float:
@@ -76,8 +123,8 @@ def evaluate(
     batches: Iterable[Any],
     metric: Callable[[Any, Any], float] | None,
     weigh: Weigh | None,
-) -> tuple[float, float]:
-    """Mean loss and mean metric over some batches, the same on every rank; without a metric its mean is 0.
+) -> Evaluation:
+    """Mean loss and mean metrics over some batches, the same on every rank.
 
     Args:
         engine: the ranks.
@@ -90,12 +137,13 @@ def evaluate(
         DataError: there are no batches.
     """
     total = loss = measured = 0.0
+    metrics: Counter[str] = Counter()
     measure = engine.mesh.metric(metric) if metric else None
     for batch in batches:
         x, y = pair_of(batch)
         engine.mesh.check(x)
-        samples = len(y) if isinstance(y, Tensor) else len(pytree.tree_leaves(y)[0])
-        num = min(header.num_microbatches, samples)
+        samples = samples_of(y) or 0
+        num = max(min(header.num_microbatches, samples), 1)
         count = weigh(y) if weigh else samples
         feed = feed_of((x, y), num, 0, "eval", weigh)
         for worker in engine.workers:
@@ -105,7 +153,8 @@ def evaluate(
         sums = PendingLosses(engine, runs, num, 1, sum(value for run in runs for value in run.metrics))
         loss += sums.wait()[0] * count
         measured += sums.extra[0] * count
+        metrics.update({name: value * count for name, value in sums.metrics[0].items()})
         total += count
     if not total:
         raise DataError("there is no data to evaluate: the iterable of batches is empty")
-    return loss / total, measured / total
+    return Evaluation(loss / total, measured / total, {name: value / total for name, value in metrics.items()})

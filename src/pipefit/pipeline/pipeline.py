@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
@@ -39,10 +39,12 @@ from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
+from pipefit.stage.device import usable_device
+from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
-from pipefit.stage.training import MakeOptimizer, Training
+from pipefit.stage.training import Loss, Training
 from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
@@ -57,9 +59,11 @@ class Pipeline:
         model: an `nn.Sequential` or a list of layers, each taking the output of the one before (tensors, also in
             tuples, lists and dicts). Any other module is cut (see `pipefit.cut`); one of transformers needs no example
             for this.
-        loss: from the model's output and the target to their mean loss over the samples given; None: the own loss of a
-            model of transformers, whose batches are dicts with labels.
-        optimizer: from a list of parameters to an optimizer; called for each stage.
+        loss: from the model's output and the target to their mean loss over the samples given, or to a pair of it and a
+            dict of metrics, numbers that are averaged like the loss; None: the own loss of a model of transformers,
+            whose batches are dicts with labels.
+        optimizer: from a list of parameters to an optimizer, called for each stage; a function whose argument is named
+            `named` gets pairs (name, parameter).
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
         schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", or a
             schedule that suits spilling where stages spill.
@@ -82,8 +86,8 @@ class Pipeline:
         self,
         model: nn.Module | Sequence[nn.Module] | Cut,
         *,
-        loss: Callable[[Any, Any], Tensor] | None = None,
-        optimizer: MakeOptimizer,
+        loss: Loss | None = None,
+        optimizer: Callable[[Any], Optimizer],
         stages: int | Sequence[int] | str | None = None,
         schedule: str | None = None,
         microbatches: int = 4,
@@ -104,7 +108,9 @@ class Pipeline:
         loss = loss or made.loss
         if loss is None:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
-        self.device = default_device() if parallelism.device is None else torch.device(parallelism.device)
+        optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
+        check_scheduler(updates.scheduler)
+        self.device = default_device() if parallelism.device is None else usable_device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
         half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
@@ -115,15 +121,9 @@ class Pipeline:
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
         mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
         shard_layers(self.layers, mesh)
+        scale = first_scale(half, precision.loss_scale)
         self._training = Training(
-            mesh.loss(loss),
-            optimizer,
-            updates.scheduler,
-            clip_norm,
-            updates.seed,
-            half=half,
-            loss_scale=first_scale(half, precision.loss_scale),
-            compiler=compiler,
+            mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, half, scale, compiler
         )
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
@@ -196,6 +196,16 @@ class Pipeline:
         return self.loop.num_updates
 
     @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the metrics that the loss returned, of the last step or evaluation, the same on every rank."""
+        return self.loop.metrics
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to stop (SIGTERM), the same on every rank: end a loop of `step` and save."""
+        return self._session.stop.agreed
+
+    @property
     def held_bytes(self) -> float | None:
         """Peak bytes of tensors of this process in one pass; None: not measured yet."""
         return self.loop.held_bytes
@@ -220,7 +230,9 @@ class Pipeline:
                 "fit(batches), which drains at its end"
             )
         self._comparison.batch((x, y))
-        return finite(self.loop.start_step(x, y).losses.wait()[0], self.num_updates)
+        pending = self.loop.start_step(x, y).losses
+        loss, self.loop.metrics = pending.wait()[0], pending.metrics[0]
+        return finite(loss, self.num_updates)
 
     def fit(
         self,
@@ -283,8 +295,9 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is returned.
         """
-        loss, measured = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
-        return loss if metric is None else (loss, measured)
+        found = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
+        self.loop.metrics = found.metrics
+        return found.loss if metric is None else (found.loss, found.measured)
 
     def generate(
         self,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,9 @@ from pipefit.errors import PlanError
 from pipefit.parallel import widths_of
 from pipefit.planner import plan as search
 from pipefit.planner.explain import explain
+from pipefit.planner.machines import load_topology, read_profile
 from pipefit.planner.pictures import partition_svg
+from pipefit.planner.sweeps import Sweep, sweep
 from pipefit.profiling import profile_sizes
 from pipefit.runtime.microbatches import largest_part
 from pipefit.schedules import program_of
@@ -30,18 +32,24 @@ class Planned:
         plan: the plan found.
         profile: of the model, measured.
         topology: of the machine.
+        options: of the search, for `sweep`.
     """
 
     plan: Plan
     profile: Profile
     topology: Topology
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.explain()
 
-    def explain(self) -> str:
-        """Its stages, its prediction, and the reason why every other candidate lost."""
-        return explain(self.plan, self.profile)
+    def explain(self, width: int | None = None, every: bool = False) -> str:
+        """Its stages, its prediction, and the candidates that lost; see `pipefit.planner.explain.explain`."""
+        return explain(self.plan, self.profile, width, every)
+
+    def sweep(self, **over: Sequence[Any]) -> Sweep:
+        """The plans for other options, such as `sweep(depth=[1, 2, 4])`; see `pipefit.planner.sweeps.sweep`."""
+        return sweep(self.profile, self.topology, over, **self.options)
 
     def draw(self) -> Drawing:
         """The picture of its schedule, displayed in a notebook."""
@@ -57,9 +65,9 @@ class Planned:
 
 
 def plan(
-    model: nn.Module | Sequence[nn.Module],
+    model: nn.Module | Sequence[nn.Module] | Profile | str,
     *,
-    example: tuple[Any, Any],
+    example: tuple[Any, Any] | None = None,
     topology: Topology | str | Path,
     global_batch: int | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
@@ -67,12 +75,12 @@ def plan(
     method: str = "auto",
     **options: Any,
 ) -> Planned:
-    """Measures a model on this machine and finds its best plan for a topology.
+    """Measures a model on this machine, unless its profile is given, and finds its best plan for a topology.
 
     Args:
-        model: an `nn.Sequential` or a list of layers.
-        example: (input, target) of one global batch.
-        topology: a `Topology`, its file, or "local:N".
+        model: an `nn.Sequential` or a list of layers; or a profile, or the name of one, such as "gpt:layers=…".
+        example: (input, target) of one global batch, to measure a model.
+        topology: a `Topology`, its file, "local:N", or the name of a machine such as "dgx-a100-8".
         global_batch: samples per weight update; None: those of the example.
         loss: measured too, if given.
         num_microbatches: counts per update to choose from; those that divide the batch are measured.
@@ -80,9 +88,15 @@ def plan(
         options: further ones of `pipefit.planner.plan`.
 
     Raises:
-        PlanError: no count of micro-batches divides the batch.
+        PlanError: no count of micro-batches divides the batch, or a model comes without an example.
         InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
     """
+    machine = topology if isinstance(topology, Topology) else load_topology(topology)
+    if isinstance(model, Profile | str):
+        options |= {"method": method, "global_batch": global_batch}
+        return _planned(model if isinstance(model, Profile) else read_profile(model, machine, 1), machine, options)
+    if example is None:
+        raise PlanError("example: expected (input, target) of one batch, with which the model is measured; got none")
     x, y = example
     batch = global_batch or largest_part(x, 1)
     sizes = [batch // count for count in sorted(num_microbatches, reverse=True) if not batch % count]
@@ -91,8 +105,10 @@ def plan(
     layers = named_layers(model)
     name = type(model).__name__
     profile = profile_sizes(layers, x, loss, y, microbatch_sizes=sizes, limit_s=5.0, model=name)
-    machine = topology if isinstance(topology, Topology) else Topology.load(topology)
     if method in ("auto", "ptdp"):
         options.setdefault("tensors", widths_of([layer.module for layer in layers], machine.num_devices))
-    found = search(profile, machine, method=method, global_batch=batch, microbatch_sizes=sizes, **options)
-    return Planned(found, profile, machine)
+    return _planned(profile, machine, {**options, "method": method, "global_batch": batch, "microbatch_sizes": sizes})
+
+
+def _planned(profile: Profile, machine: Topology, options: Mapping[str, Any]) -> Planned:
+    return Planned(search(profile, machine, **options), profile, machine, options)

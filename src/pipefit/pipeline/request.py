@@ -133,7 +133,8 @@ def _measured(request: Request, plan: Plan | None, work: Workload, session: Sess
     if plan is None and request.schedule == AUTO:
         counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
     sizes = list(dict.fromkeys(largest_part(x, count) for count in counts))
-    profile = agreed_profile(work, sizes, session)
+    # Many sizes are measured with fewer repetitions, so that the choice does not take longer than a short run.
+    profile = agreed_profile(work, sizes, session, **({"repeats": 5, "warmup": 1} if len(sizes) > 1 else {}))
     if not (is_run or request.schedule == AUTO):
         return Decision(plan, profile)
     num_processes = plan.num_processes if plan else request.parallelism.ranks or session.num_ranks

@@ -21,6 +21,7 @@ from pipefit.spec import Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import Spilling, tier_name
 from pipefit.spill.tier_file import Commit, read_about, read_commits
+from pipefit.stage.optimizing import OptimizerMaker
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import MakeOptimizer, Training
 
@@ -92,7 +93,8 @@ def _facts_of(make: MakeOptimizer) -> dict[str, Any]:
     except Exception:
         return {}
     plain = {key: value for key, value in made.defaults.items() if isinstance(value, int | float | str | list | tuple)}
-    return {"kind": type(made).__name__, **plain}
+    spared = list(make.no_decay) if isinstance(make, OptimizerMaker) else []
+    return {"kind": type(made).__name__, **plain, "no_decay": spared}
 
 
 def check_same(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:

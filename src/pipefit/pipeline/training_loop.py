@@ -62,6 +62,7 @@ class TrainingLoop:
         num_updates: updates so far.
         next_ordinal: micro-batches so far, which seed the random numbers of the next one.
         callbacks: of the `fit` that runs.
+        metrics: that the loss returned, of the last step or evaluation.
         held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
     """
@@ -81,6 +82,7 @@ class TrainingLoop:
         self.num_updates = 0
         self.next_ordinal = 0
         self.callbacks = Callbacks((), self._stop)
+        self.metrics: dict[str, float] = {}
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
         self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT_PASSES)
@@ -145,7 +147,8 @@ class TrainingLoop:
         """Evaluates; then all ranks agree on whether to stop."""
         self._evaluated = self.num_updates
         with self.callbacks.evaluating():
-            self.callbacks.follow("evaluation", held_out_loss=evaluate())
+            loss = evaluate()
+            self.callbacks.follow("evaluation", held_out_loss=loss, held_out_metrics=self.metrics)
         wanted = torch.tensor([float(self._stop.wanted)])
         self._stop.ended |= bool(sum_table(self._engine.session, wanted))
 
@@ -207,14 +210,14 @@ class TrainingLoop:
         )
         bubble, *others = done.losses.extra
         memory, shared = others[: len(others) // 2], others[len(others) // 2 :]
-        for index, (loss, norm) in enumerate(zip(losses, done.norms, strict=True)):
+        for index, (loss, norm, self.metrics) in enumerate(zip(losses, done.norms, done.losses.metrics, strict=True)):
             step = done.first + index + 1
             finite(loss, step)
             if self.callbacks:
                 # A process that trains nothing takes the rate of another.
                 rates = self._rates(done.runs, index) or ((max(shared),) if len(losses) == 1 and any(shared) else ())
                 value = None if norm is None or not norm.isfinite() else float(norm)
-                figures = rates, value, samples, tokens or None, bubble, tuple(memory)
+                figures = rates, value, samples, tokens or None, bubble, tuple(memory), self.metrics
                 self.callbacks.notify(Record(step, loss, now - self._began, *figures))
         return losses
 

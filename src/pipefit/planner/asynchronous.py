@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import msgspec
+
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import PipeDreamResult, pipedream
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.space import Config, Problem, Space
 from pipefit.schedules import placement_of
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, StageSpec, Topology
+from pipefit.units import format_bytes
 
 
 def plan_pipedream(
@@ -42,8 +46,9 @@ def plan_pipedream(
     update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
     partition = Partition(specs)
     peaks = {rank: size for ranks, size in zip(placement, found.memory_bytes, strict=True) for rank in ranks}
-    peak_bytes, ahead = tuple(peaks[rank] for rank in sorted(peaks)), found.speedup_over_data_parallel
-    return Plan(
+    peak_bytes = tuple(peaks[rank] for rank in sorted(peaks))
+    ahead = found.speedup_over_data_parallel if found.data_parallel_fits else None
+    made = Plan(
         partition,
         Placement(placement),
         "data-parallel" if is_single else "pipedream",
@@ -54,28 +59,47 @@ def plan_pipedream(
         model=profile.model,
         method="pipedream",
         prediction=Prediction(update_s, update_s, found.time_s, rate, peak_bytes, ahead),
-        candidates=_candidates(profile, found),
     )
+    return msgspec.structs.replace(made, candidates=_candidates(made, profile, topology, found))
 
 
-def _candidates(profile: Profile, found: PipeDreamResult) -> tuple[Candidate, ...]:
-    def lost(summary: str, family: str, seconds: float, unfit: str = "nothing fits", fits: bool = True) -> Candidate:
-        if not math.isfinite(seconds):
-            return Candidate(summary, family, None, None, None, unfit)
-        why = f"{seconds / found.time_s:.2f} times the time per mini-batch"
-        if seconds <= found.time_s:
-            ahead = 1 - seconds / found.time_s
-            why = f"{ahead:.1%} faster, within the margin that data parallelism is preferred by"
-        return Candidate(summary, family, seconds, profile.microbatch_size / seconds, None, why if fits else unfit)
+def _candidates(made: Plan, profile: Profile, topology: Topology, found: PipeDreamResult) -> tuple[Candidate, ...]:
+    """The winner, and what else the searches found; data parallelism whether it fits or not."""
 
-    winner = f"{found.configuration} ({found.shape}, {found.convention})"
-    lines = [Candidate(winner, found.shape, found.time_s, profile.microbatch_size / found.time_s, None)]
+    def lost(summary: str, family: str, seconds: float, unfit: str = "", sent: float | None = None) -> Candidate:
+        if unfit or not math.isfinite(seconds):
+            return Candidate(summary, family, None, None, None, unfit or "nothing fits", sent_bytes=sent)
+        rate, slower = profile.microbatch_size / seconds, 1 - found.time_s / seconds
+        why = f"{slower:.1%} slower: estimated {rate:.4g} samples/s"
+        if slower <= 0:
+            why = f"{-slower:.1%} faster, within the margin that data parallelism is preferred by"
+        return Candidate(summary, family, seconds, rate, None, why, "estimated", slower, sent_bytes=sent)
+
+    assert made.prediction is not None
+    lines = [
+        Candidate(
+            f"replicas {found.configuration} ({found.shape}, costs by {found.convention})",
+            found.shape,
+            found.time_s,
+            made.prediction.throughput,
+            max(made.prediction.peak_bytes),
+            basis="estimated",
+            slower=0.0,
+            idle=idle_share(made, profile, topology, made.prediction.period_s),
+            sent_bytes=sent_bytes(made, profile, topology),
+        )
+    ]
     for shape, seconds in (("flat", found.flat_s), ("hierarchical", found.hierarchical_s)):
         if seconds is not None and found.shape != shape:
             lines.append(lost(f"best of the {shape} search", shape, seconds))
     if found.shape != "data parallel":
-        unfit, plain_s = "does not fit the memory of a device", found.data_parallel_s
-        lines.append(lost("every device all layers", "data parallel", plain_s, unfit, found.data_parallel_fits))
+        everyone = range(topology.num_devices)
+        needs, limit = found.data_parallel_bytes, min(topology.device_of(rank).memory_bytes for rank in everyone)
+        unfit = "" if found.data_parallel_fits else f"a device needs {format_bytes(needs)} of {format_bytes(limit)}"
+        every = StageSpec(tuple(range(len(profile))), len(everyone))
+        plain = Plan(Partition((every,)), Placement((tuple(everyone),)), "data-parallel", len(everyone))
+        sent = sent_bytes(plain, profile, topology)
+        lines.append(lost("data parallelism", "data parallel", found.data_parallel_s, unfit, sent))
     if found.partition and max(stage.replicas for stage in found.partition.stages) > 1:
         lines.append(lost("best pipeline without replicas", "straight", found.straight_s))
     return tuple(lines)

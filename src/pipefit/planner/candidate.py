@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pipefit.cost import FREE, CostModel, of_plan
+from pipefit.cost.rings import all_gather_s, ring_of
 from pipefit.ir.program import Program
 from pipefit.planner.lane_limits import Limit
 from pipefit.planner.space import Config, Problem, placement_for
@@ -90,28 +91,43 @@ def program_for(problem: Problem, plan: Plan) -> Program:
 
 
 def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
-    """Costs for time, and costs for memory: with scatter/gather a message is 1/t of the value that is held."""
+    """Costs for time, and costs for memory: messages that a rank waits for are part of its work.
+
+    With scatter/gather a message is 1/t of the value that is held, and the t devices of the next stage send these
+    pieces to each other before its forward or backward.
+    """
     if problem.cap is None:
         cost = _costs(problem, config, partition)
     else:
         # Slots, and the place of the step, change nothing.
         key = ("costs", config.layers, config.spill is not None and config.spill.activations)
         cost = problem.once(key, lambda: _costs(problem, config, partition))
-    if config.tensor == 1:
+    pieces = problem.pieces(config.tensor)
+    if pieces == 1 and not problem.blocking:
         return cost, cost
-    link = problem.topology.level_between(0, config.tensor - 1)
-    per_byte = (config.tensor - 1) / config.tensor / link.bandwidth_bytes_per_s
+    ring = ring_of(problem.topology, range(pieces))
+
+    def arrival_s(stage: int, size: float) -> float:
+        """Seconds that a message from a stage to the next, or back, takes from the time of the one that receives it."""
+        wait_s = 0.0
+        if problem.blocking:
+            a, b = (ranks[0] for ranks in placement_for(config).ranks[stage : stage + 2])
+            bandwidth, latency_s = cost.link(a, b)
+            wait_s = latency_s + size / pieces / bandwidth
+        return wait_s + all_gather_s(ring, size)
+
     forward, backward = list(cost.forward_s), list(cost.backward_input_s)
     for stage in range(1, cost.num_stages):
-        forward[stage] += cost.act_bytes[stage - 1] * per_byte
-        backward[stage - 1] += cost.grad_bytes[stage - 1] * per_byte
+        forward[stage] += arrival_s(stage - 1, cost.act_bytes[stage - 1])
+        backward[stage - 1] += arrival_s(stage - 1, cost.grad_bytes[stage - 1])
+    share = 0.0 if problem.blocking else 1 / pieces
     timing = replace(
         cost,
         forward_s=tuple(forward),
         backward_input_s=tuple(backward),
         recompute_s=cost.forward_s,
-        act_bytes=tuple(size / config.tensor for size in cost.act_bytes),
-        grad_bytes=tuple(size / config.tensor for size in cost.grad_bytes),
+        act_bytes=tuple(size * share for size in cost.act_bytes),
+        grad_bytes=tuple(size * share for size in cost.grad_bytes),
     )
     return timing, cost
 

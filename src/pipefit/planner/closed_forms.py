@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.cost import CostModel
+from pipefit.cost.rings import all_reduce_s, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.planner.holdings import holds_all, replayed
@@ -195,7 +196,7 @@ def quick_s(problem: Problem, config: Config) -> float:
     message_s = way_s = trip_s = 0.0
     if config.depth > 1:
         link = problem.ranks(config.tensor).level_between(0, 1)
-        hop_s = total.cut_bytes / config.tensor / link.bandwidth_bytes_per_s + link.latency_s
+        hop_s = total.cut_bytes / problem.pieces(config.tensor) / link.bandwidth_bytes_per_s + link.latency_s
         message_s = hop_s * config.chunks / (max(config.replicas) if config.replicas else 1)
         way_s = hop_s * (config.num_stages - 1)
         trip_s = (work + 2 * way_s) / config.depth
@@ -236,14 +237,14 @@ def _quick_tail_s(problem: Problem, config: Config, backward_s: float) -> float:
     """Seconds that reductions add if every stage has an equal share of the time, with the weights of that share."""
     if config.data < 2:
         return 0.0
-    link = problem.ranks(config.tensor).level_between(0, config.depth)
-    per_byte = 2 * (config.data - 1) / config.data / link.bandwidth_bytes_per_s
+    copies = range(0, config.data * config.depth, config.depth)
+    ring = problem.once(("ring", config.tensor, copies), lambda: ring_of(problem.ranks(config.tensor), copies))
     weights = problem.once(
         ("weights", config.microbatch_size, config.tensor, config.num_stages),
         lambda: _shares(problem.at(config.microbatch_size, config.tensor), config.num_stages),
     )
     behind = [stage * backward_s / config.num_stages for stage in range(config.num_stages)]
-    return exposed_s([size * per_byte for size in weights], behind)
+    return exposed_s([all_reduce_s(ring, size) for size in weights], behind)
 
 
 def _shares(profile: Profile, num_stages: int) -> list[float]:
@@ -265,4 +266,10 @@ def quick_bytes(problem: Problem, config: Config) -> float:
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline
-    return float((total.weight_bytes + total.wgrad_bytes * (versions + state) + kept) / config.depth)
+    fixed = total.weight_bytes + total.wgrad_bytes * (versions + state)
+    least = (fixed + kept) / config.depth
+    if config.schedule in ("1f1b", "interleaved") and not config.replicas:
+        # Rank r holds min(p − r, m) micro-batches: the largest sum is at least any weighted mean of all.
+        each = [1 / min(config.depth - rank, config.per_pipeline) for rank in range(config.depth)]
+        least = max(least, (kept + fixed * min(each)) / sum(each))
+    return float(least)

@@ -1,14 +1,21 @@
-"""Profiles of GPTs by arithmetic, without torch: the layer counts of Megatron-LM (Narayanan et al., SC 2021).
+"""Profiles of GPTs by arithmetic, without torch: every operation of Megatron-LM's layers through the roofline.
 
-Legend: b micro-batch, s sequence, h hidden, a heads, l layers, V vocabulary, t tensor width.
+Legend: b micro-batch, s sequence, h hidden, a heads, l layers, V vocabulary, t tensor width, e bytes of an element.
+Sources: Narayanan et al. (SC 2021), section 4 (fused operations) and the appendix (FLOP); Korthikanti et al. 2022,
+section 4 (bytes kept).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import msgspec
+
+from pipefit.cost.rings import Ring, all_reduce_s, even, ring_of
+from pipefit.cost.roofline import pass_s, product_s
+from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
-from pipefit.spec import Device, Layer, Profile
+from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.profile import ARITHMETIC
 
 _DEFAULTS = {"vocab": 51200, "sequence": 2048}
@@ -24,14 +31,15 @@ def gpt_profile(
     device: Device | None = None,
     *,
     element_bytes: int = 2,
-    overhead_s: float = 0.0,
+    tensor: int = 1,
+    topology: Topology | None = None,
 ) -> Profile:
     """A GPT as a chain: embedding, `layers` blocks, head.
 
-    A block's forward takes 24bsh² + 4bs²h FLOP, its backward twice that (half for the input, half for the weights); the
-    head 2bshV. Bytes kept from forward to backward: sbh(34 + 5as/h) in a block (that is at 2 bytes per element), which
-    keeps the scores of attention. The head keeps its input and the logits in 4 bytes. Source: Narayanan et al. 2021,
-    appendix; Korthikanti et al. 2022, section 4.
+    A block's forward takes 24bsh² + 4bs²h FLOP in matrix products, its backward twice that (half for the input, half
+    for the weights); the head 2bshV. Norms, attention's softmax, GELU, dropout and residual move bytes (`_block`).
+    Bytes kept from forward to backward: sbh(34 + 5as/h) in a block (that is at 2 bytes per element), which keeps
+    the scores of attention. The head keeps its input and the logits in 4 bytes.
 
     >>> profile = gpt_profile(24, 2304, 24, device=Device(flops=312e12))
     >>> len(profile), round(sum(layer.weight_bytes for layer in profile.layers) / 2e9, 2)
@@ -44,9 +52,10 @@ def gpt_profile(
         vocab: V.
         sequence: s.
         microbatch: b, or several sizes.
-        device: with `flops` and `efficiency`.
+        device: with `flops`, and for more than the FLOP of the products its other figures.
         element_bytes: of weights and activations.
-        overhead_s: fixed seconds of every pass through a layer, at any size: they make small micro-batches slow.
+        tensor: t: the profile is that of one of so many devices that share every layer, with their all-reduces.
+        topology: whose innermost devices share a layer; None: their all-reduces are free.
 
     Raises:
         ProfileError: a size below 1, heads that do not divide the hidden size, or a device without FLOP/s.
@@ -61,56 +70,147 @@ def gpt_profile(
     if not device.flops > 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
     many = [microbatch] if isinstance(microbatch, int) else list(microbatch)
-    found = [_at(sizes, b, device, element_bytes, overhead_s) for b in many]
+    ring = ring_of(topology, range(tensor)) if topology else even(tensor, float("inf"), 0.0)
+    found = [_at(sizes, b, device, element_bytes, ring) for b in many]
     return found[0].with_others(found[1:]) if len(found) > 1 else found[0]
 
 
-def _at(sizes: dict[str, int], b: int, device: Device, element_bytes: int, overhead_s: float) -> Profile:
-    num, h, a, vocab, s = (sizes[name] for name in ("layers", "hidden", "heads", "vocab", "sequence"))
-    rate = device.flops * device.efficiency
-    scale = element_bytes / 2
-    stream = element_bytes * s * b * h
-    block_s = (24 * b * s * h * h + 4 * b * s * s * h) / rate + overhead_s
-    head_s = 2 * b * s * h * vocab / rate + overhead_s
-    block_saved = s * b * h * (34 + 5 * a * s / h) * scale
-    block_weights = element_bytes * (12 * h * h + 13 * h)
-    logits = 4 * b * s * vocab
-    tokens = 4 * b * s  # ids of 4 bytes
-    # The inputs of the products, of widths 3h, h, 4h and h.
-    halves = 9 * stream
-    made = [Layer("embedding", overhead_s, overhead_s, 0.0, stream, tokens, element_bytes * (vocab + s) * h)]
-    made += [
-        Layer(
-            f"block{i}",
-            block_s,
-            block_s,
-            block_s,
-            stream,
-            block_saved,
-            block_weights,
-            half_bytes=halves,
-            # Replayed from its input, or without the scores of attention: their products are 4bs²h FLOP.
-            input_bytes=stream,
-            selective_bytes=34 * s * b * h * scale,
-            attention_s=4 * b * s * s * h / rate,
-        )
-        for i in range(num)
+def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topology) -> Profile:
+    """The profile of one of t devices that share every layer, at a micro-batch size.
+
+    A profile by arithmetic is computed again, with the shapes of these shards; any other is scaled.
+    """
+    device = profile.computed_for
+    if device is None:
+        return tensor_shard(profile.at(microbatch), tensor, topology)
+    if tensor == 1 and microbatch == profile.microbatch_size:
+        return profile
+    sizes = gpt_settings(profile.model)
+    size = profile.layers[0].output_bytes / profile.microbatch_size / sizes["hidden"] / sizes.get("sequence", 2048)
+    more = {"element_bytes": round(size), "tensor": tensor}
+    return gpt_profile(**sizes, microbatch=microbatch, device=device, topology=topology, **more)
+
+
+def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
+    """Seconds of products of inputs (m, k) and weights (k, n): forward, gradients of the inputs, of the weights."""
+    each = [
+        (product_s(device, m, n, k, 1, e), product_s(device, m, k, n, 1, e), product_s(device, k, n, m, 1, e))
+        for m, n, k in shapes
     ]
-    # The projection to the vocabulary shares the embedding's weights; a copy of them is counted where it runs.
-    head_weights = element_bytes * vocab * h
-    made.append(Layer("head", head_s, head_s, head_s, logits, stream + logits, head_weights, stream, half_bytes=logits))
+    forward_s, input_s, weight_s = (sum(seconds) for seconds in zip(*each, strict=True))
+    return forward_s, input_s, weight_s
+
+
+def _passes_s(device: Device, sizes: Iterable[float]) -> float:
+    """Seconds of kernels that move so many bytes each."""
+    return sum(pass_s(device, size) for size in sizes)
+
+
+def _core_s(device: Device, b: int, s: int, heads: int, width: int, e: int) -> float:
+    """Seconds of the core of attention forward: scores; scale, mask and softmax; dropout with its mask; their use."""
+    scores = b * heads * s * s
+    products = product_s(device, s, s, width, b * heads, e) + product_s(device, s, width, s, b * heads, e)
+    return products + pass_s(device, 2 * e * scores) + pass_s(device, (2 * e + 1) * scores)
+
+
+def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -> Layer:
+    """A block on one of t devices. Each line of bytes is one kernel.
+
+    A layer keeps its input where it is replayed, and all but the scores where only the core of attention is.
+    """
+    t, tokens = ring.size, b * s
+    heads, width, stream = -(-a // t), h // a, b * s * h
+    own = [-(-width * h // t) for width in (3, 1, 4)]
+    shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[2])]
+    core_s = _core_s(device, b, s, heads, width, e)
+    products_s, input_s, weight_s = _products_s(device, shapes, e)
+    # Each of the two products of the core has two gradients, which are products of the same sizes.
+    scores = b * heads * s * s
+    back_s = 2 * product_s(device, s, width, s, b * heads, e) + 2 * product_s(device, s, s, width, b * heads, e)
+    forward = [
+        *(2 * e * stream,) * 2,  # norms
+        2 * e * 3 * stream / t,  # bias of queries, keys and values
+        2 * e * stream / t,  # the heads side by side
+        2 * e * 4 * stream / t,  # bias and GELU
+        *((3 * e + 1) * stream,) * 2,  # bias, dropout with its mask, and residual
+    ]
+    backward_input = [
+        *(3 * e * stream,) * 4,  # norms; the gradients of residual and branch added up
+        *((2 * e + 1) * stream,) * 2,  # dropout
+        3 * e * 4 * stream / t,  # GELU
+        2 * e * stream / t,  # the heads side by side
+        (2 * e + 1) * scores,  # dropout of the scores
+        3 * e * scores,  # softmax
+    ]
+    backward_weight = [
+        *(2 * e * stream,) * 2,  # norms
+        *(e * width * stream for width in (3 / t, 1, 4 / t, 1)),  # biases
+        *(3 * e * m * n / t for m, n in ((3 * h, h), (h, h), (4 * h, h), (4 * h, h))),  # added to those before
+    ]
+    wait_s = 2 * all_reduce_s(ring, e * stream)
+    return Layer(
+        "block",
+        products_s + core_s + _passes_s(device, forward) + wait_s,
+        input_s + back_s + _passes_s(device, backward_input) + wait_s,
+        weight_s + _passes_s(device, backward_weight),
+        output_bytes=e * stream,
+        # The inputs of the norms and of the sharded products, and two masks, are whole: 10 of 34 bytes.
+        saved_bytes=e * stream * (10 + 24 / t + 5 * a * s / (h * t)) / 2,
+        weight_bytes=e * (12 * h * h + 13 * h) / t,
+        # The inputs of the products, of widths 3h, h, 4h and h; the sums of the second and the fourth are whole.
+        half_bytes=(7 / t + 2) * e * stream,
+        input_bytes=e * stream,
+        selective_bytes=e * stream * (10 + 24 / t) / 2,
+        attention_s=core_s,
+    )
+
+
+def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring) -> Layer:
+    """The projection to the vocabulary and its loss, which works on logits in 4 bytes.
+
+    The projection shares the embedding's weights; a copy of them is counted where it runs.
+    """
+    tokens, own, stream = b * s, -(-vocab // ring.size), e * b * s * h
+    logits, weights = tokens * own, e * vocab * h / ring.size
+    forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
+    # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
+    forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
+    input_s += _passes_s(device, [size * logits for size in (8, 4 + e)])
+    return Layer(
+        "head",
+        forward_s + 3 * all_reduce_s(ring, 4 * tokens),
+        input_s + all_reduce_s(ring, stream),
+        weight_s + pass_s(device, 3 * weights),
+        output_bytes=4 * logits,
+        saved_bytes=stream + 4 * logits,
+        weight_bytes=weights,
+        grad_bytes=stream,
+        half_bytes=4 * logits,
+    )
+
+
+def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Profile:
+    num, h, a, vocab, s = (sizes[name] for name in ("layers", "hidden", "heads", "vocab", "sequence"))
+    stream, table = e * s * b * h, e * vocab * h / ring.size
+    # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
+    looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
+    added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)
+    ids = 4 * b * s
+    made = [Layer("embedding", looked_s, added_s, 0.0, stream, ids, table + e * s * h)]
+    block = _block(device, b, s, h, a, e, ring)
+    made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(num)]
+    made.append(_head(device, b, s, h, vocab, e, ring))
     weights = sum(layer.weight_bytes for layer in made)
-    # Adam in mixed precision reads and writes 7 passes of 4 bytes and writes the working copy.
-    memory_rate = device.memory_bandwidth_bytes_per_s
-    optimizer_s = weights / element_bytes * 30 / memory_rate if memory_rate else 0.0
     name = "gpt:" + ",".join(f"{key}={value}" for key, value in sizes.items() if _DEFAULTS.get(key) != value)
     return Profile(
         name,
         b,
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
-        source=f"{ARITHMETIC}, {element_bytes} bytes per element",
-        optimizer_s=optimizer_s,
+        source=f"{ARITHMETIC}, {e} bytes per element",
+        # Adam in mixed precision reads and writes 7 passes of 4 bytes and writes the working copy.
+        optimizer_s=pass_s(device, 30 * weights / e),
+        computed_for=msgspec.structs.replace(device, memory_bytes=0.0),
     )
 
 

@@ -95,7 +95,8 @@ def _link_spans(problem: Problem, config: Config) -> Array:
     """Seconds of a stage's messages, over the slowest of the links between stages."""
     topology, ranks = problem.ranks(config.tensor), placement_for(config).ranks
     joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
-    sizes = [size / config.tensor for size in problem.at(config.microbatch_size, config.tensor).cut_bytes]
+    pieces = problem.pieces(config.tensor)
+    sizes = [size / pieces for size in problem.at(config.microbatch_size, config.tensor).cut_bytes]
     bandwidth = min(level.bandwidth_bytes_per_s for level in joints)
     return message_spans(sizes, bandwidth, max(level.latency_s for level in joints))
 

@@ -2,38 +2,96 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from pipefit.planner.computed_profile import gpt_settings
-from pipefit.planner.holdings import replayed
+from pipefit.planner.plan_figures import replays_of
 from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
-from pipefit.planner.space import Config
-from pipefit.spec import Plan, Profile, SpillSpec, Topology
-from pipefit.units import columns, counted, format_bytes, format_seconds
+from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
+from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
 
 
-def explain(plan: Plan, profile: Profile | None = None) -> str:
+def explain(plan: Plan, profile: Profile | None = None, width: int | None = None, every: bool = False) -> str:
     """The plan as text of several lines.
 
     Args:
         plan: to explain.
         profile: of the model, for the seconds and weights of each stage.
+        width: characters of a line; None: those of the terminal, or 100 where there is none.
+        every: all candidates that lost, in place of the best of the five next families.
     """
-    lines = [f"{plan.model or 'plan'}: {plan.schedule} by {plan.method.removeprefix('by ')}, {_counts(plan)}", ""]
-    lines += columns(_stages(plan, profile), right=True)
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    by = "" if plan.method == plan.schedule else f" by {plan.method.removeprefix('by ')}"
+    title = f"{plan.model or 'plan'}: {plan.schedule}{by}, {_counts(plan)}"
+    lines = [title, "", *table(_stages(plan, profile), width)]
     prediction = plan.prediction
     if prediction is not None:
         rate = f"{prediction.throughput:.4g} samples/s"
         lines += ["", f"predicted: {format_seconds(prediction.period_s)} per update, {rate}"]
         if prediction.minibatch_s != prediction.period_s:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
-        ahead = prediction.speedup_over_data_parallel
-        # For data parallelism the ratio would say nothing.
-        lines[-1] += f", {ahead:.2f} × plain data parallelism" if ahead and plan.schedule != "data-parallel" else ""
+        lines[-1] += _over_data_parallel(plan)
     lines += spill_lines(plan)
-    losers = [candidate for candidate in plan.candidates if candidate.why_lost]
-    if losers:
-        lines += ["", "why the others lost:"]
-        lines += [f"  {candidate.summary}: {candidate.why_lost}" for candidate in losers]
-    return "\n".join(lines)
+    if any(candidate.why_lost for candidate in plan.candidates):
+        lines += ["", *compared_lines(plan.candidates, width, every)]
+    return "\n".join(part for line in lines for part in (wrapped(line, width, "  ") if len(line) > width else [line]))
+
+
+def _over_data_parallel(plan: Plan) -> str:
+    """Throughput as a multiple of that of plain data parallelism, or the reason why that does not fit."""
+    ahead = plan.prediction.speedup_over_data_parallel if plan.prediction else None
+    if plan.schedule == "data-parallel":
+        return ""
+    if ahead:
+        return f", {ahead:.2f} × plain data parallelism"
+    plain = [each for each in plan.candidates if each.family == "data parallel" and each.throughput is None]
+    return f"; plain data parallelism does not fit: {plain[0].why_lost}" if plain else ""
+
+
+_MOST = 5
+"""Families of candidates that lost in a table without all of them."""
+_SIGNS = {"estimated": "~", "at best": "≤"}
+"""Marks of throughputs that are not simulated."""
+
+
+def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> list[str]:
+    """The winner and those that lost as a table, the fastest first, and what it leaves out."""
+    ranked = sorted(candidates, key=lambda each: (bool(each.why_lost), -(each.throughput or 0)))
+    shown = ranked
+    if not every:
+        best: dict[str, Candidate] = {}
+        for each in ranked:
+            best.setdefault(each.family, each)
+        first, rest = [*best.values()][: _MOST + 1], [*best.values()][_MOST + 1 :]
+        shown = first + [each for each in rest if each.family == "data parallel"]
+    rows = [["plan", "samples/s", "slower", "idle", "sent/sample", "memory"], *map(_row, shown)]
+    used = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    lines = table(list(zip(*used, strict=True)), width)
+    signs = {each.basis for each in shown}
+    notes = [f"{sign} {basis}" for basis, sign in _SIGNS.items() if basis in signs]
+    notes += ["slower: share of the winner's throughput that is lost"]
+    notes += ["idle: share of the devices' time without work"] * any(each.idle is not None for each in shown)
+    lines += ["", *wrapped("; ".join(notes), width, "  ")]
+    unfit = sum(each.throughput is None for each in ranked if each not in shown)
+    left = len(ranked) - len(shown)
+    words = f", {unfit} of them too large" if unfit else ""
+    return lines + wrapped(f"{left} more{words} (--all, in Python every=True)", width) * bool(left)
+
+
+def _row(each: Candidate) -> list[str]:
+    """A candidate's cells; the reason stands where there is no figure."""
+    summary = each.summary if each.slower is not None or not each.why_lost else f"{each.summary}: {each.why_lost}"
+    rate = "does not fit" if each.throughput is None else f"{_SIGNS.get(each.basis, '')}{each.throughput:.4g}"
+    return [
+        summary,
+        rate,
+        f"{each.slower:.1%}" if each.slower is not None and each.why_lost else "",
+        f"{each.idle:.1%}" if each.idle is not None else "",
+        format_bytes(each.sent_bytes) if each.sent_bytes is not None else "",
+        format_bytes(each.peak_bytes) if each.peak_bytes is not None else "",
+    ]
 
 
 def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dict[str, float | str]:
@@ -56,7 +114,8 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
-        again = _replayed(plan, gpt)
+        attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
+        again = sum(replays_of(plan, inside=1.0, attention=attention)) / len(plan.partition.stages)
         if again:
             found["hfu"] = used + again * (every - used)
     if tokens is not None:
@@ -66,17 +125,44 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     return found
 
 
-def _replayed(plan: Plan, gpt: Gpt) -> float:
-    """The share of the blocks' forward FLOP that is replayed: of stages, none where the backward follows at once."""
-    stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
-    config = Config(plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches)
-    attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
-    of_stages = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
-    shares = (
-        {"stage": share, "layer": 1.0, "selective": attention}.get(str(stage.recompute), 0.0)
-        for share, stage in zip(of_stages, stages, strict=True)
+def training_lines(found: Mapping[str, Any]) -> list[str]:
+    """The figures of `training` in words."""
+    if not found:
+        return []
+    words = f"{format_count(found['parameters'])} parameters"
+    if "mfu" in found:
+        words += f"; {found['model_flops_per_device'] / 1e12:.4g} TFLOP/s per device, {found['mfu']:.1%} of its peak"
+        words += f" ({found['hfu']:.1%} with replays)" if "hfu" in found else ""
+    lines = [words]
+    if "tokens" in found:
+        lines.append(f"{format_count(found['tokens'])} tokens: {found['training_days']:.4g} days")
+    return lines
+
+
+def run_command(plan: Plan, topology: Topology, path: str) -> str:
+    """The command that runs a plan on several machines, started on each of them; "": there is one machine only.
+
+    Args:
+        plan: whose stages are consecutive layers, as `pipefit train` runs them.
+        topology: its innermost level, or the one with cores, is a machine.
+        path: of the plan's file.
+    """
+    each = topology.tier_shares(plan.num_processes)
+    layers = [layer for stage in plan.partition.stages for layer in stage.layers]
+    if plan.num_processes <= each or layers != sorted(layers):
+        return ""
+    model = "MODEL"
+    if plan.model.startswith("gpt:"):
+        sizes = {
+            "context" if name == "sequence" else name: size
+            for name, size in Gpt(**gpt_settings(plan.model)).__dict__.items()
+        }
+        model = "gpt --option " + ",".join(f"{name}={size}" for name, size in sizes.items())
+    batch = f" --batch {plan.num_microbatches * plan.microbatch_size}" if plan.microbatch_size else ""
+    return (
+        f"torchrun --nnodes={plan.num_processes // each} --nproc-per-node={each} --rdzv-backend=c10d "
+        f"--rdzv-endpoint=HOST:29500 -m pipefit train --plan {path}{batch} --model {model}"
     )
-    return sum(shares) / len(stages)
 
 
 def _counts(plan: Plan) -> str:
@@ -94,7 +180,7 @@ def _counts(plan: Plan) -> str:
 
 
 def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
-    head = ["stage", "layers", "ranks", "recompute", "peak per rank"]
+    head = ["stage", "layers", "ranks", "replay", "memory"]
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):

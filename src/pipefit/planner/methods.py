@@ -9,7 +9,7 @@ from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.asynchronous import replicated
 from pipefit.planner.computed_profile import is_gpt
-from pipefit.planner.search import SearchResult, search
+from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
 from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
@@ -56,6 +56,7 @@ def space_of(
     recompute: str | None = None,
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
+    chunks: Sequence[int] | None = None,
 ) -> Space:
     """The choices of a method, as `plan` describes them.
 
@@ -64,6 +65,7 @@ def space_of(
     """
     count = None if num_microbatches is None else [num_microbatches]
     counts = {"num_microbatches": count, "microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors}
+    counts["chunks"] = chunks
     for name, given in counts.items():
         if given is not None and (not given or min(given) < 1):
             raise PlanError(f"{name}: expected at least 1, got {', '.join(map(str, given)) or 'none'}")
@@ -88,6 +90,7 @@ def space_of(
         method if method in ("gpipe", "uniform") else "minmax",
         num_microbatches,
         links=problem.topology.num_devices <= 64 and method not in ("gpipe", "uniform"),
+        chunks=tuple(chunks or (2, 3, 4)),
     )
 
 
@@ -144,28 +147,40 @@ def _schedules_of(method: str, profile: Profile) -> tuple[str, ...]:
     }[method]  # fmt: skip
 
 
-def search_by(method: str, problem: Problem, space: Space) -> tuple[SearchResult, list[Config]]:
-    """The result of a method, and all candidates that it listed.
+def search_by(method: str, problem: Problem, space: Space) -> SearchResult:
+    """The result of a method.
 
     Raises:
         InfeasibleError: nothing fits.
         PlanError: there is no candidate.
     """
+    listed = _listed(method, problem, space)
+    return _ptdp(problem, space, listed) if method == "ptdp" else search(problem, listed)
+
+
+def fits_by(method: str, problem: Problem, space: Space) -> bool:
+    """Returns whether some candidate of a method fits: faster than a search for the best.
+
+    Raises:
+        PlanError: there is no candidate.
+    """
+    return some_fit(problem, _listed(method, problem, space))
+
+
+def _listed(method: str, problem: Problem, space: Space) -> list[Config]:
     listed = list(configs(problem, space))
     if not listed:
         raise PlanError(_no_candidate(problem, space))
-    if method == "ptdp":
-        return _ptdp(problem, space, listed)
     if method == "auto" and problem.topology.num_devices <= 64 and space.depths is None:
         listed += replicated(problem, space)
     if method in ("gpipe", "uniform"):
         # As many stages as there are devices, or the largest divisor of that for which there are layers.
         deepest = max(config.depth for config in listed)
         listed = [config for config in listed if config.depth == deepest]
-    return search(problem, listed), listed
+    return listed
 
 
-def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchResult, list[Config]]:
+def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
     """The rules of Megatron-LM (SC 2021), sections 3.2 to 3.4.
 
     Takeaway 1: tensor parallelism up to the devices of a server, pipelines across servers. Takeaway 2: as few devices
@@ -181,8 +196,8 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> tuple[SearchR
     listed = [each for each in listed if _is_even(problem.profile, each)]
     for smallest in sorted(set(map(shape, listed))):
         with suppress(InfeasibleError):
-            return search(problem, [each for each in listed if shape(each) == smallest], keep=6), listed
-    return search(problem, listed), listed
+            return search(problem, [each for each in listed if shape(each) == smallest], keep=6)
+    return search(problem, listed)
 
 
 def _is_even(profile: Profile, config: Config) -> bool:

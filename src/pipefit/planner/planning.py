@@ -11,11 +11,9 @@ import msgspec
 from pipefit.errors import PlanError, nearest
 from pipefit.planner.asynchronous import plan_pipedream
 from pipefit.planner.candidate import plan_of
-from pipefit.planner.estimate import estimate
 from pipefit.planner.methods import METHODS, problem_of, search_by, space_of
 from pipefit.planner.search import SearchResult
-from pipefit.planner.simulated import simulated
-from pipefit.planner.space import Cap, Config, Problem
+from pipefit.planner.space import Cap, Problem
 from pipefit.planner.under_cap import problem_under_cap, search_under_cap
 from pipefit.spec import Plan, Prediction, Profile, Topology
 
@@ -37,6 +35,9 @@ def plan(
     tensors: Sequence[int] | None = None,
     sharded: bool | None = None,
     cap: Cap | None = None,
+    chunks: Sequence[int] | None = None,
+    whole_messages: bool = False,
+    blocking: bool = False,
 ) -> Plan:
     """The fastest plan that fits, its prediction, and the reason why every other lost.
 
@@ -53,7 +54,7 @@ def plan(
             recompute, partition, replicas and sharded optimizer. "2bw", "ptdp", "gpipe" and "pipedream" follow these
             papers; "uniform" gives every stage the same number of layers.
         global_batch: samples per weight update; None: a micro-batch per device, and at least 8 micro-batches. The
-            mini-batch of "pipedream" is the profile's.
+            mini-batch of "pipedream" is the first of `microbatch_sizes`, else the profile's.
         microbatch_sizes: to choose from; None: those of the profile and, between the smallest and the largest of them,
             the powers of two; of a profile by arithmetic the powers of two up to 16.
         num_microbatches: per weight update, when they are given; then sizes follow from it.
@@ -69,6 +70,9 @@ def plan(
         sharded: the optimizer is sharded over the copies always or never, for "auto"; None: whichever is faster.
         cap: on the devices' memory, under which stages are spilled to a tier if necessary. Then one micro-batch size
             and one schedule may be given, and the devices are the cap's; None: nothing is spilled.
+        chunks: of each rank, to choose from, for schedules that have several; None: 2, 3 and 4.
+        whole_messages: without scatter/gather, under tensor parallelism: each device sends the whole message.
+        blocking: ranks wait for each message, as in Megatron-LM of 2021; else messages travel while ranks compute.
 
     Raises:
         InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
@@ -87,9 +91,12 @@ def plan(
         problem, config = problem_under_cap(profile, topology, cap, count, size, state_per_weight, schedule)
         made = _finish(problem, "spilled", search_under_cap(problem, config, schedule))
     elif method == "pipedream":
+        if microbatch_sizes:
+            profile = profile.at(microbatch_sizes[0])
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
         problem = problem_of(profile, topology, global_batch, state_per_weight)
+        problem.whole_messages, problem.blocking = whole_messages, blocking
         space = space_of(
             problem,
             method,
@@ -100,9 +107,10 @@ def plan(
             recompute=recompute,
             tensors=tensors,
             sharded=sharded,
+            chunks=chunks,
         )
-        found, listed = search_by(method, problem, space)
-        made = _finish(problem, method, found, _over_data_parallel(problem, listed, found))
+        found = search_by(method, problem, space)
+        made = _finish(problem, method, found, _over_data_parallel(found))
     return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
 
 
@@ -132,13 +140,7 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
     return msgspec.structs.replace(made, spill=spill, prediction=prediction, candidates=found.candidates)
 
 
-def _over_data_parallel(problem: Problem, listed: list[Config], found: SearchResult) -> float | None:
+def _over_data_parallel(found: SearchResult) -> float | None:
     """Times faster than plain data parallelism, where that fits."""
-    plain = [each for each in found.outcomes if each.config.family == "data parallel"]
-    if plain:
-        return min(each.period_s for each in plain) / found.winner.period_s
-    for config in sorted(config for config in listed if config.family == "data parallel"):
-        estimated = estimate(problem, config)
-        if estimated.fits:
-            return (simulated(problem, estimated) or estimated).period_s / found.winner.period_s
-    return None
+    plain = [each.period_s for each in found.outcomes if each.config.family == "data parallel"]
+    return min(plain) / found.winner.period_s if plain else None

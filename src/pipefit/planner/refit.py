@@ -55,6 +55,7 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             layers=tuple(layers),
             source=f"{one.source}; refitted to a measured run".lstrip("; "),
             step_s=None,
+            computed_for=None,
             loss_s=one.loss_s * loss_factor if figures.loss_s else (loss[0] if loss else 0.0),
             optimizer_s=sum(steps.values()) if steps else one.optimizer_s,
         )

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError
-from pipefit.planner.candidate import Estimate
+from pipefit.planner.candidate import Estimate, plan_of
 from pipefit.planner.closed_forms import quick_bytes, quick_s
 from pipefit.planner.cuts import least_bytes
 from pipefit.planner.estimate import estimate
+from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.simulated import simulate_best
 from pipefit.planner.space import Config, Problem
-from pipefit.spec import Candidate
+from pipefit.spec import Candidate, Partition, StageSpec
 from pipefit.units import format_bytes
 
 # Families whose bound is further behind the best estimate than this are not estimated.
@@ -69,9 +70,11 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
     small = problem.topology.num_devices <= _SMALL
     best_s = math.inf
     for family in sorted(families.values(), key=lambda each: each.configs[0]):
-        if family.configs[0][0] > _HOPELESS * best_s:
+        quick, first = family.configs[0]
+        # Data parallelism is what others are compared with, so whether it fits must be known.
+        if quick > _HOPELESS * best_s and first.family != "data parallel":
             continue
-        _estimate_best(problem, family, keep or (3 if small else 2), 40 if small else 32, _SLACK if small else 1.0)
+        _estimate_best(problem, family, keep or (3 if small else 2), 40 if small else 10, _SLACK if small else 1.0)
         best_s = min([best_s, *(estimated.period_s for estimated in family.feasible)])
     fitting = sorted((each for family in families.values() for each in family.feasible), key=_speed)
     if not fitting:
@@ -79,6 +82,16 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
     done, rest = simulate_best(problem, fitting, _CLOSE, _BUDGET, least=2)
     outcomes = (*sorted(done, key=_speed), *rest)
     return SearchResult(outcomes, _candidates(problem, families, outcomes))
+
+
+def some_fit(problem: Problem, listed: list[Config]) -> bool:
+    """Returns whether any candidate fits, by those of each family that need the least memory."""
+    needs = [(quick_bytes(problem, config), config) for config in listed]
+    frugal: dict[str, Config] = {}
+    for need, config in sorted(needs, key=lambda item: (item[0], item[1].microbatch_size)):
+        if need <= _most_memory(problem):
+            frugal.setdefault(config.family, config)
+    return any(estimate(problem, config).fits for config in frugal.values())
 
 
 def _speed(estimated: Estimate) -> tuple[float, Config]:
@@ -98,8 +111,7 @@ def _estimate_best(problem: Problem, family: Family, keep: int, tries: int, slac
         needs = [(quick_bytes(problem, item[1]), item[1].microbatch_size, item) for item in family.configs]
         need, _, (_, frugal) = min(needs)
         if need > limit:
-            why = f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
-            family.closest = Estimate(frugal, None, (need,), why=why)
+            family.closest = Estimate(frugal, None, (need,), why=_lacks(need, limit))
             return
         able = [item for need, _, item in needs if need <= limit]
     first = family.closest = estimate(problem, frugal)
@@ -132,47 +144,71 @@ def _alike(a: Estimate, b: Estimate) -> bool:
 
 def _candidates(problem: Problem, families: dict[str, Family], outcomes: tuple[Estimate, ...]) -> tuple[Candidate, ...]:
     best = outcomes[0]
-    lines = [_line(problem, best.config, best.period_s, max(best.peak_bytes), "")]
+    lines = [compared(problem, best, best)]
     # All simulated ones, then the best of every other family, then the families of which nothing fits.
     listed = {best.config.family}
     for each in outcomes[1:]:
         if each.size or each.config.family not in listed:
             listed.add(each.config.family)
-            why = _slower(problem, each, best)
-            lines.append(_line(problem, each.config, each.period_s, max(each.peak_bytes), why))
+            lines.append(compared(problem, each, best))
     for name in sorted(set(families) - listed):
         family = families[name]
         if family.closest is None:
             quick, config = family.configs[0]
-            rate = problem.global_batch / quick
-            why = f"at best {rate:.4g} samples/s, {quick / best.period_s - 1:.0%} slower than the winner"
-            lines.append(_line(problem, config, quick, None, why))
+            rate, slower = problem.global_batch / quick, 1 - best.period_s / quick
+            why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
+            lines.append(Candidate(config.summary, name, quick, rate, None, why, "at best", slower))
         else:
-            closest = family.closest
-            lines.append(
-                _line(problem, closest.config, None, max(closest.peak_bytes, default=None), _shortage(closest))
-            )
+            lines.append(_unfit(problem, family.closest))
+    if "data parallel" not in families:
+        lines += _too_large_for_one(problem, best.config.microbatch_size)
     return tuple(lines)
 
 
-def _line(problem: Problem, config: Config, time_s: float | None, peak: float | None, why: str) -> Candidate:
-    rate = problem.global_batch / time_s if time_s else None
-    return Candidate(config.summary, config.family, time_s, rate, peak, why)
+def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
+    """Data parallelism where it was no candidate, if it does not fit: for whatever batch."""
+    count = problem.topology.num_devices
+    config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
+    need, limit = quick_bytes(problem, config), _most_memory(problem)
+    found = Estimate(config, None, (need,), why=_lacks(need, limit)) if need > limit else estimate(problem, config)
+    return [] if found.fits else [_unfit(problem, found)]
 
 
-def _slower(problem: Problem, outcome: Estimate, best: Estimate) -> str:
-    """The reason why a candidate is slower, in words and numbers."""
-    behind = outcome.period_s / best.period_s - 1
-    said = "simulated" if outcome.size else "estimated"
-    rate, top = problem.global_batch / outcome.period_s, problem.global_batch / best.period_s
-    if abs(behind) < 5e-4:
-        return f"as fast ({said} {rate:.4g} samples/s); the other comes first in the order of candidates"
-    return f"{behind:.1%} slower: {said} {rate:.4g} samples/s against {top:.4g}"
+def _lacks(need: float, limit: float) -> str:
+    return f"some rank needs at least {format_bytes(need)} of {format_bytes(limit)}"
 
 
-def _shortage(closest: Estimate) -> str:
-    """The reason why nothing of a family fits, by its closest member."""
-    return f"depth {closest.config.depth}: {closest.why}"
+def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
+    """A candidate next to the winner: the share of the winner's throughput that it lacks, in words and numbers."""
+    rate, top = problem.global_batch / each.period_s, problem.global_batch / best.period_s
+    slower = 1 - rate / top
+    basis = "simulated" if each.size else "estimated"
+    why = f"{slower:.1%} slower: {basis} {rate:.4g} samples/s against {top:.4g}"
+    if abs(slower) < 5e-4:
+        why = f"as fast ({basis} {rate:.4g} samples/s); the other comes first in the order of candidates"
+    assert each.partition is not None
+    plan = plan_of(problem, each.config, each.partition)
+    return Candidate(
+        each.config.summary,
+        each.config.family,
+        each.period_s,
+        rate,
+        max(each.peak_bytes),
+        "" if each is best else why,
+        basis,
+        slower,
+        idle_share(plan, problem.profile, problem.topology, each.period_s),
+        sent_bytes(plan, problem.profile, problem.topology),
+    )
+
+
+def _unfit(problem: Problem, closest: Estimate) -> Candidate:
+    config, sent = closest.config, None
+    if config.depth == 1:
+        whole = Partition((StageSpec(tuple(range(len(problem.profile)))),))
+        sent = sent_bytes(plan_of(problem, config, whole), problem.profile, problem.topology)
+    peak = max(closest.peak_bytes, default=None)
+    return Candidate(config.summary, config.family, None, None, peak, closest.why, sent_bytes=sent)
 
 
 def _nothing_fits(problem: Problem, families: list[Family]) -> str:
@@ -188,7 +224,7 @@ def _nothing_fits(problem: Problem, families: list[Family]) -> str:
         need = _true_need(problem, closest[index])
         if need < least:
             least, cheapest = need, closest[index].config.summary
-    lines = [f"  {_shortage(each)} ({each.config.summary})" for each in closest]
+    lines = [f"  {each.config.summary}: {each.why}" for each in closest]
     text = "\n".join([f"{problem.profile.model} fits no plan on {problem.topology.num_devices} devices:", *lines])
     if cheapest:
         # A little more: four digits are shown, and a plan with them should be found.

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipefit.cost import ModelBytes, speeds_of
-from pipefit.cost.tensor import tensor_shard
+from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Level, Partition, Placement, Profile, SpillSpec, Tier, Topology
 from pipefit.spec.plan import INSIDE
@@ -165,7 +165,7 @@ def _layout(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """The values to choose from; `links`: also cuts that avoid slow messages."""
+    """The values to choose from; `links`: also cuts that avoid slow messages; `chunks`: where there are several."""
 
     schedules: tuple[str, ...]
     depths: tuple[int, ...] | None
@@ -176,6 +176,7 @@ class Space:
     partitioner: str
     num_microbatches: int | None
     links: bool
+    chunks: tuple[int, ...] = (2, 3, 4)
 
     def batches(self, global_batch: int) -> Iterator[tuple[int, int]]:
         """Every micro-batch size, with the number of micro-batches in the batch."""
@@ -195,6 +196,9 @@ class Problem:
         global_batch: samples per weight update.
         state: optimizer bytes per weight byte.
         cap: on the devices' memory, in addition to the topology's limits; None: none, and nothing is spilled.
+        whole_messages: each of the t devices that share a layer sends the whole message to its peer of the next
+            stage, and not 1/t of it (scatter/gather).
+        blocking: a rank waits for each message before it computes on, as in Megatron-LM of 2021; else messages overlap.
     """
 
     profile: Profile
@@ -202,6 +206,8 @@ class Problem:
     global_batch: int
     state: float
     cap: Cap | None = None
+    whole_messages: bool = False
+    blocking: bool = False
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
@@ -216,7 +222,7 @@ class Problem:
         key = ("profile", microbatch_size, tensor, inside)
         if inside != "none":
             return self.once(key, lambda: self.at(microbatch_size, tensor).replaying(inside))
-        return self.once(key, lambda: tensor_shard(self.profile.at(microbatch_size), tensor, self.topology))
+        return self.once(key, lambda: profile_at(self.profile, microbatch_size, tensor, self.topology))
 
     def of(self, config: Config) -> Profile:
         """The profile as the stages of a candidate run it."""
@@ -233,6 +239,10 @@ class Problem:
         """The tier that stages are spilled to, at the rates that each rank has of it."""
         name, tiers = self.capped.tier, self.topology.tiers_among(self.capped.num_ranks)
         return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
+
+    def pieces(self, tensor: int) -> int:
+        """The number of pieces in which the devices that share a layer send a message."""
+        return 1 if self.whole_messages else tensor
 
     def ranks(self, tensor: int) -> Topology:
         """The topology of groups of `tensor` devices, each group one rank."""
@@ -280,7 +290,7 @@ def _at_shape(
     for name in names:
         if depth > 1 and count // data < (depth - 1 if name == "pipedream-2bw" else 1):
             continue
-        for chunks in (2, 3, 4) if find(name).chunks and depth > 1 else (1,):
+        for chunks in space.chunks if find(name).chunks and depth > 1 else (1,):
             if depth * chunks > num_layers:
                 continue
             # Where every stage is alike in memory, "some" is "stage" or "none".

@@ -221,4 +221,4 @@ def _candidate(problem: Problem, other: Estimate, winner: Estimate) -> Candidate
     why = f"limit {format_seconds(limit_s)} per update ({other.limit.binds} binds)"
     why += f", {gain:.2f} × as fast at best, but slower once simulated" if gain > 1 else ", no better"
     rate = problem.global_batch / limit_s
-    return Candidate(_PLACES[other.config.family], "spilled", limit_s, rate, max(other.peak_bytes), why)
+    return Candidate(_PLACES[other.config.family], "spilled", limit_s, rate, max(other.peak_bytes), why, "at best")

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipefit.errors import ModelError, ProfileError
-from pipefit.profiling.passes import Loss
-from pipefit.profiling.roofline import Roofline, pretended
+from pipefit.profiling.counting import Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, num_bytes, tensors_of
 from pipefit.profiling.untouched import in_train_mode, random_state_kept
@@ -27,6 +26,7 @@ from pipefit.spec.topology import Device
 from pipefit.stage.payload import sent
 from pipefit.stage.replay import AttentionCores, replayed, replayed_module
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.training import Loss, with_metrics
 
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.
 _ADAM_BYTES = 28
@@ -237,7 +237,7 @@ def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
     with pretended(), torch.enable_grad():
         payload = _like(output)
         with Roofline(device) as counted:
-            value = loss(payload, _like(target))
+            value, _ = with_metrics(loss(payload, _like(target)))
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]

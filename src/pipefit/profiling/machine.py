@@ -11,6 +11,7 @@ from pipefit.profiling.untouched import random_state_kept, with_threads
 from pipefit.spec.topology import Device
 
 _COPIED_BYTES = 64 * 2**20
+_KERNELS = 100
 
 
 def measure_device(
@@ -21,7 +22,7 @@ def measure_device(
     ranks: int = 1,
     repeats: int = 5,
 ) -> Device:
-    """Measures a device by a large matrix product and a large copy; takes well under a second.
+    """Measures a device by a large matrix product, a large copy and a tiny operation; takes well under a second.
 
     Args:
         device: to measure.
@@ -39,17 +40,22 @@ def measure_device(
         matrix = torch.randn(size, size, device=place).to(dtype)
         source = torch.zeros(_COPIED_BYTES // 4, device=place)
         target = torch.empty_like(source)
+        tiny = torch.zeros(1, device=place)
         clock = Clock(place)
-        turns = [
-            (clock.seconds(lambda: torch.mm(matrix, matrix)), clock.seconds(lambda: target.copy_(source)))
-            for _ in range(repeats + 1)
-        ]
-    product_s, copy_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
+
+        def many() -> None:
+            for _ in range(_KERNELS):
+                tiny.add_(1)
+
+        works = (lambda: torch.mm(matrix, matrix), lambda: target.copy_(source), many)
+        turns = [[clock.seconds(work) for work in works] for _ in range(repeats + 1)]
+    product_s, copy_s, kernels_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
     return Device(
         memory_bytes=_memory_bytes(place) / ranks,
         flops=2 * size**3 / product_s,
         memory_bandwidth_bytes_per_s=2 * _COPIED_BYTES / copy_s,
         efficiency=1.0,
+        kernel_s=kernels_s / _KERNELS,
     )
 
 

@@ -17,14 +17,14 @@ from torch import nn
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
 from pipefit.profiling.optimizer import step_seconds
-from pipefit.profiling.passes import Loss, Marked, Step
+from pipefit.profiling.passes import Marked, Step
 from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.split import NamedLayer, named_layers
-from pipefit.stage.training import MakeOptimizer
+from pipefit.stage.training import Loss, MakeOptimizer
 
 _WARM_UP_S = 0.4
 # Minimum number of repetitions for a useful median.

@@ -10,6 +10,7 @@ from torch import nn
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.stage import batchnorm
 from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.training import MakeOptimizer
 from pipefit.stage.weights import WeightStore
 
@@ -48,7 +49,7 @@ def step_seconds(
     for parameter in weights:
         parameter.grad = None
     store = WeightStore(copies)
-    stepper = optimizer(store.masters)
+    stepper = optimizer_like(optimizer, weights)(store.masters)
     samples = []
     for turn in range(repeats + _WARMUP):
         for copy, grad in zip(copies, grads, strict=True):

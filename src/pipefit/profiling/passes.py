@@ -22,8 +22,7 @@ from pipefit.profiling.tensors import cut_off, describe, map_tensors, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
 from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import NamedLayer
-
-Loss = Callable[[Any, Any], Tensor]
+from pipefit.stage.training import Loss, with_metrics
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class Step:
             roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
             return roots, [torch.ones_like(root) for root in roots]
         try:
-            value = self.loss(output, self.target)
+            value, _ = with_metrics(self.loss(output, self.target))
         except Exception as error:
             given = f"{describe(output)} and target {describe(self.target)}"
             raise ModelError(f"the loss raised {type(error).__name__} on {given}: {error}") from error

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pipefit.errors import PipefitError
 from pipefit.pipeline.loggers import check_installed
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, check_least, setting
+from pipefit.units import counted
+
+_MOST_CORES = 4
+"""Ranks without GPUs; small models have few layers."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class RunConfig:
     batch: int = setting(16, least=1)
     steps: int = setting(100, least=1)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = 2e-3
+    lr: float = setting(2e-3, least=0.0)
     warmup: int = setting(20, least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
     output: str = setting("", "--output", "-o")
@@ -78,8 +84,8 @@ def with_defaults(config: RunConfig) -> RunConfig:
     request, spread = config.request, config.request.parallelism
     is_capped = config.spill.cap_bytes is not None
     if spread.ranks is None:
-        under_cap = spread.data_parallel if is_capped else 2
-        usual = Plan.load(request.plan).num_processes if request.plan else under_cap
+        usual = spread.data_parallel if is_capped else _usual_ranks(request)
+        usual = Plan.load(request.plan).num_processes if request.plan else usual
         request = replace(request, parallelism=replace(spread, ranks=usual))
     if config.patience and not config.evaluate_every:
         raise PipefitError("--patience counts evaluations: give --evaluate-every too")
@@ -87,8 +93,57 @@ def with_defaults(config: RunConfig) -> RunConfig:
         raise PipefitError("--log writes into the folder of the run: give -o FOLDER too")
     for name in config.log:
         check_installed(name)
-    schedule = request.schedule or (AUTO if is_capped else "1f1b")
+    schedule = request.schedule or (AUTO if is_capped or config.request == Request() else "1f1b")
     return replace(config, request=replace(request, schedule=schedule))
+
+
+def _usual_ranks(request: Request) -> int:
+    """Processes that a launcher has started, or that suit the machine; 2 where options give the pipeline its shape."""
+    spread = request.parallelism
+    if "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    if request.stages is not None or request.spill is not None or spread.copies:
+        return 2
+    if max(spread.tensor, spread.chunks) > 1:
+        return 2
+    return num_gpus() or min(num_cores(), _MOST_CORES)
+
+
+def num_gpus() -> int:
+    """GPUs of NVIDIA that this process may use, without loading torch."""
+    found = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len([one for one in visible.split(",") if one.strip()]))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
+    """The choices that a user left to pipefit, with their reasons.
+
+    Args:
+        asked: the user's options.
+        config: the same, `with_defaults`.
+    """
+    request, ranks = asked.request, config.request.parallelism.ranks
+    is_own = request.plan is not None or config.spill.cap_bytes is not None
+    is_auto = config.request.schedule == AUTO
+    found: list[tuple[str, str]] = []
+    if request.parallelism.ranks is None and not is_own:
+        machine = counted(num_gpus(), "GPU") if num_gpus() else counted(num_cores(), "core")
+        found.append(("ranks", f"{ranks}, on a machine of {machine} (--ranks)"))
+    if request.schedule is None and not is_own:
+        said = "the fastest by measurements of the layers" if is_auto else "1f1b; auto takes the fastest"
+        found.append(("schedule", f"{said} (--schedule)"))
+    if request.microbatches == Request().microbatches and not is_own:
+        said = "chosen with the schedule" if is_auto else str(request.microbatches)
+        found.append(("micro-batches", f"{said} (--microbatches)"))
+    every = f"every {config.checkpoint_every} steps and " if config.checkpoint_every else ""
+    place = f"{every}at the end, in {config.output} (--checkpoint-every)" if config.output else "none without -o FOLDER"
+    return [*found, ("checkpoints", place)]
 
 
 _FREE = (

@@ -60,6 +60,7 @@ class RunResult:
     held_out_loss: float | None
     held_out_accuracy: float | None
     held_out_before: float | None
+    held_out_metrics: dict[str, float]
     predicted: Prediction | None
     measured_period_s: float
     bubble: float

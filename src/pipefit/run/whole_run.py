@@ -36,8 +36,9 @@ from pipefit.runtime.session import current
 from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile
-from pipefit.spec.options import Parallelism
+from pipefit.spec.options import AUTO, Parallelism
 from pipefit.stage.compiler import backend_of
+from pipefit.stage.device import usable_device
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
@@ -54,6 +55,9 @@ class Observer(Protocol):
 
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
         """The plan is made; training begins."""
+
+    def doing(self, what: str) -> None:
+        """Another part of the run begins."""
 
     def counted(self, flop: ModelFlop | None) -> None:
         """The FLOP of model and devices are known; None: the model's cannot be counted."""
@@ -72,8 +76,10 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     ready = _ready(config, observer)
     pipe, source = ready.pipe, ready.source
     observer.planned(ready.plan, ready.profile, ready.bundle, source)
+    observer.doing("loading the checkpoint" if config.resume else "evaluating")
     _resume(config, pipe)
     before = pipe.evaluate(source.held_out) if source.is_tuned and source.held_out else None
+    observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
     began = time.perf_counter()
     losses = pipe.fit(
         source.batches,
@@ -83,6 +89,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         evaluate_every=config.evaluate_every,
     )
     seconds = time.perf_counter() - began
+    observer.doing("evaluating, and writing the results")
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
     result = _result(ready, losses, seconds, report)
     result.held_out_before = before
@@ -104,6 +111,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
 
 def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     """Model, data, plan and pipeline of a run."""
+    observer.doing("building the model and reading the data")
     torch.manual_seed(config.updates.seed)
     may_be_empty = config.spill.cap_bytes is not None or is_folder(config.model)
     options = parse_options(config.option, config.model)
@@ -112,12 +120,16 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     if config.evaluate_every and not source.held_out:
         raise PipefitError(f"--evaluate-every: {source.name} has no held-out part")
     work = _workload(config, bundle, source)
+    sizes = " for several numbers of micro-batches, and planning" if config.request.schedule == AUTO else ""
+    observer.doing(f"measuring the layers{sizes}")
     made = decide(config.request, work, current(), measure=True)
     assert made.profile is not None
     profile = made.profile.at(largest_part(work.batch("a run")[0], made.plan.num_microbatches))
     if config.spill.cap_bytes is None and current().rank == 0:
         observer.counted(count_flop(work, config.request.parallelism.ranks or 1))
+    observer.doing("measuring the machine, and predicting the run")
     cost = _cost(config, work, made._replace(profile=profile))
+    observer.doing("building the stages")
     pipe = Pipeline(
         bundle.layers,
         loss=bundle.loss,
@@ -133,7 +145,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
     device = config.request.parallelism.device
-    place = torch.device(device) if device else default_device()
+    place = usable_device(device) if device else default_device()
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
@@ -210,6 +222,7 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
         baseline=source.baseline,
         held_out_loss=held_out_loss,
         held_out_accuracy=accuracy,
+        held_out_metrics=dict(run.pipe.metrics) if source.held_out else {},
         held_out_before=None,
         predicted=run.plan.prediction,
         measured_period_s=measured.period_s,

@@ -37,12 +37,14 @@ class Engine:
     Attributes:
         workers: one in a distributed run; all of them in a local one.
         transports: of each worker.
+        metric_names: of the metrics that the loss returns, the same on every rank; None: not known yet.
     """
 
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
         self.device = device
         self.workers = list(workers)
+        self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
         self._between: DistributedTransport | None = None
         if session.is_distributed:

@@ -41,6 +41,7 @@ class Execution:
         values: activations, inputs, gradients and tensors saved by autograd, by (kind, stage, micro-batch).
         endings: asynchronous instructions that will be waited for, by index.
         losses: (micro-batch, weighted loss) of the micro-batches whose loss this rank computed.
+        logged: metrics that the loss returned, of each of these micro-batches, weighted like its loss.
         metric, metrics: a further number computed from each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
         rates: learning rates of each update of a stage, by (stage, update).
@@ -60,6 +61,7 @@ class Execution:
     values: dict[Key, Any] = field(default_factory=dict)
     endings: dict[int, Ending] = field(default_factory=dict)
     losses: list[tuple[int, Tensor]] = field(default_factory=list)
+    logged: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
     rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)

@@ -20,8 +20,9 @@ from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
-from pipefit.stage.payload import carries_gradient, flatten, sent, unflatten
+from pipefit.stage.payload import carries_gradient, check_values, flatten, sent, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
+from pipefit.stage.training import with_metrics
 
 
 def _load(run: Execution, i: Instruction) -> None:
@@ -82,11 +83,14 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     with spill_handlers.saving(run, i):
         output = stage.forward(payload, run.feed[i.mb].ordinal, replay, update)
     outputs, structure = flatten(sent(output), f"the output of stage {i.stage}")
+    if i.stage < run.compiled.program.header.last_stage:
+        known = run.worker.structures.setdefault((i.stage, run.feed[i.mb].signature), structure)
+        check_values(i.stage, i.mb, known, structure)
     # Without a graph there are no edges, though a layer may return an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
     if stage.half is not None and i.stage < run.compiled.program.header.last_stage:
-        known = flags if torch.is_grad_enabled() else run.worker.flags.get((i.stage, run.feed[i.mb].signature), flags)
-        outputs = narrowed(outputs, known, stage.half)
+        needed = flags if torch.is_grad_enabled() else run.worker.flags.get((i.stage, run.feed[i.mb].signature), flags)
+        outputs = narrowed(outputs, needed, stage.half)
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     return Saved(inputs, edges), Message([leaf.detach() for leaf in outputs], flags, structure)
 
@@ -99,12 +103,13 @@ def _loss(run: Execution, i: Instruction) -> None:
     needed = [leaf for leaf, flag in zip(leaves, act.flags, strict=True) if flag]
     half = run.worker.training.half
     given = leaves if half is None else in_float32(leaves, half)
-    loss = (run.loss or run.worker.training.loss)(unflatten(given, act.structure), target)
+    loss, metrics = with_metrics((run.loss or run.worker.training.loss)(unflatten(given, act.structure), target))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
     share = run.feed[i.mb].share
     run.losses.append((i.mb, loss.detach() * share))
+    run.logged[i.mb] = {name: _number(name, value) * share for name, value in metrics.items()}
     if run.metric is not None:
         run.metrics.append(float(run.metric(unflatten(act.leaves, act.structure), target)) * share)
     if not torch.is_grad_enabled():
@@ -114,6 +119,19 @@ def _loss(run: Execution, i: Instruction) -> None:
         share *= scale.of(program, program.header.update_of(last, i.mb))
     grads = run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
     run.values["grad", last, i.mb] = _whole(grads, needed)
+
+
+def _number(name: str, value: Any) -> Tensor:
+    """A metric that the loss returned.
+
+    Raises:
+        ModelError: it is not one number.
+    """
+    found = torch.as_tensor(value, dtype=torch.float64) if isinstance(value, int | float | Tensor) else torch.empty(0)
+    if found.numel() != 1:
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+        raise ModelError(f"the loss returned the metric {name!r}, which must be one number, got {got}")
+    return found.detach().reshape(())
 
 
 def _backward(run: Execution, i: Instruction) -> None:
@@ -244,8 +262,8 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
         norm = gradient_norm(run, i.stage, i.version)
         assert norm is not None
         # To the host now, where that steps: its thread knows nothing of the stream that has yet to compute the norm.
-        place = optimizer.param_groups[0]["params"][0].device
-        factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(place)
+        places = (p.device for group in optimizer.param_groups for p in group["params"])
+        factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(next(places, worker.device))
 
     def update() -> None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
+from pipefit.stage.payload import is_plain
 
 Weigh = Callable[[Any], float]
 """The weight of a micro-batch in the mean of its batch, from its target; by default its number of samples."""
@@ -22,7 +23,7 @@ class MicroBatch(NamedTuple):
         target: of the loss.
         share: in the loss of its step; shares add up to 1 over a step.
         ordinal: its number since training began.
-        signature: its shapes, and whether it trains.
+        signature: its shapes and plain values, and whether it trains.
     """
 
     input: Any
@@ -39,16 +40,17 @@ class Feed(Protocol):
 
 
 def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]:
-    """A pytree of tensors, split along their first dimension into nearly equal parts.
+    """A pytree of tensors, split along their first dimension into nearly equal parts; plain values are in every part.
 
     Raises:
         DataError: there are fewer samples than micro-batches, or the tensors have different numbers of samples.
     """
     leaves, structure = pytree.tree_flatten(batch)
-    if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
-        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+    split = [leaf for leaf in leaves if not is_plain(leaf)]
+    if not split or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in split):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in split or leaves})) or "nothing"
         raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {kinds}")
-    sizes = {leaf.shape[0] for leaf in leaves}
+    sizes = {leaf.shape[0] for leaf in split}
     if len(sizes) > 1:
         raise DataError(f"{what}: its tensors have {sorted(sizes)} samples; all need the same number")
     if (size := sizes.pop()) < num_microbatches:
@@ -56,7 +58,7 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
             f"{what} has {size} samples, too few for {num_microbatches} micro-batches; "
             f"use a batch of at least {num_microbatches}, or at most {size} micro-batches"
         )
-    parts = [leaf.tensor_split(num_microbatches) for leaf in leaves]
+    parts = [[leaf] * num_microbatches if is_plain(leaf) else leaf.tensor_split(num_microbatches) for leaf in leaves]
     return [pytree.tree_unflatten(list(pieces), structure) for pieces in zip(*parts, strict=True)]
 
 
@@ -92,12 +94,12 @@ def feed_of(
 
 
 def _num_samples(target: Any) -> int:
-    return int(pytree.tree_leaves(target)[0].shape[0])
+    return next(int(leaf.shape[0]) for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor))
 
 
 def _shapes(payload: Any) -> str:
     leaves = [payload] if isinstance(payload, Tensor) else pytree.tree_leaves(payload)
-    return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" for leaf in leaves)
+    return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

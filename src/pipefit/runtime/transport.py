@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from pipefit.stage.payload import Structure
 
 
 class Message(NamedTuple):
@@ -22,7 +23,7 @@ class Message(NamedTuple):
 
     leaves: list[Tensor]
     flags: Sequence[bool] = ()
-    structure: pytree.TreeSpec | None = None
+    structure: Structure | None = None
     shapes: Sequence[torch.Size] = ()
 
 

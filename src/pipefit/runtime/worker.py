@@ -17,6 +17,8 @@ from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore, shard
 from pipefit.spill.rank import Spilling
 from pipefit.stage.compiler import compiled_forwards
+from pipefit.stage.optimizing import optimizer_of, scheduler_of
+from pipefit.stage.payload import Structure
 from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
@@ -42,6 +44,7 @@ class Worker:
         scale: of the loss; None: it is not scaled.
         spilling: tier, slots and lanes of the rank; None: all its stages stay on the device.
         mesh: the processes that share the rank by tensor parallelism.
+        structures: of each output of a stage, from the first micro-batch of each shape.
         flags: for each output of a stage, whether it needs a gradient, from the first micro-batch of each shape.
     """
 
@@ -58,6 +61,7 @@ class Worker:
     mesh: Mesh = field(default_factory=Mesh)
     buckets: dict[int, GradientBuckets] = field(default_factory=dict)
     scale: LossScale | None = None
+    structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
     flags: dict[tuple[int, str], list[bool]] = field(default_factory=dict)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
@@ -109,13 +113,16 @@ class Worker:
             else:
                 store = worker.stores[index] = WeightStore([parameter for _, parameter in named])
             if named:
-                worker.optimizers[index] = optimizer = training.optimizer(store.masters)
+                # Every copy of a tied weight has the name of the first, so that all of them are stepped alike.
+                names = [owned.tie.owner if owned.tie else owned.name for owned in worker.owned[index]]
+                optimizer = optimizer_of(training.optimizer, list(zip(names, store.masters, strict=True)))
+                worker.optimizers[index] = optimizer
                 if index in spilled:
                     spilled[index].take_optimizer(optimizer)
                 elif isinstance(store, ShardedStore):
                     shard(optimizer, store)
                 if training.scheduler:
-                    worker.schedulers[index] = training.scheduler(optimizer)
+                    worker.schedulers[index] = scheduler_of(training.scheduler, optimizer)
         return worker
 
     @property

@@ -6,14 +6,21 @@ with the help under "Attributes" and the names given here; a TOML file takes the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_type_hints
 
-from pipefit.errors import PlanError, nearest
+from pipefit.errors import ABOVE_0, PlanError, nearest
 from pipefit.spec.plan import recompute_kind
 from pipefit.units import parse_quantity
+
+MOST_SEED: Final = 2**63 - 1
+"""Largest seed of random numbers."""
+
+MOST_THREADS: Final = 1024
+"""Most CPU threads of a process."""
 
 AUTO: Final = "auto"
 """The value that leaves a choice to the planner."""
@@ -27,7 +34,14 @@ KEEP: Final = ("auto", "all", "none")
 Group = TypeVar("Group")
 
 
-def setting(default: Any, *flags: str, typed: Any = None, least: int | None = None, hidden: bool = False) -> Any:
+def setting(
+    default: Any,
+    *flags: str,
+    typed: Any = None,
+    least: float | None = None,
+    most: float = math.inf,
+    hidden: bool = False,
+) -> Any:
     """A field of a group of options.
 
     Args:
@@ -35,10 +49,11 @@ def setting(default: Any, *flags: str, typed: Any = None, least: int | None = No
         flags: its names on the command line, the long one first; (): made from the field's name.
         typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "words" (a=1,b=2;
             may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several after one flag).
-        least: the smallest whole number that it may be.
+        least: the smallest number that it may be; a whole number such as 1: it must be whole; None: not checked.
+        most: the largest, where `least` is given.
         hidden: for Python only.
     """
-    facts = {"flags": flags, "typed": typed, "least": least, "hidden": hidden}
+    facts = {"flags": flags, "typed": typed, "least": least, "most": most, "hidden": hidden}
     return field(default_factory=dict, metadata=facts) if default is dict else field(default=default, metadata=facts)
 
 
@@ -47,7 +62,8 @@ class Parallelism:
     """The distribution of a model over processes.
 
     Attributes:
-        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, or 2.
+        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, one for each GPU, or one for
+            each of up to 4 cores.
         chunks: stages on each rank, for the looped schedules.
         replicas: copies of each stage, such as 2,1; one number is for all.
         data_parallel: copies of the whole pipeline.
@@ -104,7 +120,7 @@ class Precision:
     """
 
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "--precision")
-    loss_scale: float | None = None
+    loss_scale: float | None = setting(None, least=ABOVE_0)
     compile: bool | str = setting(False, typed=bool)
 
     @classmethod
@@ -120,15 +136,21 @@ class Updates:
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
         seed: of dropout; in a run also of weights and the order of the data.
+        no_decay: parts of names, like bias,norm: parameters with one in their name, or in the class of the module that
+            holds them, get no weight decay.
         scheduler: from an optimizer to its learning-rate schedule, which steps with it.
         weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When
             the loss averages over tokens, return the number of tokens that count.
     """
 
-    clip_norm: float | None = setting(None, "--clip")
-    seed: int = 0
+    clip_norm: float | None = setting(None, "--clip", least=0.0)
+    seed: int = setting(0, least=0, most=MOST_SEED)
+    no_decay: Sequence[str] | str = setting((), typed="words")
     scheduler: Any = setting(None, hidden=True)
     weigh: Any = setting(None, hidden=True)
+
+    def __post_init__(self) -> None:
+        check_least(self)
 
 
 @dataclass(frozen=True)
@@ -196,7 +218,8 @@ class Request:
     """The pipeline that a user asks for; `pipefit.pipeline.request` turns it into a plan.
 
     Attributes:
-        schedule: its name, or auto; `pipefit schedules` lists them. Default: 1f1b, or auto under a cap.
+        schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
+            the pipeline is given; else 1f1b.
         microbatches: per weight update.
         stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
             a number of stages, or "auto".
@@ -283,12 +306,17 @@ def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def check_least(group: Any) -> None:
-    """Checks that no whole number of a group is below its minimum.
+    """Checks that the numbers of a group are not below their minimum or above their maximum.
 
     Raises:
-        PlanError: one is smaller, or not a whole number.
+        PlanError: one is, or is not finite, or not whole where it must be.
     """
     for one in fields(group):
         least, value = one.metadata.get("least"), getattr(group, one.name)
-        if least is not None and value is not None and (type(value) is not int or value < least):
-            raise PlanError(f"{one.name}: expected a whole number of at least {least}, got {value!r}")
+        if least is None or value is None:
+            continue
+        most, kinds = one.metadata["most"], (int,) if isinstance(least, int) else (int, float)
+        if type(value) not in kinds or not least <= value <= most or math.isinf(value):
+            noun = "a whole number" if kinds == (int,) else "a number"
+            limit = f"from {least} to {most}" if most < math.inf else f"of at least {least:g}"
+            raise PlanError(f"{key_of(one)}: expected {noun} {limit}, got {value!r}")

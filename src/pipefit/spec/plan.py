@@ -129,14 +129,17 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
                 raise PlanError(f"placement.ranks[{stage}]: expected distinct ranks ≥ 0, got {list(ranks)}")
             used.update(ranks)
-        idle = sorted(set(range(self.num_ranks)) - used)
-        if idle:
-            raise PlanError(f"placement: ranks {idle} have no stage; number the ranks from 0 without gaps")
+        if len(used) < self.num_ranks:
+            idle = next(rank for rank in range(self.num_ranks) if rank not in used)
+            raise PlanError(
+                f"placement: {len(used)} of ranks 0 to {self.num_ranks - 1} have a stage, rank {idle} has none; "
+                "number the ranks from 0 without gaps"
+            )
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return 1 + max(rank for ranks in self.ranks for rank in ranks)
+        return 1 + max((rank for ranks in self.ranks for rank in ranks), default=-1)
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -201,7 +204,20 @@ class SpillSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A short form of a plan that was considered, and the reason why it lost ("" for the winner)."""
+    """A short form of a plan that was considered, and the reason why it lost ("" for the winner).
+
+    Attributes:
+        summary: the plan in words.
+        family: of candidates that compete first with each other.
+        step_s: seconds per update; None: it does not fit.
+        throughput: samples per second; None: it does not fit.
+        peak_bytes: of its fullest device; None: not counted.
+        why_lost: in words and numbers.
+        basis: "simulated", "estimated" (by closed forms), "at best" (a bound of its speed), or "": it does not fit.
+        slower: share of the winner's throughput that it lacks; None: it does not fit, or is not compared.
+        idle: share of the devices' time without work; None: not known.
+        sent_bytes: per sample, by all devices together; None: not known.
+    """
 
     summary: str
     family: str
@@ -209,6 +225,10 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     throughput: float | None
     peak_bytes: float | None
     why_lost: str = ""
+    basis: str = ""
+    slower: float | None = None
+    idle: float | None = None
+    sent_bytes: float | None = None
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

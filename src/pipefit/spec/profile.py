@@ -13,6 +13,7 @@ import msgspec
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
 from pipefit.spec.plan import INSIDE, Partition
+from pipefit.spec.topology import Device
 
 ARITHMETIC = "GPT arithmetic"
 """The first words of a computed profile's source (`pipefit.planner.computed_profile`)."""
@@ -128,6 +129,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.
         optimizer_s: seconds of one optimizer step of the whole model; 0: not measured.
         others: the same model at other micro-batch sizes; see `at`.
+        computed_for: the device of a profile by GPT arithmetic, which can be computed again for another micro-batch
+            size or tensor width; None: the figures do not follow from the model's sizes alone.
     """
 
     model: str
@@ -140,6 +143,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     loss_s: float = 0.0
     optimizer_s: float = 0.0
     others: tuple[Profile, ...] = ()
+    computed_for: Device | None = None
 
     def __post_init__(self) -> None:
         if not self.layers:

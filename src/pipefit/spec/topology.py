@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from pipefit.errors import ABOVE_0, PipefitError, TopologyError, check_figures
 from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
 from pipefit.units import parse_quantity
+
+MOST_DEVICES: Final = 1_000_000
+"""Most devices of a topology."""
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,14 +22,23 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         memory_bytes: limit for a rank.
         flops: peak FLOP per second; 0: unknown (then profiles must be measured).
-        memory_bandwidth_bytes_per_s: of the device's own memory; 0: unknown.
-        efficiency: fraction of `flops` that dense layers reach.
+        memory_bandwidth_bytes_per_s: of the device's own memory, as a copy reaches it; 0: unknown.
+        efficiency: fraction of `flops` that a matrix product reaches while all cores compute.
+        cores: parts that compute one tile of a matrix product each, such as the SMs of a GPU; 0: unknown, and products
+            of any shape are equally efficient.
+        tile: rows and columns of the largest tile.
+        cache_bandwidth_bytes_per_s: of the cache that all cores read; 0: unknown.
+        kernel_s: fixed seconds of every operation.
     """
 
     memory_bytes: float = math.inf
     flops: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     efficiency: float = 0.5
+    cores: int = 0
+    tile: tuple[int, int] = (256, 128)
+    cache_bandwidth_bytes_per_s: float = 0.0
+    kernel_s: float = 0.0
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -113,13 +125,18 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for index, level in enumerate(self.levels):
             least = {"width": 1, "bandwidth_bytes_per_s": ABOVE_0, "latency_s": 0, "cores": ABOVE_0}
             check_figures(level, TopologyError, f"levels[{index}].", **least)
+        if self.num_devices > MOST_DEVICES:
+            raise TopologyError(f"levels: {self.num_devices:,} devices are too many: expected at most {MOST_DEVICES:,}")
         if self.devices and len(self.devices) != self.num_devices:
             raise TopologyError(
                 f"devices: expected {self.num_devices} (the product of the widths), got {len(self.devices)}"
             )
         for place, device in [("device", self.device), *((f"devices[{i}]", d) for i, d in enumerate(self.devices))]:
             least = {"memory_bytes": ABOVE_0, "flops": 0, "memory_bandwidth_bytes_per_s": 0, "efficiency": ABOVE_0}
+            least |= {"cores": 0, "cache_bandwidth_bytes_per_s": 0, "kernel_s": 0}
             check_figures(device, TopologyError, f"{place}.", **least)
+            if min(device.tile) < 1:
+                raise TopologyError(f"{place}.tile: expected two sizes of at least 1, got {device.tile}")
             if device.efficiency > 1:
                 raise TopologyError(f"{place}.efficiency: expected at most 1, got {device.efficiency}")
 
@@ -266,6 +283,8 @@ def _as_toml(topology: Topology) -> str:
                 lines += [f"{key} = true"] * value
             elif isinstance(value, str):
                 lines.append(f'{key} = "{value}"')
+            elif isinstance(value, list | tuple):
+                lines.append(f"{key} = {list(value)}")
             elif value is not None and math.isfinite(value):
                 lines.append(f"{key} = {value!r}")
     return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import ModelError, TierError
+from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.record_layout import Layout, absent
 from pipefit.stage.training import MakeOptimizer
 
@@ -106,7 +107,7 @@ def _stepped(make: MakeOptimizer, parameters: Sequence[Tensor], device: torch.de
     stand_ins = [nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=device)) for p in parameters]
     for parameter in stand_ins:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = make(stand_ins)
+    optimizer = optimizer_like(make, parameters)(stand_ins)
     optimizer.step()
     return [dict(optimizer.state.get(parameter, {})) for parameter in stand_ins]
 

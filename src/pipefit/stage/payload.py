@@ -1,9 +1,11 @@
-"""Payloads between stages: any pytree of tensors, flattened to its leaves for sending."""
+"""Payloads between stages: any pytree of tensors and plain values, flattened to its tensors for sending."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from types import NoneType
 from typing import Any
 
 import torch
@@ -12,36 +14,97 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 
-_LEAF = pytree.tree_flatten(None)[1]
+_PLAIN = (NoneType, bool, int, float, str)
+"""Values that are part of a payload's structure."""
 
 
-def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], pytree.TreeSpec]:
+def is_plain(value: Any) -> bool:
+    """Returns whether a leaf is part of the structure: None, or a bool, int, float or str."""
+    return type(value) in _PLAIN
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A payload without its tensors.
+
+    Attributes:
+        tree: of its leaves.
+        values: JSON of [position, value] of the leaves that are plain values; "": there are none. It is compared as
+            text, where 1, 1.0 and true differ.
+        plain: the same, read.
+    """
+
+    tree: pytree.TreeSpec
+    values: str = ""
+    plain: tuple[tuple[int, Any], ...] = field(default=(), compare=False)
+
+    @classmethod
+    def of(cls, tree: pytree.TreeSpec, values: str) -> Structure:
+        """The structure with plain values from their text."""
+        return cls(tree, values, tuple(map(tuple, json.loads(values))) if values else ())
+
+    def dumps(self) -> str:
+        """Its text."""
+        return json.dumps([pytree.treespec_dumps(self.tree), self.values])
+
+    @classmethod
+    def loads(cls, text: str) -> Structure:
+        """Reads a text, in the form that `unflatten` expects."""
+        tree, values = json.loads(text)
+        read = cls.of(pytree.treespec_loads(tree), values)
+        return _LEAF if read == _LEAF else read
+
+
+_LEAF = Structure(pytree.tree_flatten(None)[1])
+
+
+def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], Structure]:
     """The tensors of a payload and its structure.
 
     Raises:
-        ModelError: a leaf is not a tensor, so it could not be sent to another stage.
+        ModelError: a leaf is neither a tensor nor a plain value, so it could not be sent to another stage.
     """
     if isinstance(payload, Tensor):
         return [payload], _LEAF
-    leaves, structure = pytree.tree_flatten(payload)
+    leaves, tree = pytree.tree_flatten(payload)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if len(tensors) == len(leaves):
+        return tensors, Structure(tree)
     for leaf in leaves:
-        if not isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor) and not is_plain(leaf):
             raise ModelError(
-                f"{where} holds a {type(leaf).__name__} ({leaf!r:.60}); between layers only tensors can flow, "
-                "single or in tuples, lists and dicts: turn it into a tensor, or keep it inside one layer"
+                f"{where} holds a {type(leaf).__name__} ({leaf!r:.60}); between layers only tensors and plain values "
+                "(None, bool, int, float, str) can flow, single or in tuples, lists and dicts: turn it into a tensor, "
+                "or keep it inside one layer"
             )
-    return leaves, structure
+    plain = [[position, leaf] for position, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+    return tensors, Structure.of(tree, json.dumps(plain))
 
 
-def unflatten(leaves: list[Tensor], structure: pytree.TreeSpec) -> Any:
-    """The payload of some leaves; the inverse of `flatten`."""
-    return leaves[0] if structure is _LEAF else pytree.tree_unflatten(leaves, structure)
+def unflatten(leaves: list[Tensor], structure: Structure) -> Any:
+    """The payload of some tensors; the inverse of `flatten`."""
+    if structure is _LEAF:
+        return leaves[0]
+    whole: list[Any] = list(leaves)
+    for position, value in structure.plain:
+        whole.insert(position, value)
+    return pytree.tree_unflatten(whole, structure.tree)
 
 
-def read_structure(text: str) -> pytree.TreeSpec:
-    """The structure of a payload from its text, in the form that `unflatten` expects."""
-    structure = pytree.treespec_loads(text)
-    return _LEAF if structure == _LEAF else structure
+def check_values(stage: int, mb: int, known: Structure, found: Structure) -> None:
+    """Compares the plain values of a stage's output with those of an earlier micro-batch of the same shape.
+
+    Raises:
+        ModelError: they differ; the ranks have agreed on the earlier ones.
+    """
+    if known.values == found.values:
+        return
+    pairs = zip_longest((repr(value) for _, value in known.plain), (repr(value) for _, value in found.plain))
+    before, now = next(((a, b) for a, b in pairs if a != b), ("it", "at another place"))
+    raise ModelError(
+        f"stage {stage} gave the value {now} for micro-batch {mb}, but {before} for an earlier input of the same "
+        "shape; values that are no tensors are agreed on once: turn one that changes into a tensor"
+    )
 
 
 def sent(output: Any) -> Any:
@@ -60,15 +123,15 @@ class Contract:
     """Shapes, types and structure of a stage's output; both ends of a link hold the same.
 
     Attributes:
-        structure: of the payload.
+        structure: of the payload, with its plain values.
         leaves: (shape, dtype, whether a gradient comes back) of each tensor.
     """
 
-    structure: pytree.TreeSpec
+    structure: Structure
     leaves: tuple[tuple[torch.Size, torch.dtype, bool], ...]
 
     @classmethod
-    def of(cls, leaves: list[Tensor], flags: list[bool], structure: pytree.TreeSpec) -> Contract:
+    def of(cls, leaves: list[Tensor], flags: list[bool], structure: Structure) -> Contract:
         """The contract that a payload fulfils."""
         shapes = ((leaf.shape, leaf.dtype, flag) for leaf, flag in zip(leaves, flags, strict=True))
         return cls(structure, tuple(shapes))
@@ -76,14 +139,14 @@ class Contract:
     def to_bytes(self) -> bytes:
         """The bytes of the announcement before the first message of each shape."""
         leaves = [[list(shape), str(dtype).removeprefix("torch."), flag] for shape, dtype, flag in self.leaves]
-        return json.dumps([pytree.treespec_dumps(self.structure), leaves]).encode()
+        return json.dumps([self.structure.dumps(), leaves]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Contract:
         """Reads an announcement."""
         structure, leaves = json.loads(data)
         return cls(
-            read_structure(structure),
+            Structure.loads(structure),
             tuple((torch.Size(shape), getattr(torch, dtype), flag) for shape, dtype, flag in leaves),
         )
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
+Loss = Callable[[Any, Any], Any]
+"""From a model's output and a target to a scalar, or to the pair of it and a dict of metrics by name."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,8 @@ class Training:
     """Settings of a model's training that do not depend on the schedule.
 
     Attributes:
-        loss: from the model's output and the target to a scalar, the mean over the micro-batch.
+        loss: from the model's output and the target to a scalar, the mean over the micro-batch; also with metrics, see
+            `with_metrics`.
         optimizer: from a stage's parameters to their optimizer.
         scheduler: from an optimizer to its learning-rate schedule, stepped once per update.
         clip_norm: largest global norm of the gradients of an update; None: no clipping.
@@ -30,7 +33,7 @@ class Training:
         compiler: the backend of torch.compile that layers train by; None: they run as they are.
     """
 
-    loss: Callable[[Any, Any], Tensor]
+    loss: Loss
     optimizer: MakeOptimizer
     scheduler: MakeScheduler | None = None
     clip_norm: float | None = None
@@ -43,6 +46,13 @@ class Training:
     def needs_norm(self) -> bool:
         """Returns whether a step needs the norm of all gradients: to clip them, or to know whether they are finite."""
         return self.clip_norm is not None or self.loss_scale is not None
+
+
+def with_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The loss and the metrics, numbers by name, that a loss function returned; most return no metrics."""
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return returned
+    return returned, {}
 
 
 class Tie(NamedTuple):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pipefit.errors import PipefitError
 from pipefit.stage.batchnorm import commit
+from pipefit.stage.optimizing import OptimizerMaker
 from pipefit.stage.split import named_layers
 from pipefit.stage.stage import Stage
 from pipefit.testing.case import Case, Outcome
@@ -76,7 +77,8 @@ class _Part:
         self.parameters = {owners[names[0]]: p for p, names in aliases(layers) if p.requires_grad}
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
         self.versions = [{name: p.detach().clone() for name, p in self.parameters.items()}]
-        self.optimizer = case.optimizer(list(self.masters.values())) if self.masters else None
+        optimizers = OptimizerMaker(case.optimizer, named_layers(case.model), case.updates.no_decay)
+        self.optimizer = optimizers.of(list(self.masters.items())) if self.masters else None
         make = case.updates.scheduler
         self.scheduler = make(self.optimizer) if make and self.optimizer else None
         self.size = size

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.stage.batchnorm import commit
+from pipefit.stage.optimizing import OptimizerMaker
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.stage import Stage
+from pipefit.stage.training import with_metrics
 from pipefit.testing.case import Case, Outcome
 
 
@@ -30,7 +32,9 @@ def reference(case: Case) -> Outcome:
     model = Stage(0, layers, torch.device(case.device), case.updates.seed)
     stages = [model] if case.half is None else _stages(layers, case)
     parameters = model.parameters()
-    optimizer = case.optimizer(parameters) if parameters else None
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    make = OptimizerMaker(case.optimizer, layers, case.updates.no_decay)
+    optimizer = make.of(named) if named else None
     scheduler = case.updates.scheduler(optimizer) if case.updates.scheduler and optimizer else None
     scale = case.first_scale
     scaler = torch.amp.GradScaler(case.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
@@ -129,7 +133,8 @@ def weighted_loss(
         payload = stage.forward(payload, number, update=update)
     if half:
         payload = pytree.tree_map(lambda leaf: leaf.float() if leaf.dtype == half else leaf, payload)
-    return case.loss(payload, target) * share
+    loss: Tensor = with_metrics(case.loss(payload, target))[0]
+    return loss * share
 
 
 def aliases(layers: Sequence[NamedLayer]) -> list[tuple[nn.Parameter, list[str]]]:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.errors import NonFiniteLossError, PipefitError
@@ -28,7 +27,7 @@ from pipefit.runtime.progress import Progress
 from pipefit.runtime.spill_handlers import PARKED
 from pipefit.runtime.transport import Message
 from pipefit.runtime.worker import Worker
-from pipefit.stage.payload import read_structure
+from pipefit.stage.payload import Structure
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.execute.trial_files import write_loss
 from pipefit.study.simulation import TimedTurn
@@ -79,7 +78,7 @@ def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Executi
     opened.worker.flags = {(stage, shape): found for stage, shape, found in state.flags}
     run = Execution(compiled, opened.worker, transport, feed, Progress())
     for kind, stage, mb, marks, text in state.payloads:
-        structure = None if text is None else read_structure(text)
+        structure = None if text is None else Structure.loads(text)
         run.values[PARKED + kind, stage, mb] = Message([], list(marks), structure)
     if state.squares:
         run.norms[0] = in_double(state.squares)
@@ -126,7 +125,7 @@ def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
     state.payloads = []
     for (kind, stage, mb), value in run.values.items():
         if kind.startswith(PARKED):
-            structure = None if value.structure is None else pytree.treespec_dumps(value.structure)
+            structure = None if value.structure is None else value.structure.dumps()
             state.payloads.append((kind.removeprefix(PARKED), stage, mb, list(value.flags), structure))
 
 
@@ -141,8 +140,7 @@ def _evaluate(opened: OpenTrial) -> float:
         opened.load_resident(stage)
         if store.num_updates != done:
             store.hold(done)
-    loss, _ = evaluate(opened.engine, opened.program.header, recipe.held_out(), None, None)
-    return loss
+    return evaluate(opened.engine, opened.program.header, recipe.held_out(), None, None).loss
 
 
 def export(opened: OpenTrial, path: str) -> None:

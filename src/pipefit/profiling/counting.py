@@ -1,11 +1,12 @@
-"""Seconds of an operation on a device that is not available here: max(FLOP / (peak · efficiency), bytes / bandwidth).
+"""Seconds of operations on a device that is not available here, each by the law of `pipefit.cost.roofline`.
 
-After Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009), per operation as
-eager PyTorch runs it: nothing is fused, and every operation reads its inputs from memory and writes its outputs there.
+Every operation counts as eager PyTorch runs it: nothing is fused, and each reads its inputs from memory and writes its
+outputs there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from pipefit.cost.roofline import flops_s, product_s
 from pipefit.spec.topology import Device
 
 _ATEN = torch.ops.aten
@@ -36,19 +38,49 @@ class Roofline(TorchDispatchMode):
         """Runs the operation and counts it."""
         kwargs = dict(kwargs or {})
         result = func(*args, **kwargs)
-        flops = _flops(func, args, kwargs, result)
-        moved = 0 if _only_looks(func) else _bytes((args, kwargs, result))
-        self.seconds += self._seconds(flops, moved)
+        if not _only_looks(func):
+            products = _products(func, args)
+            if products:
+                size = result.element_size() if isinstance(result, Tensor) else args[0].element_size()
+                self.seconds += sum(product_s(self.device, m, n, k, count, size) for count, m, n, k in products)
+            else:
+                self.seconds += flops_s(self.device, _flops(func, args, kwargs, result), _bytes((args, kwargs, result)))
         return result
-
-    def _seconds(self, flops: float, moved: float) -> float:
-        peak, bandwidth = self.device.flops * self.device.efficiency, self.device.memory_bandwidth_bytes_per_s
-        return max(flops / peak, moved / bandwidth if bandwidth else 0.0)
 
 
 def _only_looks(func: Any) -> bool:
     """Returns whether the operation moves no data: it makes a view of memory, or reads a tensor's device."""
     return func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE
+
+
+def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
+    """The matrix products (count, m, n, k) of an operation; none where only its FLOP are known.
+
+    A convolution is the product of the patches of its input with its kernel, its backward two more.
+    """
+    packet = func.overloadpacket
+    if packet in _OPERANDS:
+        left, right = (args[index] for index in _OPERANDS[packet])
+        *batch, m, k = left.shape
+        return [(math.prod(batch), m, right.shape[-1], k)]
+    if packet is _ATEN.convolution and not args[6]:
+        return [_convolution(args[0], args[1], args[8], _outputs(args))]
+    if packet is _ATEN.convolution_backward and not args[7]:
+        count, m, n, k = _convolution(args[1], args[2], args[9], args[0].shape[2:])
+        return [shape for shape, asked in (((count, m, k, n), args[10][0]), ((count, k, n, m), args[10][1])) if asked]
+    return []
+
+
+def _outputs(args: tuple[Any, ...]) -> list[int]:
+    """Positions of a convolution's output, per dimension."""
+    source, kernel, _, stride, padding, dilation = args[:6]
+    sizes = zip(source.shape[2:], kernel.shape[2:], stride, padding, dilation, strict=True)
+    return [(size + 2 * pad - dil * (width - 1) - 1) // step + 1 for size, width, step, pad, dil in sizes]
+
+
+def _convolution(source: Tensor, kernel: Tensor, groups: int, places: Any) -> tuple[int, int, int, int]:
+    inner = kernel.shape[1] * math.prod(kernel.shape[2:])
+    return groups, source.shape[0] * math.prod(places), kernel.shape[0] // groups, inner
 
 
 def _bytes(values: Any) -> float:
@@ -60,6 +92,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     return count(*args, **kwargs, out_val=result) if count else 0.0
 
 
+# Where the two matrices of a product stand among the arguments.
+_OPERANDS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
 # Operations that torch's registry does not know: attention as a CPU runs it, which is also used on fake tensors.
 _ALIKE = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,

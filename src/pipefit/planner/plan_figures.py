@@ -1,0 +1,88 @@
+"""Figures of a plan next to its speed: how long its devices are idle, and how many bytes travel."""
+
+from __future__ import annotations
+
+from pipefit.cost import FREE, CostModel, of_plan
+from pipefit.cost.tensor import tensor_shard
+from pipefit.planner.holdings import replayed
+from pipefit.planner.space import Config
+from pipefit.spec import Plan, Profile, Topology
+
+
+def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[float]:
+    """The share of each stage's forwards that is replayed.
+
+    Of whole stages, those whose backward follows at once are not replayed.
+
+    Args:
+        plan: with the recomputation of each stage.
+        inside: counted of a stage whose backward replays its layers.
+        attention: counted of a stage whose backward replays attention only.
+    """
+    stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
+    counts = tuple(stage.replicas for stage in stages)
+    replicas = counts if max(counts) > 1 else ()
+    config = Config(
+        plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches, replicas=replicas
+    )
+    whole = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
+    return [
+        {"stage": share, "layer": inside, "selective": attention}.get(str(stage.recompute), 0.0)
+        if index >= plan.frozen
+        else 0.0
+        for index, (stage, share) in enumerate(zip(stages, whole, strict=True))
+    ]
+
+
+def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float) -> float:
+    """The share of the devices' time in which they do no work of an update: they wait for data, copies or others.
+
+    Work is forwards, backwards, replays, loss and optimizer, and inside a layer the sums of tensor parallelism.
+
+    Args:
+        plan: with its stages and their ranks.
+        profile: of the model.
+        topology: of the machine.
+        update_s: seconds from update to update.
+    """
+    cost, again, busy_s = _costs(plan, profile, topology), replays_of(plan), 0.0
+    for stage, ranks in enumerate(plan.placement.ranks):
+        each_s = cost.forward_s[stage] + cost.backward_input_s[stage] + cost.backward_weight_s[stage]
+        each_s += again[stage] * cost.recompute_s[stage]
+        each_s += cost.loss_s if stage == len(again) - 1 else 0.0
+        own_s = each_s * plan.num_microbatches / len(ranks) + cost.step_s[stage]
+        busy_s += sum(own_s / (cost.speed[rank] if cost.speed else 1.0) for rank in ranks)
+    return max(1 - busy_s / (update_s * plan.placement.num_ranks), 0.0) if update_s else 0.0
+
+
+def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
+    """Bytes that travel per sample, by all devices together.
+
+    Activations and their gradients cross every border between ranks. The gradients of a stage with d copies are summed
+    by a ring, 2(d−1)·bytes per update. With tensor width t a message is gathered again, t·bytes in all, and a block
+    makes two sums in its forward and two in its backward, 2(t−1)·bytes each.
+
+    Args:
+        plan: with its stages and their ranks.
+        profile: of the model.
+        topology: of the machine.
+    """
+    cost, again, width, total = _costs(plan, profile, topology), replays_of(plan, inside=1.0), plan.tensor, 0.0
+    figures, ranks = _at(plan, profile), plan.placement.ranks
+    for stage, spec in enumerate(plan.partition.stages):
+        if stage + 1 < len(ranks) and ranks[stage] != ranks[stage + 1]:
+            total += width * (cost.act_bytes[stage] + (cost.grad_bytes[stage] if stage >= plan.frozen else 0.0))
+        summed = sum(figures.layers[index].output_bytes for index in spec.layers if 0 < index < len(figures) - 1)
+        total += (4 + 2 * again[stage]) * 2 * (width - 1) * summed
+        copies = len(ranks[stage])
+        # Without a flush, replicas sum their gradients once each of them has had a mini-batch.
+        total += 2 * (copies - 1) * width * cost.wgrad_bytes[stage] / max(plan.num_microbatches, copies)
+    return total / figures.microbatch_size
+
+
+def _at(plan: Plan, profile: Profile) -> Profile:
+    return profile.at(plan.microbatch_size) if plan.microbatch_size else profile
+
+
+def _costs(plan: Plan, profile: Profile, topology: Topology) -> CostModel:
+    return of_plan(tensor_shard(_at(plan, profile), plan.tensor, topology), plan, topology, runtime=FREE)

@@ -1,0 +1,95 @@
+"""The law of computed costs: what shape, bytes and kernels must do to the seconds of an operation."""
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipefit.cost.rings import all_gather_s, all_reduce_s, even, ring_of
+from pipefit.cost.roofline import flops_s, pass_s, product_s
+from pipefit.planner.machines import load_topology, topology_names
+from pipefit.spec import Device, Level, Topology
+
+A100 = load_topology("dgx-a100-8").device
+BARE = Device(flops=1e12, efficiency=0.5)
+sizes = st.integers(1, 5000)
+
+
+@given(sizes, sizes, sizes, st.integers(1, 4))
+def test_no_product_is_faster_than_its_flop_or_its_bytes(m, n, k, count):
+    seconds = product_s(A100, m, n, k, count)
+    assert seconds >= 2 * count * m * n * k / (A100.flops * A100.efficiency)
+    assert seconds >= 2 * count * (m * k + k * n + m * n) / A100.memory_bandwidth_bytes_per_s / 2
+    assert seconds >= A100.kernel_s
+
+
+@given(sizes, sizes, sizes)
+def test_a_larger_product_never_takes_less_time(m, n, k):
+    seconds = product_s(A100, m, n, k)
+    assert product_s(A100, m + 1, n, k) >= seconds
+    assert product_s(A100, m, n + 1, k) >= seconds
+    assert product_s(A100, m, n, k + 1) >= seconds
+
+
+def test_a_row_more_than_full_waves_costs_tiles_of_their_own():
+    device = Device(flops=1e12, efficiency=1.0, cores=10, tile=(32, 32))
+    full = product_s(device, 320, 32, 3200)
+    assert full == pytest.approx(2 * 320 * 32 * 3200 / 1e12)
+    assert product_s(device, 321, 32, 3200) == pytest.approx(2 * full), "a second wave of one tile"
+    assert product_s(device, 319, 32, 3200) == full, "a tile is computed whole"
+
+
+def test_without_cores_a_product_is_as_efficient_in_every_shape():
+    for m, n, k in itertools.product((1, 7, 4096), repeat=3):
+        assert product_s(BARE, m, n, k) == pytest.approx(2 * m * n * k / 0.5e12)
+
+
+def test_what_only_moves_bytes_takes_their_time_and_a_kernel():
+    device = msgspec.structs.replace(BARE, memory_bandwidth_bytes_per_s=1e9, kernel_s=2.0)
+    assert pass_s(device, 3e9) == 5.0
+    assert flops_s(device, 0.5e12, 3e9) == 5.0
+    assert flops_s(device, 2e12, 3e9) == 6.0
+
+
+def test_small_dimensions_are_inefficient():
+    def rate(m, n, k):
+        return 2 * m * n * k / product_s(A100, m, n, k)
+
+    rates = [rate(4096, 4096, k) for k in (32, 128, 512, 4096)]
+    assert rates == sorted(rates)
+    assert rate(2048, 64, 4096) < rate(2048, 4096, 4096)
+
+
+@given(st.integers(2, 64), st.floats(0, 1e9), st.floats(0, 1e-3))
+def test_an_all_reduce_takes_no_longer_than_a_reduce_scatter_and_an_all_gather(d, size, latency):
+    ring = even(d, 1e9, latency)
+    assert all_reduce_s(ring, size) <= 2 * all_gather_s(ring, size) * (1 + 1e-9)
+
+
+def test_large_tensors_go_around_the_ring_and_small_ones_up_the_tree():
+    ring = even(64, 1e9, 1e-6)
+    assert all_reduce_s(ring, 1e9) == pytest.approx(2 * (63e-6 + 63 / 64))
+    assert all_reduce_s(ring, 8) == pytest.approx(2 * (6e-6 + 8e-9))
+
+
+def test_a_ring_over_servers_pays_each_level_for_its_own_messages():
+    two = Topology((Level("server", 8, 200e9, 1.0), Level("cluster", 4, 20e9, 100.0)))
+    assert ring_of(two, range(8)) == even(8, 200e9, 1.0)
+    assert ring_of(two, range(0, 32, 8)) == even(4, 20e9, 100.0)
+    whole = ring_of(two, range(32))
+    assert (whole.bandwidth_bytes_per_s, whole.ring_s, whole.tree_s) == (160e9, 28 * 1.0 + 3 * 100.0, 3.0 + 200.0)
+
+
+@pytest.mark.parametrize("name", topology_names())
+def test_every_packaged_device_is_described_for_the_law(name):
+    device = load_topology(name).device
+    assert device.cores and device.memory_bandwidth_bytes_per_s and device.kernel_s
+    assert Topology.parse(_saved(name)) == load_topology(name)
+
+
+def _saved(name):
+    from pipefit.spec.topology import _as_toml
+
+    return _as_toml(load_topology(name))
