@@ -85,9 +85,11 @@ class Drawing:
 
     @property
     def _is_mixed(self) -> bool:
-        """Returns whether stages differ in their tier or in the place of their step, which other drawings do not."""
+        """Returns whether it has replays, or stages that differ in tier or place of step: no other drawing has."""
         header = self.program.header
-        return header.spill is not None and (len(header.spill.stages) < header.num_stages or bool(header.spill.on_host))
+        if header.spill is None:
+            return bool(self.program.recomputed)
+        return len(header.spill.stages) < header.num_stages or bool(header.spill.on_host)
 
     @property
     def _is_lecture(self) -> bool:

@@ -67,7 +67,7 @@ def _style(scope: str, num_chunks: int) -> str:
     """The style sheet of pictures whose root has class `scope`."""
     root = f".{scope}"
     base = (
-        f"{root}{{{_FONT};font-size:12px;font-variant-numeric:tabular-nums}}"
+        f"{root}{{{_FONT};font-size:12px;font-variant-numeric:tabular-nums;max-width:100%;height:auto}}"
         f"{root} .n{{text-anchor:middle;pointer-events:none}}{root} .v{{opacity:.78}}{root} .end{{text-anchor:end}}"
         f"{root} .mid{{text-anchor:middle}}"
         f"{root} .name{{font-size:19px;font-weight:650}}{root} .small{{font-size:11px}}"
