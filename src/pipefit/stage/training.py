@@ -44,13 +44,12 @@ class Training:
     seed: int = 0
     half: torch.dtype | None = None
     loss_scale: float | None = None
+    compiler: str | None = None
     nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
         if self.nonfinite not in NONFINITE:
             raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {self.nonfinite!r}")
-
-    compiler: str | None = None
 
     @property
     def needs_norm(self) -> bool:
