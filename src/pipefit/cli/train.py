@@ -16,6 +16,7 @@ from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, Threads, verb
 from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
+from pipefit.run.claim import check_free
 from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
 from pipefit.spec.options import as_flat
 from pipefit.units import columns
@@ -116,6 +117,8 @@ def _trained(settings: RunConfig, transport: str, starts: dict[str, int | None],
     from pipefit.runtime.launch import LaunchError, launch
 
     folder = Path(settings.output) / "logs" if settings.output else None
+    if folder is not None:
+        check_free(folder.parent)
     fresh = None if folder is None or folder.parent.exists() else folder
     try:
         return launch(train_rank, ranks, settings, quiet, folder=folder, quiet=quiet, **starts)[0]
