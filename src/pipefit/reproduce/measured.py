@@ -26,10 +26,7 @@ lr = [1e-2, 3e-3, 1e-3, 3e-4]
 """
 
 WAYS = {"synchronous": "1f1b", "PipeDream": "pipedream", "data parallelism": "data-parallel"}
-MODELS = {
-    "digits": ("mlp", "layers=4,width=1024", 40, 0.5),
-    "text": ("gpt", "layers=2,hidden=128,context=64", 40, 3.3),
-}
+MODELS = {"digits": ("mlp", "layers=4,width=1024", 40, 0.5), "text": ("gpt", "layers=2,hidden=128,context=64", 40, 3.3)}
 _EVERY = 10
 _WHY = "Two processes on the cores of one machine: messages go through memory, and other programs may run."
 
