@@ -8,7 +8,7 @@ from tests.verbs import answered, refused
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError, TopologyError
 from pipefit.planner.machines import load_topology
-from pipefit.reproduce.entry import Bench, Entry, Value
+from pipefit.reproduce.entry import Bench, Entry, Made, Value
 from pipefit.reproduce.lectures import DECKS, ENTRIES
 from pipefit.reproduce.lectures_page import lectures_page
 from pipefit.reproduce.outcome import Compared, run_all, run_entry
@@ -32,7 +32,8 @@ def test_every_name_is_used_once_and_every_lecture_has_entries():
 def test_every_published_value_has_a_source_and_every_entry_something_to_show():
     for entry in ENTRIES.values():
         assert entry.source and entry.topic and entry.line, entry.name
-        assert entry.values or entry.pictures or (entry.kind == "cited" and entry.note), entry.name
+        assert len(entry.values) == len(entry.made.values)
+        assert entry.values or entry.made.pictures or (entry.kind == "cited" and entry.note), entry.name
 
 
 def test_drawn_entries_agree_exactly_or_say_why(drawn):
@@ -66,18 +67,18 @@ def test_computed_entries_run_and_differences_have_causes():
 
 
 def test_a_ratio_within_its_tolerance_agrees():
-    value = Value("x", lambda run: 0.0, 100.0, within=0.08)
+    value = Value("x", 100.0, within=0.08)
     assert Compared(value, 107.0).agrees and Compared(value, 93.0).ratio == 0.93
     assert Compared(value, 109.0).agrees is False
     assert Compared(value, "does not fit").agrees is False
-    assert Compared(Value("x", lambda run: 0.0), 3.0).agrees is None
+    assert Compared(Value("x"), 3.0).agrees is None
 
 
 def test_an_infeasible_plan_is_shown_as_such():
     def none(run: Bench) -> float:
         raise InfeasibleError("nothing fits")
 
-    outcome = run_entry(Entry("x", "t", "l", "computed", "s", (Value("v", none, 3, why="memory"),)))
+    outcome = run_entry(Entry("x", "t", "l", "computed", "s", (Value("v", 3, why="memory"),), made=Made((none,))))
     assert outcome.values[0].ours == "does not fit" and "memory" in outcome.text
 
 

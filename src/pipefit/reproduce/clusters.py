@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pipefit.reproduce.entry import GPIPE, PIPEDREAM, Bench, Entry, Value, curves, drawn
+from pipefit.reproduce.entry import Bench, Made, curves, drawn
 from pipefit.reproduce.predicted import falls, memory_gb, rate, sent, stalls
 from pipefit.reproduce.steps import Draw, Largest, Planned
 
@@ -57,7 +58,6 @@ def _fits(count: int, **how: Any) -> Largest:
 
 NAIVE_1 = _fits(1, num_microbatches=1, recompute="none")
 _LAYERS = {"Naive-1": NAIVE_1} | {f"Pipeline-{count}": _fits(count) for count in _MACHINES}
-_WHY = "The lecture gives neither batch nor precision; here 32 samples of 1,024 tokens in 2 bytes, and GPT blocks."
 
 
 def transformer(stages: int, microbatches: int) -> Planned:
@@ -123,35 +123,19 @@ def stall_share(run: Bench, model: str, devices: int) -> float:
     return stalls(run, parallel(model, "pcie-4" if devices == 4 else f"pcie-{devices // 4}x4"))
 
 
-COMPUTED = (
-    Entry(
-        "pipedream-over-gpipe",
-        "Executive summary",
-        "PipeDream has around twice the throughput of GPipe",
-        "drawn",
-        "slide: around 2x higher throughput than GPipe",
+MADE: Mapping[str, Made] = {
+    "pipedream-over-gpipe": Made(
         (
-            Value(
-                "times the throughput of GPipe, 4 workers, 4 micro-batches, replays",
-                lambda run: (
-                    run(Draw("gpipe", 4, 4, recompute=True)).metrics["period"]
-                    / 4
-                    / run(Draw("pipedream", 4, 12)).metrics["period"]
-                ),
-                2.0,
-                "×",
-                within=0.1,
+            lambda run: (
+                run(Draw("gpipe", 4, 4, recompute=True)).metrics["period"]
+                / 4
+                / run(Draw("pipedream", 4, 12)).metrics["period"]
             ),
-        ),
+        )
     ),
-    Entry(
-        "intra-batch",
-        "Evaluation, figure 14",
-        "Model parallelism, with pipelining, and with replicas too, on four GPUs",
-        "computed",
-        PIPEDREAM + ", figure 14",
+    "intra-batch": Made(
         tuple(
-            Value(f"{model}: pipelining is faster than model parallelism alone", claim, True)
+            claim
             for model in MODELS
             for claim in [lambda run, model=model: rate(run, straight(model)) > _one_by_one(run, model)]
         ),
@@ -169,16 +153,10 @@ COMPUTED = (
                 kind="bar",
             ),
         ),
-        "A profile of AlexNet and FlexFlow's strategies are not published, so its 1.9 × is not computed.",
     ),
-    Entry(
-        "memory-per-worker",
-        "Evaluation, figure 16",
-        "Memory of each of four workers, next to data parallelism",
-        "computed",
-        PIPEDREAM + ", figure 16",
+    "memory-per-worker": Made(
         tuple(
-            Value(f"{model}: worst stage over data parallelism", make, unit="×")
+            make
             for model in MODELS[:2]
             for make in [lambda run, model=model: memory_gb(run, straight(model)) / memory_gb(run, parallel(model))]
         ),
@@ -198,18 +176,12 @@ COMPUTED = (
                 kind="bar",
             ),
         ),
-        "At the mini-batches of the published profiles, with weight stashing and momentum.",
     ),
-    Entry(
-        "bytes-per-sample",
-        "Evaluation, figure 17; why pipelining is good",
-        "Bytes communicated per sample: data parallelism and the best plan without it",
-        "computed",
-        PIPEDREAM + ", figure 17",
+    "bytes-per-sample": Made(
         (
-            Value("VGG-16: a pipeline sends less", lambda run: _sends_less(run, "vgg16"), True),
-            Value("GNMT: a pipeline sends less", lambda run: _sends_less(run, "gnmt"), True),
-            Value("ResNet-50: a pipeline sends less", lambda run: _sends_less(run, "resnet50"), False),
+            lambda run: _sends_less(run, "vgg16"),
+            lambda run: _sends_less(run, "gnmt"),
+            lambda run: _sends_less(run, "resnet50"),
         ),
         (
             curves(
@@ -222,52 +194,18 @@ COMPUTED = (
             ),
         ),
     ),
-    Entry(
-        "pipeline-depth",
-        "Evaluation, figure 18",
-        "More mini-batches in flight hide messages: throughput rises, and memory with it",
-        "drawn",
-        PIPEDREAM + ", figure 18",
+    "pipeline-depth": Made(
         (
-            Value(
-                "throughput rises from 1 to 4 to 7 in flight",
-                falls(lambda run, step: run(step).metrics["period"], [_more_in_flight(warmup) for warmup in range(3)]),
-                True,
-            ),
-            Value(
-                "memory rises: mini-batches in flight at the first worker, at most",
-                lambda run: run(_more_in_flight(2)).metrics["peak_inflight"][0],
-                7,
-                source="2·4 − 1 at twice the warm-up",
-            ),
+            falls(lambda run, step: run(step).metrics["period"], [_more_in_flight(warmup) for warmup in range(3)]),
+            lambda run: run(_more_in_flight(2)).metrics["peak_inflight"][0],
         ),
         (drawn(_more_in_flight(1), "As many in flight as workers"), drawn(_more_in_flight(2), "Twice as many")),
     ),
-    Entry(
-        "gpipe-largest",
-        "Performance analysis: scalability, table 1",
-        "The largest Transformer with GPipe on 1 to 128 accelerators of 16 GB",
-        "computed",
-        GPIPE + ", table 1",
+    "gpipe-largest": Made(
         (
-            *(
-                Value(f"layers, {name}", lambda run, step=step: run(step), published, within=0.25, why=_WHY)
-                for (name, step), published in zip(_LAYERS.items(), (3, 13, 103, 415, 1663), strict=True)
-            ),
-            Value(
-                "times more layers than Pipeline-1, 8 accelerators",
-                lambda run: run(_LAYERS["Pipeline-8"]) / run(_LAYERS["Pipeline-1"]),
-                103 / 13,
-                "×",
-                within=0.15,
-            ),
-            Value(
-                "times more layers than Pipeline-1, 128 accelerators",
-                lambda run: run(_LAYERS["Pipeline-128"]) / run(_LAYERS["Pipeline-1"]),
-                1663 / 13,
-                "×",
-                within=0.15,
-            ),
+            *(lambda run, step=step: run(step) for step in _LAYERS.values()),
+            lambda run: run(_LAYERS["Pipeline-8"]) / run(_LAYERS["Pipeline-1"]),
+            lambda run: run(_LAYERS["Pipeline-128"]) / run(_LAYERS["Pipeline-1"]),
         ),
         (
             curves(
@@ -280,25 +218,9 @@ COMPUTED = (
                 log_x=True,
             ),
         ),
-        "AmoebaNet, up to 1.8 billion parameters, is not computed: no profile of its layers is published.",
     ),
-    Entry(
-        "gpipe-throughput",
-        "Performance analysis: efficiency, TPU throughputs",
-        "Normalized throughput of a Transformer by partitions K and micro-batches M",
-        "computed",
-        GPIPE + ", table 2",
-        tuple(
-            Value(
-                f"K = {k}, M = {m}",
-                lambda run, k=k, m=m: normalized(run, k, m),
-                published,
-                within=0.25,
-                why="One micro-batch is not replayed here: its backward follows at once, so the base is 4/3 as fast.",
-            )
-            for m, row in THROUGHPUT["Transformer"].items()
-            for k, published in zip((2, 4, 8), row, strict=True)
-        ),
+    "gpipe-throughput": Made(
+        tuple(lambda run, k=k, m=m: normalized(run, k, m) for m in (1, 4, 32) for k in (2, 4, 8)),
         (
             curves(
                 "Throughput over that of K = 2, M = 1",
@@ -309,23 +231,11 @@ COMPUTED = (
                 {f"M = {m}": row for m, row in THROUGHPUT["Transformer"].items()},
             ),
         ),
-        "The row of AmoebaNet is not computed: no profile of its layers is published.",
     ),
-    Entry(
-        "gpipe-overheads",
-        "Performance analysis: overhead breakdown",
-        "The time of a step: compute, weight update, recompute, load imbalance, bubble, set-up",
-        "computed",
-        GPIPE + ", table 4; slide: re-computation takes around 1/3 of the running time of the rest",
+    "gpipe-overheads": Made(
         (
-            Value(
-                "recompute over forward and backward, K = 8, M = 32",
-                lambda run: shares(run, transformer(8, 32))["recompute"] / shares(run, transformer(8, 32))["compute"],
-                1 / 3,
-                "%",
-                within=0.1,
-            ),
-            Value("bubble, K = 8, M = 32", lambda run: shares(run, transformer(8, 32))["bubble"], unit="%"),
+            lambda run: shares(run, transformer(8, 32))["recompute"] / shares(run, transformer(8, 32))["compute"],
+            lambda run: shares(run, transformer(8, 32))["bubble"],
         ),
         (
             curves(
@@ -341,12 +251,7 @@ COMPUTED = (
             ),
         ),
     ),
-    Entry(
-        "microbatch-too-small",
-        "GPipe: pipeline parallelism",
-        "Micro-batches that are too small leave the device without enough work",
-        "computed",
-        "slide: if the size is too small, efficiency is reduced",
+    "microbatch-too-small": Made(
         (),
         (
             curves(
@@ -359,12 +264,4 @@ COMPUTED = (
             ),
         ),
     ),
-    Entry(
-        "model-quality",
-        "Introduction; case studies, table 5; multilingual translation",
-        "Accuracy of giant networks: 84.4 % on ImageNet, 99.0 % on CIFAR-10, and seven more data sets",
-        "cited",
-        GPIPE + ", tables 5 and 6",
-        note="Needs training on 1.3 million images, or on 103 languages, for weeks on many accelerators.",
-    ),
-)
+}

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
-from pipefit.reproduce.clusters import COMPUTED, normalized, transformer
-from pipefit.reproduce.entry import GPIPE, Bench, Entry, Value, curves, drawn, figure
+from pipefit.reproduce.clusters import normalized, transformer
+from pipefit.reproduce.entry import Bench, Made, curves, drawn, figure
 from pipefit.reproduce.predicted import rate
 from pipefit.reproduce.steps import Draw, Planned, Verb
 
-DECK = "GPipe: easy scaling with micro-batches"
-
-_OF = {entry.name: entry for entry in COMPUTED}
 _COUNTS = (2, 4, 8, 16)
 _COMPARED = Verb(
     "compare", model="gpt", option="layers=4,hidden=256,context=64", ranks=2, batch=32, microbatches=(1, 2, 4, 8),
@@ -45,14 +42,9 @@ def _rate(run: Bench, strategy: str, microbatches: int) -> float:
     return next(float(row["samples_per_s"]) for row in rows if row["num_microbatches"] in (microbatches, 1))
 
 
-ENTRIES = (
-    Entry(
-        "vanilla-waste",
-        "Vanilla model parallelism: problems",
-        "The share of wasted GPU time, (K − 1)/K, grows to 1 with the number of GPUs",
-        "drawn",
-        "slide: 1 − K·(t_f + t_b) / (K²·(t_f + t_b)) = (K − 1)/K",
-        tuple(Value(f"K = {k}", figure(Draw("naive", k, 2), "bubble_fraction"), (k - 1) / k, "%") for k in _COUNTS),
+MADE: Mapping[str, Made] = {
+    "vanilla-waste": Made(
+        tuple(figure(Draw("naive", k, 2), "bubble_fraction") for k in _COUNTS),
         (
             drawn(Draw("naive", 4, 1)),
             curves(
@@ -65,15 +57,8 @@ ENTRIES = (
             ),
         ),
     ),
-    Entry(
-        "gpipe-bubble",
-        "GPipe: batch parallelism",
-        "The bubble (K − 1)/(M + K − 1): more micro-batches, smaller bubble",
-        "drawn",
-        "slide: 1 − K·M·(t_f + t_b) / (K·(M + K − 1)·(t_f + t_b))",
-        tuple(
-            Value(f"K = 4, M = {m}", figure(Draw("gpipe", 4, m), "bubble_fraction"), 3 / (m + 3), "%") for m in _COUNTS
-        ),
+    "gpipe-bubble": Made(
+        tuple(figure(Draw("gpipe", 4, m), "bubble_fraction") for m in _COUNTS),
         (
             drawn(Draw("gpipe", 4, 4)),
             curves(
@@ -86,25 +71,8 @@ ENTRIES = (
             ),
         ),
     ),
-    Entry(
-        "checkpointing-memory",
-        "Gradient checkpointing; TL;DR",
-        "Activations: O(N·L/K·d) without checkpointing, O(N + L/K·N/M) with it",
-        "drawn",
-        GPIPE + ", section 2.3; slide",
-        (
-            Value(
-                "N = 32, L = 32, K = 4, M = 8: samples × layers, without",
-                lambda run: _kept(run, 32, 8, 4, False),
-                32 * 32 / 4,
-            ),
-            Value(
-                "with checkpointing",
-                lambda run: _kept(run, 32, 8, 4, True),
-                32 + 32 / 4 * 32 / 8,
-                why="The last micro-batch goes backward at once: its input is not kept, so 7/8·N in place of N.",
-            ),
-        ),
+    "checkpointing-memory": Made(
+        (lambda run: _kept(run, 32, 8, 4, False), lambda run: _kept(run, 32, 8, 4, True)),
         (
             curves(
                 "Activations of a device, N = 32, K = 4, M = 8",
@@ -123,19 +91,8 @@ ENTRIES = (
             drawn(Draw("gpipe", 4, 8, recompute=True)),
         ),
     ),
-    replace(_OF["gpipe-overheads"], name="time-step-breakdown", topic="Table 4: time step breakdown"),
-    replace(_OF["gpipe-largest"], name="memory-scaling", topic="Evaluations, research question 1"),
-    replace(_OF["gpipe-throughput"], name="fast-links", topic="Evaluations, research question 2: NVLink enabled"),
-    Entry(
-        "slow-links",
-        "Evaluations, research question 2: NVLink disabled",
-        "Throughput by partitions with M = 32, without fast links between the GPUs",
-        "computed",
-        GPIPE + ", table 3",
-        tuple(
-            Value(f"Transformer, K = {k}", lambda run, k=k: _slow(run, k) / _slow(run, 2), published, "×", 0.25)
-            for k, published in ((2, 1), (4, 1.8), (8, 3.3))
-        ),
+    "slow-links": Made(
+        tuple(lambda run, k=k: _slow(run, k) / _slow(run, 2) for k in (2, 4, 8)),
         (
             curves(
                 "Throughput over that of K = 2, M = 32",
@@ -149,27 +106,11 @@ ENTRIES = (
                 {"slow links": (1, 1.8, 3.3), "fast links": (1, 3.4 / 1.8, 6.3 / 1.8)},
             ),
         ),
-        "The row of AmoebaNet is not computed: no profile of its layers is published.",
     ),
-    Entry(
-        "microbatch-ablation",
-        "Notebook demo: number of micro-batches, three strategies",
-        "A small Transformer on this machine: one process, naive model parallelism, GPipe by micro-batches",
-        "measured",
-        "slide: more micro-batches, faster training; GPipe performs best",
+    "microbatch-ablation": Made(
         (
-            Value(
-                "GPipe is faster with 4 micro-batches than with 1",
-                lambda run: _rate(run, "gpipe", 4) > _rate(run, "gpipe", 1),
-                True,
-                why="Two cores, and other programs on them.",
-            ),
-            Value(
-                "GPipe is faster than naive model parallelism",
-                lambda run: _rate(run, "gpipe", 4) > _rate(run, "naive", 4),
-                True,
-                why="Two cores, and other programs on them.",
-            ),
+            lambda run: _rate(run, "gpipe", 4) > _rate(run, "gpipe", 1),
+            lambda run: _rate(run, "gpipe", 4) > _rate(run, "naive", 4),
         ),
         (
             curves(
@@ -181,4 +122,4 @@ ENTRIES = (
             ),
         ),
     ),
-)
+}

@@ -1,11 +1,11 @@
-"""An entry: a figure, table or number of a lecture, as calls of pipefit's verbs and the values to compare."""
+"""An entry: a figure, table or number of a lecture, its values to compare, and the calls that make them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pipefit.errors import InfeasibleError
 
@@ -22,13 +22,6 @@ KINDS: Mapping[Kind, str] = {
     "cited": "not run here",
 }
 """Every kind with its meaning."""
-
-
-PIPEDREAM = "Narayanan et al., PipeDream (SOSP 2019)"
-GPIPE = "Huang et al., GPipe (NeurIPS 2019)"
-HYDRA = "Nagrecha and Kumar, Hydra (PVLDB 2022)"
-DOUBLE = "Narayanan et al., PipeDream-2BW (ICML 2021)"
-PTDP = "Narayanan et al., Efficient large-scale language model training on GPU clusters (SC 2021)"
 
 
 class Bench:
@@ -70,7 +63,6 @@ class Value:
 
     Attributes:
         name: what it is.
-        make: computes ours; it never reads the published one.
         published: None: the lecture shows it without a number.
         unit: "%": both are fractions; else it follows the number.
         within: largest |ours / published − 1| that counts as agreement; 0: all printed digits.
@@ -79,7 +71,6 @@ class Value:
     """
 
     name: str
-    make: Callable[[Bench], Scalar]
     published: Scalar | None = None
     unit: str = ""
     within: float = 0.0
@@ -102,6 +93,21 @@ class Picture:
     text: str
 
 
+class Made(NamedTuple):
+    """How an entry is made again; nothing here reads a published value.
+
+    Attributes:
+        values: compute ours, in the order of the entry's values.
+        pictures: draw.
+    """
+
+    values: tuple[Callable[[Bench], Scalar], ...] = ()
+    pictures: tuple[Callable[[Bench], Picture], ...] = ()
+
+
+_NOT_MADE = Made()
+
+
 @dataclass(frozen=True)
 class Entry:
     """A figure, table or number of a lecture.
@@ -113,8 +119,8 @@ class Entry:
         kind: how it is made again.
         source: of its published values.
         values: to compare.
-        pictures: to draw.
         note: what to know about the comparison; of a cited entry, the reason why it is not run.
+        made: how it is made again.
     """
 
     name: str
@@ -123,8 +129,8 @@ class Entry:
     kind: Kind
     source: str
     values: tuple[Value, ...] = ()
-    pictures: tuple[Callable[[Bench], Picture], ...] = ()
     note: str = ""
+    made: Made = _NOT_MADE
 
 
 def drawn(step: Draw, title: str = "", **options: Any) -> Callable[[Bench], Picture]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from pipefit.reproduce.entry import PTDP, Bench, Entry, Value, curves
+from pipefit.reproduce.entry import Bench, Made, curves
 from pipefit.reproduce.predicted import falls, gpt_plan, rate, tflops
 from pipefit.reproduce.steps import Planned
-
-_LAW = (
-    "Computed costs decide: efficiency of products by shape, bytes, kernels, links; see the manual's page on planning."
-)
 
 
 class Row(NamedTuple):
@@ -120,16 +117,9 @@ def _alone(run: Bench) -> float:
     return days(run, _ALONE, 300e9) / 365
 
 
-EVALUATION = (
-    Entry(
-        "tensor-versus-pipeline",
-        "Evaluation: TP vs. PP",
-        "161 billion parameters on 64 GPUs: best with t = p = 8",
-        "computed",
-        PTDP + ", figure 13",
-        tuple(
-            Value(f"best, batch {b}", lambda run, b=b: _best_pair(run, b), "t = 8, p = 8", why=_LAW) for b in (32, 128)
-        ),
+MADE: Mapping[str, Made] = {
+    "tensor-versus-pipeline": Made(
+        tuple(lambda run, b=b: _best_pair(run, b) for b in (32, 128)),
         (
             curves(
                 "161 billion parameters on 64 GPUs",
@@ -143,18 +133,8 @@ EVALUATION = (
             ),
         ),
     ),
-    Entry(
-        "data-versus-pipeline",
-        "Evaluation: DP vs. model parallelism",
-        "5.9 billion parameters on 64 GPUs: throughput decreases with the depth of the pipeline",
-        "computed",
-        PTDP + ", figure 14",
-        tuple(
-            Value(
-                f"falls with depth, batch {b}", falls(tflops, [_small(b, p=p) for p in _WIDTHS], 1.005), True, why=_LAW
-            )
-            for b in _BATCHES
-        ),
+    "data-versus-pipeline": Made(
+        tuple(falls(tflops, [_small(b, p=p) for p in _WIDTHS], 1.005) for b in _BATCHES),
         (
             curves(
                 "5.9 billion parameters on 64 GPUs",
@@ -166,16 +146,8 @@ EVALUATION = (
             ),
         ),
     ),
-    Entry(
-        "data-versus-tensor",
-        "Evaluation: DP vs. model parallelism",
-        "5.9 billion parameters on 64 GPUs: throughput decreases with tensor parallelism",
-        "computed",
-        PTDP + ", figure 15",
-        tuple(
-            Value(f"falls with t, batch {b}", falls(tflops, [_small(b, t=t) for t in _WIDTHS], 1.005), True, why=_LAW)
-            for b in _BATCHES
-        ),
+    "data-versus-tensor": Made(
+        tuple(falls(tflops, [_small(b, t=t) for t in _WIDTHS], 1.005) for b in _BATCHES),
         (
             curves(
                 "5.9 billion parameters on 64 GPUs",
@@ -187,29 +159,13 @@ EVALUATION = (
             ),
         ),
     ),
-    Entry(
-        "weak-scaling",
-        "Evaluation: pipeline parallelism",
-        "Weak scaling: three layers more for each stage; a larger batch scales better",
-        "computed",
-        PTDP + ", figure 11",
+    "weak-scaling": Made(
         (
-            Value(
-                "batch 128 keeps more of its throughput at p = 8 than batch 8",
-                lambda run: (
-                    tflops(run, _weak(128, 8)) / tflops(run, _weak(128, 1))
-                    > tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1))
-                ),
-                True,
+            lambda run: (
+                tflops(run, _weak(128, 8)) / tflops(run, _weak(128, 1))
+                > tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1))
             ),
-            Value(
-                "p = 8 over p = 1, batch 8: what the bubble leaves",
-                lambda run: tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1)),
-                8 / 15,
-                "%",
-                within=0.1,
-                source="1 / (1 + (p − 1)/m), section 2.2",
-            ),
+            lambda run: tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1)),
         ),
         (
             curves(
@@ -222,21 +178,8 @@ EVALUATION = (
             ),
         ),
     ),
-    Entry(
-        "interleaved-gain",
-        "Evaluation: pipeline parallelism, interleaved schedule",
-        "175 billion parameters on 96 GPUs: interleaved is faster, less so with larger batches",
-        "computed",
-        PTDP + ", figure 12",
-        (
-            Value("faster with 12 samples", lambda run: _gain(run, 12) > 1, True, why=_LAW),
-            Value(
-                "gain falls with the batch",
-                lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60),
-                True,
-                why=_LAW,
-            ),
-        ),
+    "interleaved-gain": Made(
+        (lambda run: _gain(run, 12) > 1, lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60)),
         (
             curves(
                 "175 billion parameters on 96 GPUs",
@@ -250,20 +193,8 @@ EVALUATION = (
             ),
         ),
     ),
-    Entry(
-        "microbatch-size",
-        "Evaluation: selection of micro-batch size",
-        "91 billion parameters, t = p = 8: the best size weighs arithmetic intensity against the bubble",
-        "computed",
-        PTDP + ", figure 16: best at 2",
-        (
-            Value(
-                "best size, batch 512",
-                _best_size,
-                2,
-                why="The model's shape is not given beyond its parameters; 64 layers of 10,880 here.",
-            ),
-        ),
+    "microbatch-size": Made(
+        (_best_size,),
         (
             curves(
                 "91 billion parameters on 64 GPUs",
@@ -274,25 +205,9 @@ EVALUATION = (
                 log_x=True,
             ),
         ),
-        "Without a limit on memory.",
     ),
-    Entry(
-        "end-to-end",
-        "Evaluation: end-to-end performance, table 1",
-        "Ten GPTs of 1.7 billion to a trillion parameters: TFLOP/s per GPU",
-        "computed",
-        PTDP + ", table 1",
-        tuple(
-            Value(
-                f"{row.billions:g} B, t = {row.t}, p = {row.p}, {row.devices:,} GPUs",
-                lambda run, row=row: tflops(run, row.step),
-                row.published,
-                "TFLOP/s",
-                within=0.08,
-                why=_LAW,
-            )
-            for row in TABLE_1
-        ),
+    "end-to-end": Made(
+        tuple(lambda run, row=row: tflops(run, row.step) for row in TABLE_1),
         (
             curves(
                 "PTD-P, table 1",
@@ -305,38 +220,16 @@ EVALUATION = (
             ),
         ),
     ),
-    Entry(
-        "training-days",
-        "Evaluation: estimated training time",
-        "GPT-3 on 300 billion tokens in 34 days, a trillion parameters on 450 billion in 84",
-        "computed",
-        PTDP + ", section 5.1; slide: 8·T·P/(n·X)",
+    "training-days": Made(
         (
-            Value("175 B on 1,024 GPUs", lambda run: days(run, _GPT3, 300e9), 34, "days", within=0.1, why=_LAW),
-            Value("1 T on 3,072 GPUs", lambda run: days(run, _NEXT, 450e9), 84, "days", within=0.1, why=_LAW),
-            Value(
-                "by the formula, from our rate of 175 B", lambda run: _by_formula(run), 34, "days", within=0.1, why=_LAW
-            ),
-            Value(
-                "GPT-3 on one V100, years",
-                lambda run: _alone(run),
-                288,
-                "years",
-                within=0.25,
-                why="The slide does not give the rate of its V100.",
-            ),
-        ),
+            lambda run: days(run, _GPT3, 300000000000.0),
+            lambda run: days(run, _NEXT, 450000000000.0),
+            lambda run: _by_formula(run),
+            lambda run: _alone(run),
+        )
     ),
-    Entry(
-        "scatter-gather",
-        "Evaluation: scatter-gather optimization",
-        "Ranks that share a stage send each their part of a message: up to 11 % at large batches",
-        "computed",
-        PTDP + ", figure 18 and section 4.1",
-        (
-            Value("gain, 60 samples", lambda run: _scattered(run, 60) - 1, 0.11, "%", within=0.3, why=_LAW),
-            Value("gain rises with the batch", lambda run: _scattered(run, 60) > _scattered(run, 12), True, why=_LAW),
-        ),
+    "scatter-gather": Made(
+        (lambda run: _scattered(run, 60) - 1, lambda run: _scattered(run, 60) > _scattered(run, 12)),
         (
             curves(
                 "175 billion parameters on 96 GPUs, interleaved",
@@ -350,4 +243,4 @@ EVALUATION = (
             ),
         ),
     ),
-)
+}

@@ -1,16 +1,60 @@
-"""The lectures by their subjects, with their entries."""
+"""The lectures by their subjects, with their entries: records in `entries/`, and how modules make them again."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
+from fractions import Fraction
+from importlib.resources import files
+from typing import Any
 
 from pipefit.errors import PipefitError, nearest
-from pipefit.reproduce import challenges, easy_scaling, limited_hardware, pipedream_gpipe, three_dimensions
-from pipefit.reproduce.entry import Entry
+from pipefit.reproduce import (
+    challenges,
+    clusters,
+    easy_scaling,
+    evaluation,
+    limited_hardware,
+    measured,
+    pipedream_gpipe,
+    questions,
+    three_dimensions,
+)
+from pipefit.reproduce.entry import Entry, Made, Value
 
-_MODULES = (pipedream_gpipe, limited_hardware, challenges, easy_scaling, three_dimensions)
+_MODULES = (
+    pipedream_gpipe, clusters, measured, questions, limited_hardware, challenges, easy_scaling, three_dimensions,
+    evaluation,
+)  # fmt: skip
+_MADE = {name: made for module in _MODULES for name, made in module.MADE.items()}
 
-DECKS: Mapping[str, tuple[Entry, ...]] = {module.DECK: module.ENTRIES for module in _MODULES}
+
+def _read() -> dict[str, tuple[Entry, ...]]:
+    """The records of all lectures; one that is `like` another has its content and is made as that one."""
+    folder = files("pipefit.reproduce").joinpath("entries")
+    texts = [each.read_text(encoding="utf-8") for each in sorted(folder.iterdir(), key=lambda each: each.name)]
+    decks, known = {}, {}
+    for data in map(tomllib.loads, texts):
+        for record in data["entries"]:
+            known[record["name"]] = known.get(record.get("like"), {"like": record["name"]}) | record
+        decks[data["deck"]] = tuple(_entry(known[record["name"]]) for record in data["entries"])
+    return decks
+
+
+def _entry(record: Mapping[str, Any]) -> Entry:
+    values = tuple(
+        Value(**value | {"published": _number(value.get("published"))}) for value in record.get("values", ())
+    )
+    content = {name: text for name, text in record.items() if name not in ("like", "values")}
+    return Entry(**content, values=values, made=_MADE.get(record["like"], Made()))
+
+
+def _number(text: Any) -> Any:
+    """A value of a record: "3/7" is a number too."""
+    return float(Fraction(text)) if isinstance(text, str) and "/" in text else text
+
+
+DECKS: Mapping[str, tuple[Entry, ...]] = _read()
 """Every lecture by its subject, in their order."""
 
 ENTRIES: Mapping[str, Entry] = {entry.name: entry for entries in DECKS.values() for entry in entries}

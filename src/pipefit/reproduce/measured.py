@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipefit.reproduce.entry import PIPEDREAM, Bench, Entry, Value, curves
+from pipefit.reproduce.entry import Bench, Made, curves
 from pipefit.reproduce.steps import Verb
 
 _STUDY = """format = "pipefit.study/1"
@@ -28,7 +29,6 @@ lr = [1e-2, 3e-3, 1e-3, 3e-4]
 WAYS = {"synchronous": "1f1b", "PipeDream": "pipedream", "data parallelism": "data-parallel"}
 MODELS = {"digits": ("mlp", "layers=4,width=1024", 40, 0.5), "text": ("gpt", "layers=2,hidden=128,context=64", 40, 3.3)}
 _EVERY = 10
-_WHY = "Two processes on the cores of one machine: messages go through memory, and other programs may run."
 
 
 def folder() -> Path:
@@ -69,43 +69,25 @@ def _time_to(run: Bench, data: str, way: str) -> float:
     return next((seconds for seconds, loss in _course(run, data, way) if loss <= target), float("inf"))
 
 
-ACCURACY = Entry(
-    "accuracy-over-time",
-    "Evaluation, figure 10",
-    "Loss against time: synchronous, PipeDream and data parallelism, on digits and on text",
-    "measured",
-    PIPEDREAM + ", figure 10: VGG-16 on 16 GPUs",
-    (
-        *(
-            Value(
-                f"{data}: seconds to a loss of {MODELS[data][-1]:g}, {way}",
-                lambda run, data=data, way=way: _time_to(run, data, way),
-                unit="s",
-            )
-            for data in MODELS
-            for way in WAYS
-        ),
-        Value(
-            "digits: a pipeline reaches it before data parallelism",
+MADE: Mapping[str, Made] = {
+    "accuracy-over-time": Made(
+        (
+            *(lambda run, data=data, way=way: _time_to(run, data, way) for data in MODELS for way in WAYS),
             lambda run: (
                 min(_time_to(run, "digits", way) for way in ("PipeDream", "synchronous"))
                 < _time_to(run, "digits", "data parallelism")
             ),
-            True,
-            why=_WHY,
+        ),
+        tuple(
+            curves(
+                f"Held-out loss on {data}, every {_EVERY} updates",
+                "seconds",
+                "nats",
+                (),
+                {},
+                courses={way: lambda run, data=data, way=way: _course(run, data, way) for way in WAYS},
+            )
+            for data in MODELS
         ),
     ),
-    tuple(
-        curves(
-            f"Held-out loss on {data}, every {_EVERY} updates",
-            "seconds",
-            "nats",
-            (),
-            {},
-            courses={way: lambda run, data=data, way=way: _course(run, data, way) for way in WAYS},
-        )
-        for data in MODELS
-    ),
-    "The mlp on digits has four million weights and few samples per update, as VGG-16 on a slow network: many weights "
-    "for its computation.",
-)
+}

@@ -133,14 +133,15 @@ def run_entry(entry: Entry, bench: Bench | None = None) -> Outcome:
     """
     bench = bench or Bench()
     bench.commands, began = [], time.perf_counter()
-    values = tuple(Compared(value, _ours(value, bench)) for value in entry.values)
-    pictures = tuple(make(bench) for make in entry.pictures)
+    both = zip(entry.values, entry.made.values, strict=True)
+    values = tuple(Compared(value, _ours(make, bench)) for value, make in both)
+    pictures = tuple(make(bench) for make in entry.made.pictures)
     return Outcome(entry, values, pictures, tuple(bench.commands), time.perf_counter() - began)
 
 
-def _ours(value: Value, bench: Bench) -> Scalar:
+def _ours(make: Callable[[Bench], Scalar], bench: Bench) -> Scalar:
     try:
-        return value.make(bench)
+        return make(bench)
     except InfeasibleError:
         return "does not fit"
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pipefit.reproduce.clusters import COMPUTED
-from pipefit.reproduce.entry import GPIPE, PIPEDREAM, Bench, Entry, Picture, Value, curves, drawn, figure
-from pipefit.reproduce.measured import ACCURACY
-from pipefit.reproduce.questions import QUESTIONS
+from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn, figure
 from pipefit.reproduce.steps import Draw
-
-DECK = "PipeDream and GPipe"
 
 _NAIVE, _GPIPE = Draw("naive", 4, 2), Draw("gpipe", 4, 4, num_steps=2)
 _STEADY = Draw("pipedream", 4, 12)
@@ -86,129 +82,43 @@ def _two_levels(run: Bench) -> bool:
     return inner.width == 4 and inner.bandwidth_bytes_per_s > outer.bandwidth_bytes_per_s
 
 
-ENTRIES = (
-    Entry(
-        "hardware-pipeline",
-        "Traditional hardware pipeline",
-        "Five steps of an instruction overlap: five instructions take 9 cycles in place of 25",
-        "drawn",
-        "slide; n + k − 1 cycles for n instructions in k steps",
-        (
-            Value("cycles of 5 instructions", figure(Draw("gpipe", 5, 5, backward=0), "makespan"), 9),
-            Value("without overlap", figure(Draw("naive", 5, 5, backward=0), "makespan"), 25),
-        ),
+MADE: Mapping[str, Made] = {
+    "hardware-pipeline": Made(
+        (figure(Draw("gpipe", 5, 5, backward=0), "makespan"), figure(Draw("naive", 5, 5, backward=0), "makespan")),
         (drawn(Draw("gpipe", 5, 5, backward=0), "A pipeline of five steps"),),
-        "A forward-only pipeline: backwards take no time.",
     ),
-    Entry(
-        "naive",
-        "Problem of model parallelism, figure 2; naive model parallelism",
-        "Model parallelism with 4 workers: one works, three wait",
-        "drawn",
-        PIPEDREAM + ", figure 2; idle share (K − 1)/K",
-        (
-            Value("idle share", figure(_NAIVE, "bubble_fraction"), 3 / 4, "%"),
-            Value("mini-batches in flight", lambda run: max(run(_NAIVE).metrics["peak_inflight"]), 1),
-        ),
-        (drawn(_NAIVE),),
+    "naive": Made(
+        (figure(_NAIVE, "bubble_fraction"), lambda run: max(run(_NAIVE).metrics["peak_inflight"])), (drawn(_NAIVE),)
     ),
-    Entry(
-        "gpipe-flushes",
-        "Problem of GPipe, figure 3; bubble overhead",
-        "GPipe with 4 workers and 4 micro-batches: flushes leave idle time",
-        "drawn",
-        PIPEDREAM + ", figure 3; " + GPIPE + ", section 2.3: (K − 1)/(M + K − 1)",
+    "gpipe-flushes": Made((figure(_GPIPE, "bubble_fraction"), bubble(16), bubble(32)), (drawn(_GPIPE),)),
+    "pipedream-steady": Made(
         (
-            Value("idle share, M = 4", figure(_GPIPE, "bubble_fraction"), 3 / 7, "%"),
-            Value("idle share, M = 4·K", bubble(16), 3 / 19, "%"),
-            Value("idle share, M = 8·K", bubble(32), 3 / 35, "%"),
-        ),
-        (drawn(_GPIPE),),
-        "The slide calls the bubble negligible from M ≥ 4·K: 15.8 % is left there, and 8.6 % at 8·K.",
-    ),
-    Entry(
-        "pipedream-steady",
-        "Main idea of PipeDream, figure 4",
-        "PipeDream with 4 workers: start-up, then a steady state without idle time",
-        "drawn",
-        PIPEDREAM + ", figure 4",
-        (
-            Value("time per mini-batch, in steady state", figure(_STEADY, "period"), 3),
-            Value("in flight at the first stage", lambda run: run(_STEADY).metrics["peak_inflight"][0], 4),
-            Value("of that naive model parallelism needs", figure(Draw("naive", 4, 1), "period"), 12),
+            figure(_STEADY, "period"),
+            lambda run: run(_STEADY).metrics["peak_inflight"][0],
+            figure(Draw("naive", 4, 1), "period"),
         ),
         (drawn(_STEADY), drawn(Draw("gpipe", 4, 4, num_steps=3))),
-        "A backward takes twice a forward, as in the figure.",
     ),
-    Entry(
-        "1f1b-rr",
-        "Challenge 2: forward/backward scheduling, figure 8",
-        "1F1B-RR: 3 workers, 2 stages of costs 2 : 1, the first one replicated",
-        "drawn",
-        PIPEDREAM + ", figure 8",
-        (
-            Value("time per mini-batch, in steady state", figure(_ROUND_ROBIN, "period"), 2),
-            Value("forward and backward on the same worker", _one_worker_each, True),
-            Value("in flight at each input replica", lambda run: run(_ROUND_ROBIN).metrics["peak_inflight"][0], 2),
-        ),
+    "1f1b-rr": Made(
+        (figure(_ROUND_ROBIN, "period"), _one_worker_each, lambda run: run(_ROUND_ROBIN).metrics["peak_inflight"][0]),
         (drawn(_ROUND_ROBIN, "1F1B-RR"),),
-        "⌈workers / input replicas⌉ = ⌈3 / 2⌉ = 2 mini-batches in flight.",
     ),
-    Entry(
-        "weight-stashing",
-        "Challenge 3: effective training, figure 9",
-        "Weight stashing: versions that mini-batch 5 uses, with arrows",
-        "drawn",
-        PIPEDREAM + ", figure 9",
+    "weight-stashing": Made(
         (
-            Value("backward uses its forward's version", lambda run: same_version(run, _STASH), True),
-            Value(
-                "mini-batch 5 uses the same version at all stages",
-                lambda run: len({versions_used(run, _STASH, stage, 4)["fwd"] for stage in range(3)}) == 1,
-                False,
-            ),
-            Value("versions kept at the first stage", lambda run: run(_STASH).metrics["weight_versions"][0], 3),
-            Value("versions kept at the third stage", lambda run: run(_STASH).metrics["weight_versions"][2], 1),
+            lambda run: same_version(run, _STASH),
+            lambda run: len({versions_used(run, _STASH, stage, 4)["fwd"] for stage in range(3)}) == 1,
+            lambda run: run(_STASH).metrics["weight_versions"][0],
+            lambda run: run(_STASH).metrics["weight_versions"][2],
         ),
         (drawn(_STASH, "Weight stashing", follow=4),),
-        "The slide counts mini-batches from 1; the picture's number 4 is the fifth.",
     ),
-    Entry(
-        "two-level-topology",
-        "Challenge 1: work partition, figure 7",
-        "Servers of four GPUs: links inside faster than links between",
-        "drawn",
-        PIPEDREAM + ", figure 7",
-        (Value("four GPUs per server, B1 > B2", _two_levels, True),),
-        (topology_picture,),
-    ),
-    Entry(
-        "gpipe-timeline",
-        "GPipe: enhancing efficiency with pipeline parallelism",
-        "Naive model parallelism, then GPipe, over 4 accelerators and 4 micro-batches",
-        "drawn",
-        GPIPE + ", figure 2",
-        (
-            Value(
-                "times faster than naive, M = 4",
-                lambda run: run(Draw("naive", 4, 4)).metrics["makespan"] / run(Draw("gpipe", 4, 4)).metrics["makespan"],
-                4 * 4 / 7,
-                "×",
-            ),
-        ),
+    "two-level-topology": Made((_two_levels,), (topology_picture,)),
+    "gpipe-timeline": Made(
+        (lambda run: run(Draw("naive", 4, 4)).metrics["makespan"] / run(Draw("gpipe", 4, 4)).metrics["makespan"],),
         (drawn(Draw("naive", 4, 4)), drawn(Draw("gpipe", 4, 4))),
     ),
-    Entry(
-        "microbatches",
-        "GPipe: pipeline parallelism",
-        "More micro-batches, less idle time: the bubble by M and K",
-        "drawn",
-        GPIPE + ", section 2.3: (K − 1)/(M + K − 1)",
-        (
-            Value("K = 2, M = 8", bubble(8, 2), 1 / 9, "%"),
-            Value("K = 8, M = 8", bubble(8, 8), 7 / 15, "%"),
-            Value("K = 8, M = 32", bubble(32, 8), 7 / 39, "%"),
-        ),
+    "microbatches": Made(
+        (bubble(8, 2), bubble(8, 8), bubble(32, 8)),
         (
             curves(
                 "Bubble of GPipe",
@@ -221,26 +131,13 @@ ENTRIES = (
             ),
         ),
     ),
-    Entry(
-        "rematerialization",
-        "GPipe: re-materialization",
-        "Each accelerator keeps the outputs at its border, and repeats its forward before the backward",
-        "drawn",
-        GPIPE + ", section 2.3",
+    "rematerialization": Made(
         (
-            Value(
-                "one forward more per micro-batch",
-                lambda run: (
-                    sum(i.op.value == "recompute" for _, _, i in run(Draw("gpipe", 4, 4, recompute=True)).program)
-                    / sum(i.op.value == "fwd" for _, _, i in run(Draw("gpipe", 4, 4, recompute=True)).program)
-                ),
-                1,
-                why="Each rank's last forward is followed at once by its backward, so pipefit replays 12 of 16.",
+            lambda run: (
+                sum((i.op.value == "recompute" for _, _, i in run(Draw("gpipe", 4, 4, recompute=True)).program))
+                / sum((i.op.value == "fwd" for _, _, i in run(Draw("gpipe", 4, 4, recompute=True)).program))
             ),
         ),
         (drawn(Draw("gpipe", 4, 4, recompute=True)),),
     ),
-    ACCURACY,
-    *COMPUTED,
-    *QUESTIONS,
-)
+}

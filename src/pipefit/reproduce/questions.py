@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pipefit.reproduce.clusters import ROOM
-from pipefit.reproduce.entry import Bench, Entry, Value, drawn, figure
+from pipefit.reproduce.entry import Bench, Made, drawn, figure
 from pipefit.reproduce.measured import folder
 from pipefit.reproduce.predicted import rate
 from pipefit.reproduce.steps import Draw, Planned, Python
@@ -64,84 +65,29 @@ def _interrupted() -> float:
     return max(abs(a - b) for a, b in zip(unbroken[10:], resumed, strict=True))
 
 
-QUESTIONS = (
-    Entry(
-        "question-partition",
-        "Discussion: improvement of the partition algorithm",
-        "What the dynamic program leaves out: memory, latency, the flush; a search over all of them with a simulation",
-        "computed",
-        "discussion questions of the slides",
+MADE: Mapping[str, Made] = {
+    "question-partition": Made(
         (
-            Value(
-                "VGG-16 on four GPUs: planned over equal numbers of layers",
-                lambda run: (
-                    rate(run, Planned("vgg16", "pcie-4", global_batch=1024, **ROOM))
-                    / rate(run, Planned("vgg16", "pcie-4", method="uniform", global_batch=1024, **ROOM))
-                ),
-                unit="×",
+            lambda run: (
+                rate(run, Planned("vgg16", "pcie-4", global_batch=1024, **ROOM))
+                / rate(run, Planned("vgg16", "pcie-4", method="uniform", global_batch=1024, **ROOM))
             ),
-        ),
+        )
     ),
-    Entry(
-        "question-1f1b",
-        "Discussion: improvement potential of 1F1B-RR",
-        "Backwards in two halves fill the gaps: zero-bubble schedules",
-        "drawn",
-        "discussion questions of the slides",
-        (
-            Value("bubble of 1F1B, 4 ranks, 8 micro-batches", figure(Draw("1f1b", 4, 8), "bubble_fraction"), unit="%"),
-            Value("bubble of ZB-V", figure(Draw("zb-v", 4, 8, num_chunks=2), "bubble_fraction"), unit="%"),
-        ),
+    "question-1f1b": Made(
+        (figure(Draw("1f1b", 4, 8), "bubble_fraction"), figure(Draw("zb-v", 4, 8, num_chunks=2), "bubble_fraction")),
         (drawn(Draw("zb-v", 4, 8, num_chunks=2)),),
     ),
-    Entry(
-        "question-large-layer",
-        "Discussion: a layer larger than a device",
-        "Tensor parallelism divides the layers, the pipeline divides the model",
-        "computed",
-        "discussion questions of the slides",
+    "question-large-layer": Made((lambda run: run.fits(_wide(1)), lambda run: run.fits(_wide(8)))),
+    "question-mixed-devices": Made(
         (
-            Value("a layer of 29 billion parameters fits on one 80 GB device", lambda run: run.fits(_wide(1)), False),
-            Value("it fits on eight devices that share it", lambda run: run.fits(_wide(8)), True),
-        ),
+            lambda run: _layers_on_mixed(run)[0],
+            lambda run: _layers_on_mixed(run)[1],
+            lambda run: _layers_on_mixed(run)[1] > _layers_on_mixed(run)[0],
+        )
     ),
-    Entry(
-        "question-mixed-devices",
-        "Discussion: devices that differ",
-        "A plan for two devices of which one is twice as fast gives it more layers",
-        "computed",
-        "discussion questions of the slides",
-        (
-            Value("layers of the slow device", lambda run: _layers_on_mixed(run)[0]),
-            Value("layers of the fast device", lambda run: _layers_on_mixed(run)[1]),
-            Value("the fast one has more", lambda run: _layers_on_mixed(run)[1] > _layers_on_mixed(run)[0], True),
-        ),
+    "question-spark": Made((lambda run: len(list(run(Draw("1f1b", 4, 8)).program)),), (drawn(Draw("1f1b", 4, 8)),)),
+    "question-node-failure": Made(
+        (lambda run: run(Python("Pipeline(…).save(folder); Pipeline(…).load(folder)", _interrupted)) == 0.0,)
     ),
-    Entry(
-        "question-spark",
-        "Discussion: PipeDream and Spark",
-        "Both run a graph of tasks; here it is a static program per worker, proved before it runs",
-        "drawn",
-        "discussion questions of the slides",
-        (
-            Value(
-                "instructions of four workers, 8 micro-batches", lambda run: len(list(run(Draw("1f1b", 4, 8)).program))
-            ),
-        ),
-        (drawn(Draw("1f1b", 4, 8)),),
-    ),
-    Entry(
-        "question-node-failure",
-        "Discussion: possible node failures",
-        "A run that lost its processes resumes from its checkpoint with the same losses",
-        "measured",
-        "discussion questions of the slides",
-        (
-            Value(
-                "losses after the resume equal those of an unbroken run",
-                lambda run: run(Python("Pipeline(…).save(folder); Pipeline(…).load(folder)", _interrupted)) == 0.0,
-                True,
-            ),
-        ),
-    ),
-)
+}
