@@ -3,18 +3,22 @@
 import json
 import re
 import shutil
+import subprocess
 import threading
 import urllib.error
 import urllib.request
+from itertools import count
 from pathlib import Path
 
 import pytest
 from tests.draw.browser import needs_browser, shown
+from tests.small_probes import shrink
 
 from pipefit.cli import main
 from pipefit.draw.chart import chart
 from pipefit.errors import PipefitError
 from pipefit.run.curves import curves, figures_of
+from pipefit.run import following
 from pipefit.run.following import LatestTimeline, server_of
 from pipefit.run.report_page import page_of, write_report
 
@@ -118,7 +122,13 @@ def test_timelines_are_taken_all_along_but_not_among_the_last_steps(steps, every
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder of a small run."""
+    """The folder of a small run, whose measurements are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch.setattr)
+        yield _trained(tmp_path_factory)
+
+
+def _trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "small"
     words = ["--model", "gpt", "--option", "layers=2,hidden=16,heads=2,context=8", "--steps", "20", "--batch", "4"]
     assert main(["train", *words, "--transport", "local", "--sample", "0", "-o", str(folder), "--json"]) == 0
@@ -126,7 +136,6 @@ def run(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.usefixtures("small_probes")
 def test_an_unfinished_run_has_a_report_with_curves_and_its_latest_timeline(run, tmp_path):
     folder = tmp_path / "killed"
     shutil.copytree(run, folder)
@@ -142,7 +151,6 @@ def test_an_unfinished_run_has_a_report_with_curves_and_its_latest_timeline(run,
 @pytest.mark.slow
 @pytest.mark.dist
 @needs_browser
-@pytest.mark.usefixtures("small_probes")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_in_a_browser_no_page_of_a_run_is_wider_than_its_window(run, tmp_path, width):
     script = "document.body.dataset.over = document.documentElement.scrollWidth > innerWidth;"
@@ -150,3 +158,20 @@ def test_in_a_browser_no_page_of_a_run_is_wider_than_its_window(run, tmp_path, w
         page = path.read_text().replace("script-src", "script-src 'unsafe-inline'")
         page = page.replace("style-src 'unsafe-inline'\">", "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">")
         assert 'data-over="false"' in shown(page, script, tmp_path, width)
+
+
+@pytest.mark.slow
+@needs_browser
+def test_in_a_browser_the_page_shows_later_steps_by_itself(tmp_path, page, monkeypatch):
+    steps = count(1)
+
+    def grown(folder, follows):
+        metrics(folder, next(steps))
+        return page_of(folder, follows=follows)
+
+    monkeypatch.setattr(following, "page_of", grown)
+    options = ["headless", "no-sandbox", "disable-gpu", "disable-background-networking", "no-first-run"]
+    options += [f"user-data-dir={tmp_path / 'profile'}", "virtual-time-budget=7000", "dump-dom"]
+    command = ["chromium", *(f"--{option}" for option in options), page]
+    text = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert int(re.search(r"step (\d+), loss", text)[1]) >= 3
