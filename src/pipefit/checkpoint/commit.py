@@ -15,10 +15,12 @@ import json
 import logging
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
@@ -108,7 +110,7 @@ def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
     for worker in pipeline.workers:
         stages = saved_stages(pipeline.plan, worker)
         forms = {name: form for stage in stages for name, form in saved_forms(worker, stage).items()}
-        values = (value for stage in stages for value in saved_tensors(worker, stage))
+        values = _alive(pipeline, (value for stage in stages for value in saved_tensors(worker, stage)))
         path = temporary / f"rank-{worker.rank}.safetensors"
         try:
             if worker.mesh.is_first:
@@ -122,6 +124,13 @@ def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
             for _ in values:
                 pass
     return msgspec.to_builtins({"files": files, "aliases": aliases, "optimization": optimization})
+
+
+def _alive(pipeline: Trained, values: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The values; each is a sign of life for ranks that wait."""
+    for value in values:
+        pipeline._session.progress.again()
+        yield value
 
 
 def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], extra: dict[str, Any]) -> str:

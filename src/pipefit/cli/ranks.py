@@ -26,7 +26,10 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     from pipefit.cli.watch import Quiet, Watcher
     from pipefit.run.whole_run import run
     from pipefit.runtime.session import current
+    from pipefit.runtime.signals import listen
 
+    if not current().is_distributed:
+        listen(current().stop, None, ctrl_c=True)
     if current().rank > 0 or quiet:
         return run(config, Quiet())
     with Watcher(config.steps, config.batch) as watcher:

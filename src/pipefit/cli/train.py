@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
+import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ from pipefit.cli.models import importable
 from pipefit.cli.options import Json, Threads, verb
 from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
-from pipefit.run.config import RunConfig, choices, with_defaults
+from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
 from pipefit.spec.options import as_flat
 from pipefit.units import columns
 
@@ -57,6 +59,10 @@ def _run(settings: RunConfig, transport: str, threads: int | None, quiet: bool) 
         result = _trained(settings, transport, threads, quiet)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_resume(settings)) from None
+    except SystemExit:
+        if (cure := _how_to_resume(settings)) and _is_first():
+            print(f"pipefit train: stopped; {cure}", file=sys.stderr, flush=True)
+        raise
     except LaunchError as problem:
         cure = _how_to_resume(settings)
         raise LaunchError(f"{problem}\n  {cure}" if cure else str(problem)) from None
@@ -68,13 +74,29 @@ def _run(settings: RunConfig, transport: str, threads: int | None, quiet: bool) 
 
 
 def _how_to_resume(settings: RunConfig) -> str:
-    """A hint for resuming an interrupted run; "": it has committed nothing."""
-    from pipefit.pipeline.resume import committed_step
-
+    """A hint for resuming an interrupted run, with the command; "": it has committed nothing."""
     disk, ranks = settings.spill.disk, settings.request.parallelism.ranks
-    # The last that every rank has committed.
-    steps = [committed_step(disk, rank) or 0 for rank in range(ranks)] if disk else [0]
-    return f"step {min(steps)} is committed: resume with the same command and --resume {disk}" if min(steps) else ""
+    steps = [0]
+    if disk:
+        from pipefit.pipeline.resume import committed_step
+
+        # The last that every rank has committed.
+        steps = [committed_step(disk, rank) or 0 for rank in range(ranks)]
+    step, place = min(steps), disk
+    if not step and settings.output:
+        # A checkpoint has its name only when it is whole.
+        names = (path.name for path in checkpoints_of(settings.output).glob("step-*"))
+        step, place = max((int(name[5:].partition(".")[0]) for name in names), default=0), settings.output
+    return f"step {step} is saved; resume with:\n  {_resuming(str(place))}" if step else ""
+
+
+def _resuming(place: str) -> str:
+    """The command of this process with --resume in place of another one."""
+    words = list(sys.argv[1:])
+    while "--resume" in words:
+        at = words.index("--resume")
+        del words[at : at + 2]
+    return shlex.join(["pipefit", *(word for word in words if not word.startswith("--resume=")), "--resume", place])
 
 
 def _trained(settings: RunConfig, transport: str, threads: int | None, quiet: bool) -> Any:

@@ -47,7 +47,8 @@ class Record:
         held_out_loss: of the evaluation after the step; None: there was none.
         held_out_metrics: of that evaluation, that the loss returned.
         path: of the checkpoint that was saved after the step; None: there was none.
-        ended: reason why training ends: "done", "STOP" (a callback) or "SIGTERM"; "": it does not end.
+        ended: reason why training ends: "done", "STOP" (a callback), "SIGTERM", or "not finite" (see
+            `Updates.nonfinite`); "": it does not end.
     """
 
     step: int
@@ -176,8 +177,8 @@ class EarlyStopping:
         return STOP if 0 < self._patience <= self._since else None
 
     def end(self, record: Record) -> None:
-        """Restores the best weights, unless the process must leave."""
-        if self._since and self._folder is not None and record.ended != "SIGTERM":
+        """Restores the best weights, unless the process must leave or the run has failed."""
+        if self._since and self._folder is not None and record.ended in ("done", "STOP"):
             self._pipe.load(self._folder, weights_only=True)
 
 

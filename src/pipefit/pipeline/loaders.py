@@ -73,6 +73,12 @@ class LoaderPosition:
         state = _packed(_state_of(at.loader)) if is_new else at.order
         return {**_kind(at.loader), "epoch": at.epoch, "batches": at.batches, "state": state}
 
+    @property
+    def words(self) -> str:
+        """The last batch taken, in words; "": there is no loader."""
+        at = self._current[0] if self._current else None
+        return f"batch {at.batches - 1} of epoch {at.epoch}, both counted from 0" if at and at.batches else ""
+
     def batches(self, batches: Iterable[Any], endless: bool) -> Iterator[Any]:
         """The batches from the position on: the rest of an epoch, or of endless epochs.
 

@@ -19,12 +19,12 @@ from pipefit.cutting import Cut, as_layers
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
-from pipefit.parallel import Region, make_mesh, release, shard_layers
-from pipefit.pipeline.assembly import assemble, release_workers
+from pipefit.parallel import Region, make_mesh, shard_layers
+from pipefit.pipeline.assembly import assemble, release_run
 from pipefit.pipeline.batches import DataComparison
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
-from pipefit.pipeline.losses import evaluate, finite
+from pipefit.pipeline.losses import evaluate, finite, needs_norm
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
@@ -121,10 +121,8 @@ class Pipeline:
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
         mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
         shard_layers(self.layers, mesh)
-        scale = first_scale(half, precision.loss_scale)
-        self._training = Training(
-            mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, half, scale, compiler
-        )
+        how = (half, first_scale(half, precision.loss_scale), compiler, updates.nonfinite)
+        self._training = Training(mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, *how)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
@@ -150,6 +148,7 @@ class Pipeline:
             self._weigh,
             lambda: commit_step(self, self.notes),
         )
+        self.loop.locate = lambda: self.position.words
         self._comparison = DataComparison(self._session)
         self.position = LoaderPosition(updates.seed)
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
@@ -161,7 +160,7 @@ class Pipeline:
         """The program of some steps, verified before it is used."""
         key = (self.plan.num_microbatches, num_steps)
         if key not in self._programs:
-            clip = self._training.needs_norm
+            clip = needs_norm(self._training, self.schedule, self.plan)
             shape = shape_of(self.plan, num_steps=num_steps, ties=self._ties, clip=clip)
             program = self.schedule(spilled_shape(shape, self.spill))
             verify(program).raise_if_bad()
@@ -222,7 +221,7 @@ class Pipeline:
         Raises:
             ScheduleError: the schedule is asynchronous: it has no step to wait for; use `fit`.
             DataError: the batch cannot be split into micro-batches.
-            NonFiniteLossError: the loss is not a number.
+            NonFiniteLossError: the loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         if not self.schedule.is_synchronous:
             raise ScheduleError(
@@ -232,7 +231,7 @@ class Pipeline:
         self._comparison.batch((x, y))
         pending = self.loop.start_step(x, y).losses
         loss, self.loop.metrics = pending.wait()[0], pending.metrics[0]
-        return finite(loss, self.num_updates)
+        return finite(loss, self.num_updates, self._training.nonfinite)
 
     def fit(
         self,
@@ -264,7 +263,7 @@ class Pipeline:
 
         Raises:
             DataError: there is no data, or less than `steps`.
-            NonFiniteLossError: a loss is not a number.
+            NonFiniteLossError: a loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         if steps is not None and steps < 1:
             raise DataError(f"steps: expected at least 1, got {steps}")
@@ -440,10 +439,10 @@ class Pipeline:
                 worker.spilling.settle()
 
     def close(self) -> None:
-        """Restores the classes of batch norms; the model can then be used without pipefit, unless it was spilled.
+        """Gives the model back: all its weights in every process that had them, and its own classes.
 
-        Worker processes of a loader end.
+        Every rank of a run must call it. A spilled model, one from the meta device and one that is split by tensor
+        parallelism stay in parts. Worker processes of a loader end.
         """
         self.position.resume(None)
-        release_workers(self.workers)
-        release(self._engine.mesh)
+        release_run(self._engine, self.layers, partial(whole_state, self))

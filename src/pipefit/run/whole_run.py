@@ -26,9 +26,9 @@ from pipefit.pipeline.request import Decision, decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, count_flop
 from pipefit.profiling.workload import Workload
-from pipefit.run.config import RunConfig, with_defaults
+from pipefit.run.config import RunConfig, checkpoints_of, with_defaults
 from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosine
-from pipefit.run.result import METRICS, ReadyRun, RunResult, checkpoints_of, write_folder
+from pipefit.run.result import METRICS, ReadyRun, RunResult, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
 from pipefit.run.tier_records import with_tier
 from pipefit.runtime.microbatches import largest_part
@@ -89,6 +89,10 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         evaluate_every=config.evaluate_every,
     )
     seconds = time.perf_counter() - began
+    if (stop := current().stop).agreed:
+        # Its last step is saved; the rest would use up the time that is left.
+        end_run(pipe.workers, False)
+        raise stop.leaving
     observer.doing("evaluating, and writing the results")
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
     result = _result(ready, losses, seconds, report)

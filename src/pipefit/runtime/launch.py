@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing as mp
 import os
 import pickle
@@ -24,10 +25,11 @@ from typing import Any
 from pipefit.errors import CommunicationError, PipefitError
 from pipefit.ir import text
 from pipefit.runtime.progress import positions_of
-from pipefit.runtime.signals import ENDING, die_with, die_with_parent
+from pipefit.runtime.signals import ENDING, PASSED_ON, die_with, die_with_parent
 from pipefit.runtime.waits import where
 
 _GRACE_S = 2.0
+_log = logging.getLogger("pipefit.launch")
 _TERMINATED = 128 + signal.SIGTERM
 _LEFT = ("rank-*.hang", "rank-*.progress")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
@@ -55,8 +57,8 @@ def launch(
 
     Processes come from a server that has torch loaded already, so they start in a fraction of a second. Only rank 0
     writes to the terminal; the others write to log files. When one rank fails, all are ended within seconds and the
-    failure of the first is reported. Ctrl-C ends all of them; SIGTERM is passed on to the ranks, which stop after their
-    step and may save, and then leaves with `SystemExit(143)`.
+    failure of the first is reported. The first Ctrl-C or SIGTERM is passed on to the ranks, which stop after their step
+    and may save; then this raises `KeyboardInterrupt` or `SystemExit(143)`. The second ends them at once.
 
     Args:
         function: importable by name; runs in each rank.
@@ -90,47 +92,89 @@ def launch(
         environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
     processes: list[Any] = []
     pipes: list[Any] = []
-    with _passing_on_sigterm(processes) as asked:
+    with _passing_on(processes) as asked, _removed_unless_logs_matter(place if folder is None else None):
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log, hides = place / f"rank-{rank}.log", quiet or rank > 0
                 process = context.Process(target=_main, args=(own, log, hides, theirs, function, args))
-                process.start()
+                _start(process, asked)
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
             outcomes = _collect(processes, pipes, place, asked)
         finally:
             _end(processes, place)
-    if folder is None:
-        shutil.rmtree(place)
-    if asked.is_set() or any(kind == "stopped" for kind, _ in outcomes):
-        raise SystemExit(_TERMINATED)
+        if asked or any(kind == "stopped" for kind, _ in outcomes):
+            raise _leaving(asked)
     return [result for _, result in outcomes]
 
 
-@contextlib.contextmanager
-def _passing_on_sigterm(processes: list[Any]) -> Iterator[threading.Event]:
-    """Passes SIGTERM on to the ranks; the event is set when it comes. Only a main thread can have handlers."""
-    asked = threading.Event()
+def _start(process: Any, asked: list[int]) -> None:
+    """Starts a rank, unless the run was asked to stop meanwhile.
 
-    def pass_on(*_: object) -> None:
-        asked.set()
+    Raises:
+        LaunchError: the server that starts the ranks was killed.
+    """
+    try:
+        process.start()
+    except (EOFError, ConnectionError):
+        if not asked:
+            raise LaunchError("the process from which the ranks start was killed; start the run again") from None
+    if asked:
+        raise _leaving(asked)
+
+
+@contextlib.contextmanager
+def _removed_unless_logs_matter(place: Path | None) -> Iterator[None]:
+    """Removes a temporary folder at the end, unless the message of a failure names the logs in it."""
+    try:
+        yield
+    except LaunchError:
+        raise
+    except BaseException:
+        if place is not None:
+            shutil.rmtree(place, ignore_errors=True)
+        raise
+    if place is not None:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _leaving(asked: Sequence[int]) -> BaseException:
+    """The exception with which a run leaves that was asked to stop."""
+    return KeyboardInterrupt() if asked[:1] == [signal.SIGINT] else SystemExit(_TERMINATED)
+
+
+@contextlib.contextmanager
+def _passing_on(processes: list[Any]) -> Iterator[list[int]]:
+    """Passes Ctrl-C and SIGTERM on to the ranks; the list holds those that came.
+
+    The second one of a kind ends the run at once. Only a main thread can have handlers.
+    """
+    asked: list[int] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if number in asked:
+            raise _leaving(asked)
+        asked.append(number)
+        if len(asked) > 1:
+            return  # one of a terminal or a batch system, in addition to the other
+        _log.warning("stopping after this step; once more ends it at once")
         for process in processes:
             with contextlib.suppress(OSError):
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, PASSED_ON)
 
+    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield asked
-        return
-    signal.signal(signal.SIGTERM, pass_on)
+    taken = [number for number, handler in usual.items() if main and signal.getsignal(number) is handler]
+    for number in taken:
+        signal.signal(number, pass_on)
     try:
         yield asked
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in taken:
+            signal.signal(number, usual[number])
 
 
 @functools.cache
@@ -151,6 +195,7 @@ def _main(
 ) -> None:
     """Runs a rank's process; one that hides writes only to its log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
     die_with_parent()
     if (launcher := mp.parent_process()) is not None:
         die_with(launcher.sentinel)
@@ -210,7 +255,7 @@ def _packed(outcome: tuple[str, Any]) -> bytes:
 
 
 def _collect(
-    processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: threading.Event
+    processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: Sequence[int]
 ) -> list[tuple[str, Any]]:
     """Waits for every rank's result; after a first failure, only briefly, to find the cause."""
     outcomes: dict[int, tuple[str, Any]] = {}
@@ -232,8 +277,8 @@ def _collect(
                 deadline = time.monotonic() + _GRACE_S
     failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] not in _FINE}
     if failures or len(outcomes) < len(processes):
-        if asked.is_set() and all(kind in ("died", "later") for kind, _ in failures.values()):
-            raise SystemExit(_TERMINATED)  # their time was up
+        if asked and all(kind in ("died", "later") for kind, _ in failures.values()):
+            raise _leaving(asked)  # their time was up
         raise _failure(failures, place)
     return [outcomes[rank] for rank in range(len(processes))]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
-from pipefit.runtime.progress import OUTSIDE, Progress, progress_file
+from pipefit.runtime.progress import JOINING, LEAVING, OUTSIDE, Progress, progress_file
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
@@ -62,9 +62,13 @@ class Session:
     @contextlib.contextmanager
     def at(self, place: int) -> Iterator[None]:
         """The context of a place outside the programs; see `progress.PLACES`."""
+        before = self.progress.position.index
         self.progress.at(place)
-        yield
-        self.progress.at(OUTSIDE)
+        try:
+            yield
+        finally:
+            # The instruction at which a pass ended is over.
+            self.progress.at(min(before, OUTSIDE))
 
 
 _session: Session | None = None
@@ -90,6 +94,17 @@ def join() -> Session:
     deadline = deadline_from_environment()
     folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    progress = Progress(progress_file(folder, rank) if folder else None)
+    stop = Stop()
+    listen(stop, folder, ctrl_c="TORCHELASTIC_RUN_ID" in os.environ)
+    if folder is not None:
+        answer_with_stack(folder, rank)
+    else:
+        atexit.register(_leave_well)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    watchdog = Watchdog(rank, num_ranks, progress, folder, deadline) if num_ranks > 1 else None
+    progress.at(JOINING)
     if not dist.is_initialized():
         if folder is not None:
             # Gloo would otherwise look up the host's name, which may resolve to an external address.
@@ -101,16 +116,7 @@ def join() -> Session:
                 dist.init_process_group(backend, timeout=_TIMEOUT)
             except (RuntimeError, ValueError) as problem:
                 raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
-    progress = Progress(progress_file(folder, rank) if folder else None)
-    stop = Stop()
-    listen(stop, folder)
-    if folder is not None:
-        answer_with_stack(folder, rank)
-    else:
-        atexit.register(_leave_well)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-    watchdog = Watchdog(rank, num_ranks, progress, folder, deadline) if num_ranks > 1 else None
+    progress.at(OUTSIDE)
     return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop)
 
 
@@ -125,10 +131,12 @@ def leave() -> None:
     """Leaves the process group, once all ranks are done; without this a finished worker sometimes aborts at exit."""
     global _session
     if dist.is_initialized():
-        for finish in _session.before_leaving if _session else ():
-            finish()
-        dist.barrier()
-        dist.destroy_process_group()
+        with _session.at(LEAVING) if _session else contextlib.nullcontext():
+            for finish in _session.before_leaving if _session else ():
+                finish()
+            with _session.progress.waiting() if _session else contextlib.nullcontext():
+                dist.barrier()
+            dist.destroy_process_group()
     if _session is not None and _session.watchdog is not None:
         _session.watchdog.stop()
     _session = None
