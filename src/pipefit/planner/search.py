@@ -131,13 +131,15 @@ def _estimate_best(problem: Problem, family: Family, best_s: float, keep: int, t
             break
         estimated = estimate(problem, config)
         if not estimated.fits and first is None:
+            assert family.frugal is not None
             first = family.closest = estimate(problem, family.frugal)
             if not first.fits:
                 return
         if estimated.fits and not any(_alike(estimated, other) for other in family.feasible):
             family.feasible.append(estimated)
-        elif estimated.partition and not estimated.fits and estimated.overflow < family.closest.overflow:
-            family.closest = estimated
+        elif estimated.partition and not estimated.fits:
+            assert family.closest is not None
+            family.closest = min(family.closest, estimated, key=lambda each: each.overflow)
     if first and not family.feasible:
         family.feasible.append(first)
     family.feasible.sort(key=_speed)
