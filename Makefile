@@ -22,7 +22,7 @@ PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules ve
 	planner synthesize draw,src/pipefit/$(part)))
 
 .NOTPARALLEL:
-.PHONY: help venv demo test fast check format lint types imports doctest docs golden bench clean
+.PHONY: help venv demo test fast faults check format lint types imports doctest docs golden bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -37,10 +37,13 @@ demo: .venv/stamp ## profile, plan and train a small language model over a pipel
 	@scripts/demo $(DEMO_ARGS)
 
 test: .venv/stamp ## all tests
-	@$(PYTEST) $(BY_FILE)
+	@$(PYTEST) $(BY_FILE) -m "not faults"
 
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
-	@$(PYTEST) $(BY_FILE) -m "not slow and not dist"
+	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and not faults"
+
+faults: .venv/stamp ## trials of faults: flipped bytes, refusing file systems, random input; prints a table
+	@$(PYTEST) -m faults tests/faults
 
 check: lint types imports doctest docs test ## everything a change must pass
 

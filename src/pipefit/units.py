@@ -30,9 +30,12 @@ def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
     Raises:
         PipefitError: the text is no such quantity; `where` names its place in a file.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
     place = f"{where}: " if where else ""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise PipefitError(f"{place}expected a quantity in {kind}, got a number of too many digits") from None
     match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
     factor = _unit_factor(match.group(2), kind) if match else None
     if match is None or factor is None:

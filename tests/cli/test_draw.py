@@ -187,7 +187,7 @@ def test_a_mistyped_schedule_gets_the_nearest_one(capsys):
         (["1f1b", "-p", "2", "-m", "2", "--warmup", "-1"], "0 or more"),
         (["1f1b", "-p", "2", "-m", "2", "--replicas", "2;1"], "like 2,1"),
         (["pipedream-2bw", "-p", "8", "-m", "2"], "use 7 or more"),
-        (["1f1b", "-p", "9999", "-m", "9999"], "too many to draw"),
+        (["1f1b", "-p", "9999", "-m", "9999"], "forwards are too many"),
     ],
 )
 def test_integers_and_times_without_a_meaning_are_refused_by_name(arguments, told, capsys):

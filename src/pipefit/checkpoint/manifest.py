@@ -8,11 +8,12 @@ from typing import Any
 
 import msgspec
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, check_figures
 from pipefit.spec.files import decode
 from pipefit.spec.sealed import FileEntry, read_sealed
 
 MANIFEST = "manifest.json"
+FORM = "pipefit.checkpoint/1"
 _STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
 
@@ -64,6 +65,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loss_scale: dict[str, Any] | None = None
     position: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        check_figures(self, PipefitError, step=0, ordinal=0, world=1)
+
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of a checkpoint.
@@ -73,15 +77,24 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = read_sealed(path, "pipefit.checkpoint/1")
+        data = read_sealed(path, FORM)
     except (FileNotFoundError, IsADirectoryError):
         raise PipefitError(f"{directory}: no {MANIFEST}, so this is not a finished checkpoint") from None
-    return decode("checkpoint", data, Manifest, PipefitError, str(path))
+    manifest = decode("checkpoint", data, Manifest, PipefitError, str(path))
+    named = _STEP.fullmatch(directory.resolve().name)
+    if named and int(named[1]) != manifest.step:
+        raise PipefitError(f"{path}: is of step {manifest.step}, but its folder is {named[0]}; was it moved there?")
+    return manifest
 
 
 def step_name(step: int, attempt: int = 0) -> str:
     """The name of a checkpoint's directory; a second one of the same step gets a number, nothing is overwritten."""
     return f"step-{step:06d}" + (f".{attempt}" if attempt else "")
+
+
+def step_of(path: Path) -> int:
+    """The number of steps in the name of a checkpoint's directory; 0: it is none."""
+    return int(match[1]) if (match := _STEP.fullmatch(path.name)) else 0
 
 
 def candidates(directory: Path) -> list[Path]:

@@ -136,7 +136,13 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def _like(value: Any, template: Any) -> Any:
-    """Saved JSON data in the type of the current value."""
+    """Saved JSON data in the type of the current value.
+
+    Raises:
+        ModelError: it is text where the current value is a number.
+    """
+    if isinstance(value, str) and isinstance(template, int | float | Tensor):
+        raise ModelError(f"the checkpoint has {value[:40]!r} where the optimizer or its schedule has {template}")
     if isinstance(value, dict):
         known = template if isinstance(template, dict) else {}
         items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}

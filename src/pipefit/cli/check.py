@@ -56,8 +56,10 @@ def command(
     """
     import torch
 
+    from pipefit.stage.device import usable_device
     from pipefit.testing import check
 
+    usable_device(device)
     spread = replace(request.parallelism, ranks=request.parallelism.ranks or 2, device=device)
     schedule, microbatches = request.schedule or "1f1b", request.microbatches
     transport = transport or ("local" if spread.tensor == 1 else "distributed")

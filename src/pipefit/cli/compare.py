@@ -55,8 +55,6 @@ def command(
 
     if ranks < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
-    if not settings.limit >= 0:
-        raise PipefitError(f"--limit: expected 0 or more minutes, got {settings.limit:g}")
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
     counts = tuple(dict.fromkeys(settings.microbatches))

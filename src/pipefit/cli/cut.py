@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, make_model
-from pipefit.cli.options import Json, ending, verb
+from pipefit.cli.options import Json, Seed, ending, verb
 
 
 @verb()
@@ -18,7 +18,7 @@ def command(
     *,
     option: ModelOptions = None,
     output: Annotated[Path | None, Parameter(alias="-o"), ending(".svg")] = None,
-    seed: int = 0,
+    seed: Seed = 0,
     json: Json = False,
 ) -> Answer:
     """Show the layers of a model and the values that cross between them, and prove that the cut changes no result.

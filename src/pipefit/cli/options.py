@@ -15,10 +15,10 @@ from inspect import Parameter as Argument
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
-from cyclopts import CoercionError, Parameter, Token, convert
+from cyclopts import UNSET, CoercionError, Parameter, Token, convert
 
 from pipefit.errors import PipefitError
-from pipefit.spec.options import as_flat, from_flat, groups_of, key_of, setting
+from pipefit.spec.options import MOST_SEED, MOST_THREADS, as_flat, from_flat, groups_of, key_of, setting
 from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
@@ -34,6 +34,8 @@ def exact(kind: Any, tokens: Sequence[Token]) -> Any:
     Raises:
         CoercionError: it is of another kind; the message names the option.
     """
+    if any(token.value == "" and token.implicit_value is UNSET for token in tokens):
+        raise _wrong(tokens, "expected a value, got an empty one")
     kinds = set(get_args(kind) or (kind,)) - {type(None)}
     if not kinds <= {int, float}:
         return convert(kind, tokens)
@@ -57,6 +59,21 @@ def _count(kind: Any, tokens: Sequence[Token]) -> int:
     value: int = exact(int, tokens)
     if value < 1:
         raise _wrong(tokens, f"expected at least 1, got {value}")
+    return value
+
+
+def _seed(kind: Any, tokens: Sequence[Token]) -> int:
+    return _within(tokens, 0, MOST_SEED)
+
+
+def _threads(kind: Any, tokens: Sequence[Token]) -> int:
+    return _within(tokens, 1, MOST_THREADS)
+
+
+def _within(tokens: Sequence[Token], least: int, most: int) -> int:
+    value: int = exact(int, tokens)
+    if not least <= value <= most:
+        raise _wrong(tokens, f"expected a whole number from {least} to {most}, got {value}")
     return value
 
 
@@ -134,6 +151,8 @@ def _joined(kind: Any, tokens: Sequence[Token]) -> str:
 
 
 Count = Annotated[int, Parameter(converter=_count)]
+Seed = Annotated[int, Parameter(converter=_seed)]
+Threads = Annotated[int, Parameter(converter=_threads)]
 Counts = Annotated[tuple[int, ...], _each(_count)]
 Figures = Annotated[tuple[float, ...], _each(_figure)]
 Time = Annotated[Number, Parameter(converter=_time)]

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
-from pipefit.cli.options import Count, Counts, Json, ending
+from pipefit.cli.options import Count, Counts, Json, Seed, Threads, ending
 from pipefit.errors import PipefitError
 from pipefit.planner.machines import load_topology
 from pipefit.spec import Layer, Profile
@@ -23,11 +23,11 @@ def command(
     microbatch_size: Annotated[Counts, Parameter(alias="-b")] = (8,),
     option: ModelOptions = None,
     repeats: Count = 15,
-    threads: Count = 1,
+    threads: Threads = 1,
     device: str | None = None,
     dtype: Literal["float32", "float64", "bfloat16", "float16"] | None = None,
     optimizer: Literal["adamw", "sgd", "none"] = "adamw",
-    seed: int = 0,
+    seed: Seed = 0,
     analytic: bool = False,
     topology: str | None = None,
     output: Annotated[Path | None, Parameter(alias="-o"), ending(".json")] = None,
@@ -52,6 +52,7 @@ def command(
     import torch
 
     from pipefit.profiling import analytic_profile, profile_sizes
+    from pipefit.stage.device import usable_device
 
     if not microbatch_size or len(set(microbatch_size)) != len(microbatch_size):
         given = ",".join(map(str, microbatch_size))
@@ -61,7 +62,7 @@ def command(
     if topology is not None and not analytic:
         raise PipefitError("--topology is for computed profiles: add --analytic, or leave it out to measure here")
     if not analytic:
-        _check_device(device)
+        usable_device(device or "cpu")
     bundle = make_model(model, option, seed=seed, device="meta" if analytic else None)
     x, y = batch_of(bundle, 1 if analytic else max(microbatch_size), seed)
     same: dict[str, Any] = {"dtype": getattr(torch, dtype) if dtype else None, "model": bundle.name}
@@ -90,15 +91,6 @@ def command(
         "layers": profile.layers,
     }
     return Answer(data, lambda: _table(profile, total), output=output)
-
-
-def _check_device(name: str | None) -> None:
-    import torch
-
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as problem:
-        raise PipefitError(f"--device {name}: cannot be used here: {str(problem).splitlines()[0]}") from None
 
 
 _COLUMNS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,20 @@ class Source:
         )
 
 
+def check_forwards(*counts: int) -> None:
+    """Refuses stages × micro-batches × steps that are too many for an answer in time.
+
+    Raises:
+        PipefitError: with the limit.
+    """
+    from pipefit.ir.program import MOST_FORWARDS
+
+    if (forwards := math.prod(counts)) > MOST_FORWARDS:
+        raise PipefitError(
+            f"{forwards:,} forwards are too many: stages × micro-batches × steps may reach {MOST_FORWARDS:,}"
+        )
+
+
 def read_source(
     path: Path, num_steps: int, profile: str | None, topology: str | None, layers: tuple[int, ...]
 ) -> Source:
@@ -92,6 +107,8 @@ def read_source(
     plan = Plan.load(path) if path.suffix == ".json" else None
     if plan is None and path.is_file() and path.suffix != ".pipe":
         raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
+    if plan is not None:
+        check_forwards(len(plan.partition.stages), plan.num_microbatches, num_steps)
     program = program_of(plan, num_steps=num_steps) if plan else text.load(path)
     return source_of(program, plan, profile, topology, layers)
 

@@ -20,7 +20,7 @@ def command(
     layers: Counts = (),
     topology: str | None = None,
     max_versions: Count | None = None,
-    steps: int = 1,
+    steps: Count = 1,
     json: Json = False,
 ) -> Answer:
     """Prove a program right, or list all violations in it.

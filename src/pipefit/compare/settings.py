@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipefit.spec.options import setting
+from pipefit.spec.options import MOST_SEED, check_least, setting
 
 STRATEGIES = {
     "one-thread": "single",
@@ -67,12 +67,15 @@ class CompareConfig:
     batch: int = setting(32, least=1)
     steps: int = setting(4, least=1)
     repeats: int = setting(3, least=1)
-    limit: float = 2.0
+    limit: float = setting(2.0, least=0.0)
     stages: Sequence[int] = setting((), typed="numbers")
     chunks: int = setting(2, "--chunks", "-v", least=1)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = 1e-3
-    seed: int = 0
+    lr: float = setting(1e-3, least=0.0)
+    seed: int = setting(0, least=0, most=MOST_SEED)
+
+    def __post_init__(self) -> None:
+        check_least(self)
 
     @property
     def names(self) -> tuple[str, ...]:

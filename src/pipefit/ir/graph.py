@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import OP_SPEC, Op, Reduction
+from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
@@ -30,7 +30,8 @@ class Graph:
         starts: number of each rank's first instruction, and at the end the number of all instructions.
         instructions: of all ranks, one rank after the other.
         ranks: the rank of each.
-        preds: for each, the earlier instructions of its rank that made the values it needs; for a fetch, also those
+        preds: for each, the earlier instructions of its rank that made the values it needs (of several on the compute
+            lane that add to one gradient, the newest); for a fetch, also those
             that wrote the value it reads and that free its slot; for a forward of a frozen stage, also the send that
             makes room for another.
         missing: needs that no earlier instruction of the rank has made (or that are used up): (instruction, value).
@@ -114,9 +115,16 @@ def _link_rank(
         preds[number] = found
         for value in consumes(instruction, program, rank):
             makers.pop(value, None)
+        computes = _computes(instruction)
         for value in makes(instruction, program, rank):
-            # Gradients of weights are summed from many makers; any other value is the newest maker's.
-            makers[value] = (*makers.get(value, ()), number) if value.kind == WGRAD else (number,)
+            # Gradients of weights are summed from many makers; any other value is the newest maker's. The compute lane
+            # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
+            others = makers.get(value, ()) if value.kind == WGRAD and computes else ()
+            makers[value] = (*(other for other in others if not _computes(program.ranks[rank][other - start])), number)
+
+
+def _computes(instruction: Instruction) -> bool:
+    return OP_SPEC[instruction.op].lane is Lane.COMPUTE
 
 
 def _resident_at_start(program: Program, rank: int) -> list[Value]:

@@ -6,6 +6,7 @@ import enum
 import hashlib
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Final
 
 import msgspec
 
@@ -13,6 +14,12 @@ from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
+
+MOST_STAGES: Final = 4096
+"""Most stages, and most ranks, of a program from a file."""
+
+MOST_FORWARDS: Final = 500_000
+"""Most forwards of a program from a file or a drawing: beyond this an answer takes minutes."""
 
 
 class WeightRule(enum.StrEnum):
@@ -117,9 +124,13 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """Maximum number of stages on one rank."""
         return max(len(self.stages_of(rank)) for rank in range(self.num_ranks))
 
+    @cached_property
+    def _spilled(self) -> frozenset[int]:
+        return frozenset(self.spill.stages if self.spill else ())
+
     def is_spilled(self, stage: int) -> bool:
         """Returns whether a stage is kept on another tier and fetched when it is needed."""
-        return self.spill is not None and stage in self.spill.stages
+        return stage in self._spilled
 
     def is_optim_spilled(self, stage: int) -> bool:
         """Returns whether the optimizer's states of a stage are fetched and evicted too."""
@@ -155,7 +166,14 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, starting from the input."""
-        return tuple(stage for stage, ranks in enumerate(self.placement) if rank in ranks)
+        return self._stages_by_rank.get(rank, ())
+
+    @cached_property
+    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
+        found: dict[int, tuple[int, ...]] = {}
+        for stage, ranks in enumerate(self.placement):
+            found.update({rank: (*found.get(rank, ()), stage) for rank in ranks})
+        return found
 
     def update_of(self, stage: int, mb: int) -> int:
         """The index of the update that a micro-batch's gradient belongs to, at a stage."""
@@ -169,6 +187,19 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """The micro-batches that a rank runs for a stage, in order."""
         ranks = self.placement[stage]
         return range(ranks.index(rank), self.total_microbatches, len(ranks))
+
+
+def check_size(header: Header) -> None:
+    """Refuses the header of a program that is too large to be read or made for a user's file.
+
+    Raises:
+        ScheduleError: with the limit.
+    """
+    forwards = header.num_stages * header.total_microbatches
+    most = (("stages", header.num_stages, MOST_STAGES), ("ranks", header.num_ranks, MOST_STAGES))
+    for noun, count, limit in (*most, ("forwards", forwards, MOST_FORWARDS)):
+        if count > limit:
+            raise ScheduleError(f"{count:,} {noun} are too many: a program may have {limit:,}")
 
 
 class Program(msgspec.Struct, frozen=True, dict=True):

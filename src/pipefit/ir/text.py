@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import PipefitError, ProgramError, nearest
+from pipefit.errors import PipefitError, ProgramError, ScheduleError, nearest
 from pipefit.ir.instruction import PREFIX, Instruction
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
-from pipefit.ir.program import Header, Program, WeightRule
+from pipefit.ir.program import Header, Program, WeightRule, check_size
 from pipefit.ir.spill import Spill
 from pipefit.spec.files import read_text, write_atomically
 
 _FORMAT = "format pipefit.program/1"
 _KINDS = sorted({*map(str, Kind), *map(str, Reduction)})
+_NUMBER = r"[0-9]{1,15}"
+MOST_MISSING = 1000
+"""Forwards and steps that may be missing in the lists of a file; the verifier reports each of them."""
 
 
 def dump(program: Program) -> str:
@@ -51,7 +55,9 @@ def parse(text: str, where: str = "program") -> Program:
                     raise ProgramError(f"expected 'rank {len(ranks)}', got {line.strip()!r}")
                 ranks.append([])
             elif ranks:
-                ranks[-1].append(parse_instruction(" ".join(words)))
+                ranks[-1].append(_instruction(words))
+            elif words[0] in named and words[0] != "tie":
+                raise ProgramError(f"the header has a line {words[0]!r} already")
             elif words[0] in _LINES:
                 found = _LINES[words[0]][1](words[1:])
                 fields |= {"ties": fields["ties"] + found["ties"]} if words[0] == "tie" else found
@@ -66,6 +72,24 @@ def parse(text: str, where: str = "program") -> Program:
         return Program(Header(**fields), tuple(map(tuple, ranks)))
     except ValueError as problem:
         raise ProgramError(f"{where}: header: {problem}") from None
+
+
+def _check_lists(header: Header, num_listed: int) -> None:
+    """Refuses a header that asks for far more than the lists hold, before anything is built for it."""
+    due = header.num_stages * header.total_microbatches
+    due += sum(header.num_updates(stage) * len(ranks) for stage, ranks in enumerate(header.placement))
+    if due > num_listed + MOST_MISSING:
+        raise ScheduleError(
+            f"its header asks for {due:,} forwards and steps ({header.num_stages} stages, {header.num_microbatches} "
+            f"micro-batches, {header.num_steps} steps), but the lists have only {num_listed:,} instructions"
+        )
+
+
+def _whole(word: str) -> int:
+    """A whole number of a header."""
+    if not re.fullmatch(_NUMBER, word):
+        raise ProgramError(f"expected a whole number of at most 15 digits, got {word[:40]!r}")
+    return int(word)
 
 
 def _spaced(numbers: Iterable[int]) -> str:
@@ -88,33 +112,33 @@ def _spill(words: list[str]) -> Spill:
     for word in ("keeps", "on-host"):
         if word in words:
             place = words.index(word)
-            words, some[word] = words[:place], tuple(map(int, words[place + 1 :]))
+            words, some[word] = words[:place], tuple(map(_whole, words[place + 1 :]))
     activations = words[-1] == "activations"
-    stages = tuple(map(int, words[6:-1] if activations else words[6:]))
+    stages = tuple(map(_whole, words[6:-1] if activations else words[6:]))
     on_host, keeps = some.get("on-host", ()), some.get("keeps", ())
-    return Spill(words[0], int(words[2]), int(words[4]), stages, activations, on_host, keeps)
+    return Spill(words[0], _whole(words[2]), _whole(words[4]), stages, activations, on_host, keeps)
 
 
 _REQUIRED = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
 _LINES: dict[str, tuple[Callable[[Header], list[str]], Callable[[list[str]], dict[str, Any]]]] = {
     "schedule": (lambda h: [h.schedule], lambda words: {"schedule": " ".join(words)}),
-    "microbatches": (lambda h: [str(h.num_microbatches)], lambda words: {"num_microbatches": int(words[0])}),
-    "steps": (lambda h: [str(h.num_steps)], lambda words: {"num_steps": int(words[0])}),
+    "microbatches": (lambda h: [str(h.num_microbatches)], lambda words: {"num_microbatches": _whole(words[0])}),
+    "steps": (lambda h: [str(h.num_steps)], lambda words: {"num_steps": _whole(words[0])}),
     "weights": (lambda h: [h.weights.value], lambda words: {"weights": WeightRule(words[0])}),
     "placement": (
         lambda h: [" ".join("+".join(map(str, ranks)) for ranks in h.placement)],
-        lambda words: {"placement": tuple(tuple(map(int, ranks.split("+"))) for ranks in words)},
+        lambda words: {"placement": tuple(tuple(map(_whole, ranks.split("+"))) for ranks in words)},
     ),
-    "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": tuple(map(int, words))}),
-    "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (tuple(map(int, words)),)}),
+    "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": tuple(map(_whole, words))}),
+    "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (tuple(map(_whole, words)),)}),
     "clip": (lambda h: [""] * h.clip, lambda words: {"clip": True}),
     "sharded": (lambda h: [""] * h.sharded, lambda words: {"sharded": True}),
     "tensor": (
         lambda h: [f"{h.tensor}{' pieces' * h.pieces}"] if h.tensor > 1 else [],
-        lambda words: {"tensor": int(words[0]), "pieces": words[1:] == ["pieces"]},
+        lambda words: {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]},
     ),
     "spill": (lambda h: [_spill_words(h.spill)] if h.spill else [], lambda words: {"spill": _spill(words)}),
-    "frozen": (lambda h: [str(h.frozen)] if h.frozen else [], lambda words: {"frozen": int(words[0])}),
+    "frozen": (lambda h: [str(h.frozen)] if h.frozen else [], lambda words: {"frozen": _whole(words[0])}),
 }
 """The lines of a header: how each is written (a tie has several, some have none) and read."""
 
@@ -128,28 +152,33 @@ def parse_instruction(text: str) -> Instruction:
     Raises:
         ProgramError: an unknown operation, or operands other than those of `OP_SPEC`.
     """
-    word, *operands = text.split()
+    return _instruction(text.split())
+
+
+def _instruction(words: list[str]) -> Instruction:
+    word, *operands = words
     if word not in OP_SPEC:
         raise ProgramError(f"unknown operation {word!r}; {nearest(word, [op.value for op in Op])}")
     op = Op(word)
     fields = OP_SPEC[op].fields
     if len(operands) != len(fields):
         raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(operands) or 'none'!r}")
-    values = {field: _operand(op, field, operand) for field, operand in zip(fields, operands, strict=True)}
+    values = {field: _operand(word, field, operand) for field, operand in zip(fields, operands, strict=True)}
     return Instruction(op, **values)  # type: ignore[arg-type]
 
 
-def _operand(op: Op, field: str, text: str) -> int | str:
+@functools.lru_cache(1 << 16)
+def _operand(word: str, field: str, text: str) -> int | str:
     if field == "kind":
         if text not in _KINDS:
-            raise ProgramError(f"{op.value}: unknown kind {text!r}; {nearest(text, _KINDS)}")
+            raise ProgramError(f"{word}: unknown kind {text!r}; {nearest(text, _KINDS)}")
         return text
     if field == "tier":
         return text
-    prefix = PREFIX.get(field) or (">" if op is Op.SEND else "<")
-    match = re.fullmatch(re.escape(prefix) + r"(\d+|\*)", text)
+    prefix = PREFIX.get(field) or (">" if word == Op.SEND else "<")
+    match = re.fullmatch(re.escape(prefix) + rf"({_NUMBER}|\*)", text)
     if match is None or (match.group(1) == "*" and field == "peer"):
-        raise ProgramError(f"{op.value}: expected {field} as {prefix}0, {prefix}1, …, got {text!r}")
+        raise ProgramError(f"{word}: expected {field} as {prefix}0, {prefix}1, …, got {text!r}")
     return -1 if match.group(1) == "*" else int(match.group(1))
 
 
@@ -165,7 +194,10 @@ def load(path: str | Path) -> Program:
         ProgramError: with the file and the line.
     """
     try:
-        return parse(read_text(path, ProgramError), str(path))
+        program = parse(read_text(path, ProgramError), str(path))
+        check_size(program.header)
+        _check_lists(program.header, len(program))
+        return program
     except ProgramError:
         raise
     except PipefitError as problem:

@@ -61,7 +61,7 @@ class RunConfig:
     batch: int = setting(16, least=1)
     steps: int = setting(100, least=1)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = 2e-3
+    lr: float = setting(2e-3, least=0.0)
     warmup: int = setting(20, least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
     output: str = setting("", "--output", "-o")
@@ -76,6 +76,11 @@ class RunConfig:
     def spill(self) -> Spilled:
         """The options of spilled stages, also where nothing is spilled."""
         return self.request.spill or Spilled()
+
+
+def checkpoints_of(folder: str | Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(folder) / "checkpoints"
 
 
 def with_defaults(config: RunConfig) -> RunConfig:
@@ -157,6 +162,7 @@ _FREE = (
     "disk",
     "host_memory",
     "commit_every",
+    "nonfinite",
     "plan",
 )
 """Options that may differ when another run resumes from the records of this one."""

@@ -8,13 +8,16 @@ import re
 import tempfile
 import tomllib
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from pipefit.errors import PipefitError
 
 T = TypeVar("T")
+
+MOST_BYTES: Final = 256 << 20
+"""Largest size of a text file that is read: parsed data takes several times as much memory."""
 
 
 def encode(noun: str, value: msgspec.Struct) -> dict[str, Any]:
@@ -72,32 +75,55 @@ _PLAIN = {
 
 
 def read_text(path: str | Path, error: type[PipefitError] = PipefitError) -> str:
-    """The text of a file; a missing, directory-valued or undecodable path is a user's error of kind `error`."""
+    """The text of a file; a missing, too large or undecodable file is a user's error of kind `error`."""
     path = Path(path)
     try:
-        return path.read_text(encoding="utf-8")
+        return read_limited(path, error).decode()
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
     except IsADirectoryError:
         raise error(f"{path}: expected a file, got a directory") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"{path}: cannot be read: {problem}") from None
+    except OSError as problem:
+        raise error(f"{path}: cannot be read: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise error(f"{path}: cannot be read: not UTF-8 text at byte {problem.start}") from None
+
+
+def read_limited(path: Path, error: type[PipefitError] = PipefitError) -> bytes:
+    """The bytes of a file; more than `MOST_BYTES` are a user's error of kind `error`. Devices without an end too."""
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise error(f"{path}: expected at most {MOST_BYTES >> 20} MiB, got more; is this another kind of file?")
+    return data
 
 
 def parse_toml(text: str, error: type[PipefitError], where: str) -> dict[str, Any]:
     """TOML text as data; a mistake in it is a user's error of kind `error`, with line and column."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise error(f"{where}: not TOML: {problem}") from None
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{where}: not TOML: {_reason(problem)}") from None
+
+
+def parse_json(text: str | bytes, error: type[PipefitError], where: str) -> Any:
+    """JSON text as data; a mistake in it is a user's error of kind `error`, with line and column."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as problem:
+        raise error(f"{where}: not JSON: {_reason(problem)}") from None
+
+
+def _reason(problem: Exception) -> str:
+    """The reason why a text cannot be parsed, without Python's advice for its own settings."""
+    if isinstance(problem, RecursionError):
+        return "lists or tables are nested too deeply"
+    return "a number has too many digits" if "integer string conversion" in str(problem) else str(problem)
 
 
 def read_json(path: str | Path, error: type[PipefitError] = PipefitError) -> Any:
     """The JSON data of a file; a mistake in it is a user's error of kind `error`, with line and column."""
-    try:
-        return json.loads(read_text(path, error))
-    except json.JSONDecodeError as problem:
-        raise error(f"{path}: not JSON: {problem}") from None
+    return parse_json(read_text(path, error), error, str(path))
 
 
 def write_json(path: str | Path, data: object) -> Path:

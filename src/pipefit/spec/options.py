@@ -6,14 +6,21 @@ with the help under "Attributes" and the names given here; a TOML file takes the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_type_hints
 
-from pipefit.errors import PlanError, nearest
+from pipefit.errors import ABOVE_0, PlanError, nearest
 from pipefit.spec.plan import recompute_kind
 from pipefit.units import parse_quantity
+
+MOST_SEED: Final = 2**63 - 1
+"""Largest seed of random numbers."""
+
+MOST_THREADS: Final = 1024
+"""Most CPU threads of a process."""
 
 AUTO: Final = "auto"
 """The value that leaves a choice to the planner."""
@@ -24,10 +31,20 @@ STEP_ON: Final = ("auto", "device", "host")
 KEEP: Final = ("auto", "all", "none")
 """Choices of the spilled stages that keep their activations."""
 
+STOP, SKIP, OFF = NONFINITE = ("stop", "skip", "off")
+"""What happens to an update whose loss or gradient is not a finite number."""
+
 Group = TypeVar("Group")
 
 
-def setting(default: Any, *flags: str, typed: Any = None, least: int | None = None, hidden: bool = False) -> Any:
+def setting(
+    default: Any,
+    *flags: str,
+    typed: Any = None,
+    least: float | None = None,
+    most: float = math.inf,
+    hidden: bool = False,
+) -> Any:
     """A field of a group of options.
 
     Args:
@@ -35,10 +52,11 @@ def setting(default: Any, *flags: str, typed: Any = None, least: int | None = No
         flags: its names on the command line, the long one first; (): made from the field's name.
         typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "words" (a=1,b=2;
             may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several after one flag).
-        least: the smallest whole number that it may be.
+        least: the smallest number that it may be; a whole number such as 1: it must be whole; None: not checked.
+        most: the largest, where `least` is given.
         hidden: for Python only.
     """
-    facts = {"flags": flags, "typed": typed, "least": least, "hidden": hidden}
+    facts = {"flags": flags, "typed": typed, "least": least, "most": most, "hidden": hidden}
     return field(default_factory=dict, metadata=facts) if default is dict else field(default=default, metadata=facts)
 
 
@@ -105,7 +123,7 @@ class Precision:
     """
 
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "--precision")
-    loss_scale: float | None = None
+    loss_scale: float | None = setting(None, least=ABOVE_0)
     compile: bool | str = setting(False, typed=bool)
 
     @classmethod
@@ -120,6 +138,8 @@ class Updates:
 
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
+        nonfinite: for an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are
+            those of the step before), skip (the next batch follows), or off (only losses, after the step).
         seed: of dropout; in a run also of weights and the order of the data.
         no_decay: parts of names, like bias,norm: parameters with one in their name, or in the class of the module that
             holds them, get no weight decay.
@@ -128,11 +148,15 @@ class Updates:
             the loss averages over tokens, return the number of tokens that count.
     """
 
-    clip_norm: float | None = setting(None, "--clip")
-    seed: int = 0
+    clip_norm: float | None = setting(None, "--clip", least=0.0)
+    nonfinite: Literal["stop", "skip", "off"] = "stop"
+    seed: int = setting(0, least=0, most=MOST_SEED)
     no_decay: Sequence[str] | str = setting((), typed="words")
     scheduler: Any = setting(None, hidden=True)
     weigh: Any = setting(None, hidden=True)
+
+    def __post_init__(self) -> None:
+        check_least(self)
 
 
 @dataclass(frozen=True)
@@ -288,12 +312,17 @@ def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
 
 
 def check_least(group: Any) -> None:
-    """Checks that no whole number of a group is below its minimum.
+    """Checks that the numbers of a group are not below their minimum or above their maximum.
 
     Raises:
-        PlanError: one is smaller, or not a whole number.
+        PlanError: one is, or is not finite, or not whole where it must be.
     """
     for one in fields(group):
         least, value = one.metadata.get("least"), getattr(group, one.name)
-        if least is not None and value is not None and (type(value) is not int or value < least):
-            raise PlanError(f"{one.name}: expected a whole number of at least {least}, got {value!r}")
+        if least is None or value is None:
+            continue
+        most, kinds = one.metadata["most"], (int,) if isinstance(least, int) else (int, float)
+        if type(value) not in kinds or not least <= value <= most or math.isinf(value):
+            noun = "a whole number" if kinds == (int,) else "a number"
+            limit = f"from {least} to {most}" if most < math.inf else f"of at least {least:g}"
+            raise PlanError(f"{key_of(one)}: expected {noun} {limit}, got {value!r}")

@@ -129,14 +129,17 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
                 raise PlanError(f"placement.ranks[{stage}]: expected distinct ranks ≥ 0, got {list(ranks)}")
             used.update(ranks)
-        idle = sorted(set(range(self.num_ranks)) - used)
-        if idle:
-            raise PlanError(f"placement: ranks {idle} have no stage; number the ranks from 0 without gaps")
+        if len(used) < self.num_ranks:
+            idle = next(rank for rank in range(self.num_ranks) if rank not in used)
+            raise PlanError(
+                f"placement: {len(used)} of ranks 0 to {self.num_ranks - 1} have a stage, rank {idle} has none; "
+                "number the ranks from 0 without gaps"
+            )
 
     @property
     def num_ranks(self) -> int:
         """Number of ranks."""
-        return 1 + max(rank for ranks in self.ranks for rank in ranks)
+        return 1 + max((rank for ranks in self.ranks for rank in ranks), default=-1)
 
 
 class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

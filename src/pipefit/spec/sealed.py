@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from pipefit.errors import PipefitError
-from pipefit.spec.files import write_atomically
+from pipefit.spec.files import parse_json, read_limited, write_atomically
 
 _FORMAT = re.compile(r'"format": ?"([^"\n]*)"')
 _CHECKSUM = re.compile(r'(?:,\n +|, )"checksum": "([0-9a-f]{64})"(\n?)}\n\Z')
@@ -126,7 +126,7 @@ def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError)
         FileNotFoundError: there is none.
     """
     try:
-        content = path.read_bytes()
+        content = read_limited(path, error)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(path) from None
     except OSError as problem:
@@ -139,7 +139,7 @@ def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError)
     body = f"{text[: end.start()]}{end[2]}}}" if end else ""
     if end is None or end[1] != _checksum(body):
         raise error(f"{path}: damaged (it does not have the checksum it states)")
-    data: dict[str, Any] = json.loads(body)
+    data: dict[str, Any] = parse_json(body, error, str(path))
     if data.get("format") != form:
         raise error(f"{path}: format: expected {form!r}, got {data.get('format')!r}; is this another kind of file?")
     return data

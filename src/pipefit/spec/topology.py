@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from pipefit.errors import ABOVE_0, PipefitError, TopologyError, check_figures
 from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
 from pipefit.units import parse_quantity
+
+MOST_DEVICES: Final = 1_000_000
+"""Most devices of a topology."""
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -122,6 +125,8 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for index, level in enumerate(self.levels):
             least = {"width": 1, "bandwidth_bytes_per_s": ABOVE_0, "latency_s": 0, "cores": ABOVE_0}
             check_figures(level, TopologyError, f"levels[{index}].", **least)
+        if self.num_devices > MOST_DEVICES:
+            raise TopologyError(f"levels: {self.num_devices:,} devices are too many: expected at most {MOST_DEVICES:,}")
         if self.devices and len(self.devices) != self.num_devices:
             raise TopologyError(
                 f"devices: expected {self.num_devices} (the product of the widths), got {len(self.devices)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +20,8 @@ _FORMAT = "pipefit.study/1"
 _STUDY = tuple(f.name for f in fields(StudySpec) if f.name != "trials")
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
 _OPTIONS = "options."
+MOST_TRIALS = 10_000
+"""Most trials of a study file."""
 
 
 def load_study(path: str | Path) -> StudySpec:
@@ -31,7 +34,10 @@ def load_study(path: str | Path) -> StudySpec:
     found = data.pop("format", _FORMAT)
     if found != _FORMAT:
         raise StudyError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
-    return study_of(data, str(path))
+    study = study_of(data, str(path))
+    if not {"grid", "trials", *_TRIAL} & data.keys():
+        raise StudyError(f"{path}: it names nothing to train: expected model = …, a [grid], or [[trials]]")
+    return study
 
 
 def study_of(data: Mapping[str, Any], where: str = "study") -> StudySpec:
@@ -102,6 +108,8 @@ def _trials(data: Mapping[str, Any]) -> list[Trial]:
     if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
         raise StudyError("trials: expected [[trials]] tables, one for each trial")
     space = _space(data["grid"]) if "grid" in data else {}
+    if (count := len(listed) * math.prod(map(len, space.values()))) > MOST_TRIALS:
+        raise StudyError(f"{count:,} trials are too many: a file may give {MOST_TRIALS:,}")
     found = []
     for index, own in enumerate(listed):
         with at(f"trials[{index}]") if "trials" in data else contextlib.nullcontext():

@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pipefit.errors import PipefitError, nearest
-from pipefit.spec.options import check_least, in_bytes, setting
+from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, in_bytes, setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
 
@@ -91,11 +92,11 @@ class Trial:
     microbatches: int = setting(4, least=1)
     steps: int = setting(100, least=1)
     optimizer: str | Callable[[list[Any]], Any] = "adamw"
-    lr: float = 1e-3
+    lr: float = setting(1e-3, least=0.0)
     warmup: int = setting(0, least=0)
     scheduler: Callable[[Any], Any] | None = None
-    clip: float = 0.0
-    seed: int = setting(0, least=0)
+    clip: float = setting(0.0, least=0.0)
+    seed: int = setting(0, least=0, most=MOST_SEED)
     shards: int = setting(0, least=0)
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,8 +115,6 @@ class Trial:
             ("name", self.name, isinstance(self.name, str), "text"),
             ("model", self.model, is_named or callable(self.model), factory),
             ("data", self.data, listed or callable(self.data), "names, or a function of the step's number"),
-            ("lr", self.lr, is_amount(self.lr), "a number of at least 0"),
-            ("clip", self.clip, is_amount(self.clip), "a number of at least 0"),
         )
         check_least(self)
         if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
@@ -176,7 +175,7 @@ class StudySpec:
     device_memory: float | str | None = None
     tier: str = "disk"
     memory: float | str | None = None
-    threads: int = setting(0, least=0)
+    threads: int = setting(0, least=0, most=MOST_THREADS)
     stop: Rule | None = None
     output: str = "runs/study"
     name: str = "study"
@@ -197,9 +196,9 @@ class StudySpec:
             size = in_bytes(vars(self)[key], key)
             if size is not None and not 0 < size < math.inf:
                 raise StudyError(f"{key}: expected more than 0 bytes, got {vars(self)[key]!r}")
-        names = [file_name(number, trial) for number, trial in enumerate(self.trials)]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise StudyError(f"two trials are called {sorted(twice)[0]}: give them different names")
+        names = Counter(file_name(number, trial) for number, trial in enumerate(self.trials))
+        if twice := sorted(name for name, count in names.items() if count > 1):
+            raise StudyError(f"two trials are called {twice[0]}: give them different names")
         self._check_evaluations()
 
     @property

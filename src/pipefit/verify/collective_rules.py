@@ -13,6 +13,7 @@ from pipefit.ir.values import reduced_stages, tied_stages
 from pipefit.verify.subject import Finding, Subject
 
 Key = tuple[str, int, int]
+_MOST_NAMED = 16
 _AFTER = (Reduction.NORM.value, Reduction.SHARDS.value)
 Positions = dict[tuple[int, Key], int]
 
@@ -34,7 +35,9 @@ def collectives(s: Subject) -> Iterator[Finding]:
         for rank in members:
             if (rank, key) not in found:
                 reduce = Instruction(Op.REDUCE, key[1], version=key[2], kind=key[0])
-                message = f"{reduce} is missing: ranks {', '.join(map(str, members))} take part in it together"
+                more = f" and {len(members) - _MOST_NAMED} more" if len(members) > _MOST_NAMED else ""
+                names = ", ".join(map(str, members[:_MOST_NAMED])) + more
+                message = f"{reduce} is missing: ranks {names} take part in it together"
                 yield Finding("collectives", rank, -1, message)
     yield from _misplaced(s, {place: numbers[0] for place, numbers in found.items()})
     yield from _barriers(s)
@@ -79,6 +82,9 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
         for (stage, update), numbers in s.places[Op.STEP].items()
         for number in reversed(numbers)
     }
+    others: dict[tuple[int, int], list[tuple[Key, int]]] = defaultdict(list)
+    for (rank, reduction), number in positions.items():
+        others[rank, reduction[2]].append((reduction, number))
     for (rank, (kind, stage, update)), number in positions.items():
         stages = reduced_stages(header, kind, stage, rank)
         # A gather of new weights follows its step; the rules of values check that it has their shards.
@@ -90,9 +96,12 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
             if step < number:
                 yield s.at("collectives", number, f"comes after the step that uses it: {s.where(step)}")
         if kind == Reduction.NORM:
-            for (other_rank, other), earlier in positions.items():
-                alike = other_rank == rank and other[2] == update and other[0] not in _AFTER
-                if alike and earlier > number and {*stages} & {*reduced_stages(header, *other[:2], rank)}:
+            for other, earlier in others[rank, update]:
+                if (
+                    other[0] not in _AFTER
+                    and earlier > number
+                    and {*stages} & {*reduced_stages(header, *other[:2], rank)}
+                ):
                     yield s.at(
                         "collectives", number, f"the norm is of reduced gradients: {s.where(earlier)} comes later"
                     )

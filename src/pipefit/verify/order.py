@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.op import Op
-from pipefit.ir.values import Value, consumes, makes
-from pipefit.verify.subject import Finding, Subject
+from pipefit.ir.values import Value, makes
+from pipefit.verify.subject import Finding, Places, Subject
 
 
 def dependencies(s: Subject) -> Iterator[Finding]:
     """Needed values that nothing on the rank makes in time; and replays that come before their forward."""
+    made = s.places_of(makes) if s.graph.missing else {}
     for number, value in s.graph.missing:
         if _last_gone(s, number, value) is None:
-            yield s.at("dependencies", number, f"needs {value}, which {_later_maker(s, number, value)}")
+            yield s.at("dependencies", number, f"needs {value}, which {_later_maker(s, made, number, value)}")
     # A replay uses the random numbers that its forward drew, which are not a value.
     for key, numbers in s.places[Op.RECOMPUTE].items():
         forwards = s.places[Op.FWD].get(key, [])
@@ -46,16 +48,12 @@ def deadlock(s: Subject) -> Iterator[Finding]:
 
 def _last_gone(s: Subject, number: int, value: Value) -> int | None:
     """The last earlier instruction of the rank that consumed a value."""
-    start = s.graph.starts[s.graph.ranks[number]]
-    for earlier in range(number - 1, start - 1, -1):
-        if value in consumes(s.graph.instructions[earlier], s.program, s.graph.ranks[number]):
-            return earlier
-    return None
+    found = s.gone.get((s.graph.ranks[number], value), ())
+    position = bisect_left(found, number)
+    return found[position - 1] if position else None
 
 
-def _later_maker(s: Subject, number: int, value: Value) -> str:
-    rank = s.graph.ranks[number]
-    for later in range(number, s.graph.starts[rank + 1]):
-        if value in makes(s.graph.instructions[later], s.program, rank):
-            return f"is made only later: {s.where(later)}"
-    return "nothing on this rank makes"
+def _later_maker(s: Subject, made: Places, number: int, value: Value) -> str:
+    found = made.get((s.graph.ranks[number], value), ())
+    position = bisect_left(found, number)
+    return f"is made only later: {s.where(found[position])}" if position < len(found) else "nothing on this rank makes"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pipefit.errors import InvalidProgramError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, STEP_OPS, WHOLE_OF, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program
@@ -41,6 +42,20 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
         return program, None, findings
     kept = kept[: header.num_ranks]
     return program.with_ranks([[program.ranks[rank][n] for n in own] for rank, own in enumerate(kept)]), kept, findings
+
+
+def refuse_malformed(program: Program) -> None:
+    """Refuses a program with malformed instructions, which can be neither run nor simulated.
+
+    Raises:
+        InvalidProgramError: with the first of them.
+    """
+    _, _, findings = set_aside(program)
+    if findings:
+        rule, rank, index, message = findings[0]
+        place = f"rank {rank}[{index}] {program.ranks[rank][index]}" if index >= 0 else f"rank {rank}"
+        more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+        raise InvalidProgramError(f"{rule}: {place}: {message}{more}; `pipefit verify` lists all")
 
 
 def _problems(header: Header, i: Instruction, rank: int) -> Problems:

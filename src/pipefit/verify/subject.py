@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
+from pipefit.ir.values import Value, consumes
+
+Places = dict[tuple[int, Value], list[int]]
+"""Numbers of instructions by rank and value."""
 
 
 class Finding(NamedTuple):
@@ -63,6 +69,11 @@ class Subject:
                 for number in numbers:
                     yield stage, at, number
 
+    @cached_property
+    def gone(self) -> Places:
+        """The places at which values were consumed."""
+        return self.places_of(consumes)
+
     @property
     def header(self) -> Header:
         """The program's header."""
@@ -81,6 +92,14 @@ class Subject:
         """An instruction and its place, for messages."""
         rank, index = self.place(number)
         return f"rank {rank}[{index}] {self.graph.instructions[number]}"
+
+    def places_of(self, values: Callable[[Instruction, Program, int], tuple[Value, ...]]) -> Places:
+        """The instructions that make (or need, or consume) each value, in order, by its rank and the value."""
+        found: Places = {}
+        for number, (i, rank) in enumerate(zip(self.graph.instructions, self.graph.ranks, strict=True)):
+            for value in values(i, self.program, rank):
+                found.setdefault((rank, value), []).append(number)
+        return found
 
 
 Rule = Callable[[Subject], Iterator[Finding]]

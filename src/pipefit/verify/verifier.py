@@ -32,6 +32,10 @@ _PLAIN: tuple[Rule, ...] = (
 )
 
 
+_MOST_GRIDS = 1000
+"""Violations that are shown in the grid; more have their place and message only."""
+
+
 def verify(
     program: Program,
     *,
@@ -76,9 +80,9 @@ def _violations(program: Program, findings: list[Finding]) -> tuple[Violation, .
     order = {rule: position for position, rule in enumerate(RULES)}
     findings.sort(key=lambda finding: (order[finding.rule], finding.rank, finding.position))
     result = []
-    for rule, rank, index, message in findings:
+    for number, (rule, rank, index, message) in enumerate(findings):
         there = 0 <= rank < len(program.ranks) and index >= 0
         text = str(program.ranks[rank][index]) if there else ""
-        grid = excerpt(program.ranks, rank, index) if there else ""
+        grid = excerpt(program.ranks, rank, index) if there and number < _MOST_GRIDS else ""
         result.append(Violation(rule, rank, index, text, message, grid))
     return tuple(result)

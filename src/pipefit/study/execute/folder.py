@@ -68,10 +68,10 @@ class StudyFolder:
         elif spec.tier == "disk" and self.state.exists():
             raise StudyError(f"{self.state} is there already, and belongs to no study: give another output")
         else:
-            shutil.rmtree(self.state, ignore_errors=True)
+            _forget_own(self.state)
         write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.as_dict()}, indent=1)
         _make(self.logs)
-        _make(self.state, is_private=True)
+        _make_private(self.state, fresh=not resume)
 
     @property
     def _file(self) -> Path:
@@ -120,18 +120,41 @@ def _check_cut(before: float, now: float) -> None:
         )
 
 
-def _make(place: Path, is_private: bool = False) -> None:
-    """Makes a folder; a private one must belong to this user, and no other user can write to it.
+def _make(place: Path) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
+
+
+def _make_private(place: Path, fresh: bool) -> None:
+    """Makes a folder that only this user can read or write; a study that resumes may have one of its own there.
 
     All users of a machine share its shared memory, and the folder's name there can be guessed.
     """
     try:
-        place.mkdir(mode=0o700 if is_private else 0o777, parents=True, exist_ok=True)
-        found = place.lstat()
+        place.mkdir(mode=0o700)
+    except FileExistsError:
+        if fresh or not _is_own(place):
+            raise StudyError(
+                f"{place}: is there already, and is not a folder that only this user can write to: give another output"
+            ) from None
     except OSError as problem:
         raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
-    if is_private and not (stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()):
-        raise StudyError(f"{place}: is there already, and is not a folder of this user's: give another output")
+
+
+def _is_own(place: Path) -> bool:
+    """Returns whether a path is a folder, not a link, that belongs to this user and that no other can write to."""
+    try:
+        found = place.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _forget_own(place: Path) -> None:
+    if _is_own(place):
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def _locked(path: Path) -> IO[Any]:
