@@ -17,8 +17,8 @@ from tests.small_probes import shrink
 from pipefit.cli import main
 from pipefit.draw.chart import chart
 from pipefit.errors import PipefitError
-from pipefit.run.curves import curves, figures_of
 from pipefit.run import following
+from pipefit.run.curves import curves, figures_of
 from pipefit.run.following import LatestTimeline, server_of
 from pipefit.run.report_page import page_of, write_report
 

@@ -278,6 +278,12 @@ def test_a_prediction_beside_what_was_measured_has_the_same_unit():
         assert {entry["unit"] for entry in json.loads(collect(html(named)).texts["data"])} == {word}
 
 
+def test_a_page_of_a_drawing_with_replays_offers_none_without_them():
+    # Another m led to a drawing of the shelf, in which nothing was replayed.
+    (data,) = json.loads(collect(draw("gpipe", 4, 8, recompute=True).html()).texts["data"])
+    assert data["kept"] == [7, 7, 7, 7]
+
+
 def test_a_page_without_timelines_is_refused():
     with pytest.raises(PipefitError, match="at least one timeline"):
         html([])

@@ -107,6 +107,7 @@ def test_tokens_are_those_that_no_mask_hides():
         loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
         microbatches=2,
+        updates=pf.Updates(nonfinite="off"),
     )
     pipe.fit([(words, words)], callbacks=[records.append])
     assert records[0].tokens_per_s == pytest.approx(records[0].samples_per_s * 6)

@@ -74,6 +74,16 @@ def train_and_save(place: str) -> list[float]:
     return losses
 
 
+def close_and_use() -> tuple[dict[str, Tensor], dict[str, Tensor], list[int]]:
+    """The state before `close` and after it, and the output of the whole model in this process."""
+    whole = model()
+    pipe = pipeline(model=whole)
+    pipe.fit(batches())
+    before = pipe.state_dict()
+    pipe.close()
+    return before, {n: t.clone() for n, t in whole.state_dict().items()}, list(whole(batches()[0][0]).shape)
+
+
 def save_export_and_state(place: str) -> dict[str, Tensor]:
     """Two replicas of each of two stages."""
     pipe = pipeline(replicas=2, microbatches=4)
@@ -114,8 +124,8 @@ def _at(rank: int, index: int, act: Callable[[], None], pass_number: int = 2) ->
     progress = current().progress
     original = progress.at
 
-    def at(here: int) -> None:
-        original(here)
+    def at(here: int, waits: bool = False) -> None:
+        original(here, waits)
         if here == index and progress.passes == pass_number:
             act()
 
@@ -143,6 +153,32 @@ def dawdle_between_steps(rank: int) -> None:
         pipe.step(x, y)
         if current().rank == rank:
             time.sleep(60)
+
+
+def stop_rank_1_in(what: str, place: str) -> None:
+    """Rank 1 stops where rank 0 waits for it."""
+    pipe = pipeline()
+    pipe.fit(batches()[:1])
+    if what == "load":
+        pipe.save(place)
+    if current().rank:
+        if what == "save":
+            commit.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+        elif what == "evaluate":
+            _at(1, 0, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    if what in ("save", "load"):
+        getattr(pipe, what)(place)
+    elif what == "evaluate":
+        pipe.evaluate(batches()[:1])
+    elif what != "leave":
+        getattr(pipe, what)()
+
+
+def stop_pipedream_at(rank: int, index: int) -> None:
+    _at(rank, index, lambda: os.kill(os.getpid(), signal.SIGSTOP), pass_number=1)
+    pipeline(schedule="pipedream").fit(batches(), 4)
 
 
 def save_slowly(place: str) -> None:

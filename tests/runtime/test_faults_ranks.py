@@ -1,3 +1,7 @@
+import math
+import os
+import signal
+import subprocess
 import time
 
 import pytest
@@ -8,8 +12,8 @@ from tests.runtime import jobs
 from pipefit.errors import InvalidProgramError, ModelError
 from pipefit.ir.op import Op
 from pipefit.runtime.launch import LaunchError, launch
-from pipefit.runtime.progress import LOSS, OUTSIDE, Position
-from pipefit.runtime.waits import hang_report, waits_for
+from pipefit.runtime.progress import LEAVING, LOSS, OUTSIDE, SAVING, Position
+from pipefit.runtime.waits import hang_report, patience, waits_for
 from pipefit.schedules import Shape, find
 
 pytestmark = pytest.mark.dist
@@ -104,6 +108,20 @@ def test_a_stopped_rank_is_named_within_the_deadline(program):
     assert "rank 1 waits for" in text and "detected by rank 1" in text
 
 
+@pytest.mark.parametrize("what", ["save", "load", "evaluate", "report", "state_dict", "leave"])
+def test_a_stopped_rank_is_named_wherever_another_waits_for_it(what, tmp_path):
+    with pytest.raises(LaunchError, match=r"rank 1 is stopped \(by SIGSTOP or a debugger\)") as failure:
+        launch(jobs.stop_rank_1_in, 2, what, str(tmp_path / "run"), quiet=True, deadline_s=1.0)
+    assert "detected by rank 0" in str(failure.value)
+
+
+@pytest.mark.parametrize("index", [8, 12, 20])
+def test_a_rank_that_stops_under_pipedream_is_named(index):
+    """Its last message is on its way, so that nobody seems to wait for it."""
+    with pytest.raises(LaunchError, match="rank 1 is stopped"):
+        launch(jobs.stop_pipedream_at, 2, 1, index, quiet=True, deadline_s=1.0)
+
+
 def test_a_rank_that_stays_outside_the_program_is_named():
     with pytest.raises(LaunchError, match="rank 1 has been outside the program too long") as failure:
         launch(jobs.dawdle_between_steps, 2, 1, quiet=True, deadline_s=1.5)
@@ -143,6 +161,34 @@ def test_a_rank_does_not_wait_for_one_that_has_sent():
     program = _chain()
     positions = {0: _at(program, 0, Op.BWD, 0), 1: _at(program, 1, Op.FWD, 0), 2: _at(program, 2, Op.FWD, 0)}
     assert [list(waits_for(program, r, positions)) for r in (1, 2)] == [[], [1]]
+
+
+def test_a_message_that_was_sent_may_not_have_arrived():
+    program = _chain()
+    waiting = _at(program, 1, Op.FWD, 0)._replace(waits=True)
+    positions = {0: _at(program, 0, Op.BWD, 0), 1: waiting, 2: _at(program, 2, Op.FWD, 0)}
+    assert [list(waits_for(program, r, positions)) for r in (1, 2)] == [[0], [1]]
+
+
+def test_a_stopped_rank_is_the_cause_though_nobody_waits_for_it():
+    program = _chain()
+    with subprocess.Popen(["sleep", "100"]) as process:
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        positions = {r: _at(program, r, Op.FWD, 0, pid=os.getpid()) for r in range(3)}
+        positions[1] = Position(3, OUTSIDE, 0, process.pid, 0.0)
+        page = hang_report(0, program, positions, 61.0, 60.0, 3)
+        process.kill()
+    assert page.startswith("rank 1 is stopped")
+
+
+@pytest.mark.parametrize(("idle_s", "is_hang"), [(1.0, False), (11.0, True)])
+def test_a_save_that_shows_signs_of_life_is_no_hang(idle_s, is_hang):
+    saving = Position(1, SAVING, 0, os.getpid(), 100.0)
+    positions = {0: saving._replace(waits=True), 1: saving}
+    assert (patience(0, None, positions, 1.0, 100.0 + idle_s) == 1.0) is is_hang
+    positions[0] = positions[0]._replace(index=LEAVING)
+    assert patience(0, None, positions, 1.0, 1e9) == math.inf, "another may take its time before it leaves"
 
 
 def test_the_report_follows_the_chain_to_the_rank_that_waits_for_nobody():

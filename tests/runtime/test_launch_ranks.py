@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from tests.runtime import jobs
 
 from pipefit.errors import PipefitError
-from pipefit.runtime.launch import launch, run_script
+from pipefit.runtime.launch import LaunchError, launch, run_script
 
 pytestmark = pytest.mark.dist
 
@@ -63,6 +64,12 @@ def test_more_ranks_than_cores_compute_the_same():
         assert all(torch.equal(state[name], weights[name]) for name in weights)
 
 
+def test_a_closed_pipeline_gives_every_process_the_whole_trained_model():
+    for before, after, shape in launch(jobs.close_and_use, 2, quiet=True):
+        assert before.keys() == after.keys() and shape == [8, 3]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_script_needs_no_main_guard(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -98,7 +105,47 @@ def test_sigterm_stops_all_ranks_after_the_same_step_and_lets_them_save(tmp_path
     assert [path.name.split("-")[0] for path in (tmp_path / "run").iterdir()] == ["step"]
 
 
-def test_ctrl_c_ends_ranks_that_are_blocked(tmp_path):
+def test_ctrl_c_stops_all_ranks_after_the_same_step_and_lets_them_save(tmp_path):
+    _when_ready(tmp_path / "ready", signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        launch(jobs.train_until_stopped, 2, str(tmp_path / "run"), str(tmp_path / "ready"), quiet=True)
+    assert [path.name.split("-")[0] for path in (tmp_path / "run").iterdir()] == ["step"]
+
+
+def test_a_signal_to_the_whole_process_group_lets_the_ranks_save_and_leaves_nothing(tmp_path):
+    """The server of the ranks and the ranks get it too, and the ranks a second time from the launcher."""
+    code = (
+        "from pipefit.runtime.launch import launch\nfrom tests.runtime import jobs\nif __name__ == '__main__':\n"
+        f"    launch(jobs.train_until_stopped, 2, {str(tmp_path / 'run')!r}, {str(tmp_path / 'ready')!r}, quiet=True)\n"
+    )
+    with tempfile.TemporaryDirectory() as temporary:  # the path of the server's socket must be short
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": temporary}
+        launcher = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
+        _wait_until((tmp_path / "ready").exists, 300)
+        os.killpg(launcher.pid, signal.SIGTERM)
+        assert launcher.wait(300) == 143
+        assert not list(Path(temporary).glob("pipefit-*"))
+    assert [path.name.split("-")[0] for path in (tmp_path / "run").iterdir()] == ["step"]
+
+
+def test_a_server_of_ranks_that_was_killed_is_no_mistake_of_pipefit(monkeypatch):
+    def killed(*_):
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", killed)
+    with pytest.raises(LaunchError, match="the process from which the ranks start was killed"):
+        launch(jobs.nothing, 2, quiet=True)
+
+
+def test_a_refused_run_leaves_no_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(PipefitError, match="too few for 100 micro-batches"):
+        launch(jobs.train, 2, {"microbatches": 100}, quiet=True)
+    assert not list(tmp_path.glob("pipefit-*"))
+
+
+def test_ctrl_c_ends_ranks_that_are_blocked(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIPEFIT_GRACE_S", "0.5")
     _when_ready(tmp_path / "ready-1", signal.SIGINT)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):

@@ -67,7 +67,8 @@ def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dic
         return []
     for other in others:
         box: list[Any] = [None]
-        dist.recv_object_list(box, other, device=host)
+        with pipeline._session.progress.waiting():
+            dist.recv_object_list(box, other, device=host)
         mine += box
     return mine
 

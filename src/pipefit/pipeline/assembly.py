@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from pipefit.errors import ModelError
 from pipefit.ir.program import Header, Program
-from pipefit.parallel.mesh import Mesh
+from pipefit.parallel.mesh import Mesh, release
 from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.resume import agree_on_step, identified
@@ -21,7 +22,7 @@ from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling
-from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
+from pipefit.stage.materialise import InitialiseLayer, forget_others, give_back, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
@@ -96,9 +97,13 @@ def assemble(
         workers.append(Worker.create(rank, training, part, ties, device, spilling, mesh, shards))
         for index, stage in workers[-1].stages.items():
             stage.replay(str(plan.partition.stages[index].recompute), len(layers))
+    # Only a model that every process held whole can be given back to all of them.
+    whole = session.is_distributed and not (mesh.region or plan.spill or is_meta(layers))
     if session.is_distributed:
         forget_others(layers, {layer.index for part in parts for own in part.values() for layer in own})
-    return Engine(workers, header.num_stages, session, device)
+    engine = Engine(workers, header.num_stages, session, device)
+    engine.took_whole = whole
+    return engine
 
 
 def _read_shared(
@@ -120,9 +125,19 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
             worker.spilling.tier.close(discard=finished)
 
 
-def release_workers(workers: Sequence[Worker]) -> None:
-    """Restores the stages of some workers for the user: own memory for weights, own classes for batch norms."""
-    for worker in workers:
+def release_run(engine: Engine, layers: Sequence[NamedLayer], whole: Callable[[], dict[str, Tensor]]) -> None:
+    """Restores a model for the user: all its weights if they were there, own memory for them, own classes of modules.
+
+    Args:
+        engine: of the run.
+        layers: of the whole model.
+        whole: returns the state of the whole model; every process calls it.
+    """
+    if engine.took_whole:
+        give_back(layers, whole())
+        engine.took_whole = False
+    release(engine.mesh)
+    for worker in engine.workers:
         if worker.spilling:
             worker.spilling.tier.close()
         for stage in worker.stages.values():

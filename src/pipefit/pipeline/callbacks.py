@@ -47,7 +47,8 @@ class Record:
         held_out_loss: of the evaluation after the step; None: there was none.
         held_out_metrics: of that evaluation, that the loss returned.
         path: of the checkpoint that was saved after the step; None: there was none.
-        ended: reason why training ends: "done", "STOP" (a callback) or "SIGTERM"; "": it does not end.
+        ended: reason why training ends: "done", "STOP" (a callback), "SIGTERM", or "not finite" (see
+            `Updates.nonfinite`); "": it does not end.
     """
 
     step: int
@@ -127,7 +128,7 @@ class Callbacks:
 
 
 class Checkpoints:
-    """Saves checkpoints of a training, also when it ends.
+    """Saves checkpoints of a training, also when it ends. A run that was started again after a fault resumes from them.
 
     Args:
         pipe: that is trained.
@@ -137,19 +138,19 @@ class Checkpoints:
     """
 
     def __init__(self, pipe: Any, folder: str | Path, every: int = 0, keep: int | None = None) -> None:
-        self._pipe, self._folder, self.every, self._keep = pipe, folder, every, keep
+        self._pipe, self.folder, self.every, self._keep = pipe, Path(folder), every, keep
         self._saved = -1
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
         if self.every and record.step % self.every == 0:
             self._saved = record.step
-            self._pipe.save(self._folder, keep=self._keep)
+            self._pipe.save(self.folder, keep=self._keep)
 
     def end(self, record: Record) -> None:
         """Saves a checkpoint, unless that of the last step exists."""
         if self._saved != record.step:
-            self._pipe.save(self._folder, keep=self._keep)
+            self._pipe.save(self.folder, keep=self._keep)
 
 
 class EarlyStopping:
@@ -176,8 +177,8 @@ class EarlyStopping:
         return STOP if 0 < self._patience <= self._since else None
 
     def end(self, record: Record) -> None:
-        """Restores the best weights, unless the process must leave."""
-        if self._since and self._folder is not None and record.ended != "SIGTERM":
+        """Restores the best weights, unless the process must leave or the run has failed."""
+        if self._since and self._folder is not None and record.ended in ("done", "STOP"):
             self._pipe.load(self._folder, weights_only=True)
 
 

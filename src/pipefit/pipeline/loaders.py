@@ -73,6 +73,12 @@ class LoaderPosition:
         state = _packed(_state_of(at.loader)) if is_new else at.order
         return {**_kind(at.loader), "epoch": at.epoch, "batches": at.batches, "state": state}
 
+    @property
+    def words(self) -> str:
+        """The last batch taken, in words; "": there is no loader."""
+        at = self._current[0] if self._current else None
+        return f"batch {at.batches - 1} of epoch {at.epoch}, both counted from 0" if at and at.batches else ""
+
     def batches(self, batches: Iterable[Any], endless: bool) -> Iterator[Any]:
         """The batches from the position on: the rest of an epoch, or of endless epochs.
 
@@ -83,6 +89,10 @@ class LoaderPosition:
         """
         return self._from_here(endless) if self._take_up(batches) else iter(batches)
 
+    def counts(self, batches: Iterable[Any]) -> bool:
+        """Returns whether batches have a position."""
+        return isinstance(batches, DataLoader) or _has_state(batches)
+
     def num_left(self, batches: Iterable[Any]) -> int | None:
         """Number of batches in the rest of the epoch; None: unknown."""
         number = number_of(batches)
@@ -90,10 +100,9 @@ class LoaderPosition:
 
     def _take_up(self, batches: Any) -> bool:
         """Makes batches that have a position those of the current pass; returns whether they have one."""
-        is_torchs = isinstance(batches, DataLoader)
-        if not is_torchs and not _has_state(batches):
+        if not self.counts(batches):
             return False
-        if is_torchs:
+        if isinstance(batches, DataLoader):
             _seed(batches, self._seed)
         if not self._current or self._current[0].loader is not batches:
             at = _Pass(batches)

@@ -17,9 +17,14 @@ from pipefit.pipeline.callbacks import Record
 from pipefit.runtime.collectives import exchange, start_sum
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.finite import CURE
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.runtime.progress import LOSS
 from pipefit.schedules.forward import forward_only
+from pipefit.schedules.registry import Schedule
+from pipefit.spec import Plan
+from pipefit.spec.options import SKIP, STOP
+from pipefit.stage.training import Training
 
 
 class PendingLosses:
@@ -60,6 +65,11 @@ class PendingLosses:
         """The means of the metrics that the loss returned, by step, after `wait`."""
         means = self._figures[1:].sum(2).T.tolist()
         return [dict(zip(self._names, of_step, strict=True)) for of_step in means]
+
+    @property
+    def of_microbatches(self) -> Sequence[float]:
+        """The losses by micro-batch, weighted, after `wait`."""
+        return self._figures[0].view(-1).tolist()
 
     @property
     def extra(self) -> Sequence[float]:
@@ -103,18 +113,47 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
 
 
-def finite(loss: float, update: int) -> float:
-    """The loss of an update, if it is finite.
+def needs_norm(training: Training, schedule: Schedule, plan: Plan) -> bool:
+    """Returns whether a program has the norm of all gradients before its steps.
+
+    To find an update that is not finite before any rank steps, it is added where that makes no rank wait long. Stages
+    that would have to skip one together need it anyhow.
+    """
+    together = schedule.is_synchronous or plan.spill is not None or plan.tensor > 1
+    cheap = schedule.is_synchronous and schedule.flushes and plan.spill is None
+    return training.needs_norm or {STOP: cheap, SKIP: together}.get(training.nonfinite, False)
+
+
+def finite(loss: float, update: int, policy: str = STOP) -> float:
+    """The loss of an update, if it is finite, or such updates are skipped.
 
     Raises:
         NonFiniteLossError: it is not finite.
     """
-    if not math.isfinite(loss):
+    if not math.isfinite(loss) and policy != SKIP:
         raise NonFiniteLossError(
-            f"the loss of update {update} is {loss}; lower the learning rate, clip the gradients (clip_norm), "
-            "or look for bad data; the weights may hold it already, so resume from an earlier checkpoint"
+            f"the loss of update {update} is {loss}; {CURE} (nonfinite=skip); "
+            "the weights may hold it already, so resume from an earlier checkpoint"
         )
     return loss
+
+
+def refusal(losses: Sequence[float], norms: Sequence[float], step: int, where: str) -> NonFiniteLossError:
+    """The error of a step that no rank has made, the same on every rank.
+
+    Args:
+        losses: of its micro-batches.
+        norms: squares of the norms of the ranks' gradients.
+        step: its number.
+        where: its batch, in words.
+    """
+    bad = [str(mb) for mb, loss in enumerate(losses) if not math.isfinite(loss)]
+    ranks = [str(rank) for rank, norm in enumerate(norms) if not math.isfinite(norm)]
+    what = f"the loss of its micro-batches {', '.join(bad)}" if bad else f"a gradient on the ranks {', '.join(ranks)}"
+    return NonFiniteLossError(
+        f"step {step} was not made: {what} is not finite{where and f' ({where})'}; "
+        f"the weights are those after step {step - 1}; {CURE} (nonfinite=skip)"
+    )
 
 
 def evaluate(

@@ -10,7 +10,6 @@ from functools import partial
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pipefit.errors import PlanError
@@ -24,7 +23,7 @@ from pipefit.profiling.kinds import profile_kinds
 from pipefit.profiling.links import links_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.workload import Workload
-from pipefit.runtime.collectives import exchange, from_first
+from pipefit.runtime.collectives import exchange, from_first, meet
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.schedules.shape import Shape
@@ -53,8 +52,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     copies = _equal_copies(request)
     num_ranks = session.num_ranks if session.is_distributed else request.parallelism.ranks or copies
     links = links_of(session, num_ranks)
-    if session.is_distributed:
-        dist.barrier()
+    meet(session)
     device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32))
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=device)

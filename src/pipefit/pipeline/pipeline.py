@@ -19,15 +19,16 @@ from pipefit.cutting import Cut, as_layers
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
-from pipefit.parallel import Region, make_mesh, release, shard_layers
-from pipefit.pipeline.assembly import assemble, release_workers
-from pipefit.pipeline.batches import DataComparison
+from pipefit.parallel import Region, make_mesh, shard_layers
+from pipefit.pipeline.assembly import assemble, release_run
+from pipefit.pipeline.batches import DataComparison, check_fit
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
-from pipefit.pipeline.losses import evaluate, finite
+from pipefit.pipeline.losses import evaluate, finite, needs_norm
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
+from pipefit.pipeline.recovery import begin_fit
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
@@ -121,10 +122,8 @@ class Pipeline:
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
         mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
         shard_layers(self.layers, mesh)
-        scale = first_scale(half, precision.loss_scale)
-        self._training = Training(
-            mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, half, scale, compiler
-        )
+        how = (half, first_scale(half, precision.loss_scale), compiler, updates.nonfinite)
+        self._training = Training(mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, *how)
         self._ties = tied_groups(self.layers, self.plan.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
@@ -150,6 +149,7 @@ class Pipeline:
             self._weigh,
             lambda: commit_step(self, self.notes),
         )
+        self.loop.locate = lambda: self.position.words
         self._comparison = DataComparison(self._session)
         self.position = LoaderPosition(updates.seed)
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
@@ -161,7 +161,7 @@ class Pipeline:
         """The program of some steps, verified before it is used."""
         key = (self.plan.num_microbatches, num_steps)
         if key not in self._programs:
-            clip = self._training.needs_norm
+            clip = needs_norm(self._training, self.schedule, self.plan)
             shape = shape_of(self.plan, num_steps=num_steps, ties=self._ties, clip=clip)
             program = self.schedule(spilled_shape(shape, self.spill))
             verify(program).raise_if_bad()
@@ -222,7 +222,7 @@ class Pipeline:
         Raises:
             ScheduleError: the schedule is asynchronous: it has no step to wait for; use `fit`.
             DataError: the batch cannot be split into micro-batches.
-            NonFiniteLossError: the loss is not a number.
+            NonFiniteLossError: the loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         if not self.schedule.is_synchronous:
             raise ScheduleError(
@@ -232,7 +232,7 @@ class Pipeline:
         self._comparison.batch((x, y))
         pending = self.loop.start_step(x, y).losses
         loss, self.loop.metrics = pending.wait()[0], pending.metrics[0]
-        return finite(loss, self.num_updates)
+        return finite(loss, self.num_updates, self._training.nonfinite)
 
     def fit(
         self,
@@ -250,6 +250,8 @@ class Pipeline:
 
         When the run is asked to stop (SIGTERM) it ends after the current step, an asynchronous one at the end of its
         segment, and returns the losses so far; then a few seconds remain to save. Another `fit` ends the process.
+        After a fault, the first `fit` of a run that was started again resumes from the newest step in the memory of
+        the machines, or in the folder of `Checkpoints` among its callbacks; steps that are done are not repeated.
 
         Args:
             batches: the same on every rank. A loader (a `DataLoader`, or batches with `state_dict`) continues after the
@@ -264,16 +266,14 @@ class Pipeline:
 
         Raises:
             DataError: there is no data, or less than `steps`.
-            NonFiniteLossError: a loss is not a number.
+            NonFiniteLossError: a loss or a gradient is not finite; see `Updates.nonfinite`.
         """
-        if steps is not None and steps < 1:
-            raise DataError(f"steps: expected at least 1, got {steps}")
-        if evaluate_every < 0:
-            raise DataError(f"evaluate_every: expected a number of steps of at least 0, got {evaluate_every}")
-        if evaluate_every and held_out is None:
-            raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
+        check_fit(steps, held_out, evaluate_every)
         if self._session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
+        done, is_done, batches, steps, callbacks = begin_fit(self, batches, steps, callbacks)
+        if is_done:
+            return done
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
             steps = self.position.num_left(batches)
@@ -281,7 +281,7 @@ class Pipeline:
                 raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
         iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
         evaluate = None if held_out is None else partial(self.evaluate, held_out)
-        losses = self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
+        losses = done + self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses
@@ -440,10 +440,10 @@ class Pipeline:
                 worker.spilling.settle()
 
     def close(self) -> None:
-        """Restores the classes of batch norms; the model can then be used without pipefit, unless it was spilled.
+        """Gives the model back: all its weights in every process that had them, and its own classes.
 
-        Worker processes of a loader end.
+        Every rank of a run must call it. A spilled model, one from the meta device and one that is split by tensor
+        parallelism stay in parts. Worker processes of a loader end.
         """
         self.position.resume(None)
-        release_workers(self.workers)
-        release(self._engine.mesh)
+        release_run(self._engine, self.layers, partial(whole_state, self))

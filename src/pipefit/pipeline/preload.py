@@ -1,10 +1,12 @@
 """Modules that the fork server loads before the first rank is forked, so that ranks start at once."""
 
-# ruff: noqa: E402  (Ctrl-C is the launcher's to answer, also while this is loading)
+# ruff: noqa: E402  (signals are the launcher's to answer, also while this is loading)
 import gc
 import signal
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
+# A terminal or batch system may send it to the whole process group; the ranks would die with this server.
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 import torch
 import torch.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,22 +10,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipefit.errors import DataError, PipefitError
+from pipefit.errors import DataError, NonFiniteLossError, PipefitError
 from pipefit.ir.program import Program
 from pipefit.pipeline.batches import BatchStream, size_of
 from pipefit.pipeline.callbacks import Callbacks, Record
-from pipefit.pipeline.losses import PendingLosses, finite
+from pipefit.pipeline.losses import PendingLosses, finite, refusal
 from pipefit.pipeline.step_figures import HeldMemory, own_figures
 from pipefit.runtime.collectives import exchange, sum_table
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.finite import all_finite
 from pipefit.runtime.handlers import gradient_norm
 from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.schedules.registry import Schedule
+from pipefit.spec.options import STOP
 from pipefit.timeline import Event, Timeline
 
 _KEPT_PASSES = 16
+_log = logging.getLogger("pipefit.pipeline")
 
 
 class _Pass(NamedTuple):
@@ -47,6 +51,10 @@ class _Pass(NamedTuple):
     began: float
 
 
+class _RefusedStepError(NonFiniteLossError):
+    """A step that no rank has made: the run is as it was before."""
+
+
 class TrainingLoop:
     """Runs programs of weight updates and counts them.
 
@@ -64,7 +72,10 @@ class TrainingLoop:
         callbacks: of the `fit` that runs.
         metrics: that the loss returned, of the last step or evaluation.
         held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
+        recovery: of a run that can be started again, from its first `fit` on; see `pipefit.pipeline.recovery`.
+        last_step: a recovered run resumes before it, so that it can be measured; None: anywhere.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
+        locate: returns the last batch taken from a loader in words; "": there is no loader.
     """
 
     def __init__(
@@ -81,6 +92,8 @@ class TrainingLoop:
         self._stop = engine.session.stop
         self.num_updates = 0
         self.next_ordinal = 0
+        self.recovery: Any = None
+        self.last_step: int | None = None
         self.callbacks = Callbacks((), self._stop)
         self.metrics: dict[str, float] = {}
         # The times of the last passes over the newest program, by rank.
@@ -88,6 +101,7 @@ class TrainingLoop:
         self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
         self.moved_bytes = (0.0, 0.0)
+        self.locate: Callable[[], str] = lambda: ""
 
     def fit(
         self,
@@ -122,6 +136,11 @@ class TrainingLoop:
             if why != "SIGTERM" and evaluate is not None and losses and self._evaluated != self.num_updates:
                 self._evaluate(evaluate)
             self.callbacks.follow("end", ended=why)
+        except _RefusedStepError as refused:
+            self.callbacks.follow("end", ended="not finite")
+            last = self.callbacks.last
+            saved = f"; they are saved in {last.path}" if last is not None and last.path is not None else ""
+            raise NonFiniteLossError(f"{refused}{saved}") from None
         finally:
             self.callbacks = Callbacks((), self._stop)
         return losses
@@ -167,7 +186,12 @@ class TrainingLoop:
         while steps is None or self.num_updates - first < steps:
             if self._stop.agreed or self._stop.ended or (batch := next(batches, None)) is None:
                 break
-            started = self.start_step(*pair_of(batch))
+            try:
+                started = self.start_step(*pair_of(batch))
+            except _RefusedStepError:
+                if pending:
+                    self._read(pending)
+                raise
             losses += self._read(pending, started.began) if pending else []
             pending = started
         losses += self._read(pending) if pending else []
@@ -212,7 +236,7 @@ class TrainingLoop:
         memory, shared = others[: len(others) // 2], others[len(others) // 2 :]
         for index, (loss, norm, self.metrics) in enumerate(zip(losses, done.norms, done.losses.metrics, strict=True)):
             step = done.first + index + 1
-            finite(loss, step)
+            finite(loss, step, self._engine.workers[0].training.nonfinite)
             if self.callbacks:
                 # A process that trains nothing takes the rate of another.
                 rates = self._rates(done.runs, index) or ((max(shared),) if len(losses) == 1 and any(shared) else ())
@@ -242,6 +266,8 @@ class TrainingLoop:
         runs = self._engine.run(program, feed, look=watch.look if watch else None)
         # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
         feed[num_steps * self._size - 1]
+        if not all_finite(runs[0]):
+            self._refuse(runs, num_steps)
         if watch is not None:
             self.held_bytes = watch.held_bytes
         if program is not self._newest:
@@ -253,6 +279,16 @@ class TrainingLoop:
         self.next_ordinal += num_steps * self._size
         self._on_updates()
         return runs
+
+    def _refuse(self, runs: Sequence[Execution], num_steps: int) -> None:
+        """Raises the error of a step that no rank has made, or reports one that is left out."""
+        losses = PendingLosses(self._engine, runs, self._size, num_steps)
+        losses.wait()
+        norms = sum(norm for norm in runs[0].norms.values()).tolist()
+        problem = refusal(losses.of_microbatches, norms, self.num_updates + num_steps, self.locate())
+        if runs[0].worker.training.nonfinite == STOP:
+            raise _RefusedStepError(str(problem))
+        _log.warning("%s", problem)
 
     def timeline(self, last: int) -> Timeline:
         """The last passes of all ranks, times in seconds since the first of them began.

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
@@ -18,7 +17,8 @@ from pipefit.profiling.kinds import profile_kinds
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_sizes
 from pipefit.profiling.workload import Workload
-from pipefit.runtime.collectives import agree, attempt
+from pipefit.runtime.collectives import agree, attempt, meet
+from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
 from pipefit.stage.batchnorm import DeferredBatchNorm
@@ -84,8 +84,9 @@ def agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
     """The profile of rank 0; all measure at the same time, to slow each other down as they will in the run."""
     if not session.is_distributed:
         return measure()
-    dist.barrier()
-    found = agree(session, attempt(lambda: msgspec.to_builtins(measure())))
+    with session.at(MEASURING):
+        meet(session)
+        found = agree(session, attempt(lambda: msgspec.to_builtins(measure())))
     return msgspec.convert(found[0], Profile)
 
 

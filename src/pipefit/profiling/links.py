@@ -6,6 +6,7 @@ share a link.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
@@ -18,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from pipefit.errors import TopologyError
-from pipefit.runtime.collectives import exchange_in_group
+from pipefit.runtime.collectives import exchange_in_group, meet
+from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
 
@@ -180,12 +182,11 @@ def links_of(session: Session, num_ranks: int) -> Topology:
     """
     if not session.is_distributed:
         return Topology.local(num_ranks, bandwidth_bytes_per_s=1e12, latency_s=0.0)
-    for _ in range(_TRIES):
-        dist.barrier()
-        try:
-            return measure_links(repeats=8)
-        except TopologyError:
-            continue
+    with session.at(MEASURING):
+        for _ in range(_TRIES):
+            meet(session)
+            with contextlib.suppress(TopologyError):
+                return measure_links(repeats=8)
     return Topology.local(num_ranks, cores=os.cpu_count())
 
 

@@ -78,6 +78,11 @@ class RunConfig:
         return self.request.spill or Spilled()
 
 
+def checkpoints_of(folder: str | Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(folder) / "checkpoints"
+
+
 def with_defaults(config: RunConfig) -> RunConfig:
     """The configuration with the schedule and the number of processes that follow from the other options."""
     check_least(config)
@@ -157,6 +162,7 @@ _FREE = (
     "disk",
     "host_memory",
     "commit_every",
+    "nonfinite",
     "plan",
 )
 """Options that may differ when another run resumes from the records of this one."""

@@ -13,7 +13,7 @@ from pipefit.ir import text as program_text
 from pipefit.models import ModelBundle
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.run_report import Traffic
-from pipefit.run.config import RunConfig
+from pipefit.run.config import RunConfig, checkpoints_of
 from pipefit.run.sources import Source
 from pipefit.spec import Plan, Prediction, Profile
 from pipefit.spec.files import write_atomically, write_json
@@ -74,13 +74,9 @@ class RunResult:
     held_bytes: list[float] = field(default_factory=list)
     compile_s: list[float] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     paths: dict[str, str] = field(default_factory=dict)
-
-
-def checkpoints_of(folder: str | Path) -> Path:
-    """The folder of a run's checkpoints."""
-    return Path(folder) / "checkpoints"
 
 
 def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline, result: RunResult) -> None:

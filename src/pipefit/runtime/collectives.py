@@ -20,7 +20,10 @@ from pipefit.runtime.session import Session
 
 def exchange(session: Session, data: Any) -> list[Any]:
     """Returns the JSON data of every process, by number."""
-    return exchange_in_group(data) if session.is_distributed else [json.loads(json.dumps(data))]
+    if not session.is_distributed:
+        return [json.loads(json.dumps(data))]
+    with session.progress.waiting():
+        return exchange_in_group(data)
 
 
 def exchange_in_group(data: Any, group: Any = None, device: torch.device | str = "cpu") -> list[Any]:
@@ -50,7 +53,8 @@ def sum_table(session: Session, table: Tensor) -> Tensor:
     """Returns the table (any shape, on the CPU) with the sum over all processes, which is written in place."""
     work = start_sum(session, table)
     if work is not None:
-        work.wait()
+        with session.progress.waiting():
+            work.wait()
     return table
 
 
@@ -62,8 +66,16 @@ def start_sum(session: Session, table: Tensor) -> Any:
 def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
     """Returns the tensor with the values of process `source`, written in place."""
     if session.is_distributed:
-        dist.broadcast(tensor, source)
+        with session.progress.waiting():
+            dist.broadcast(tensor, source)
     return tensor
+
+
+def meet(session: Session) -> None:
+    """Waits until every process is here."""
+    if session.is_distributed:
+        with session.progress.waiting():
+            dist.barrier()
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:

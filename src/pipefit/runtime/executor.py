@@ -44,6 +44,7 @@ class Execution:
         logged: metrics that the loss returned, of each of these micro-batches, weighted like its loss.
         metric, metrics: a further number computed from each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
+        decided: whether an update is made, where the loss and all gradients must be finite.
         rates: learning rates of each update of a stage, by (stage, update).
         index: of the instruction that is running or waiting.
         at_end: called at the end of the list.
@@ -64,6 +65,7 @@ class Execution:
     logged: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
+    decided: dict[int, bool] = field(default_factory=dict)
     rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     index: int = 0
@@ -86,9 +88,10 @@ class Execution:
         values, look = self.values, self.look
         for index, instruction in enumerate(instructions):
             self.index = index
-            progress.at(index)
             if awaits[index]:
+                progress.at(index, waits=True)
                 yield from self._wait_for(awaits[index])
+            progress.at(index)
             starts[index] = clock()
             handlers[instruction.op](self, instruction)
             ends[index] = clock()
@@ -97,6 +100,7 @@ class Execution:
                 look()
             for value in frees[index]:
                 values.pop(value, None)
+        progress.at(len(instructions), waits=True)
         yield from self._wait_for(compiled.awaited_at_end)
         self.index = len(instructions)
         for action in self.at_end:

@@ -17,6 +17,7 @@ from pipefit.ir.op import PIECE_OF, WHOLE_OF, Kind, Op, Reduction
 from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing, spill_handlers
 from pipefit.runtime.executor import Execution, Handlers
+from pipefit.runtime.finite import is_taken, may_step, with_losses
 from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
@@ -203,7 +204,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
     if i.kind == Reduction.NORM:
         # Each rank has its own entry and zeros for the others, so the sum is bitwise the same in any order.
         squares = torch.zeros(program.header.num_processes, dtype=torch.float64, device=worker.device)
-        squares[worker.process] = _local_square(run, i.version)
+        squares[worker.process] = with_losses(run, i.version, _local_square(run, i.version))
         run.norms[i.version] = squares
         tensors = [squares]
         if worker.scale is not None:
@@ -235,26 +236,34 @@ def _step(run: Execution, i: Instruction) -> None:
     worker.forget_idle_gradients(i.stage)
     worker.mesh.compare(i.stage, ((owned.name, owned.parameter) for owned in worker.owned[i.stage]))
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
-    batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
-    # Every rank decides about every update, even if it trains nothing: all must have one scale.
-    taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
-    if optimizer is None:
-        return
-    if taken:
-        _update(run, i)()
-    store.end_step()
+    taken = is_taken(run, i.version)
+    if optimizer is not None:
+        taken = taken and _update(run, i)()
+        store.end_step()
+    _count_batchnorms(run, i, taken)
 
 
 def _host_step(run: Execution, i: Instruction) -> None:
     """Starts the step on the host, where gradients, weights and states are, asynchronously."""
-    worker = run.worker
-    batchnorm.commit(worker.stages[i.stage].batchnorms, i.version)
-    taken = worker.scale is None or worker.scale.decide(i.version, run.norms[i.version])
+    worker, taken = run.worker, is_taken(run, i.version)
+    _count_batchnorms(run, i, taken)
     spill_handlers.step_on_host(run, i, _update(run, i) if taken and i.stage in worker.optimizers else None)
 
 
-def _update(run: Execution, i: Instruction) -> Callable[[], None]:
-    """Returns the function that makes an update once the optimizer has the gradients; the rank is looked up now."""
+def _count_batchnorms(run: Execution, i: Instruction, taken: bool) -> None:
+    """Updates the running averages of a stage, also by an update without a step because of the scale of the loss."""
+    modules = run.worker.stages[i.stage].batchnorms
+    if taken or run.worker.scale is not None:
+        batchnorm.commit(modules, i.version)
+    else:
+        batchnorm.forget(modules, i.version)
+
+
+def _update(run: Execution, i: Instruction) -> Callable[[], bool]:
+    """Returns the function that makes an update once the optimizer has the gradients; the rank is looked up now.
+
+    It returns whether the update was made.
+    """
     worker = run.worker
     optimizer, scheduler = worker.optimizers[i.stage], worker.schedulers.get(i.stage)
     scale, factor = _scale(run, i.stage, i.version), None
@@ -265,8 +274,10 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
         places = (p.device for group in optimizer.param_groups for p in group["params"])
         factor = (worker.training.clip_norm / (norm + 1e-6)).clamp(max=1.0).to(next(places, worker.device))
 
-    def update() -> None:
+    def update() -> bool:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not may_step(run, i.stage, i.version, gradients):
+            return False
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
         if factor is not None and gradients:
@@ -275,6 +286,7 @@ def _update(run: Execution, i: Instruction) -> Callable[[], None]:
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
+        return True
 
     return update
 

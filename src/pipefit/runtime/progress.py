@@ -7,19 +7,23 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("qqqqd")
+_LAYOUT = struct.Struct("qqqqdq")
 
 # Places of a rank outside of the instructions of a program.
-OUTSIDE, SAVING, LOSS, MEETING, TOKEN = -1, -2, -3, -4, -5
+OUTSIDE, SAVING, LOSS, MEETING, TOKEN, JOINING, MEASURING, LEAVING = -1, -2, -3, -4, -5, -6, -7, -8
 PLACES = {
     OUTSIDE: "between two passes, in the code of the user",
     SAVING: "saving or loading a checkpoint",
     LOSS: "waiting for the loss of the step",
     MEETING: "making process groups with the others",
     TOKEN: "waiting for the next token",
+    JOINING: "joining the run",
+    MEASURING: "measuring layers or links",
+    LEAVING: "leaving the run",
 }
 
 
@@ -32,6 +36,7 @@ class Position(NamedTuple):
         program: number of the program, in the order in which programs were first run.
         pid: of the rank's process.
         since_s: time of its arrival there (monotonic seconds of its machine).
+        waits: whether it waits for others there: for what its instruction needs, or outside of programs for all.
     """
 
     passes: int
@@ -39,6 +44,7 @@ class Position(NamedTuple):
     program: int
     pid: int
     since_s: float
+    waits: bool = False
 
 
 class Progress:
@@ -55,14 +61,33 @@ class Progress:
                 self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
         self.at(OUTSIDE)
 
-    def at(self, index: int) -> None:
+    def at(self, index: int, waits: bool = False) -> None:
         """Records that the rank begins the instruction at `index`, or is at a place outside the program."""
-        _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, time.monotonic())
+        _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, time.monotonic(), waits)
+
+    def again(self) -> None:
+        """Records that the rank is still at work where it is."""
+        self.at(self.position.index)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The context of a wait for all others, at a place outside of programs."""
+        index = self.position.index
+        self.at(index, waits=True)
+        try:
+            yield
+        finally:
+            self.at(index)
 
     @property
     def position(self) -> Position:
         """The rank's position."""
-        return Position(*_LAYOUT.unpack_from(self._memory))
+        return _read(bytes(self._memory))
+
+
+def _read(data: bytes) -> Position:
+    *numbers, waits = _LAYOUT.unpack(data)
+    return Position(*numbers, bool(waits))
 
 
 def progress_file(folder: Path, rank: int) -> Path:
@@ -75,5 +100,5 @@ def positions_of(folder: Path, num_ranks: int) -> dict[int, Position]:
     found = {}
     for rank in range(num_ranks):
         with contextlib.suppress(OSError, struct.error):
-            found[rank] = Position(*_LAYOUT.unpack(progress_file(folder, rank).read_bytes()))
+            found[rank] = _read(progress_file(folder, rank).read_bytes())
     return {rank: position for rank, position in found.items() if position.pid}

@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -18,6 +19,9 @@ ENDING = "ending"
 
 STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write its Python stack to its `stack_file`, also while it is blocked."""
+
+PASSED_ON = signal.SIGUSR1
+"""A request to stop from the launcher, which may come in addition to a signal for the whole process group."""
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
@@ -33,12 +37,24 @@ class Stop:
         agreed: all ranks know it, since the same step.
         wanted: this process wants the training to end.
         ended: all ranks know that one process does, since the same step.
+        numbers: of the signals that this process got.
     """
 
     requested: bool = False
     agreed: bool = False
     wanted: bool = False
     ended: bool = False
+    numbers: list[int] = field(default_factory=list)
+
+    @property
+    def code(self) -> int:
+        """The exit code of a stopped run."""
+        return 128 + signal.SIGINT if self.numbers[:1] == [signal.SIGINT] else _TERMINATED
+
+    @property
+    def leaving(self) -> BaseException:
+        """The exception with which a stopped run leaves."""
+        return SystemExit(self.code) if self.code == _TERMINATED else KeyboardInterrupt()
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -61,24 +77,38 @@ def die_with_parent() -> None:
         os._exit(_TERMINATED)
 
 
-def die_with(sentinel: int) -> None:
-    """Ends this process when the launcher's end of a pipe closes, because its kernel parent is the fork server."""
+def die_with(sentinel: int, folder: str | None = None) -> None:
+    """Ends this process when the launcher's end of a pipe closes, because its kernel parent is the fork server.
+
+    Args:
+        sentinel: of the launcher.
+        folder: of the launcher in the machine's memory, removed then, because nothing else will.
+    """
 
     def watch() -> None:
         wait([sentinel])
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(_TERMINATED)
 
     threading.Thread(target=watch, name="pipefit-launcher", daemon=True).start()
 
 
-def listen(stop: Stop, folder: Path | None) -> None:
+def listen(stop: Stop, folder: Path | None, ctrl_c: bool = False) -> None:
     """Installs the handler of SIGTERM: a stop after the step; the end of the process at a second one or a grace time.
 
     The grace time is 10 s; PIPEFIT_GRACE_S changes it. A handler that the user has set stays as it is.
+
+    Args:
+        stop: takes the request.
+        folder: of the run, if a launcher has started it.
+        ctrl_c: the same for Ctrl-C.
     """
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
+        return
+    if ctrl_c and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -86,24 +116,30 @@ def listen(stop: Stop, folder: Path | None) -> None:
     if taken != -1:
         signal.set_wakeup_fd(taken)  # an event loop has it; then SIGTERM keeps its usual meaning
         return
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    for number in (signal.SIGTERM, *([signal.SIGINT] if ctrl_c else []), *([PASSED_ON] if folder is not None else [])):
+        signal.signal(number, lambda *_: None)
     threading.Thread(target=_serve, args=(reader, stop, folder), name="pipefit-signals", daemon=True).start()
 
 
 def _serve(reader: int, stop: Stop, folder: Path | None) -> None:
     while data := os.read(reader, 64):
-        if signal.SIGTERM not in data:
-            continue
-        if stop.requested or (folder is not None and (folder / ENDING).exists()):
-            _leave()
-        stop.requested = True
-        grace = threading.Timer(float(os.environ.get("PIPEFIT_GRACE_S", _GRACE_S)), _leave)
-        grace.daemon = True
-        grace.start()
+        for number in data:
+            if number not in (signal.SIGTERM, signal.SIGINT, PASSED_ON) or signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            # The same one twice: torchrun adds its own to that of a terminal.
+            if number in stop.numbers or (folder is not None and (folder / ENDING).exists()):
+                _leave(stop.code)
+            stop.numbers.append(number)
+            if not stop.requested:
+                stop.requested = True
+                seconds = float(os.environ.get("PIPEFIT_GRACE_S", _GRACE_S))
+                grace = threading.Timer(seconds, _leave, (stop.code,))
+                grace.daemon = True
+                grace.start()
 
 
-def _leave() -> None:
+def _leave(code: int) -> None:
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(_TERMINATED)
+    os._exit(code)

@@ -72,7 +72,7 @@ def saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[
     return spilling.stores[i.stage].saving()
 
 
-def step_on_host(run: Execution, i: Instruction, work: Callable[[], None] | None) -> None:
+def step_on_host(run: Execution, i: Instruction, work: Callable[[], object] | None) -> None:
     """Starts an optimizer's step on the host; the next fetch of the stage's weights waits for it."""
     spilling = spilling_of(run)
     copy = spilling.stores[i.stage].step_on_host(i.version, work)

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.runtime.compiled import compile_rank
-from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, PLACES, Position
+from pipefit.runtime.progress import JOINING, LEAVING, LOSS, MEASURING, MEETING, OUTSIDE, PLACES, SAVING, Position
+
+_SLOW_TIMES = 10
+"""A save, a load or a measurement may take so many deadlines without a sign of life."""
 
 
-def waits_for(program: Program, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
+def waits_for(program: Program | None, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
     """The ranks that a rank may be waiting for at its position, each with the missing message or part.
 
-    A peer that has passed the instruction is not waited for. Empty: the rank is computing, or outside the program.
+    A peer that has passed the instruction is waited for only if nobody else is: what it sent may not have arrived.
+    Empty: the rank is computing, or in the user's code.
     """
     here = positions[rank]
     others = {r: p for r, p in positions.items() if r != rank}
+    if here.index < 0 and (here.waits or here.index == MEETING):
+        there = {r for r, p in others.items() if p.index < 0 and (p.waits or p.index == here.index == MEETING)}
+        return dict.fromkeys(others.keys() - there, "its part of what all do together")
     if here.index == LOSS:
         return {r: "its part of the loss" for r, p in others.items() if p.passes <= here.passes and p.index != LOSS}
+    if program is None:
+        return {}
     row, part = divmod(rank, program.header.tensor)
     instructions = program.ranks[row]
-    if not 0 <= here.index < len(instructions):
+    if program_ended(here, instructions):
+        awaits = compile_rank(program, row).awaited_at_end
+    elif 0 <= here.index:
+        awaits = compile_rank(program, row).awaits[here.index]
+    else:
         return {}
     graph = dependency_graph(program)
     start = graph.starts[row]
     found: dict[int, str] = {}
+    sent: dict[int, str] = {}
 
     def needs(number: int, what: str) -> None:
         peer, index = graph.place(number)
@@ -35,18 +49,27 @@ def waits_for(program: Program, rank: int, positions: Mapping[int, Position]) ->
         there = positions.get(peer)
         if peer != rank and (there is None or (there.passes, _index(there)) <= (here.passes, index)):
             found.setdefault(peer, what)
+        elif peer != rank and here.waits:
+            sent.setdefault(peer, f"{what}, which it has passed,")
 
-    for awaited in compile_rank(program, row).awaits[here.index]:
+    for awaited in awaits:
         number, instruction = start + awaited, instructions[awaited]
         if instruction.op is Op.RECV:
             needs(graph.partner[number], f"'{graph.instructions[graph.partner[number]]}'")
         else:
             for member in graph.collectives[graph.collective_of[number]]:
                 needs(member, f"'{instruction}'")
-    if instructions[here.index].op is Op.SEND and not found:
-        # A send waits for an earlier one to the same peer, when too many are open.
-        found[instructions[here.index].peer * program.header.tensor + part] = "its receives"
-    return found or _partners(program, rank, positions)
+    if here.index < len(instructions):
+        if instructions[here.index].op is Op.SEND and not found:
+            # A send waits for an earlier one to the same peer, when too many are open.
+            found[instructions[here.index].peer * program.header.tensor + part] = "its receives"
+        found = found or _partners(program, rank, positions)
+    return found or sent
+
+
+def program_ended(here: Position, instructions: Sequence[object]) -> bool:
+    """Returns whether a rank waits behind the last instruction of its list."""
+    return here.index >= len(instructions)
 
 
 def _partners(program: Program, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
@@ -83,15 +106,28 @@ def where(program: Program | None, rank: int, position: Position) -> str:
     """A rank's position in words."""
     if position.index in PLACES:
         return f"{PLACES[position.index]}, after pass {position.passes}"
-    if program is None or position.index >= len(own := program.ranks[rank // program.header.tensor]):
+    if program is None:
         return f"at instruction {position.index} of pass {position.passes}"
+    if program_ended(position, own := program.ranks[rank // program.header.tensor]):
+        return f"at the end of pass {position.passes}"
     return f"at '{own[position.index]}' (instruction {position.index}, pass {position.passes})"
 
 
 def _culprit(
-    program: Program, rank: int, positions: Mapping[int, Position], states: Mapping[int, str]
+    program: Program | None, rank: int, positions: Mapping[int, Position], states: Mapping[int, str]
 ) -> tuple[int | None, list[str]]:
-    """Follows the waits from `rank` to a rank that waits for no other; None: they wait for each other in a cycle."""
+    """Follows the waits from `rank` to a rank that waits for no other; None: they wait for each other in a cycle.
+
+    A rank that is stopped or has ended is the cause, wherever the waits lead.
+    """
+    end, lines = _last_waited_for(program, rank, positions, states)
+    gone = [other for other, state in sorted(states.items()) if state != "there"]
+    return (end if end in gone or not gone else gone[0]), lines
+
+
+def _last_waited_for(
+    program: Program | None, rank: int, positions: Mapping[int, Position], states: Mapping[int, str]
+) -> tuple[int | None, list[str]]:
     lines: list[str] = []
     seen: list[int] = []
     current = rank
@@ -99,7 +135,9 @@ def _culprit(
         seen.append(current)
         if current not in positions or (current != rank and states[current] != "there"):
             return current, lines
-        peers = waits_for(program, current, positions)
+        # The other ranks may be in another program, whose instructions are not known here.
+        is_known = positions[current].index < 0 or positions[current].program == positions[rank].program
+        peers = waits_for(program, current, positions) if is_known else {}
         if not peers:
             return current, lines
         # A rank that is stopped or has ended explains more than one that also waits.
@@ -109,12 +147,43 @@ def _culprit(
     return None, lines
 
 
+def patience(
+    rank: int, program: Program | None, positions: Mapping[int, Position], deadline_s: float, now_s: float
+) -> float:
+    """Seconds for which a rank may stay where it is, from the position of the rank that causes it.
+
+    Slow work of another outside the programs is no hang while it shows signs of life, and none at all while a rank
+    waits to leave. A rank that is stopped or has ended gets no more than the deadline.
+
+    Args:
+        rank: that waits.
+        program: that it runs.
+        positions: of all ranks that are known.
+        deadline_s: the limit of an instruction.
+        now_s: monotonic seconds of this machine.
+    """
+    states = states_of(rank, positions)
+    culprit, _ = _culprit(program, rank, positions, states)
+    if culprit is None or culprit not in positions or states[culprit] != "there":
+        return deadline_s
+    if positions[rank].index == LEAVING:
+        return float("inf")
+    if (cause := positions[culprit]).index in (SAVING, MEASURING) and not cause.waits:
+        return deadline_s if now_s - cause.since_s > _SLOW_TIMES * deadline_s else float("inf")
+    return deadline_s
+
+
+def states_of(rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
+    """The states of the ranks' processes; that of `rank` is running, even if it was stopped for a while."""
+    return {other: "there" if other == rank else _state(position) for other, position in positions.items()}
+
+
 def _verdict(culprit: int, place: str, position: Position, state: str) -> str:
     if state == "stopped":
         return f"rank {culprit} is stopped (by SIGSTOP or a debugger), {place}"
     if state == "ended":
         return f"rank {culprit} has ended without an error message, {place}"
-    if position.index == MEETING:
+    if position.index in (MEETING, JOINING):
         return f"rank {culprit} does not join the others: {place}"
     if position.index == OUTSIDE:
         return f"rank {culprit} has been outside the program too long: {place}"
@@ -141,10 +210,12 @@ def hang_report(
         num_ranks: of the run.
         stacks: from a rank to its Python stack, "" if it is not available.
     """
-    # The process that detects the hang is running, even if it was stopped for a while.
-    states = {other: "there" if other == rank else _state(position) for other, position in positions.items()}
+    states = states_of(rank, positions)
     places = {other: where(program, other, position) for other, position in positions.items()}
-    culprit, chain = (rank, []) if program is None else _culprit(program, rank, positions, states)
+    culprit, chain = _culprit(program, rank, positions, states)
+    missing = [other for other in range(num_ranks) if other not in positions]
+    if positions[rank].index == JOINING and missing:
+        culprit = missing[0]
     if culprit is None:
         verdict = f"the ranks wait for each other in a cycle (for {stood_s:.0f} s)"
     elif culprit not in positions:

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
-from pipefit.runtime.progress import LOSS, MEETING, OUTSIDE, Position, Progress, positions_of
+from pipefit.runtime.progress import JOINING, OUTSIDE, Position, Progress, positions_of
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
-from pipefit.runtime.waits import hang_report
+from pipefit.runtime.waits import hang_report, patience
 from pipefit.spec.files import write_atomically
 
 HANG_EXIT = 75
@@ -30,12 +30,10 @@ _FIRST_S = 600.0
 _FACTOR = 10.0
 _KEPT_PASSES = 31
 _ANSWER_S = 0.2
-# Places at which a rank waits for others outside its program, but not in the user's code.
-_WATCHED = (LOSS, MEETING)
 
 
-def hang_file(folder: Path, rank: int) -> Path:
-    """The file to which a rank writes its page."""
+def hang_file(folder: Path, rank: int | str) -> Path:
+    """The file to which a rank writes its page; "*": the pattern of all."""
     return folder / f"rank-{rank}.hang"
 
 
@@ -116,12 +114,21 @@ class Watchdog:
             # The time in which this process was stopped must not count as a hang.
             stood_s = stood_s + min(now - before, 2 * interval) if position == seen else 0.0
             seen, before = position, now
-            if stood_s > self.deadline_s and (position.index >= 0 or position.index in _WATCHED):
-                self._end(position, stood_s)
+            if stood_s > self.deadline_s and self._is_watched(position):
+                others = positions_of(self._folder, self._num_ranks) if self._folder is not None else {}
+                positions = {**others, self._rank: position}
+                if stood_s > patience(self._rank, self._program, positions, self.deadline_s, now):
+                    self._end(position, stood_s, positions)
 
-    def _end(self, position: Position, stood_s: float) -> None:
-        others = positions_of(self._folder, self._num_ranks) if self._folder is not None else {}
-        positions = {**others, self._rank: position}
+    def _is_watched(self, position: Position) -> bool:
+        """Returns whether it is a place of pipefit's: the user's code may take any time, other machines start late."""
+        if position.index == JOINING and self._folder is None:
+            return False
+        return position.index != OUTSIDE or position.waits
+
+    def _end(self, position: Position, stood_s: float, positions: dict[int, Position]) -> None:
+        if self._folder is not None and any(self._folder.glob(hang_file(Path(), "*").name)):
+            os._exit(HANG_EXIT)  # another rank was first, and is gone now
         page = hang_report(
             self._rank,
             self._program,

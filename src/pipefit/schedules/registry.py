@@ -71,6 +71,7 @@ class Schedule:
         chunks: whether it supports several stages per rank.
         options: its integer options and their defaults.
         check: raises ScheduleError for a shape that it does not support.
+        flushes: whether the ranks are idle at the end of an update, so that little is lost when they all meet there.
         spills: whether it is made for stages on the host or on disk. It then spills all of them, and replays forwards
             except of stages that keep their saved tensors, unless the shape gives other settings.
     """
@@ -82,6 +83,7 @@ class Schedule:
     chunks: bool = False
     options: dict[str, int] = field(default_factory=dict)
     check: Callable[[Shape], None] | None = None
+    flushes: bool = True
     spills: bool = False
 
     @property
@@ -157,6 +159,7 @@ class Facts(TypedDict, total=False):
     chunks: bool
     options: dict[str, int]
     check: Callable[[Shape], None]
+    flushes: bool
     spills: bool
 
 

@@ -48,7 +48,7 @@ def _h1(task: Task) -> Iterator[list[Instruction]]:
     return _late_weights(task, 1)
 
 
-@schedule(name="zb-h2")
+@schedule(name="zb-h2", flushes=False)
 def _h2(task: Task) -> Iterator[list[Instruction]]:
     """Zero-bubble H2: H1 with twice the warm-up; ranks are idle only before the first update and after the last.
 
@@ -74,7 +74,7 @@ def _two_chunks(shape: Shape) -> None:
         )
 
 
-@schedule(name="zb-v", layout="wave", chunks=True, check=_two_chunks)
+@schedule(name="zb-v", flushes=False, layout="wave", chunks=True, check=_two_chunks)
 def _v(task: Task) -> Iterator[list[Instruction]]:
     """Zero-bubble V: stages go down the ranks and up again, so that all ranks hold equally much and none is idle.
 

@@ -31,6 +31,9 @@ STEP_ON: Final = ("auto", "device", "host")
 KEEP: Final = ("auto", "all", "none")
 """Choices of the spilled stages that keep their activations."""
 
+STOP, SKIP, OFF = NONFINITE = ("stop", "skip", "off")
+"""What happens to an update whose loss or gradient is not a finite number."""
+
 Group = TypeVar("Group")
 
 
@@ -135,6 +138,8 @@ class Updates:
 
     Attributes:
         clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
+        nonfinite: for an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are
+            those of the step before), skip (the next batch follows), or off (only losses, after the step).
         seed: of dropout; in a run also of weights and the order of the data.
         no_decay: parts of names, like bias,norm: parameters with one in their name, or in the class of the module that
             holds them, get no weight decay.
@@ -144,6 +149,7 @@ class Updates:
     """
 
     clip_norm: float | None = setting(None, "--clip", least=0.0)
+    nonfinite: Literal["stop", "skip", "off"] = "stop"
     seed: int = setting(0, least=0, most=MOST_SEED)
     no_decay: Sequence[str] | str = setting((), typed="words")
     scheduler: Any = setting(None, hidden=True)

@@ -101,6 +101,13 @@ def commit(modules: Sequence[DeferredBatchNorm], update: int) -> None:
             torch._foreach_lerp_(buffers, list(values.to(buffers[0].dtype).split(sizes)), share)
 
 
+def forget(modules: Sequence[DeferredBatchNorm], update: int) -> None:
+    """Drops the statistics of an update that is not made."""
+    for module in modules:
+        module._seen.pop(update, None)
+        module._gathered.pop(update, None)
+
+
 def _sums(modules: Sequence[DeferredBatchNorm], update: int) -> Tensor:
     """Takes count, sum and sum of squares (3 × channels) from modules with the same micro-batches of an update."""
     gathered = None

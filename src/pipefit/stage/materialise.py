@@ -10,7 +10,7 @@ model and on every tier.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -114,10 +114,22 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
 
 
 def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
-    """Frees the weights of layers that no stage of this process holds; names and shapes stay, on the meta device."""
+    """Frees the weights of layers that no stage of this process holds; names and shapes stay, on the meta device.
+
+    Buffers that no state holds, such as masks, stay: `give_back` could not restore them.
+    """
     kept = {id(p) for layer in layers if layer.index in held for p in layer.module.parameters()}
+    for module in (module for layer in layers for module in layer.module.modules()):
+        kept |= {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
     others = [layer for layer in layers if layer.index not in held]
     stand_in(others, lambda tensor: tensor.to("meta"), lambda tensor: not tensor.is_meta and id(tensor) not in kept)
+
+
+def give_back(layers: Sequence[NamedLayer], state: Mapping[str, Tensor]) -> None:
+    """Restores what `forget_others` has freed, from the state of the whole model."""
+    held = (layer.module.state_dict(prefix=layer.dotted, keep_vars=True) for layer in layers)
+    names = {id(tensor): name for own in held for name, tensor in own.items()}
+    stand_in(layers, lambda tensor: state[names[id(tensor)]], lambda tensor: tensor.is_meta and id(tensor) in names)
 
 
 def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | None = None) -> None:

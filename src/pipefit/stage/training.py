@@ -11,6 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipefit.errors import PlanError
+from pipefit.spec.options import NONFINITE
+
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 Loss = Callable[[Any, Any], Any]
@@ -31,6 +34,7 @@ class Training:
         half: the type that autocast computes in; None: no autocast.
         loss_scale: the first scale of the loss; None: the loss is not scaled.
         compiler: the backend of torch.compile that layers train by; None: they run as they are.
+        nonfinite: what happens to an update that is not finite; see `Updates`.
     """
 
     loss: Loss
@@ -41,6 +45,11 @@ class Training:
     half: torch.dtype | None = None
     loss_scale: float | None = None
     compiler: str | None = None
+    nonfinite: str = "stop"
+
+    def __post_init__(self) -> None:
+        if self.nonfinite not in NONFINITE:
+            raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {self.nonfinite!r}")
 
     @property
     def needs_norm(self) -> bool:
