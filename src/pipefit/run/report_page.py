@@ -14,9 +14,10 @@ from pipefit.draw.scene import scene_of
 from pipefit.errors import PipefitError
 from pipefit.pipeline.run_report import SHOWN
 from pipefit.planner.explain import spill_lines
+from pipefit.run.config import checkpoints_of
 from pipefit.run.curves import curves, figures_of
 from pipefit.run.result import MEASURED, METRICS, RESULT
-from pipefit.runtime.faults import described
+from pipefit.runtime.faults import described, noted
 from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_atomically
 from pipefit.timeline.trace import load_trace
@@ -88,8 +89,8 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         result=result,
         last=next((entry for entry in reversed(entries) if "loss" in entry), None),
         plan=plan,
-        faults=described(result.get("faults", [])) if result else [],
         spill=spill_lines(plan) if plan else [],
+        faults=described(result.get("faults", []) if result else noted(checkpoints_of(place))),
         rows=[row for row in result["rows"] if row["name"].split()[0] in ("period", "bubble", *SHOWN)]
         if result
         else [],
