@@ -33,8 +33,8 @@ class Training:
         seed: of all random numbers inside the model.
         half: the type that autocast computes in; None: no autocast.
         loss_scale: the first scale of the loss; None: the loss is not scaled.
-        nonfinite: what happens to an update that is not finite; see `Updates`.
         compiler: the backend of torch.compile that layers train by; None: they run as they are.
+        nonfinite: what happens to an update that is not finite; see `Updates`.
     """
 
     loss: Loss
