@@ -33,8 +33,8 @@ class Training:
         seed: of all random numbers inside the model.
         half: the type that autocast computes in; None: no autocast.
         loss_scale: the first scale of the loss; None: the loss is not scaled.
-        nonfinite: what happens to an update that is not finite; see `Updates`.
         compiler: the backend of torch.compile that layers train by; None: they run as they are.
+        nonfinite: what happens to an update that is not finite; see `Updates`.
     """
 
     loss: Loss
@@ -44,13 +44,12 @@ class Training:
     seed: int = 0
     half: torch.dtype | None = None
     loss_scale: float | None = None
+    compiler: str | None = None
     nonfinite: str = "stop"
 
     def __post_init__(self) -> None:
         if self.nonfinite not in NONFINITE:
             raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {self.nonfinite!r}")
-
-    compiler: str | None = None
 
     @property
     def needs_norm(self) -> bool:
