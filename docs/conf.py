@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pipefit
 
@@ -12,7 +13,7 @@ author = "The pipefit authors"
 copyright = "2026, The pipefit authors"
 version = release = pipefit.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docs.drawings"]
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
@@ -22,4 +23,5 @@ autodoc_typehints = "description"
 exclude_patterns = ["_build", "**.ipynb", "**.ipynb_checkpoints"]
 
 html_theme = "furo"
+html_static_path = ["_static"]
 html_title = "pipefit"

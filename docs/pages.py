@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 
 def pages() -> list[Path]:
     """Returns the pages that may hold tables and transcripts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/schedules").glob("*.md"))]
+    folders = ("docs", "docs/course", "docs/schedules")
+    return [ROOT / "README.md", *(path for folder in folders for path in sorted((ROOT / folder).glob("*.md")))]
 
 
 def renew(change: Callable[[str], str]) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,11 +70,21 @@ def test_a_line_of_help_ends_only_where_the_terminal_does(verb, capsys, monkeypa
             assert len(line.rstrip()) + 1 + len(below.split()[0]) > 80, line
 
 
-def test_the_version_is_the_package_s(capsys):
+def test_the_version_names_package_commit_torch_and_devices(capsys):
+    import importlib.metadata
+
     import pipefit as package
 
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == package.__version__
+    first, versions, devices = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"pipefit {package.__version__} \((commit \w+( with changes)?|no commit known)\)", first)
+    assert versions.endswith(f"torch {importlib.metadata.version('torch')}")
+    assert re.fullmatch(r"\d+ cores?, (no|\d+) GPUs?", devices)
+
+
+def test_the_version_is_known_without_torch():
+    code = "import sys; from pipefit.cli import main; main(['--version']); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
 
 
 def test_an_unknown_verb_gets_the_nearest_one_and_exit_2(capsys):

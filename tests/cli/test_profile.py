@@ -79,7 +79,7 @@ def test_a_device_that_is_not_here_is_computed_for(tmp_path, capsys):
 
 def test_a_machine_is_known_by_name(capsys):
     data = answered(capsys, "profile", *SMALL, "-b", "16", "--analytic", "--topology", "dgx-a100-8")
-    assert 0 < data["forward_s"] < 1e-6
+    assert 0 < data["forward_s"] < 1e-4  # some kernels of microseconds; the arithmetic takes nanoseconds
 
 
 def test_a_user_s_own_factory_is_profiled_and_may_print(own, capsys):

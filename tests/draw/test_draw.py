@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -16,6 +15,7 @@ import msgspec
 import pytest
 from matplotlib.colors import rgb2hex
 from tests import golden
+from tests.draw.browser import needs_browser, shown
 from tests.draw.page_data import bars_in, boxes_in, critical_path
 
 import pipefit.draw
@@ -278,13 +278,19 @@ def test_a_prediction_beside_what_was_measured_has_the_same_unit():
         assert {entry["unit"] for entry in json.loads(collect(html(named)).texts["data"])} == {word}
 
 
+def test_a_page_of_a_drawing_with_replays_offers_none_without_them():
+    # Another m led to a drawing of the shelf, in which nothing was replayed.
+    (data,) = json.loads(collect(draw("gpipe", 4, 8, recompute=True).html()).texts["data"])
+    assert data["kept"] == [7, 7, 7, 7]
+
+
 def test_a_page_without_timelines_is_refused():
     with pytest.raises(PipefitError, match="at least one timeline"):
         html([])
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser")
+@needs_browser
 @pytest.mark.parametrize(
     ("drawing", "keys", "told"),
     [
@@ -298,22 +304,11 @@ def test_a_browser_draws_every_item_of_the_page_and_tells_why_one_waited(drawing
     timeline = draw(*drawing).timeline
     press = f"for (const key of {['Arrow' + key for key in keys]}) document.querySelector('.scroll').dispatchEvent("
     press += "new KeyboardEvent('keydown', {key, bubbles: true}));"
-    path = tmp_path / "page.html"
-    path.write_text(html(timeline).replace("</body>", f"<script>{press}</script></body>"), encoding="utf-8")
-    command = [
-        "chromium",
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--no-first-run",
-    ]
-    command += ["--disable-sync", "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([*command, path.as_uri()], capture_output=True, text=True, timeout=60)
+    page = shown(html(timeline), press, tmp_path)
     scene = scene_of(timeline)
-    assert len(re.findall(r'<rect class="cell ', done.stdout)) == len(scene.items)
-    assert done.stdout.count('class="stay"') == len(stays_of(scene) if scene.bars else [])
-    assert told in done.stdout
+    assert len(re.findall(r'<rect class="cell', page)) == len(scene.items)
+    assert page.count('class="stay"') == len(stays_of(scene) if scene.bars else [])
+    assert told in page
 
 
 # --------------------------------------------------------------------------------------------------------------- files

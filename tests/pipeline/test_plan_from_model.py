@@ -40,6 +40,6 @@ def test_a_profile_or_its_name_needs_no_example_and_sweeps_like_the_command_line
     )
     found = planned.sweep(schedule=["gpipe", "1f1b"])
     assert [cell.plan.schedule for cell in found.cells] == ["gpipe", "1f1b"]
-    assert "schedule gpipe" in str(found) and "all" not in planned.explain(width=60, every=True)
+    assert "schedule gpipe" in str(found) and "--all" not in planned.explain(width=60, every=True)
     with pytest.raises(PlanError, match="example"):
         pf.plan(make(), topology="local:2")

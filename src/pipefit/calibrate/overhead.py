@@ -62,7 +62,7 @@ def runtime_costs(session: Session, topology: Topology) -> RuntimeCosts:
         parallelism=Parallelism(device="cpu"),
     )
     # Shapes are agreed on, and process groups are made, in the first passes.
-    pipe.fit([(x, x)] * _PASSES)
+    pipe.loop.fit(iter([(x, x)] * _PASSES), _PASSES)
     rounds = [_round(pipe, layers, x, topology) for _ in range(_ROUNDS)]
     figures = {name: median(getattr(one, name) for one in rounds) for name in RuntimeCosts._fields if name != "host_s"}
     host_s = {op: median(one.host_s[op] for one in rounds) for op in rounds[0].host_s}
@@ -73,7 +73,7 @@ def _round(pipe: Pipeline, layers: Sequence[nn.Module], x: torch.Tensor, topolog
     """The costs by one profile of the layers and some passes right after it."""
     loss = nn.functional.mse_loss
     profile = profile_layers(layers, x[:1], loss, x[:1], repeats=_REPEATS, threads=None, optimizer=_sgd)
-    pipe.fit([(x, x)] * _PASSES)
+    pipe.loop.fit(iter([(x, x)] * _PASSES), _PASSES)
     timeline = pipe.timeline(last=_PASSES)
     kinds = {key: item.median_s for key, item in by_kind(timeline).items()}
     # Between two passes all ranks compute at once, and the simulation lets them share the cores.

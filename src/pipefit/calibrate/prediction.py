@@ -7,6 +7,7 @@ from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.cost import CostModel, RuntimeCosts, of_plan
 from pipefit.cost.tensor import tensor_shard
 from pipefit.profiling.workload import Workload
+from pipefit.runtime.outliving import kept
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Prediction, Profile, Topology
 from pipefit.stage.materialise import is_meta
@@ -38,7 +39,7 @@ def costs_on_ranks(
         profile = tensor_shard(profile, plan.tensor, topology)
     elif plan.tensor > 1:
         profile = profile_of_shard(work, plan, session, topology)
-    runtime = runtime or runtime_costs(session, topology)
+    runtime = runtime or kept(session, "runtime", RuntimeCosts, lambda: runtime_costs(session, topology))
     return of_plan(profile, plan, topology, state_per_weight=state_per_weight, runtime=runtime)
 
 

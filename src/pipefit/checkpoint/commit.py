@@ -15,7 +15,7 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def save(
         temporary = place / agree(session, made)[0]
         try:
             with whole_states(pipeline):
-                reports = agree(session, attempt(lambda: _write(pipeline, temporary)))
+                reports = agree(session, attempt(lambda: write_ranks(pipeline, temporary)))
             done = attempt(lambda: _commit(pipeline, temporary, reports, extra or {}) if first else "")
             path = place / agree(session, done)[0]
         except PipefitError:
@@ -102,13 +102,19 @@ def make_folder(place: Path) -> None:
         sync_folder(place.parent)
 
 
-def _write(pipeline: Trained, temporary: Path) -> dict[str, Any]:
-    """Writes the files of this process's ranks; returns the facts about them for the manifest."""
+def write_ranks(pipeline: Trained, temporary: Path, among: Container[int] | None = None) -> dict[str, Any]:
+    """Writes the files of this process's ranks; returns the facts about them for the manifest.
+
+    Args:
+        pipeline: inside `whole_states`.
+        temporary: the folder.
+        among: the first replica of a stage among these ranks writes it; None: among all.
+    """
     files: list[FileEntry] = []
     optimization: list[Optimization] = []
     aliases: dict[str, str] = {}
     for worker in pipeline.workers:
-        stages = saved_stages(pipeline.plan, worker)
+        stages = saved_stages(pipeline.plan, worker, among)
         forms = {name: form for stage in stages for name, form in saved_forms(worker, stage).items()}
         values = _alive(pipeline, (value for stage in stages for value in saved_tensors(worker, stage)))
         path = temporary / f"rank-{worker.rank}.safetensors"
@@ -133,8 +139,8 @@ def _alive(pipeline: Trained, values: Iterator[Tensor]) -> Iterator[Tensor]:
         yield value
 
 
-def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], extra: dict[str, Any]) -> str:
-    """On rank 0: writes the manifest and renames the directory; returns the checkpoint's name."""
+def manifest_of(pipeline: Trained, reports: Sequence[dict[str, Any]], extra: dict[str, Any]) -> Manifest:
+    """The manifest of a training, between two steps, with the facts about the files."""
     data = {
         "step": pipeline.num_updates,
         "ordinal": pipeline.loop.next_ordinal,
@@ -149,8 +155,13 @@ def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], e
         "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
         "position": pipeline.position.state(),
     }
+    return msgspec.convert(data, Manifest)
+
+
+def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], extra: dict[str, Any]) -> str:
+    """On rank 0: writes the manifest and renames the directory; returns the checkpoint's name."""
     place = temporary.parent
-    manifest = seal(encode("checkpoint", msgspec.convert(data, Manifest)), indent=1)
+    manifest = seal(encode("checkpoint", manifest_of(pipeline, reports, extra)), indent=1)
     try:
         write_file(temporary / MANIFEST, [manifest.encode()])
         sync_folder(temporary)

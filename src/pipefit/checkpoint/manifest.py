@@ -13,6 +13,7 @@ from pipefit.spec.files import decode
 from pipefit.spec.sealed import FileEntry, read_sealed
 
 MANIFEST = "manifest.json"
+FORM = "pipefit.checkpoint/1"
 _STEP = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
 
 
@@ -76,7 +77,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = read_sealed(path, "pipefit.checkpoint/1")
+        data = read_sealed(path, FORM)
     except (FileNotFoundError, IsADirectoryError):
         raise PipefitError(f"{directory}: no {MANIFEST}, so this is not a finished checkpoint") from None
     manifest = decode("checkpoint", data, Manifest, PipefitError, str(path))
@@ -89,6 +90,11 @@ def read_manifest(directory: Path) -> Manifest:
 def step_name(step: int, attempt: int = 0) -> str:
     """The name of a checkpoint's directory; a second one of the same step gets a number, nothing is overwritten."""
     return f"step-{step:06d}" + (f".{attempt}" if attempt else "")
+
+
+def step_of(path: Path) -> int:
+    """The number of steps in the name of a checkpoint's directory; 0: it is none."""
+    return int(match[1]) if (match := _STEP.fullmatch(path.name)) else 0
 
 
 def candidates(directory: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,22 +63,40 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     session = pipeline._session
     with session.at(SAVING):
         path, manifest, skipped = _choose(session, Path(directory))
-        takers: list[Callable[[], None]] = []
-        agree(session, attempt(lambda: takers.extend(_prepare(pipeline, path, manifest, weights_only))), ModelError)
-        agree(session, attempt(lambda: [take() for take in takers]))
-    if not weights_only:
-        pipeline.loop.num_updates, pipeline.loop.next_ordinal = manifest.step, manifest.ordinal
-        pipeline.position.resume(manifest.position)
-        for worker in pipeline.workers:
-            if worker.scale is not None and manifest.loss_scale is not None:
-                worker.scale.load(manifest.loss_scale)
-        if manifest.seed != pipeline._training.seed:
-            _log.warning(
-                "the checkpoint was trained with seed %d, this run has seed %d: dropout will differ",
-                manifest.seed,
-                pipeline._training.seed,
-            )
+        take(pipeline, manifest, lambda: contents(path, manifest), weights_only)
     return Checkpoint(path, manifest.step, manifest.extra, tuple(skipped))
+
+
+def take(
+    pipeline: Trained, manifest: Manifest, found: Callable[[], Mapping[str, Saved]], weights_only: bool = False
+) -> None:
+    """Loads saved tensors and the position of the training. Every rank must call it.
+
+    Args:
+        pipeline: of the same model.
+        manifest: of the checkpoint.
+        found: returns its tensors by name.
+        weights_only: see `load`.
+
+    Raises:
+        ModelError: they are of another model or optimizer; nothing was changed.
+    """
+    session, takers = pipeline._session, list[Callable[[], None]]()
+    agree(session, attempt(lambda: takers.extend(_prepare(pipeline, found(), manifest, weights_only))), ModelError)
+    agree(session, attempt(lambda: [take() for take in takers]))
+    if weights_only:
+        return
+    pipeline.loop.num_updates, pipeline.loop.next_ordinal = manifest.step, manifest.ordinal
+    pipeline.position.resume(manifest.position)
+    for worker in pipeline.workers:
+        if worker.scale is not None and manifest.loss_scale is not None:
+            worker.scale.load(manifest.loss_scale)
+    if manifest.seed != pipeline._training.seed:
+        _log.warning(
+            "the checkpoint was trained with seed %d, this run has seed %d: dropout will differ",
+            manifest.seed,
+            pipeline._training.seed,
+        )
 
 
 # ---- choosing a checkpoint -----------------------------------------------------------------------------------------
@@ -121,7 +139,7 @@ def _verify(session: Session, path: Path) -> None:
 # ---- loading its tensors -------------------------------------------------------------------------------------------
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """A tensor in a file: its place, and its entry in the file's header."""
 
     path: Path
@@ -130,27 +148,29 @@ class _Saved(NamedTuple):
     dtype: torch.dtype
 
     def read(self) -> Tensor:
+        """Its values."""
         with safe_open(self.path, framework="pt") as file:
             return file.get_tensor(self.name)
 
 
-def _contents(path: Path, manifest: Manifest) -> dict[str, _Saved]:
+def contents(path: Path, manifest: Manifest) -> dict[str, Saved]:
     """All tensors in the files of a checkpoint, by name; only headers are read."""
-    result: dict[str, _Saved] = {}
+    result: dict[str, Saved] = {}
     for entry in manifest.files:
         try:
             with safe_open(path / entry.name, framework="pt") as file:
                 for name in file.keys():
                     part = file.get_slice(name)
-                    result[name] = _Saved(path / entry.name, name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                    result[name] = Saved(path / entry.name, name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
         except (SafetensorError, OSError) as problem:
             raise PipefitError(f"{path / entry.name}: {problem}") from None
     return result
 
 
-def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bool) -> list[Callable[[], None]]:
+def _prepare(
+    pipeline: Trained, saved: Mapping[str, Saved], manifest: Manifest, weights_only: bool
+) -> list[Callable[[], None]]:
     """Compares the checkpoint with the model; returns the functions that load it. Until they run nothing is changed."""
-    saved = _contents(path, manifest)
     weights = {name: entry for name, entry in saved.items() if not name.startswith(OPTIM)}
     for alias, owner in manifest.aliases.items():
         if owner in weights:
@@ -175,7 +195,7 @@ def _prepare(pipeline: Trained, path: Path, manifest: Manifest, weights_only: bo
 
 
 @torch.no_grad()
-def _take(worker: Worker, stage: int, weights: dict[str, _Saved], restore: Callable[[], None] | None) -> None:
+def _take(worker: Worker, stage: int, weights: dict[str, Saved], restore: Callable[[], None] | None) -> None:
     """Loads the saved tensors of a stage, which is on the device meanwhile."""
     with worker.presence(stage, optim=True, change=True):
         for name, _, tensor in weights_of(worker, stage):
@@ -184,19 +204,24 @@ def _take(worker: Worker, stage: int, weights: dict[str, _Saved], restore: Calla
             restore()
 
 
-def _reader(mesh: Mesh, name: str, saved: _Saved) -> Read:
+def _reader(mesh: Mesh, name: str, saved: Saved) -> Read:
     """Reads this process's part of a saved tensor."""
     return lambda: mesh.part(name, saved.read())
 
 
-def _compare(pipeline: Trained, weights: dict[str, _Saved], weights_only: bool) -> None:
-    """Compares names, shapes and types of the whole model, also of tensors on other ranks."""
-    wanted = {
+def wanted_of(pipeline: Trained) -> dict[str, Tensor]:
+    """Weights and buffers of the whole model by name; those of other ranks have no values."""
+    return {
         name: value
         for layer in pipeline.layers
         for name, value in layer.module.state_dict(prefix=layer.dotted).items()
         if isinstance(value, Tensor)
     }
+
+
+def _compare(pipeline: Trained, weights: dict[str, Saved], weights_only: bool) -> None:
+    """Compares names, shapes and types of the whole model, also of tensors on other ranks."""
+    wanted = wanted_of(pipeline)
     whole_shape = pipeline.workers[0].mesh.whole_shape
     if missing := [name for name in wanted if name not in weights]:
         raise ModelError(_other_model("the model has", missing, "that the checkpoint lacks", weights))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 
 
-def saved_stages(plan: Plan, worker: Worker) -> list[int]:
-    """The stages that this rank saves: those of which it is the first replica."""
-    return [stage for stage in worker.stages if plan.placement.ranks[stage][0] == worker.rank]
+def saved_stages(plan: Plan, worker: Worker, among: Container[int] | None = None) -> list[int]:
+    """The stages that this rank saves: those of which it is the first replica, of all or among some ranks."""
+    replicas = {stage: plan.placement.ranks[stage] for stage in worker.stages}
+    firsts = {s: next(rank for rank in ranks if among is None or rank in among) for s, ranks in replicas.items()}
+    return [stage for stage, first in firsts.items() if first == worker.rank]
 
 
 def tensors_of(layers: Iterable[NamedLayer]) -> dict[str, Tensor]:

@@ -54,6 +54,7 @@ def command(
     *,
     ranks: Annotated[int, Parameter(alias="-n")] = 2,
     timeout: Count = 60,
+    folder: Path = Path(),
     json: Json = False,
 ) -> Answer:
     """Report what this machine has, whether ranks can communicate, and what to fix.
@@ -62,10 +63,17 @@ def command(
 
     Exit code 1: a problem prevents pipefit from working here. A line marked ! is a warning.
 
+    Under torchrun the machines are compared: versions, devices, clocks, links, and whether they share a folder.
+
     Args:
         ranks: Processes of the self-test.
         timeout: Seconds after which the self-test fails.
+        folder: Under torchrun: for checkpoints, which all machines should share; default: the working folder.
     """
+    if all(name in os.environ for name in _LAUNCHER):
+        from pipefit.cli.nodes import compare_nodes
+
+        return compare_nodes(folder)
     if ranks < 2:
         raise PipefitError(f"--ranks: expected at least 2, which communicate with each other; got {ranks}")
     found = _all_checks(ranks, timeout)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import PICTURES, Count, Counts, Json, UnitCosts, ending, pairs, verb
+from pipefit.cli.options import PICTURES, Count, Counts, Figures, Json, UnitCosts, ending, pairs, verb
 from pipefit.cli.programs import check_forwards
-from pipefit.errors import ScheduleError, nearest
+from pipefit.errors import PipefitError, ScheduleError, nearest
 
 if TYPE_CHECKING:
     from pipefit.draw.drawing import Drawing
@@ -27,6 +27,7 @@ def command(
     costs: UnitCosts,
     steps: Count | None = None,
     replicas: Counts = (),
+    stage_work: Figures = (),
     recompute: bool = False,
     slots: int | None = None,
     optim_slots: int = 1,
@@ -38,6 +39,7 @@ def command(
     option: list[str] | None = None,
     warmup: int | None = None,
     group: int | None = None,
+    follow: int | None = None,
     output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
     json: Json = False,
 ) -> Answer:
@@ -54,6 +56,8 @@ def command(
         chunks: Stages on each rank, v.
         steps: Weight updates to draw.
         replicas: Copies of each stage, such as 2,1.
+        stage_work: Cost of each stage in --forward and --backward, such as 2,1.
+        follow: Arrows from this micro-batch's forwards and backwards to the weight versions that they use.
         recompute: Replay each forward before its backward.
         slots: Spill all stages, with so many slots on each rank; default: 2 for `spilled`, no spilling for others.
         optim_slots: Slots for optimizer states; 0: these stay.
@@ -84,6 +88,7 @@ def command(
         costs.latency,
         steps,
         replicas=replicas,
+        stage_work=stage_work,
         recompute=recompute,
         slots=slots,
         optim_slots=optim_slots,
@@ -96,8 +101,10 @@ def command(
         **options,
     )
     data = _figures(drawing, microbatches) if json else {}
+    if follow is not None and (output is None or output.suffix not in (".svg", ".png")):
+        raise PipefitError("--follow draws arrows into pictures: give -o with a name that ends in .svg or .png")
     if output:
-        drawing.save(output)
+        drawing.save(output, **({} if follow is None else {"follow": follow}))
     return Answer(data, "" if output else drawing.grid, output=output)
 
 

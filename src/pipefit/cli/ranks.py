@@ -24,13 +24,15 @@ def run_rank(script: str, arguments: Sequence[str]) -> None:
 def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     """Trains as this rank; rank 0 shows the progress unless `quiet`."""
     from pipefit.cli.watch import Quiet, Watcher
+    from pipefit.run.claim import claimed
     from pipefit.run.whole_run import run
     from pipefit.runtime.session import current
     from pipefit.runtime.signals import listen
 
     if not current().is_distributed:
         listen(current().stop, None, ctrl_c=True)
-    if current().rank > 0 or quiet:
-        return run(config, Quiet())
-    with Watcher(config.steps, config.batch) as watcher:
-        return run(config, watcher)
+    with claimed(config.output, current()):
+        if current().rank > 0 or quiet:
+            return run(config, Quiet())
+        with Watcher(config.steps, config.batch) as watcher:
+            return run(config, watcher)

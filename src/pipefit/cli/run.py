@@ -12,7 +12,7 @@ from pipefit.cli.answer import Answer
 from pipefit.cli.options import Count, Json, Threads
 from pipefit.errors import PipefitError
 
-_WITH_VALUE = ("-n", "--ranks", "--threads", "--logs")
+_WITH_VALUE = ("-n", "--ranks", "--threads", "--recover", "--min-ranks", "--logs")
 
 
 def command(
@@ -21,6 +21,8 @@ def command(
     *arguments: Annotated[str, Parameter(help="For the script.", allow_leading_hyphen=True)],
     ranks: Annotated[Count, Parameter(alias="-n")] = 2,
     threads: Threads | None = None,
+    recover: Count | None = None,
+    min_ranks: Count | None = None,
     logs: Path | None = None,
     json: Json = False,
 ) -> Answer:
@@ -35,6 +37,8 @@ def command(
         script: A Python script.
         ranks: Processes to start.
         threads: CPU threads of each; default: the cores shared among them.
+        recover: Times that the ranks are started again after one has died or hung; `Pipeline.fit` then resumes.
+        min_ranks: Ranks with which to continue if one cannot be started again; default: all.
         logs: Folder for the logs of the ranks; default: a temporary one.
     """
     from pipefit.cli.ranks import run_rank
@@ -45,7 +49,8 @@ def command(
     if not script.is_file():
         raise PipefitError(f"{script}: no such file")
     start = time.perf_counter()
-    launch(run_rank, ranks, str(script), arguments, threads=threads, folder=logs, quiet=json)
+    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
+    launch(run_rank, ranks, str(script), arguments, folder=logs, quiet=json, **starts)
     return Answer({"script": str(script), "num_ranks": ranks, "seconds": time.perf_counter() - start}, "")
 
 

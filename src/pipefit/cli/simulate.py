@@ -48,6 +48,7 @@ def command(
         output: .svg, .html or .png for a picture, .trace.json for Perfetto.
     """
     from pipefit.simulate import simulate
+    from pipefit.timeline.breakdown import breakdown
     from pipefit.verify.sense import refuse_malformed
 
     source = read_source(path, steps, profile, topology, layers)
@@ -61,6 +62,7 @@ def command(
     ranks = range(len(source.program.ranks))
     data = figures(source.program, timeline, cost) | {
         "unit": "s" if source.profile else "",
+        "breakdown": breakdown(timeline),
         "busy": [timeline.busy_s(rank) for rank in ranks],
         "peak_bytes" if source.profile else "peak_memory": [timeline.peak_bytes(rank) for rank in ranks],
     }
@@ -77,8 +79,10 @@ def _table(data: dict[str, Any], timeline: Timeline) -> str:
         f"period           {time_text(data['period'], real)}   (steady state, no barrier between steps)",
         f"bubble           {data['bubble_fraction']:.1%} of the makespan, {data['bubble_over_ideal']:.1%} over ideal",
         f"messages         {data['messages']}",
-        "",
     ]
+    if real:
+        shares = (f"{name} {share:.1%}" for name, share in data["breakdown"].items())
+        lines.append(f"time of a step   {', '.join(shares)}")
     kept = data["kept_inputs"] if any(data["kept_inputs"]) else []
     more = ["inputs kept"] * bool(kept) + ["peak memory"] * bool(peaks)
     rows = [["rank", "busy", "idle", "versions", "in flight", *more]]
@@ -87,4 +91,4 @@ def _table(data: dict[str, Any], timeline: Timeline) -> str:
         row = [str(rank), time_text(busy, real), f"{idle:.1%}", str(data["weight_versions"][rank])]
         row += [f"{data['peak_inflight'][rank]:.3g}", *([str(kept[rank])] if kept else [])]
         rows.append([*row, *([format_bytes(peaks[rank])] if peaks else [])])
-    return "\n".join([*lines, *columns(rows, right=True)])
+    return "\n".join([*lines, "", *columns(rows, right=True)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,7 +28,6 @@ from pipefit.cli.programs import figures, save_timeline, source_of, time_text
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
-    from pipefit.cost import CostModel
     from pipefit.ir import Header
     from pipefit.spec import Plan
     from pipefit.synthesize import Synthesis
@@ -80,6 +79,7 @@ def command(
         seed: Of the search.
         output: .pipe for the schedule, to run it; .svg, .html or .png for a picture.
     """
+    from pipefit.cost import weighted
     from pipefit.ir import Program
     from pipefit.simulate import simulate
     from pipefit.synthesize import synthesize
@@ -90,7 +90,7 @@ def command(
     if made and profile is None:
         raise PipefitError("a plan does not contain the costs of its layers: --plan needs --profile")
     source = source_of(Program(header, ()), made, profile, topology, layers)
-    cost = _weighted(source.cost(**asdict(costs)), stage_work) if stage_work else source.cost(**asdict(costs))
+    cost = weighted(source.cost(**asdict(costs)), stage_work)
     found = synthesize(
         header,
         cost,
@@ -134,15 +134,6 @@ def _shape(
     if plan.tensor > 1 or plan.spill or any(stage.recompute != "none" for stage in plan.partition.stages):
         raise PipefitError(f"{path}: the search does not support tensor parallelism, recomputation or spilling")
     return shape_of(plan).header("synthesized", "loop", WeightRule.FLUSH), plan
-
-
-def _weighted(cost: CostModel, work: tuple[float, ...]) -> CostModel:
-    """Costs of stages that differ."""
-    if len(work) != len(cost.forward_s):
-        raise PipefitError(f"--stage-work: expected a figure for each of {len(cost.forward_s)} stages, got {len(work)}")
-    names = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
-    each = {name: tuple(a * b for a, b in zip(work, getattr(cost, name), strict=True)) for name in names}
-    return replace(cost, **each)  # type: ignore[arg-type]  # all of these are seconds of the stages
 
 
 def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline | None) -> str:

@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import importable
-from pipefit.cli.options import Json, Threads, verb
+from pipefit.cli.options import Count, Json, Threads, verb
 from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
+from pipefit.run.claim import check_free
 from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
 from pipefit.spec.options import as_flat
 from pipefit.units import columns
@@ -27,6 +28,8 @@ def command(
     run: RunConfig,
     transport: Literal["distributed", "local"] = "distributed",
     threads: Threads | None = None,
+    recover: Count | None = None,
+    min_ranks: Count | None = None,
     config: Path | None = None,
     json: Json = False,
 ) -> Answer:
@@ -40,23 +43,29 @@ def command(
     Args:
         transport: A process for each rank, or all of them in this one.
         threads: CPU threads of each rank; default: the cores shared among them.
+        recover: Times that the ranks are started again, and resume, after one has died or hung.
+        min_ranks: Ranks with which to continue if one cannot be started again; default: all.
         config: TOML file with any of these options; the command line has priority.
     """
     asked, run = run, with_defaults(replace(run, model=importable(run.model)))
     folder = Path(run.output)
     if run.output and folder.exists() and not folder.is_dir():
         raise PipefitError(f"{folder}: expected a folder for the run, got a file")
+    if (recover or min_ranks) and (transport == "local" or _is_launched()):
+        who = "torchrun starts its processes again by --max-restarts" if _is_launched() else "no process is started"
+        raise PipefitError(f"--recover and --min-ranks: {who}; leave them out")
+    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
     if not json and _is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
-    result = _run(run, transport, threads, quiet=json)
+    result = _run(run, transport, starts, quiet=json)
     return Answer(_data(run, result), partial(report, result) if _is_first() else "")
 
 
-def _run(settings: RunConfig, transport: str, threads: int | None, quiet: bool) -> Any:
+def _run(settings: RunConfig, transport: str, starts: dict[str, int | None], quiet: bool) -> Any:
     from pipefit.runtime.launch import LaunchError
 
     try:
-        result = _trained(settings, transport, threads, quiet)
+        result = _trained(settings, transport, starts, quiet)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_resume(settings)) from None
     except SystemExit:
@@ -99,19 +108,20 @@ def _resuming(place: str) -> str:
     return shlex.join(["pipefit", *(word for word in words if not word.startswith("--resume=")), "--resume", place])
 
 
-def _trained(settings: RunConfig, transport: str, threads: int | None, quiet: bool) -> Any:
+def _trained(settings: RunConfig, transport: str, starts: dict[str, int | None], quiet: bool) -> Any:
     from pipefit.cli.ranks import train_rank
 
     ranks = settings.request.parallelism.ranks
-    launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if launched or transport == "local" or ranks == 1:
+    if _is_launched() or transport == "local" or (ranks == 1 and not starts["recover"]):
         return train_rank(settings, quiet)
     from pipefit.runtime.launch import LaunchError, launch
 
     folder = Path(settings.output) / "logs" if settings.output else None
+    if folder is not None:
+        check_free(folder.parent)
     fresh = None if folder is None or folder.parent.exists() else folder
     try:
-        return launch(train_rank, ranks, settings, quiet, threads=threads, folder=folder, quiet=quiet)[0]
+        return launch(train_rank, ranks, settings, quiet, folder=folder, quiet=quiet, **starts)[0]
     except PipefitError as problem:
         # A refused run leaves no files; a failed one names its logs.
         if fresh is not None and not isinstance(problem, LaunchError):
@@ -128,6 +138,11 @@ def _remove_if_only_logs(logs: Path) -> None:
 
 def _data(settings: RunConfig, result: Any) -> dict[str, Any]:
     return {"config": as_flat(settings), **asdict(result), "final_loss": result.losses[-1] if result.losses else None}
+
+
+def _is_launched() -> bool:
+    """Returns whether another program has started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def _is_first() -> bool:

@@ -150,7 +150,9 @@ def _perplexity(loss: float) -> str:
 
 
 def report(result: Any) -> str:
-    """The end of a run: its figures, measured next to predicted, a sample, and the paths of its files."""
+    """The end of a run: its figures, measured next to predicted, faults, a sample, and the paths of its files."""
+    from pipefit.runtime.faults import described
+
     lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
     if any(result.compile_s):
         lines.append(f"layers compiled in {format_seconds(max(result.compile_s))}")
@@ -179,6 +181,8 @@ def report(result: Any) -> str:
         lines += [f"sent    {_each(who, map(format_bytes, sent))} in a pass"]
     if any(inside):
         lines += ["inside  " + _each(who, map(format_bytes, inside))]
+    for fault, done in described(result.faults):
+        lines += ["", f"fault: {fault}", f"  {done}"]
     if result.text:
         lines += ["", "a sample:", printable(result.text)]
     if result.paths:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from pipefit.cost.model import CostModel
 from pipefit.errors import PlanError
@@ -60,6 +62,27 @@ def unit(
         tiers=(Tier(spill.tier, *rates, latency_s=every(copy)[0]),) if spill else (),
         tensor=header.tensor,
     )
+
+
+def weighted(cost: CostModel, work: Sequence[float]) -> CostModel:
+    """Costs of stages that differ: those of each stage times its work.
+
+    Args:
+        cost: in which all stages cost the same.
+        work: of each stage relative to the others; (): all the same.
+
+    Raises:
+        PlanError: not one figure for each stage, or a figure that is not above 0.
+    """
+    if not work:
+        return cost
+    if len(work) != cost.num_stages:
+        raise PlanError(f"work of the stages: expected a figure for each of {cost.num_stages} stages, got {len(work)}")
+    if not all(0 < share < math.inf for share in work):
+        raise PlanError(f"work of the stages: expected finite figures above 0, got {', '.join(map(str, work))}")
+    names = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
+    each = {name: tuple(a * b for a, b in zip(work, getattr(cost, name), strict=True)) for name in names}
+    return replace(cost, **each)  # type: ignore[arg-type]  # all of these are seconds of the stages
 
 
 def _halves(backward: float | None, input: float | None, weight: float | None) -> tuple[float, float]:

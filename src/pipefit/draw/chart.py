@@ -117,7 +117,7 @@ def plotted(draw: Callable[[Figure], None], width: int, height: int, title: str)
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" class="pipefit-chart" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
-        f"<title>{escape(title)}</title><style>.pipefit-chart{{color:{light};background:{paper}}}"
+        f"<title>{escape(title)}</title><style>.pipefit-chart{{color:{light};background:{paper};max-width:100%;height:auto}}"
         f"@media (prefers-color-scheme:dark){{.pipefit-chart{{color:{dark};background:{night}}}}}</style>"
         + body.replace(_INK, "currentColor")
     )

@@ -13,7 +13,7 @@ from pipefit.cost import CostModel
 from pipefit.draw.caption import title_of
 from pipefit.draw.scene import Facts
 from pipefit.draw.shelf import MICROBATCHES, STAGES, on_shelf
-from pipefit.errors import ScheduleError
+from pipefit.errors import PlanError, ScheduleError
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.schedules import Schedule, Shape, find, names
@@ -118,9 +118,10 @@ def drawn(wish: Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None
         per_update, steps = updates_of(made, wish.microbatches, None)
         shape = Shape(wish.stages, per_update, wish.chunks, steps)
         program = made(spilled(made, shape, wish.slots, how) if wish.slots else shape)
-    except ScheduleError:
+        cost = pricing(program.header)
+    except (PlanError, ScheduleError):  # PlanError: costs that stand for another number of stages
         return None
-    return title_of(wish.name), simulated(program, pricing(program.header), memory=False)
+    return title_of(wish.name), simulated(program, cost, memory=False)
 
 
 def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pipefit.cost import CostModel, unit
+from pipefit.cost import CostModel, unit, weighted
 from pipefit.draw.caption import title_of
 from pipefit.draw.choices import How, Pricing, others, simulated, spilled, updates_of
 from pipefit.draw.grid import grid
@@ -19,7 +19,7 @@ from pipefit.draw.save import save
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import shelf
 from pipefit.draw.svg import svg
-from pipefit.ir.program import Program
+from pipefit.ir.program import Header, Program
 from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
 from pipefit.timeline import Timeline
@@ -85,9 +85,11 @@ class Drawing:
 
     @property
     def _is_mixed(self) -> bool:
-        """Returns whether stages differ in their tier or in the place of their step, which other drawings do not."""
+        """Returns whether it has replays, or stages that differ in tier or place of step: no other drawing has."""
         header = self.program.header
-        return header.spill is not None and (len(header.spill.stages) < header.num_stages or bool(header.spill.on_host))
+        if header.spill is None:
+            return bool(self.program.recomputed)
+        return len(header.spill.stages) < header.num_stages or bool(header.spill.on_host)
 
     @property
     def _is_lecture(self) -> bool:
@@ -129,6 +131,7 @@ def draw(
     num_steps: int | None = None,
     *,
     replicas: Sequence[int] = (),
+    stage_work: Sequence[float] = (),
     recompute: bool | Sequence[int] = False,
     slots: int | None = None,
     optim_slots: int = 1,
@@ -159,6 +162,7 @@ def draw(
         latency: time of a message.
         num_steps: weight updates; None: as many as show the pattern of the schedule.
         replicas: copies of each stage.
+        stage_work: cost of one copy of each stage as a multiple of `forward` and `backward`; (): all cost the same.
         recompute: replay forwards before backwards: of all stages, or of these.
         slots: stages that fit on a rank at once, while all are kept on another tier; None: no spilling, or 2 slots for
             a schedule made for spilling.
@@ -189,16 +193,22 @@ def draw(
     how = How(optim_slots, tier, prefetch, activations, step_on, keep) if slots is not None or made.spills else None
     if how:
         shape = spilled(made, shape, 2 if slots is None else slots, how)
-    pricing = partial(unit, forward=forward, backward=backward, input=input, weight=weight, latency=latency, copy=copy)
+
+    def pricing(header: Header) -> CostModel:
+        plain = unit(header, forward, backward, input=input, weight=weight, latency=latency, copy=copy)
+        # The costs are those of one copy of a stage.
+        share = header.num_stages / header.num_chunks / header.num_ranks
+        return weighted(plain, [share * work for work in stage_work])
+
     program = made(shape)
     cost = pricing(program.header)
-    share = program.header.num_stages / program.header.num_ranks
-    both = cost.backward_input_s[0] + cost.backward_weight_s[0]
+    ranks = program.header.num_ranks
+    both = sum(cost.backward_input_s) + sum(cost.backward_weight_s)
     return Drawing(
         timeline=simulated(program, cost, memory=True),
         cost=cost,
-        forward=forward,
-        backward=float(both * share),
+        forward=sum(cost.forward_s) / ranks,
+        backward=float(both / ranks),
         pricing=pricing,
         steady=None if made.is_synchronous else made(_long(shape)),
         how=how,

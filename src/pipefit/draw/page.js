@@ -47,11 +47,68 @@ byId("in").addEventListener("click", () => zoom(state.zoom * 1.5));
 byId("out").addEventListener("click", () => zoom(state.zoom / 1.5));
 byId("fit").addEventListener("click", () => zoom(1));
 addEventListener("keydown", event => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.tagName === "SELECT") return;
+  if (event.ctrlKey || event.metaKey || event.altKey || ["SELECT", "INPUT"].includes(event.target.tagName)) return;
   if (event.key === "+" || event.key === "=") zoom(state.zoom * 1.5);
   else if (event.key === "-") zoom(state.zoom / 1.5);
   else if (event.key === "0") zoom(1);
   else if (event.key === "c") critical(!state.critical);
 });
+// --------------------------------------------------------------------------------------------------- time and costs
+let playing = 0;
+const longest = () => Math.max(...state.panels.map(panel => panel.entry.makespan));
+
+function moveTo(now) {
+  state.now = now < longest() ? Math.max(now, 0) : Infinity;
+  byId("now").value = 1000 * Math.min(state.now / longest(), 1);
+  for (const panel of state.panels) panel.at(state.now);
+}
+
+function play(on) {
+  cancelAnimationFrame(playing);
+  byId("play").textContent = on ? "Pause" : "Play";
+  playing = 0;
+  if (!on) return;
+  if (state.now === Infinity) moveTo(0);
+  let before = performance.now();
+  const frame = time => {
+    // One forward takes a third of a second, and the whole at most half a minute.
+    const each = state.panels[0].items[0], speed = Math.max((each.end - each.start) * 3, longest() / 30);
+    moveTo(state.now + speed * (time - before) / 1000);
+    before = time;
+    playing = state.now === Infinity ? play(false) || 0 : requestAnimationFrame(frame);
+  };
+  playing = requestAnimationFrame(frame);
+}
+
+// To the next time, or the one before, at which an instruction starts.
+function step(ahead) {
+  play(false);
+  const times = state.panels.flatMap(panel => panel.items.map(item => item.start)), now = state.now < longest() ? state.now : ahead ? -1 : longest();
+  const far = 1e-6 * longest();
+  moveTo(ahead ? Math.min(...times.filter(time => time > now + far), Infinity) : Math.max(...times.filter(time => time < now - far), 0));
+}
+
+function charge() {
+  const read = id => { const value = byId(id).valueAsNumber; return value >= 0 && value < 1e6 ? value : state.base[id]; };
+  const work = byId("work").value.split(/[\s,;]+/).filter(Boolean).map(Number).map(share => share > 0 && share < 1e6 ? share : 1);
+  state.costs = {forward: read("forward") || state.base.forward, backward: read("backward") || state.base.backward, message: read("message"), work};
+  for (const panel of state.panels) panel.show(panel.stored);
+  moveTo(Infinity);
+}
+
+byId("play").addEventListener("click", () => play(!playing));
+byId("back").addEventListener("click", () => step(false));
+byId("next").addEventListener("click", () => step(true));
+byId("now").addEventListener("input", event => { play(false); moveTo(event.target.value / 1000 * longest()); });
+state.base = costsOf(entries[0]);
+byId("costs").hidden = !state.base;
+for (const key of ["forward", "backward", "message"]) if (state.base) byId(key).value = Number(state.base[key].toPrecision(6));
+byId("costs").addEventListener("input", charge);
 addEventListener("resize", drawAll);
 compare(byId("compare").getAttribute("aria-pressed") === "true");
+
+// Within a page of a manual: without heading and help, and as high as the drawing needs.
+if (parent !== self) {
+  document.documentElement.className = "embedded";
+  new ResizeObserver(() => parent.postMessage({height: document.documentElement.offsetHeight}, "*")).observe(document.body);
+}

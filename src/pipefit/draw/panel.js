@@ -22,7 +22,7 @@ class Panel {
       event.preventDefault();
       zoom(state.zoom * (event.deltaY < 0 ? 1.2 : 1 / 1.2), event.clientX - this.scroll.getBoundingClientRect().left);
     }, {passive: false});
-    this.show(index ? besides(state.panels[0].entry) : entries[0]);
+    this.show(index ? besides(state.panels[0].stored) : entries[0]);
   }
 
   // Of all entries, the one nearest to the choices; what was chosen last weighs most.
@@ -37,8 +37,9 @@ class Panel {
     this.show(entries.reduce((best, entry) => distance(entry) < distance(best) ? entry : best));
   }
 
-  show(entry) {
-    this.entry = entry;
+  show(stored) {
+    this.stored = stored;
+    const entry = this.entry = state.costs && costsOf(stored) ? priced(stored, state.base, state.costs) : stored;
     this.items = itemsOf(entry);
     this.slots = slotsOf(entry);
     // Below a rank's cells lie its lanes of copies, and below those what is in each slot.
@@ -112,13 +113,13 @@ class Panel {
       (this.slots[rank] || []).forEach((slot, place) => item.append(tag("em", place ? "slot" : "slot first", slot.name)));
       return item;
     }));
-    this.memory.dataset.head = (entry.kept ? "in flight + inputs" : "peak in flight") + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
+    this.memory.dataset.peak = (entry.kept ? "in flight + inputs" : "peak in flight") + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
     this.memory.replaceChildren(...entry.peak.map((peak, rank) => {
       const item = tag("div", "rank"), first = tag("div"), track = tag("i"), bar = tag("b");
       item.style.height = this.tall + "px";
       bar.style.width = 100 * peak / highest + "%";
       track.append(bar);
-      first.append(track, tag("span", "", number(peak) + (entry.kept && entry.kept[rank] ? ` + ${entry.kept[rank]}` : "")));
+      first.append(track, tag("span", "", this.peakWords(rank)));
       const held = entry.weights[rank];
       if (several) first.append(tag("em", "", held + (held > 1 ? " versions" : " version")));
       if (entry.bytes.length) first.append(tag("em", "", entry.bytes[rank]));
@@ -127,6 +128,10 @@ class Panel {
       if (entry.s) item.append(tag("small", "", `${Math.min(entry.s, own)} of ${count(own, "stage")}`), tag("small", "", "on the device"));
       return item;
     }));
+  }
+
+  peakWords(rank) {
+    return number(this.entry.peak[rank]) + (this.entry.kept && this.entry.kept[rank] ? ` + ${this.entry.kept[rank]}` : "");
   }
 
   fillLegend() {
@@ -153,7 +158,10 @@ class Panel {
     const room = Math.max(Math.min(...state.panels.map(panel => panel.scroll.clientWidth || 900)), 200) - 2;
     const longest = Math.max(...state.panels.map(panel => panel.entry.unit === this.entry.unit ? panel.entry.makespan : 0),
       this.entry.makespan) || 1;
-    const scale = this.scale = room * state.zoom / longest;
+    // In a narrow window a forward keeps room for its number, and the drawing scrolls.
+    const cell = this.items.find(item => item.letter === "F"), digits = String(this.entry.m - 1).length;
+    const least = cell && innerWidth <= 700 ? Math.min((4.8 * digits + 2.4) / (cell.end - cell.start), 4 * room / longest) : 0;
+    const scale = this.scale = Math.max(room / longest, least) * state.zoom;
     const ranks = this.entry.stages.length, height = TOP + ranks * this.tall + 4;
     const width = Math.max(this.entry.makespan * scale, 10) + 2;
     const svg = el("svg", {width, height, class: "chunks-" + this.entry.v});
@@ -172,9 +180,27 @@ class Panel {
     }
     this.cells = this.items.map(item => item.copy ? this.bar(item, svg, scale) : this.cell(item, svg, scale));
     this.chain = el("path", {class: "chain"}, svg);
+    this.cursor = el("path", {class: "cursor"}, svg);
     this.scroll.replaceChildren(svg);
     this.svg = svg;
     this.mark();
+    this.at(state.now);
+  }
+
+  // What has happened at a time: later items fade, the bars show what is in flight; at the end, the peak.
+  at(now) {
+    const entry = this.entry, x = now * this.scale, view = this.scroll, whole = !(now < entry.makespan), held = whole ? entry.peak : heldAt(entry, now);
+    this.cells.forEach((parts, own) => parts.forEach(part => part.classList.toggle("later", this.items[own].start > now)));
+    this.cursor.setAttribute("d", whole ? "" : `M${x.toFixed(1)} 16V${TOP + entry.stages.length * this.tall}`);
+    if (!whole && (x < view.scrollLeft || x > view.scrollLeft + view.clientWidth)) view.scrollLeft = x - view.clientWidth / 4;
+    const highest = Math.max(...entry.peak) || 1;
+    this.memory.dataset.head = whole ? this.memory.dataset.peak : "in flight now";
+    [...this.memory.children].forEach((item, rank) => {
+      item.querySelector("b").style.width = 100 * held[rank] / highest + "%";
+      item.querySelector("span").textContent = whole ? this.peakWords(rank) : number(held[rank]);
+    });
+    for (const item of this.facts.children) if (item.firstChild.textContent === "bubble")
+      item.lastChild.textContent = percent(whole ? entry.bubble : bubbleAt(this.items, entry.p, now));
   }
 
   // Where an item's row begins, and how high it is.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from itertools import product
 
+from pipefit.draw.arrows import ROOM, arrows
 from pipefit.draw.axes import label_number, nice_ticks, time_scale
 from pipefit.draw.caption import counts, describe, measures, peak_words, percent, stages_words, title_of
 from pipefit.draw.look import cell_rules
@@ -22,6 +23,7 @@ def svg(
     title: str | None = None,
     width: float | None = None,
     seconds: bool | None = None,
+    follow: int | None = None,
 ) -> str:
     """The picture of a timeline as SVG text: well-formed, with no reference to anything outside.
 
@@ -32,9 +34,13 @@ def svg(
         title: instead of the schedule's name.
         width: of the whole picture in pixels; None: as wide as its numbers need.
         seconds: whether times are real seconds; None: when the timeline was measured.
+        follow: a micro-batch whose forwards and backwards get arrows to the weight versions that they use.
+
+    Raises:
+        PipefitError: there is no such micro-batch.
     """
     scene = timeline if isinstance(timeline, Scene) else scene_of(timeline, seconds)
-    plan = layout_of(scene, width)
+    plan = layout_of(scene, width, ROOM if follow is not None else 0)
     name = title or title_of(scene.facts.schedule)
     chunks = scene.facts.num_chunks
     scope = f"pipefit-auto-{chunks}"
@@ -51,6 +57,8 @@ def svg(
     ]
     for rank in range(scene.num_ranks):
         parts += _row(scene, plan, rank)
+    if follow is not None:
+        parts += arrows(scene, plan, follow)
     parts += [*_spilled(scene, plan), *_memory(scene, plan), *_legend(plan), "</svg>"]
     return "\n".join(parts) + "\n"
 
@@ -59,7 +67,7 @@ def _style(scope: str, num_chunks: int) -> str:
     """The style sheet of pictures whose root has class `scope`."""
     root = f".{scope}"
     base = (
-        f"{root}{{{_FONT};font-size:12px;font-variant-numeric:tabular-nums}}"
+        f"{root}{{{_FONT};font-size:12px;font-variant-numeric:tabular-nums;max-width:100%;height:auto}}"
         f"{root} .n{{text-anchor:middle;pointer-events:none}}{root} .v{{opacity:.78}}{root} .end{{text-anchor:end}}"
         f"{root} .mid{{text-anchor:middle}}"
         f"{root} .name{{font-size:19px;font-weight:650}}{root} .small{{font-size:11px}}"

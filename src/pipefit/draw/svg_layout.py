@@ -41,6 +41,7 @@ class Layout:
         number_size: font size of the numbers in cells; 0 when they do not fit.
         version_size: font size of the weight versions below them.
         versions: whether cells are labelled with their weight version.
+        foot: below the last row.
         bytes_offset: from the memory strip's left edge to its column of bytes.
     """
 
@@ -58,6 +59,7 @@ class Layout:
     memory_width: float
     bytes_offset: float
     legend: tuple[Item, ...]
+    foot: int = 0
 
     def x(self, time_s: float) -> float:
         """The horizontal place of a time since the start: proportional to it."""
@@ -79,7 +81,7 @@ class Layout:
     @property
     def bottom(self) -> float:
         """The end of the last row."""
-        return self.top + self.num_ranks * self.pitch - self.row_gap
+        return self.top + self.num_ranks * self.pitch - self.row_gap + self.foot
 
     @property
     def memory_left(self) -> float:
@@ -97,7 +99,7 @@ class Layout:
         return self.bottom + 40 + 20 * self.legend[-1].line + 12 + MARGIN
 
 
-def layout_of(scene: Scene, width: float | None) -> Layout:
+def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
     """The layout of a scene: of that width, or, without one, wide enough for its numbers where that is possible."""
     versions = not scene.facts.is_synchronous
     several = max(scene.facts.weight_versions, default=1) > 1
@@ -123,7 +125,7 @@ def layout_of(scene: Scene, width: float | None) -> Layout:
         scale=plot / span,
         num_ranks=scene.num_ranks,
         cell_height=34 if versions else 28,
-        row_gap=10 if scene.bars else 7,
+        row_gap=room or (10 if scene.bars else 7),
         num_lanes=len(scene.lanes),
         number_size=int(10 * size) / 10 if size >= 6.0 else 0.0,
         version_size=min(7.6, int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10),
@@ -131,6 +133,7 @@ def layout_of(scene: Scene, width: float | None) -> Layout:
         memory_width=memory_width,
         bytes_offset=WEIGHTS_OFFSET + 72 * several,
         legend=_placed(_legend_items(scene, versions, size >= 6.0), plot + memory_width),
+        foot=room,
     )
 
 

@@ -7,7 +7,7 @@ const LETTERS = "FRBIWS", WHY = ["start", "rank", "message", "reduction", "copy"
 const MOVED = [["w", "weights"], ["g", "gradients"], ["o", "optimizer states"], ["a", "activations"], ["a", "input"],
   ["S", "optimizer step"], ["a", "gradient"]];
 const SVG = "http://www.w3.org/2000/svg";
-const state = {zoom: 1, critical: false, panels: []};
+const state = {zoom: 1, critical: false, panels: [], now: Infinity, base: null, costs: null};
 
 const el = (name, attributes, parent, text) => {
   const made = document.createElementNS(SVG, name);

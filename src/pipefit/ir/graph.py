@@ -70,25 +70,25 @@ def dependency_graph(program: Program) -> Graph:
     """
     cached: Graph | None = program.__dict__.get("_graph")
     if cached is None:
-        cached = program.__dict__["_graph"] = _build(program)
+        cached = program.__dict__["_graph"] = graph_of_messages(program)
+        for rank in range(len(program.ranks)):
+            _link_rank(program, rank, cached.starts[rank], cached.preds, cached.missing)
     return cached
 
 
-def _build(program: Program) -> Graph:
+def graph_of_messages(program: Program) -> Graph:
+    """A graph without dependencies inside ranks: only what crosses ranks."""
     starts: list[int] = [0]
     flat: list[Instruction] = []
     rank_of: list[int] = []
-    preds: list[tuple[int, ...]] = []
-    missing: list[tuple[int, Value]] = []
     for rank, instructions in enumerate(program.ranks):
         flat += instructions
         rank_of += [rank] * len(instructions)
-        _link_rank(program, rank, starts[-1], preds, missing)
         starts.append(len(flat))
     partner, unmatched = _match_messages(flat, rank_of)
     collectives = _collectives(program, flat, rank_of)
     members = {number: index for index, group in enumerate(collectives) for number in group}
-    return Graph(program, starts, flat, rank_of, preds, missing, partner, unmatched, collectives, members)
+    return Graph(program, starts, flat, rank_of, [()] * len(flat), [], partner, unmatched, collectives, members)
 
 
 def _link_rank(
@@ -112,7 +112,7 @@ def _link_rank(
                 missing.append((number, value))
             else:
                 found += maker
-        preds.append(found)
+        preds[number] = found
         for value in consumes(instruction, program, rank):
             makers.pop(value, None)
         computes = _computes(instruction)

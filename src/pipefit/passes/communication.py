@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pipefit.ir.blocking import Blocking
-from pipefit.ir.graph import dependency_graph
+from pipefit.ir.graph import Graph, graph_of_messages
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Header, Program
@@ -49,7 +49,7 @@ def _without_deadlock(program: Program) -> Program:
     On each cycle of waiting one receive is posted where its rank is stuck. The sends of a link wait in order, so
     the order of its receives stays. A cycle without a send is the schedule's own mistake and stays as it is.
     """
-    graph = dependency_graph(program)
+    graph = _messages(program)
     run = Blocking(graph)
     while stuck := run.run():
         sends = [
@@ -71,6 +71,19 @@ def _without_deadlock(program: Program) -> Program:
         staying = [(n, [] if n in run.posted_early else [n]) for n in range(*own)]
         ranks.append([graph.instructions[n] for number, itself in staying for n in early.get(number, []) + itself])
     return program.with_ranks(ranks)
+
+
+def _messages(program: Program) -> Graph:
+    """The dependency graph with only the edges from receives, to the first that needs each: all that ranks wait for."""
+    graph = graph_of_messages(program)
+    for rank, instructions in enumerate(program.ranks):
+        came: dict[tuple[str, int, int], int] = {}
+        for number, i in enumerate(instructions, graph.starts[rank]):
+            if i.op is Op.RECV:
+                came[i.kind, i.stage, i.mb] = number
+            elif (receive := came.pop(entering(i), -1)) >= 0:
+                graph.preds[number] = (receive,)
+    return graph
 
 
 def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[int, Instruction]:

@@ -85,6 +85,20 @@ def samples_of(batch: Any) -> int | None:
     return max(sizes, default=None)
 
 
+def check_fit(steps: int | None, held_out: object, evaluate_every: int) -> None:
+    """Checks the numbers of a `fit`.
+
+    Raises:
+        DataError: one is too small, or there is nothing to evaluate on.
+    """
+    if steps is not None and steps < 1:
+        raise DataError(f"steps: expected at least 1, got {steps}")
+    if evaluate_every < 0:
+        raise DataError(f"evaluate_every: expected a number of steps of at least 0, got {evaluate_every}")
+    if evaluate_every and held_out is None:
+        raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
+
+
 def size_of(x: Any) -> tuple[int, int]:
     """Number of samples of a model's input, and of tokens where it consists of token ids; masked ones do not count."""
     ids, mask = (x.get("input_ids"), x.get("attention_mask")) if isinstance(x, Mapping) else (x, None)

@@ -128,7 +128,7 @@ class Callbacks:
 
 
 class Checkpoints:
-    """Saves checkpoints of a training, also when it ends.
+    """Saves checkpoints of a training, also when it ends. A run that was started again after a fault resumes from them.
 
     Args:
         pipe: that is trained.
@@ -138,19 +138,19 @@ class Checkpoints:
     """
 
     def __init__(self, pipe: Any, folder: str | Path, every: int = 0, keep: int | None = None) -> None:
-        self._pipe, self._folder, self.every, self._keep = pipe, folder, every, keep
+        self._pipe, self.folder, self.every, self._keep = pipe, Path(folder), every, keep
         self._saved = -1
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
         if self.every and record.step % self.every == 0:
             self._saved = record.step
-            self._pipe.save(self._folder, keep=self._keep)
+            self._pipe.save(self.folder, keep=self._keep)
 
     def end(self, record: Record) -> None:
         """Saves a checkpoint, unless that of the last step exists."""
         if self._saved != record.step:
-            self._pipe.save(self._folder, keep=self._keep)
+            self._pipe.save(self.folder, keep=self._keep)
 
 
 class EarlyStopping:

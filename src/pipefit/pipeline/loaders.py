@@ -89,6 +89,10 @@ class LoaderPosition:
         """
         return self._from_here(endless) if self._take_up(batches) else iter(batches)
 
+    def counts(self, batches: Iterable[Any]) -> bool:
+        """Returns whether batches have a position."""
+        return isinstance(batches, DataLoader) or _has_state(batches)
+
     def num_left(self, batches: Iterable[Any]) -> int | None:
         """Number of batches in the rest of the epoch; None: unknown."""
         number = number_of(batches)
@@ -96,10 +100,9 @@ class LoaderPosition:
 
     def _take_up(self, batches: Any) -> bool:
         """Makes batches that have a position those of the current pass; returns whether they have one."""
-        is_torchs = isinstance(batches, DataLoader)
-        if not is_torchs and not _has_state(batches):
+        if not self.counts(batches):
             return False
-        if is_torchs:
+        if isinstance(batches, DataLoader):
             _seed(batches, self._seed)
         if not self._current or self._current[0].loader is not batches:
             at = _Pass(batches)

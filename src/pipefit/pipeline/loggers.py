@@ -31,12 +31,16 @@ class Logger:
 
     Args:
         begin: from the number of the first step to a writer; when a training resumes it is more than 1.
-        place: of the files, for messages.
+        place: of the files.
     """
 
     def __init__(self, begin: Callable[[int], Write], place: Path) -> None:
-        self._begin, self._place = begin, place
+        self._begin, self.place = begin, place
         self._write: Write | None = None
+
+    def begin(self, step: int) -> None:
+        """Removes the figures of a step and later ones, which an earlier run has left."""
+        self._add(step, None)
 
     def step(self, record: Record) -> None:
         """Writes the known figures of a step."""
@@ -48,16 +52,17 @@ class Logger:
         metrics = {_HELD_OUT + name: value for name, value in record.held_out_metrics.items()}
         self._add(record.step, {"held_out_loss": record.held_out_loss, **metrics})
 
-    def _add(self, step: int, figures: Mapping[str, Any]) -> None:
+    def _add(self, step: int, figures: Mapping[str, Any] | None) -> None:
         from pipefit.runtime.session import current
 
         if current().rank == 0:
             try:
                 self._write = self._write or self._begin(step)
-                self._write(step, figures)
+                if figures is not None:
+                    self._write(step, figures)
             except (OSError, ValueError) as problem:
                 why = getattr(problem, "strerror", None) or problem
-                raise PipefitError(f"{self._place}: cannot be written: {why}") from None
+                raise PipefitError(f"{self.place}: cannot be written: {why}") from None
 
 
 def json_log(path: str | Path) -> Logger:

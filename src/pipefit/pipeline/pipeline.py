@@ -21,13 +21,14 @@ from pipefit.errors import DataError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region, make_mesh, shard_layers
 from pipefit.pipeline.assembly import assemble, release_run
-from pipefit.pipeline.batches import DataComparison
+from pipefit.pipeline.batches import DataComparison, check_fit
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
 from pipefit.pipeline.losses import evaluate, finite, needs_norm
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
+from pipefit.pipeline.recovery import begin_fit
 from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
@@ -249,6 +250,8 @@ class Pipeline:
 
         When the run is asked to stop (SIGTERM) it ends after the current step, an asynchronous one at the end of its
         segment, and returns the losses so far; then a few seconds remain to save. Another `fit` ends the process.
+        After a fault, the first `fit` of a run that was started again resumes from the newest step in the memory of
+        the machines, or in the folder of `Checkpoints` among its callbacks; steps that are done are not repeated.
 
         Args:
             batches: the same on every rank. A loader (a `DataLoader`, or batches with `state_dict`) continues after the
@@ -265,14 +268,12 @@ class Pipeline:
             DataError: there is no data, or less than `steps`.
             NonFiniteLossError: a loss or a gradient is not finite; see `Updates.nonfinite`.
         """
-        if steps is not None and steps < 1:
-            raise DataError(f"steps: expected at least 1, got {steps}")
-        if evaluate_every < 0:
-            raise DataError(f"evaluate_every: expected a number of steps of at least 0, got {evaluate_every}")
-        if evaluate_every and held_out is None:
-            raise DataError(f"evaluate_every={evaluate_every}: give held_out=…, the batches to evaluate on")
+        check_fit(steps, held_out, evaluate_every)
         if self._session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
+        done, is_done, batches, steps, callbacks = begin_fit(self, batches, steps, callbacks)
+        if is_done:
+            return done
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
             steps = self.position.num_left(batches)
@@ -280,7 +281,7 @@ class Pipeline:
                 raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
         iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
         evaluate = None if held_out is None else partial(self.evaluate, held_out)
-        losses = self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
+        losses = done + self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses

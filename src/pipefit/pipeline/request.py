@@ -7,6 +7,7 @@ the search over all schedules ("auto"); or the user's own stages and ranks, bala
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 
 from pipefit.errors import PlanError
 from pipefit.parallel import widths_of
+from pipefit.pipeline.fewer import fitting
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.memory_cap import plan_under_cap
 from pipefit.pipeline.resume import recorded_plan, resumed_folder
@@ -24,6 +26,7 @@ from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import largest_part
+from pipefit.runtime.outliving import earlier, kept
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request
@@ -62,8 +65,27 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
         PlanError: the request contradicts itself, the model or the ranks.
         InfeasibleError: nothing fits into the memory.
     """
-    spill = request.spill
-    is_capped = spill is not None and spill.cap_bytes is not None
+    is_measured = measure or (request.plan is None and AUTO in (request.stages, request.schedule))
+    name = f"decision-{len(session.decisions)}"
+    if is_measured or _is_capped(request):
+        session.decisions.append(name)
+        before = earlier(session, name, Decision, session.start.full)
+        if before is not None and request.schedule != AUTO:
+            request = replace(request, plan=before.plan)
+    fits = fitting(
+        request, session, lambda other, count: _given(other.plan) or _spelled_out(other, work, session, count=count)
+    )
+    if name in session.decisions:
+        return kept(session, name, Decision, lambda: _decided(fits, work, session, measure))
+    return _decided(fits, work, session, measure)
+
+
+def _is_capped(request: Request) -> bool:
+    return request.spill is not None and request.spill.cap_bytes is not None
+
+
+def _decided(request: Request, work: Workload, session: Session, measure: bool) -> Decision:
+    spill, is_capped = request.spill, _is_capped(request)
     plan = _given(request.plan)
     if work.compiler is not None:
         _check_can_compile(plan.tensor if plan else request.parallelism.tensor, is_capped)
@@ -158,12 +180,21 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             sharded=True if spread.shard_optimizer else None,
             recompute=None if spread.recompute == "none" else spread.recompute,
         )
-    stages = request.stages
+    return _spelled_out(request, work, session, profile)
+
+
+def _spelled_out(
+    request: Request, work: Workload, session: Session, profile: Profile | None = None, count: int | None = None
+) -> Plan:
+    """The plan of a request's own stages and ranks, for some number of processes; None: those of the session."""
+    spread, stages = request.parallelism, request.stages
     in_one_rank = spread.ranks in (None, 1) and not session.is_distributed
     usual = "spilled" if request.spill is not None and in_one_rank else "1f1b"
+    if count is None:
+        count = session.num_ranks if session.is_distributed else spread.ranks
     return by_hand(
         len(work.layers),
-        num_ranks=_num_ranks(request, session),
+        num_ranks=_num_ranks(request, count),
         schedule=request.schedule or usual,
         num_microbatches=request.microbatches,
         num_chunks=spread.chunks,
@@ -180,7 +211,7 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
     )
 
 
-def _num_ranks(request: Request, session: Session) -> int:
+def _num_ranks(request: Request, num_processes: int | None) -> int:
     """The number of ranks: processes / t where the processes are known; else as many as stages and replicas need.
 
     Raises:
@@ -189,7 +220,6 @@ def _num_ranks(request: Request, session: Session) -> int:
     spread, stages = request.parallelism, request.stages
     if isinstance(stages, str) and stages != AUTO:
         raise PlanError(f'stages: expected a number, a list of layer counts or "auto", got {stages!r}')
-    num_processes = session.num_ranks if session.is_distributed else spread.ranks
     if num_processes is not None:
         return ranks_of(num_processes, spread.tensor, spread.data_parallel)
     if len(spread.copies) > 1:

@@ -72,6 +72,8 @@ class TrainingLoop:
         callbacks: of the `fit` that runs.
         metrics: that the loss returned, of the last step or evaluation.
         held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
+        recovery: of a run that can be started again, from its first `fit` on; see `pipefit.pipeline.recovery`.
+        last_step: a recovered run resumes before it, so that it can be measured; None: anywhere.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
         locate: returns the last batch taken from a loader in words; "": there is no loader.
     """
@@ -90,6 +92,8 @@ class TrainingLoop:
         self._stop = engine.session.stop
         self.num_updates = 0
         self.next_ordinal = 0
+        self.recovery: Any = None
+        self.last_step: int | None = None
         self.callbacks = Callbacks((), self._stop)
         self.metrics: dict[str, float] = {}
         # The times of the last passes over the newest program, by rank.

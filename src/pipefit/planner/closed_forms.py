@@ -185,10 +185,8 @@ def _until_end(config: Config, stages: list[_Stage], hops: list[float]) -> list[
 def quick_s(problem: Problem, config: Config) -> float:
     """Seconds per update if the layers could be split anywhere: an approximate lower bound for ranking."""
     total = _totals(problem, config)
-    # Nothing is replayed where the backward follows its forward at once, as on the last rank of 1F1B.
-    replayed = 1 - 1 / config.depth if config.recompute == "stage" else 0.0
     work = total.forward_s + total.backward_s
-    backward_s = total.backward_s + replayed * total.forward_s
+    backward_s = total.backward_s + _least_replayed(problem, config) * total.forward_s
     if config.replicas:
         share = 1 / sum(config.replicas)
     else:
@@ -260,16 +258,43 @@ def _shares(profile: Profile, num_stages: int) -> list[float]:
 def quick_bytes(problem: Problem, config: Config) -> float:
     """Bytes that some rank needs at least, for any cut of the layers."""
     total = _totals(problem, config)
-    state = problem.state / (config.data if config.sharded else 1)
-    versions = 2 if config.schedule == "pipedream-2bw" else 1
     kept = total.saved_bytes if config.recompute not in ("stage", "some") else 0.0
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
-        kept = max(kept, total.cut_bytes * config.num_stages) * config.per_pipeline
+        kept = max(kept, total.cut_bytes * config.num_stages)
+    return float(max((kept + fixed) / ranks for fixed, ranks in _room(problem, config)))
+
+
+def _room(problem: Problem, config: Config) -> list[tuple[float, float]]:
+    """Pairs (x, y): what the ranks keep of one micro-batch, in sum, and x are at most y times the memory of one.
+
+    Rank r keeps k(r) micro-batches. The largest of its bytes over all r is at least any weighted mean of them: with
+    the weights 1 and 1/k(r).
+    """
+    total = _totals(problem, config)
+    state = problem.state / (config.data if config.sharded else 1)
+    versions = 2 if config.schedule == "pipedream-2bw" else 1
     fixed = total.weight_bytes + total.wgrad_bytes * (versions + state)
-    least = (fixed + kept) / config.depth
-    if config.schedule in ("1f1b", "interleaved") and not config.replicas:
-        # Rank r holds min(p − r, m) micro-batches: the largest sum is at least any weighted mean of all.
-        each = [1 / min(config.depth - rank, config.per_pipeline) for rank in range(config.depth)]
-        least = max(least, (kept + fixed * min(each)) / sum(each))
-    return float(least)
+    p, m = config.depth, config.per_pipeline
+    if config.replicas or p == 1:
+        return [(fixed, p)]
+    if holds_all(config.schedule, config.chunks):
+        return [(fixed / m, p / m)]
+    if config.schedule not in ("1f1b", "interleaved"):
+        return [(fixed, p)]
+    # Of each chunk of an interleaved rank: p micro-batches, or of the last one those that are in flight below it.
+    ahead = [p - r if config.chunks == 1 else min(p, 2 * (p - r) - 1) for r in range(p)]
+    each = [1 / min(k, m) for k in ahead]
+    return [(fixed, p), (fixed * min(each), sum(each))]
+
+
+def _least_replayed(problem: Problem, config: Config) -> float:
+    """The share of the layers that are replayed at least because the memory lacks room for more."""
+    # Nothing is replayed where the backward follows its forward at once, as on the last rank of 1F1B.
+    most = 1 - 1 / config.depth
+    kept = _totals(problem, config).saved_bytes
+    if config.recompute != "some" or not kept:
+        return most if config.recompute == "stage" else 0.0
+    limit = max(problem.memory_of(config))
+    room = min(limit * ranks - fixed for fixed, ranks in _room(problem, config))
+    return min(max(1 - room / kept - 1 / config.depth, 0.0), most)

@@ -124,7 +124,7 @@ def _counted(config: Config) -> int:
 
 @lru_cache(maxsize=512)
 def _replays(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
-    program = small_program(schedule, depth, counted, chunks, None)
+    program = small_program(schedule, depth, counted, chunks, None, (), 0)
     count = Counter(stage for stage, _ in program.recomputed)
     return tuple(count[stage] / program.header.total_microbatches for stage in range(depth * chunks))
 

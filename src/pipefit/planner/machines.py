@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from pipefit.errors import PipefitError, TopologyError, nearest
 from pipefit.planner.computed_profile import gpt_profile, gpt_settings
 from pipefit.spec import Profile, Topology
@@ -22,8 +24,32 @@ def topology_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.toml")))
 
 
+def _resized(name: str) -> Topology | None:
+    """A machine with another number of servers: "dgx-a100-1536", or "pcie-3x4" (servers × devices); None: none such."""
+    kind, _, size = name.rpartition("-")
+    servers, cross, each = size.partition("x")
+    if not (servers + each).isdecimal():
+        return None
+    for known in reversed(topology_names()):
+        stem, _, own = known.rpartition("-")
+        found = Topology.load(_FOLDER / f"{known}.toml") if stem == kind and ("x" in own) == bool(cross) else None
+        if found is None:
+            continue
+        (first, *_), outer = found.levels, found.levels[-1]
+        width, count = int(each or first.width), int(servers) * int(each or 1)
+        if 0 < count <= first.width and not each:
+            return replace(found, name=name, levels=(replace(first, width=count),))
+        if len(found.levels) == 2 and 0 < width <= first.width and not count % width and count:
+            levels = replace(first, width=width), replace(outer, width=count // width)
+            return replace(found, name=name, levels=levels)
+    return None
+
+
 def load_topology(name: str | Path) -> Topology:
-    """A topology from a TOML file, from "local:N", or by name.
+    """A topology from a TOML file, from "local:N", or by name, also with another number of servers.
+
+    >>> load_topology("dgx-a100-1536").num_devices, load_topology("pcie-3x4").num_devices
+    (1536, 12)
 
     Raises:
         TopologyError: no such topology, or something in it is malformed.
@@ -34,6 +60,8 @@ def load_topology(name: str | Path) -> Topology:
     shipped = _FOLDER / f"{text}.toml"
     if shipped.is_file():
         return Topology.load(shipped)
+    if resized := _resized(text):
+        return resized
     raise TopologyError(f"{text}: no such topology: a TOML file, local:N, or a name; {nearest(text, topology_names())}")
 
 

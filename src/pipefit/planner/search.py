@@ -33,8 +33,25 @@ class Family:
     """Candidates that first compete with each other, their bounds, and, where none fits, the closest."""
 
     configs: list[tuple[float, Config]] = field(default_factory=list)
+    able: list[tuple[float, Config]] = field(default_factory=list)
+    frugal: Config | None = None
     feasible: list[Estimate] = field(default_factory=list)
     closest: Estimate | None = None
+
+    def narrow(self, problem: Problem, limit: float) -> None:
+        """Finds the members that may fit so much memory, and the one that needs the least."""
+        if math.isinf(limit):
+            # Where memory is unlimited a replay saves nothing.
+            self.able = [item for item in self.configs if item[1].recompute == "none"] or self.configs
+            self.frugal = self.able[0][1]
+            return
+        # If even the most frugal one does not fit, none does, and its figures are the reason. Of equal bounds that of
+        # the smallest micro-batch is the closest.
+        needs = [(quick_bytes(problem, item[1]), item[1].microbatch_size, item) for item in self.configs]
+        need, _, (_, self.frugal) = min(needs)
+        self.able = [item for need, _, item in needs if need <= limit]
+        if not self.able:
+            self.closest = Estimate(self.frugal, None, (need,), why=_lacks(need, limit))
 
 
 class SearchResult(NamedTuple):
@@ -62,19 +79,24 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
     Raises:
         InfeasibleError: none fits.
     """
+    limit = _most_memory(problem)
     families: dict[str, Family] = {}
     for config in listed:
         families.setdefault(config.family, Family()).configs.append((quick_s(problem, config), config))
     for family in families.values():
         family.configs.sort()
+        family.narrow(problem, limit)
     small = problem.topology.num_devices <= _SMALL
     best_s = math.inf
-    for family in sorted(families.values(), key=lambda each: each.configs[0]):
-        quick, first = family.configs[0]
+    for family in sorted(families.values(), key=lambda each: each.able[:1] or each.configs[:1]):
         # Data parallelism is what others are compared with, so whether it fits must be known.
-        if quick > _HOPELESS * best_s and first.family != "data parallel":
+        if not family.able or (
+            family.able[0][0] > (_HOPELESS if small else _CLOSE) * best_s
+            and family.configs[0][1].family != "data parallel"
+        ):
             continue
-        _estimate_best(problem, family, keep or (3 if small else 2), 40 if small else 10, _SLACK if small else 1.0)
+        few = keep or (3 if small else 2)
+        _estimate_best(problem, family, best_s, few, 40 if small else 10, _SLACK if small else 1.0)
         best_s = min([best_s, *(estimated.period_s for estimated in family.feasible)])
     fitting = sorted((each for family in families.values() for each in family.feasible), key=_speed)
     if not fitting:
@@ -98,33 +120,25 @@ def _speed(estimated: Estimate) -> tuple[float, Config]:
     return estimated.period_s, estimated.config
 
 
-def _estimate_best(problem: Problem, family: Family, keep: int, tries: int, slack: float) -> None:
+def _estimate_best(problem: Problem, family: Family, best_s: float, keep: int, tries: int, slack: float) -> None:
     """Estimates the members of a family, fastest first, until enough fit and the others' bounds are slower."""
-    limit = _most_memory(problem)
-    if math.isinf(limit):
-        # Where memory is unlimited a replay saves nothing, so the fastest candidate comes first.
-        able = [item for item in family.configs if item[1].recompute == "none"] or family.configs
-        frugal = able[0][1]
-    else:
-        # The most frugal one first: if even that does not fit, none does, and its figures are the reason. Of equal
-        # bounds that of the smallest micro-batch is the closest.
-        needs = [(quick_bytes(problem, item[1]), item[1].microbatch_size, item) for item in family.configs]
-        need, _, (_, frugal) = min(needs)
-        if need > limit:
-            family.closest = Estimate(frugal, None, (need,), why=_lacks(need, limit))
-            return
-        able = [item for need, _, item in needs if need <= limit]
-    first = family.closest = estimate(problem, frugal)
-    for tried, (quick, config) in enumerate(able):
-        best_s = min((estimated.period_s for estimated in family.feasible), default=math.inf)
-        if quick > (slack if len(family.feasible) >= keep else 1.3) * best_s or tried >= tries or not first.fits:
+    first = None
+    for tried, (quick, config) in enumerate(family.able):
+        own_s = min((estimated.period_s for estimated in family.feasible), default=math.inf)
+        # Only a family that may win needs more than its fastest member.
+        enough = len(family.feasible) >= (keep if own_s <= _CLOSE * best_s else 1)
+        if quick > (slack if enough else _HOPELESS) * own_s or tried >= tries:
             break
         estimated = estimate(problem, config)
+        if not estimated.fits and first is None:
+            first = family.closest = estimate(problem, family.frugal)
+            if not first.fits:
+                return
         if estimated.fits and not any(_alike(estimated, other) for other in family.feasible):
             family.feasible.append(estimated)
         elif estimated.partition and not estimated.fits and estimated.overflow < family.closest.overflow:
             family.closest = estimated
-    if first.fits and not family.feasible:
+    if first and not family.feasible:
         family.feasible.append(first)
     family.feasible.sort(key=_speed)
 
@@ -154,7 +168,7 @@ def _candidates(problem: Problem, families: dict[str, Family], outcomes: tuple[E
     for name in sorted(set(families) - listed):
         family = families[name]
         if family.closest is None:
-            quick, config = family.configs[0]
+            quick, config = family.able[0]
             rate, slower = problem.global_batch / quick, 1 - best.period_s / quick
             why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
             lines.append(Candidate(config.summary, name, quick, rate, None, why, "at best", slower))

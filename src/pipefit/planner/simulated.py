@@ -153,7 +153,7 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
     is_synchronous = find(config.schedule).is_synchronous
 
     def time_s(count: int) -> float:
-        program = small_program(config.schedule, config.depth, count, config.chunks, recompute, frozen=plan.frozen)
+        program = small_program(config.schedule, config.depth, count, config.chunks, recompute, (), plan.frozen)
         timeline = simulate(program, one_copy, memory=False, contention=_crowded(one_copy))
         return float(timeline.makespan_s if is_synchronous else timeline.period_s)
 

@@ -14,6 +14,7 @@ from pipefit.draw.chart import can_plot
 from pipefit.errors import PipefitError
 from pipefit.pipeline.run_report import SHOWN
 from pipefit.planner.explain import spill_lines
+from pipefit.runtime.faults import described
 from pipefit.spec import Plan
 from pipefit.spec.files import read_json, read_text, said, write_atomically
 from pipefit.timeline.trace import load_trace
@@ -55,6 +56,7 @@ def _render(place: Path, data: dict[str, Any]) -> str:
         result=result,
         plan=plan,
         spill=spill_lines(plan),
+        faults=described(result.get("faults", [])),
         rows=[row for row in result["rows"] if row["name"].split()[0] in ("period", "bubble", *SHOWN)],
         loss=_loss_chart(place, result) if can_plot() else "",
         measured=svg(measured, title="measured", seconds=True),

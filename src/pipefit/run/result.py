@@ -70,6 +70,7 @@ class RunResult:
     held_bytes: list[float] = field(default_factory=list)
     compile_s: list[float] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    faults: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     paths: dict[str, str] = field(default_factory=dict)
 

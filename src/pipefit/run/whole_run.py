@@ -23,6 +23,7 @@ from pipefit.pipeline.loggers import json_log, log_named
 from pipefit.pipeline.memory_cap import machine_tier
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.request import Decision, decide, default_device
+from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, count_flop
 from pipefit.profiling.workload import Workload
@@ -31,6 +32,8 @@ from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosi
 from pipefit.run.result import METRICS, ReadyRun, RunResult, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
 from pipefit.run.tier_records import with_tier
+from pipefit.runtime.collectives import exchange
+from pipefit.runtime.faults import noted
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import current
 from pipefit.schedules import shape_of
@@ -72,9 +75,10 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     Raises:
         PipefitError: something in the configuration does not fit; nothing has been trained.
     """
-    config = with_tier(with_defaults(config), current().rank)
+    config = with_tier(_restarted(with_defaults(config)), current().rank)
     ready = _ready(config, observer)
     pipe, source = ready.pipe, ready.source
+    pipe.loop.last_step = config.steps
     observer.planned(ready.plan, ready.profile, ready.bundle, source)
     observer.doing("loading the checkpoint" if config.resume else "evaluating")
     _resume(config, pipe)
@@ -96,6 +100,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     observer.doing("evaluating, and writing the results")
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
     result = _result(ready, losses, seconds, report)
+    place = current().folder or (checkpoints_of(config.output) if config.output else None)
+    result.faults = noted(place) if place else []
     result.held_out_before = before
     # A model on a tier may be larger than the host's memory.
     state = {} if ready.plan.spill or is_folder(config.model) else pipe.state_dict()
@@ -111,6 +117,14 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
             write_folder(ready, measured, predicted, result)
     end_run(pipe.workers, pipe.num_updates >= config.steps)
     return result
+
+
+def _restarted(config: RunConfig) -> RunConfig:
+    """The options of a run that was started again after a fault: it resumes from the records of its own tier."""
+    disk, session = config.spill.disk, current()
+    if session.start.restart and disk and None not in exchange(session, committed_step(disk)):
+        return replace(config, resume=str(disk))
+    return config
 
 
 def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
@@ -130,7 +144,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     assert made.profile is not None
     profile = made.profile.at(largest_part(work.batch("a run")[0], made.plan.num_microbatches))
     if config.spill.cap_bytes is None and current().rank == 0:
-        observer.counted(count_flop(work, config.request.parallelism.ranks or 1))
+        observer.counted(count_flop(work, made.plan.num_processes))
     observer.doing("measuring the machine, and predicting the run")
     cost = _cost(config, work, made._replace(profile=profile))
     observer.doing("building the stages")

@@ -24,14 +24,17 @@ from typing import Any
 
 from pipefit.errors import CommunicationError, PipefitError
 from pipefit.ir import text
+from pipefit.runtime.faults import forget, note
+from pipefit.runtime.meeting import FULL, MEMORY, RESTART
 from pipefit.runtime.progress import positions_of
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with, die_with_parent
 from pipefit.runtime.waits import where
 
+_log = logging.getLogger("pipefit.launch")
 _GRACE_S = 2.0
 _log = logging.getLogger("pipefit.launch")
 _TERMINATED = 128 + signal.SIGTERM
-_LEFT = ("rank-*.hang", "rank-*.progress")
+_LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
@@ -41,7 +44,19 @@ def program_file(folder: Path, number: int) -> Path:
 
 
 class LaunchError(PipefitError):
-    """A rank failed; the message names the rank, its instruction and its log."""
+    """A rank failed; the message names the rank, its instruction and its log.
+
+    Attributes:
+        began: whether the rank had begun its first pass.
+        raised: whether its own code raised an error; else it died, hung, or lost the others.
+        time_s: of the first sign of it (Unix seconds).
+    """
+
+    time_s = 0.0
+
+    def __init__(self, message: str, began: bool = True, raised: bool = False) -> None:
+        super().__init__(message)
+        self.began, self.raised = began, raised
 
 
 def launch(
@@ -52,13 +67,16 @@ def launch(
     folder: Path | None = None,
     quiet: bool = False,
     deadline_s: float | None = None,
+    recover: int = 0,
+    min_ranks: int | None = None,
 ) -> list[Any]:
     """Runs `function(*args)` in `num_ranks` processes that share a process group; returns their results by rank.
 
     Processes come from a server that has torch loaded already, so they start in a fraction of a second. Only rank 0
     writes to the terminal; the others write to log files. When one rank fails, all are ended within seconds and the
-    failure of the first is reported. The first Ctrl-C or SIGTERM is passed on to the ranks, which stop after their step
-    and may save; then this raises `KeyboardInterrupt` or `SystemExit(143)`. The second ends them at once.
+    failure of the first is reported, or all are started again. The first Ctrl-C or SIGTERM is passed on to the ranks,
+    which stop after their step and may save; then this raises `KeyboardInterrupt` or `SystemExit(143)`. The second ends
+    them at once.
 
     Args:
         function: importable by name; runs in each rank.
@@ -69,30 +87,60 @@ def launch(
         quiet: rank 0 also writes only to its log.
         deadline_s: minimum seconds that a rank may stay at one instruction before the run is ended as hung; 0: no
             limit; None: the value of PIPEFIT_DEADLINE_S, else 60 s.
+        recover: number of times that all ranks are started again after one has died, hung or failed. `Pipeline.fit`
+            then resumes. An error before the first pass would come again, so it ends the run.
+        min_ranks: where a rank fails again as it starts, one rank fewer is started, but no fewer than these; None:
+            always `num_ranks`.
 
     Raises:
         LaunchError: a rank raised, or died.
         PipefitError: a rank refused its input (the same error that the rank raised).
     """
+    fewest = num_ranks if min_ranks is None else min_ranks
     if num_ranks < 1:
         raise PipefitError(f"ranks: expected at least 1, got {num_ranks}")
+    if not 1 <= fewest <= num_ranks:
+        raise PipefitError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, got {min_ranks}")
     place = folder or Path(tempfile.mkdtemp(prefix="pipefit-"))
     place.mkdir(parents=True, exist_ok=True)
-    for stale in (place / "store", place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
-        stale.unlink(missing_ok=True)
-    context = _server()
-    environment = {
-        **os.environ,  # the server's own environment is that of its start
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "PIPEFIT_RUN": str(place),
-        "OMP_NUM_THREADS": str(threads or max(1, (os.cpu_count() or 1) // num_ranks)),
-    }
+    forget(place)
+    environment = {"PIPEFIT_RUN": str(place), FULL: str(num_ranks)}
     if deadline_s is not None:
         environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
+    kept = _memory_folder() if recover else contextlib.nullcontext()
+    with kept as memory, _removed_unless_logs_matter(place if folder is None else None):
+        environment |= {} if memory is None else {MEMORY: memory}
+        for restart in range(recover + 1):
+            cores = threads or max(1, (os.cpu_count() or 1) // num_ranks)
+            own = environment | {RESTART: str(restart), "OMP_NUM_THREADS": str(cores)}
+            try:
+                return _once(function, num_ranks, args, own, place, quiet)
+            except LaunchError as problem:
+                note(place, problem.time_s or time.time(), fault=str(problem), start=restart)
+                if restart == recover or (problem.raised and not problem.began):
+                    raise
+                num_ranks -= bool(restart and not problem.began and num_ranks > fewest)
+                _log.warning("%s\n  start %d of %d: %d ranks", problem, restart + 2, recover + 1, num_ranks)
+    raise AssertionError  # the last start returns or raises
+
+
+def _once(
+    function: Callable[..., Any],
+    num_ranks: int,
+    args: Sequence[Any],
+    environment: dict[str, str],
+    place: Path,
+    quiet: bool,
+) -> list[Any]:
+    """Starts all ranks once; returns their results."""
+    for stale in (place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
+        stale.unlink(missing_ok=True)
+    context = _server()
+    sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    environment = {**os.environ, **environment, **sizes}  # the server's own environment is that of its start
     processes: list[Any] = []
     pipes: list[Any] = []
-    with _passing_on(processes) as asked, _removed_unless_logs_matter(place if folder is None else None):
+    with _passing_on(processes) as asked:
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
@@ -109,6 +157,17 @@ def launch(
         if asked or any(kind == "stopped" for kind, _ in outcomes):
             raise _leaving(asked)
     return [result for _, result in outcomes]
+
+
+@contextlib.contextmanager
+def _memory_folder() -> Iterator[str]:
+    """A private folder in the machine's memory, or else among temporary files, which outlives ranks."""
+    shared = "/dev/shm"
+    made = tempfile.mkdtemp(prefix="pipefit-memory-", dir=shared if os.access(shared, os.W_OK) else None)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def _start(process: Any, asked: list[int]) -> None:
@@ -198,7 +257,7 @@ def _main(
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
     die_with_parent()
     if (launcher := mp.parent_process()) is not None:
-        die_with(launcher.sentinel)
+        die_with(launcher.sentinel, environment.get(MEMORY))
     import torch
 
     os.environ.clear()
@@ -259,7 +318,7 @@ def _collect(
 ) -> list[tuple[str, Any]]:
     """Waits for every rank's result; after a first failure, only briefly, to find the cause."""
     outcomes: dict[int, tuple[str, Any]] = {}
-    deadline = None
+    deadline, first_s = None, 0.0
     while len(outcomes) < len(processes):
         pending = {pipes[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
         timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
@@ -274,12 +333,15 @@ def _collect(
                 processes[rank].join(_GRACE_S)
                 outcomes[rank] = ("died", processes[rank].exitcode)
             if outcomes[rank][0] not in _FINE and deadline is None:
-                deadline = time.monotonic() + _GRACE_S
+                deadline, first_s = time.monotonic() + _GRACE_S, time.time()
     failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] not in _FINE}
     if failures or len(outcomes) < len(processes):
         if asked and all(kind in ("died", "later") for kind, _ in failures.values()):
             raise _leaving(asked)  # their time was up
-        raise _failure(failures, place)
+        problem = _failure(failures, place)
+        if isinstance(problem, LaunchError):
+            problem.time_s = first_s
+        raise problem
     return [outcomes[rank] for rank in range(len(processes))]
 
 
@@ -299,20 +361,20 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
     if kind == "died":
         name = signal.Signals(-what).name if what and what < 0 else f"exit code {what}"
         said = f"the process died ({name})"
-    return LaunchError(
-        f"rank {rank} failed {_last_place(rank, place)}: {said}\n  its log: {place / f'rank-{rank}.log'}"
-    )
+    last, began = _last_place(rank, place)
+    message = f"rank {rank} failed {last}: {said}\n  its log: {place / f'rank-{rank}.log'}"
+    return LaunchError(message, began, kind == "failed")
 
 
-def _last_place(rank: int, place: Path) -> str:
-    """The rank's last position, from its progress file and the program that rank 0 left in the folder."""
+def _last_place(rank: int, place: Path) -> tuple[str, bool]:
+    """The rank's last position, from its progress file and the program that rank 0 left; whether it began a pass."""
     position = positions_of(place, rank + 1).get(rank)
     if position is None or not position.passes:
-        return "before its first instruction"
+        return "before its first instruction", False
     program = None
     with contextlib.suppress(PipefitError):
         program = text.load(program_file(place, position.program))
-    return where(program, rank, position)
+    return where(program, rank, position), True
 
 
 def _end(processes: Sequence[Any], place: Path) -> None:

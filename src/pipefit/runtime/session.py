@@ -8,19 +8,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
+from pipefit.runtime.meeting import Start, meet
 from pipefit.runtime.progress import JOINING, LEAVING, OUTSIDE, Progress, progress_file
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
-
-_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,11 @@ class Session:
         progress: this rank's position.
         before_leaving: called before the process group is removed, to wait for open sends, for example.
         programs: those that this rank has run, by digest, numbered in order.
+        trainings: those that can be recovered, in the order in which they began.
+        decisions: names of the plans that it has measured, in order.
         watchdog: ends this rank when it hangs; None in a run of one process.
         stop: whether this process was asked to stop.
+        start: of the run: the first one, or another one after a fault.
     """
 
     rank: int
@@ -44,8 +43,11 @@ class Session:
     progress: Progress
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
     programs: dict[str, int] = field(default_factory=dict)
+    trainings: list[object] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)
     watchdog: Watchdog | None = None
     stop: Stop = field(default_factory=Stop)
+    start: Start = field(default_factory=Start)
 
     @property
     def is_distributed(self) -> bool:
@@ -93,7 +95,6 @@ def join() -> Session:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = deadline_from_environment()
     folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     progress = Progress(progress_file(folder, rank) if folder else None)
     stop = Stop()
     listen(stop, folder, ctrl_c="TORCHELASTIC_RUN_ID" in os.environ)
@@ -105,19 +106,9 @@ def join() -> Session:
         die_with_parent()
     watchdog = Watchdog(rank, num_ranks, progress, folder, deadline) if num_ranks > 1 else None
     progress.at(JOINING)
-    if not dist.is_initialized():
-        if folder is not None:
-            # Gloo would otherwise look up the host's name, which may resolve to an external address.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            store = dist.FileStore(str(folder / "store"), num_ranks)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_TIMEOUT)
-        else:
-            try:
-                dist.init_process_group(backend, timeout=_TIMEOUT)
-            except (RuntimeError, ValueError) as problem:
-                raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
+    start = meet(rank, num_ranks, folder)
     progress.at(OUTSIDE)
-    return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop)
+    return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop, start=start)
 
 
 def _leave_well() -> None:

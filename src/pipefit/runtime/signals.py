@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -76,11 +77,18 @@ def die_with_parent() -> None:
         os._exit(_TERMINATED)
 
 
-def die_with(sentinel: int) -> None:
-    """Ends this process when the launcher's end of a pipe closes, because its kernel parent is the fork server."""
+def die_with(sentinel: int, folder: str | None = None) -> None:
+    """Ends this process when the launcher's end of a pipe closes, because its kernel parent is the fork server.
+
+    Args:
+        sentinel: of the launcher.
+        folder: of the launcher in the machine's memory, removed then, because nothing else will.
+    """
 
     def watch() -> None:
         wait([sentinel])
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(_TERMINATED)
 
     threading.Thread(target=watch, name="pipefit-launcher", daemon=True).start()

@@ -39,7 +39,8 @@ class StudyResult:
         bound_s: lower bound over all policies for the same turns: max(longest trial, total / devices).
         gap: makespan over bound, minus one.
         predicted_s: the makespan, simulated after the first turns of each trial; None: a trial began too late for that.
-        policies: for every policy "makespan_s" and "gap", simulated with the measured turns.
+        policies: for every policy "makespan_s" and "gap", simulated with the measured turns; likewise for one trial
+            after the other over all devices, with GPipe's schedule ("gpipe") and naively ("naive").
         interrupted: whether it was stopped before its end, and can be resumed.
         resumed: whether this run resumed an earlier one; times are then of this run only.
         paths: of its files.
@@ -94,6 +95,10 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
         measured = board.measured()
         simulated = {policy: board.in_hindsight(policy) for policy in POLICIES if board.turns}
         policies = {policy: {"makespan_s": found.makespan_s, "gap": found.gap} for policy, found in simulated.items()}
+        bound = max((found.bound_s for found in simulated.values()), default=0.0)
+        if bound:
+            pairs = board.one_by_one().items()
+            policies |= {name: {"makespan_s": seconds, "gap": seconds / bound - 1} for name, seconds in pairs}
         predicted_s = board.prediction.makespan_s if board.prediction else None
         times = measured.makespan_s, measured.bound_s, measured.gap, predicted_s
         figures = dict(zip(_FIGURES, (board.policy, board.num_devices, *times, policies, resumed), strict=True))

@@ -153,6 +153,22 @@ def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
     return max(max(totals_s, default=0.0), sum(totals_s) / num_devices)
 
 
+def one_by_one_s(totals_s: Sequence[float], stages: Sequence[int], microbatches: Sequence[int]) -> float:
+    """Seconds of training one trial after the other, each as a GPipe pipeline of equal stages over the devices.
+
+    Σ total·(m + p − 1)/(m·p); with one micro-batch this is naive model parallelism, Σ total.
+
+    >>> one_by_one_s([8.0, 8.0], [4, 4], [4, 4]), one_by_one_s([8.0, 8.0], [4, 4], [1, 1])
+    (7.0, 16.0)
+
+    Args:
+        totals_s: seconds of each trial on one device.
+        stages: p of each, the devices that its shards can occupy.
+        microbatches: m of each.
+    """
+    return sum(t * (m + p - 1) / (m * p) for t, p, m in zip(totals_s, stages, microbatches, strict=True))
+
+
 _MOST_TURNS = 6000
 """Maximum number of simulated turns: more would take seconds, and change no printed digit."""
 

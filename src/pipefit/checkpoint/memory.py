@@ -1,0 +1,236 @@
+"""Copies of a training in the memory of its machines, which outlive the processes: after a fault no step is lost.
+
+    /dev/shm/…/step-000012/rank-0.safetensors    one of the machine's ranks that have a stage writes it
+                           rank-0.json           sealed, written last: the step, and the file with its checksum
+
+No rank waits for another to write. A step counts when the machines that are left hold all of its stages: of a stage
+with copies, one is enough (the observation of ReCycle, arXiv 2405.14009). What a machine lacks, others send. The ranks
+of a synchronous schedule are at most two steps apart, because each waits for the loss of the step before: three are
+kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from pipefit.checkpoint.commit import manifest_of, write_ranks
+from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name
+from pipefit.checkpoint.optim import OPTIM, parameter_and_key
+from pipefit.checkpoint.restore import Saved, contents, take, wanted_of
+from pipefit.checkpoint.sharded_optimizer import whole_states
+from pipefit.checkpoint.state import weights_of
+from pipefit.checkpoint.trained import Trained
+from pipefit.errors import PipefitError
+from pipefit.runtime.collectives import broadcast, exchange
+from pipefit.runtime.outliving import processes_here
+from pipefit.runtime.progress import SAVING
+from pipefit.spec.files import decode, encode
+from pipefit.spec.sealed import read_sealed, write_sealed
+
+EVERY = "PIPEFIT_MEMORY_EVERY"
+_KEPT = 3
+_log = logging.getLogger("pipefit.checkpoint")
+
+
+class Sent(NamedTuple):
+    """A saved tensor that another machine has sent; see `Saved`."""
+
+    tensor: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its type."""
+        return self.tensor.dtype
+
+    def read(self) -> Tensor:
+        """Its values."""
+        return self.tensor
+
+
+class Memory:
+    """The copies of a training in the memory of this machine.
+
+    Args:
+        pipeline: that is trained, by a synchronous schedule.
+        folder: in the machine's memory, private.
+        every: steps between copies.
+    """
+
+    def __init__(self, pipeline: Trained, folder: Path, every: int) -> None:
+        self._pipeline, self._folder, self.every = pipeline, folder, every
+        mesh, processes = pipeline.workers[0].mesh, processes_here(pipeline._session)
+        self._is_first = pipeline._session.rank == processes[0]
+        # Sharded optimizers are whole on the first replica alone.
+        is_alike = pipeline._session.is_distributed and not pipeline.plan.sharded_optimizer
+        self._among = {mesh.rank_of(process) for process in processes} if is_alike else None
+        self._failed = False
+
+    def keep(self) -> None:
+        """Copies the training after a step, if it is due. Every rank must call it."""
+        step = self._pipeline.num_updates
+        if step % self.every:
+            return
+        with self._pipeline._session.at(SAVING), whole_states(self._pipeline):
+            try:
+                if not self._failed:
+                    self._write(self._folder / step_name(step))
+            except (OSError, PipefitError) as problem:
+                self._failed = True
+                _log.warning("the training is no longer copied in memory: %s", problem)
+        if self._is_first:
+            for old in candidates(self._folder)[_KEPT:]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _write(self, place: Path) -> None:
+        place.mkdir(mode=0o700, exist_ok=True)
+        report = write_ranks(self._pipeline, place, self._among)
+        if report["files"]:
+            data = encode("checkpoint", manifest_of(self._pipeline, [report], {}))
+            write_sealed(place / f"rank-{self._pipeline.workers[0].rank}.json", data, durable=False)
+
+
+def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool) -> Memory | None:
+    """The copies of a training; None: it makes none.
+
+    By default every step of a training with replicas is copied. PIPEFIT_MEMORY_EVERY=N sets the number of steps between
+    copies, 0 turns them off.
+
+    Raises:
+        PipefitError: the variable is not a whole number.
+    """
+    text = os.environ.get(EVERY, "").strip()
+    if text and not text.isdecimal():
+        raise PipefitError(f"{EVERY}: expected a number of steps, 0 for no copies in memory, got {text!r}")
+    every = int(text) if text else int(any(len(ranks) > 1 for ranks in pipeline.plan.placement.ranks))
+    spills = any(worker.spilling for worker in pipeline.workers)
+    return Memory(pipeline, folder, every) if folder and every and is_synchronous and not spills else None
+
+
+# ---- resuming ------------------------------------------------------------------------------------------------------
+
+
+class _Here(NamedTuple):
+    """A step in this machine's memory.
+
+    Attributes:
+        manifests: of its ranks.
+        saved: tensors by name.
+    """
+
+    manifests: list[Manifest]
+    saved: dict[str, Saved]
+
+
+def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) -> int | None:
+    """Resumes from the newest step in the memory of the machines; removes what is newer. Every rank must call it.
+
+    Args:
+        pipeline: of the same model, with any plan.
+        folder: of this machine.
+        least: number of steps; fewer are of no use.
+        most: number of steps; more are of no use.
+
+    Returns:
+        The step; None: none is whole.
+    """
+    session = pipeline._session
+    first = processes_here(session)[0]
+    with session.at(SAVING):
+        here = {step: found for step, found in _steps_in(folder).items() if least <= step <= most}
+        names = {step: _names(found) for step, found in here.items()} if session.rank == first else {}
+        # JSON has text as keys.
+        of_all = [{int(step): set(held) for step, held in own.items()} for own in exchange(session, names)]
+        wanted = wanted_of(pipeline).keys()
+        steps = sorted({step for own in of_all for step in own}, reverse=True)
+        whole = (step for step in steps if wanted <= set[str]().union(*(own.get(step, ()) for own in of_all)))
+        chosen = next(whole, None)
+        if session.rank == first:
+            for place in candidates(folder):
+                if chosen is None or place.name > step_name(chosen):
+                    shutil.rmtree(place, ignore_errors=True)
+        firsts = sorted(set(exchange(session, first)))
+        if chosen is not None:
+            held = {other: of_all[other].get(chosen, set()) for other in firsts}
+            _take(pipeline, here.get(chosen, _Here([], {})), held)
+    return chosen
+
+
+def _steps_in(folder: Path) -> dict[int, _Here]:
+    """The steps in a machine's memory, with the undamaged copies of its ranks."""
+    found: dict[int, _Here] = {}
+    for place in candidates(folder):
+        for path in sorted(place.glob("rank-*.json")):
+            try:
+                manifest = decode("checkpoint", read_sealed(path, FORM), Manifest, PipefitError, str(path))
+                for entry in manifest.files:
+                    entry.check(place)
+                saved = contents(place, manifest)
+            except (PipefitError, OSError) as problem:
+                _log.warning("skipped a copy in memory: %s", problem)
+                continue
+            here = found.setdefault(manifest.step, _Here([], {}))
+            here.manifests.append(manifest)
+            here.saved.update(saved)
+    return found
+
+
+def _names(here: _Here) -> list[str]:
+    """Names of all tensors of a step, also of tied weights that are saved under another name."""
+    aliases = {alias for m in here.manifests for alias, owner in m.aliases.items() if owner in here.saved}
+    return sorted({*here.saved, *aliases})
+
+
+def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
+    """Loads a step, of which each machine's first process holds some tensors."""
+    session = pipeline._session
+    manifests = [
+        msgspec.convert(one, Manifest)
+        for own in exchange(session, msgspec.to_builtins(here.manifests) if session.rank in held else [])
+        for one in own
+    ]
+    merged = msgspec.structs.replace(
+        manifests[0],
+        aliases={alias: owner for one in manifests for alias, owner in one.aliases.items()},
+        optimization=[record for one in manifests for record in one.optimization],
+    )
+    lacking = set().union(*held.values()) - reduce(set.intersection, held.values()) - merged.aliases.keys()
+    found = {**here.saved, **_sent(pipeline, here, held, sorted(lacking))}
+    take(pipeline, merged, lambda: found)
+
+
+def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Sent]:
+    """The tensors that some machine lacks, sent to all by the first that has them; each rank keeps those it needs."""
+    session = pipeline._session
+    own = {saved for worker in pipeline.workers for s in worker.stages for _, saved, _ in weights_of(worker, s)}
+    source = {name: min(first for first, names in held.items() if name in names) for name in lacking}
+    forms: dict[str, Any] = {}
+    for part in exchange(
+        session,
+        {n: [here.saved[n].shape, str(here.saved[n].dtype)] for n in lacking if source[n] == session.rank},
+    ):
+        forms |= part
+    found = {}
+    for name in lacking:
+        shape, dtype = forms[name]
+        empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        tensor = broadcast(session, here.saved[name].read() if source[name] == session.rank else empty, source[name])
+        weight = parameter_and_key(name)[0] if name.startswith(OPTIM) else name
+        if name not in here.saved:
+            found[name] = Sent(tensor if weight in own else tensor.to("meta"))
+    return found

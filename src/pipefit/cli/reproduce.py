@@ -1,0 +1,106 @@
+"""`pipefit reproduce`: the figures, tables and numbers of the lectures, made again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json
+from pipefit.errors import PipefitError
+
+if TYPE_CHECKING:
+    from pipefit.reproduce.outcome import Outcome
+
+
+def command(
+    name: str | None = None,
+    /,
+    *,
+    all: bool = False,
+    measured: bool = False,
+    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    json: Json = False,
+) -> Answer:
+    """Make a figure, table or number of the lectures again, and compare it with the published one.
+
+    Example: pipefit reproduce gpipe-flushes -o figures
+
+    Without a name all are listed. Drawn entries are exact; computed ones are predicted from profiles and machines;
+    measured ones train on this machine, which takes minutes.
+
+    Args:
+        name: Of an entry, as the list shows it.
+        all: Make all entries; with -o one page of everything.
+        measured: With --all: train the measured entries too.
+        output: Folder for pictures, and for the page of --all.
+    """
+    from pipefit.reproduce.lectures import ENTRIES, find_entry
+    from pipefit.reproduce.outcome import run_all, run_entry
+
+    if all and name is not None:
+        raise PipefitError(f"--all makes every entry: leave out {name}")
+    if measured and not all:
+        raise PipefitError("--measured: expected --all too; a measured entry is trained when it is given by name")
+    if output is not None and output.exists() and not output.is_dir():
+        raise PipefitError(f"{output}: expected a folder, got a file")
+    if name is not None:
+        found = run_entry(find_entry(name))
+        return Answer(found.as_dict(), found.text, output=found.save(output) if output else None)
+    if not all:
+        if output is not None:
+            raise PipefitError("-o: expected a name, or --all")
+        return _listed()
+    chosen = [entry for entry in ENTRIES.values() if measured or entry.kind != "measured"]
+    outcomes = run_all(chosen, _say)
+    written = [_page(outcomes, output)] if output else None
+    return Answer({"entries": [each.as_dict() for each in outcomes]}, lambda: _summary(outcomes), output=written)
+
+
+def _say(name: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{name}\r")
+        sys.stderr.flush()
+
+
+def _page(outcomes: Sequence[Outcome], folder: Path) -> Path:
+    from pipefit.reproduce.lectures_page import lectures_page
+    from pipefit.spec.files import write_atomically
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_atomically(folder / "index.html", lectures_page(outcomes))
+
+
+def _listed() -> Answer:
+    from pipefit.reproduce.entry import KINDS
+    from pipefit.reproduce.lectures import DECKS
+    from pipefit.units import columns
+
+    lines, data = [], []
+    for deck, entries in DECKS.items():
+        lines += ["", deck, *columns([(f"  {each.name}", each.kind, each.line) for each in entries])]
+        data += [
+            {"deck": deck, **{key: getattr(each, key) for key in ("name", "topic", "line", "kind", "source")}}
+            for each in entries
+        ]
+    kinds = [f"{kind}: {words}" for kind, words in KINDS.items()]
+    return Answer({"entries": data}, "\n".join([*lines[1:], "", *kinds]))
+
+
+def _summary(outcomes: Sequence[Outcome]) -> str:
+    from pipefit.reproduce.outcome import row_of
+    from pipefit.units import columns, counted
+
+    rows, counts = [["", "", "published", "ours", "ratio", ""]], {"agrees": 0, "differs": 0}
+    for outcome in outcomes:
+        for each in outcome.values:
+            rows.append([outcome.entry.name, *row_of(each)])
+            if each.verdict:
+                counts[each.verdict] += 1
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    last = f"{counts['agrees']} values agree, {counts['differs']} differ; {counted(len(outcomes), 'entry', 'entries')}"
+    return "\n".join([*columns(rows), "", f"{last} in {seconds:.1f} s"])

@@ -1,0 +1,219 @@
+"""Going on after a fault: the first `fit` of a run that was started again resumes, and skips the steps that are done.
+
+A script runs from its beginning again, and asks again for all its steps. Those that are done are not repeated:
+
+    before the fault    fit(a, steps=50) ─► fit(a, steps=50) ─► step 70 is saved ─► step 73, a rank dies
+    started again       fit(a, steps=50): nothing to train ─► fit(a, steps=50): 30 steps, from 71 on
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipefit.checkpoint import load
+from pipefit.checkpoint.commit import make_folder
+from pipefit.checkpoint.manifest import candidates, step_of
+from pipefit.checkpoint.memory import memory_of, recall
+from pipefit.errors import PipefitError
+from pipefit.pipeline.callbacks import Checkpoints, Record
+from pipefit.pipeline.loaders import number_of
+from pipefit.pipeline.loggers import Logger, json_log
+from pipefit.runtime.collectives import from_first
+from pipefit.runtime.faults import note, noted
+from pipefit.runtime.meeting import can_restart
+from pipefit.runtime.outliving import outliving_folder
+from pipefit.spec.files import read_json, write_json
+
+_log = logging.getLogger("pipefit.checkpoint")
+
+LOSSES = "metrics.jsonl"
+"""The figures of every step, in the folder of checkpoints, unless the user's own logger writes them."""
+
+EARLIER = "earlier.json"
+"""Names of the checkpoints in a folder that are not of this run."""
+
+
+class Fit(NamedTuple):
+    """The part of a `fit` that is still to be trained.
+
+    Attributes:
+        done: losses of those of its steps that are done.
+        is_done: whether all are.
+        batches: without theirs.
+        steps: without them; None: all batches.
+        callbacks: with those of the recovery.
+    """
+
+    done: list[float]
+    is_done: bool
+    batches: Iterable[Any]
+    steps: int | None
+    callbacks: Sequence[Any]
+
+
+def begin_fit(pipe: Any, batches: Iterable[Any], steps: int | None, callbacks: Sequence[Any]) -> Fit:
+    """Begins a `fit`; the first one of a run that was started again resumes. Every rank must call it."""
+    if not can_restart():
+        return Fit([], False, batches, steps, callbacks)
+    recovery = pipe.loop.recovery = pipe.loop.recovery or Recovery(pipe)
+    done, batches, is_done = recovery.begin(callbacks, batches, steps)
+    return Fit(done, is_done, batches, steps and steps - len(done), [recovery, *callbacks])
+
+
+class Recovery:
+    """The recovery of a training whose processes can be started again; a callback of its `fit`s.
+
+    Args:
+        pipe: that is trained.
+
+    Attributes:
+        every: steps between copies in memory; 0: there are none.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe, self._session = pipe, pipe._session
+        self._folder = self._own_folder()
+        self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
+        self.every = self._memory.every if self._memory else 0
+        self._is_first_fit = True
+        self._losses: list[float] = []
+        self._facts: dict[str, Any] = {}
+        self._log: Logger | None = None
+
+    def _own_folder(self) -> Path | None:
+        """The folder in memory of this training, among those of a script."""
+        folder, trainings = outliving_folder(self._session), self._session.trainings
+        trainings.append(self)
+        own = None if folder is None else folder / f"training-{len(trainings)}"
+        if own is not None:
+            own.mkdir(mode=0o700, exist_ok=True)
+        return own
+
+    # ---- resuming --------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, callbacks: Sequence[Any], batches: Iterable[Any], steps: int | None
+    ) -> tuple[list[float], Iterable[Any], bool]:
+        """Begins a `fit`: the first one of a run that was started again resumes. Every rank must call it.
+
+        Returns:
+            The losses of those of its steps that are done, its batches without theirs, and whether it is done.
+        """
+        self._resume(callbacks)
+        most = len(self._losses) if steps is None else min(steps, len(self._losses))
+        if not most:
+            return [], batches, False
+        if self._pipe.position.counts(batches):
+            # The checkpoint holds the position in them.
+            most = min(most, number_of(batches) or most) if steps is None else most
+            is_done = most == (number_of(batches) if steps is None else steps)
+        else:
+            batches = iter(batches)
+            most = sum(1 for _ in islice(batches, most))
+            is_done = most == steps
+        done, self._losses = self._losses[:most], self._losses[most:]
+        if is_done and not self._losses:
+            self._end(callbacks, done[-1])
+        return done, batches, is_done
+
+    def _end(self, callbacks: Sequence[Any], loss: float) -> None:
+        """Saves the checkpoint of a `fit` that had ended before the fault, if it is missing."""
+        step = self._pipe.num_updates
+        for one in callbacks:
+            if isinstance(one, Checkpoints):
+                known = from_first(self._session, lambda at=one.folder: [step_of(path) for path in _checkpoints(at)])
+                if step not in known:
+                    one.end(Record(step, loss))
+
+    def _resume(self, callbacks: Sequence[Any]) -> None:
+        at = next((index for index, one in enumerate(callbacks) if isinstance(one, Checkpoints)), len(callbacks))
+        folder = callbacks[at].folder if at < len(callbacks) else None
+        logs = [one for one in callbacks[:at] if isinstance(one, Logger) and one.place.suffix == ".jsonl"]
+        place = folder or self._folder
+        if not logs and self._log is None and place is not None:
+            self._log = json_log(place / LOSSES)
+        if not self._is_first_fit:
+            return
+        self._is_first_fit, log = False, logs[0] if logs else self._log
+        if not self._session.start.restart:
+            if log is not None:
+                log.begin(self._pipe.num_updates + 1)
+            if folder is not None:
+                from_first(self._session, lambda: _write_earlier(folder))
+        else:
+            self._go_on(folder, log.place if log else None)
+
+    def _go_on(self, folder: Path | None, log: Path | None) -> None:
+        """Resumes a run that was started again."""
+        before = self._pipe.num_updates
+        source = f"step {before}, from which it was told to resume" if before else "the beginning"
+        known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
+        most = math.inf if self._pipe.loop.last_step is None else self._pipe.loop.last_step - 1
+        found = [Path(path) for path in from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])]
+        found = [path for path in found if before < step_of(path) <= most]
+        newest = max([step_of(path) for path in found[:1]] + [before + 1])
+        if self._folder is not None and recall(self._pipe, self._folder, newest, most) is not None:
+            source = "memory"
+        else:
+            for path in found:
+                try:
+                    source = str(load(self._pipe, path).path)
+                    break
+                except PipefitError as problem:  # an earlier one may be whole
+                    _log.warning("skipped a checkpoint: %s", problem)
+        now = self._pipe.num_updates
+        self._losses = [known.get(str(step), math.nan) for step in range(before + 1, now + 1)]
+        ranks, lost = self._pipe.plan.num_processes, max([0, *(int(step) - now for step in known)])
+        self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
+
+    # ---- the callback ----------------------------------------------------------------------------------------------
+
+    def step(self, record: Record) -> None:
+        """Logs a step's loss, notes a recovery after its first step, and copies the training in memory if it is due.
+
+        The loss comes first: no step from which a run resumes lacks it.
+        """
+        if self._log is not None:
+            self._log.step(record)
+        facts, self._facts = self._facts, {}
+        folder = self._session.folder or (self._log.place.parent if self._log else None)
+        if facts and folder is not None and self._session.rank == 0:
+            start = self._session.start.restart
+            faults = [line for line in noted(folder) if line.get("start") == start - 1 and "fault" in line]
+            now = time.time()
+            seconds = {"seconds": now - faults[-1]["time"]} if faults else {}
+            note(folder, now, **facts, **seconds, start=start)
+        if self._memory is not None and record.step == self._pipe.num_updates:
+            self._memory.keep()
+
+
+def _write_earlier(folder: Path) -> None:
+    """Writes down the checkpoints that an earlier run has left in a folder."""
+    make_folder(folder)
+    write_json(folder / EARLIER, [path.name for path in candidates(folder)])
+
+
+def _checkpoints(folder: Path | None) -> list[Path]:
+    """The checkpoints of this run in a folder, newest first."""
+    if folder is None or not folder.is_dir():
+        return []
+    earlier = read_json(folder / EARLIER) if (folder / EARLIER).exists() else []
+    return [path for path in candidates(folder) if path.name not in earlier]
+
+
+def _losses(path: Path | None) -> dict[int, float]:
+    """The losses in a log, by step; a line that is not whole is left out."""
+    found: dict[int, float] = {}
+    if path is not None and path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            entry = json.loads(line) if line.endswith("\n") else {}
+            if "loss" in entry:
+                found[entry["step"]] = entry["loss"]
+    return found

@@ -1,0 +1,207 @@
+"""An entry: a figure, table or number of a lecture, as calls of pipefit's verbs and the values to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipefit.errors import InfeasibleError
+
+if TYPE_CHECKING:
+    from pipefit.reproduce.steps import Draw, Step
+
+Scalar = float | str | bool
+Kind = Literal["drawn", "computed", "measured", "cited"]
+
+KINDS: Mapping[Kind, str] = {
+    "drawn": "exact: a schedule, under the costs of the slide",
+    "computed": "predicted from profiles and machines",
+    "measured": "trained on this machine",
+    "cited": "not run here",
+}
+"""Every kind with its meaning."""
+
+
+PIPEDREAM = "Narayanan et al., PipeDream (SOSP 2019)"
+GPIPE = "Huang et al., GPipe (NeurIPS 2019)"
+HYDRA = "Nagrecha and Kumar, Hydra (PVLDB 2022)"
+DOUBLE = "Narayanan et al., PipeDream-2BW (ICML 2021)"
+PTDP = "Narayanan et al., Efficient large-scale language model training on GPU clusters (SC 2021)"
+
+
+class Bench:
+    """Runs steps, each once, and records their commands.
+
+    Attributes:
+        commands: of the steps since the record was cleared.
+    """
+
+    def __init__(self) -> None:
+        self.commands: list[str] = []
+        self._done: dict[Step, Any] = {}
+
+    def __call__(self, step: Step) -> Any:
+        """The result of a step; an `InfeasibleError` is raised again for every caller."""
+        if step.command not in self.commands:
+            self.commands.append(step.command)
+        if step not in self._done:
+            try:
+                self._done[step] = step.run()
+            except InfeasibleError as problem:
+                self._done[step] = problem
+        if isinstance(self._done[step], InfeasibleError):
+            raise self._done[step]
+        return self._done[step]
+
+    def fits(self, step: Step) -> bool:
+        """Returns whether a plan is feasible."""
+        try:
+            self(step)
+        except InfeasibleError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Value:
+    """A value that is made again.
+
+    Attributes:
+        name: what it is.
+        make: computes ours; it never reads the published one.
+        published: None: the lecture shows it without a number.
+        unit: "%": both are fractions; else it follows the number.
+        within: largest |ours / published − 1| that counts as agreement; 0: all printed digits.
+        why: named cause of a difference.
+        source: of the published value, where it is not that of the entry.
+    """
+
+    name: str
+    make: Callable[[Bench], Scalar]
+    published: Scalar | None = None
+    unit: str = ""
+    within: float = 0.0
+    why: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture, and its content as text.
+
+    Attributes:
+        title: of the picture.
+        svg: makes it.
+        text: a grid, or a table of the points.
+    """
+
+    title: str
+    svg: Callable[[], str]
+    text: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A figure, table or number of a lecture.
+
+    Attributes:
+        name: for `pipefit reproduce NAME`.
+        topic: of the slide.
+        line: its content in one line.
+        kind: how it is made again.
+        source: of its published values.
+        values: to compare.
+        pictures: to draw.
+        note: what to know about the comparison; of a cited entry, the reason why it is not run.
+    """
+
+    name: str
+    topic: str
+    line: str
+    kind: Kind
+    source: str
+    values: tuple[Value, ...] = ()
+    pictures: tuple[Callable[[Bench], Picture], ...] = ()
+    note: str = ""
+
+
+def drawn(step: Draw, title: str = "", **options: Any) -> Callable[[Bench], Picture]:
+    """The picture of a schedule; options as for `pipefit.draw.svg`."""
+
+    def make(run: Bench) -> Picture:
+        drawing = run(step)
+        svg = partial(drawing.svg, **options, **({"title": title} if title else {}))
+        return Picture(title or step.command, svg, drawing.grid(width=120, color=False))
+
+    return make
+
+
+def figure(step: Draw, name: str) -> Callable[[Bench], Any]:
+    """A figure of a schedule by its name in `pipefit draw --json`."""
+    return lambda run: run(step).metrics[name]
+
+
+def curves(
+    title: str,
+    x_label: str,
+    y_label: str,
+    over: Sequence[float | str],
+    lines: Mapping[str, Callable[[Bench, Any], float]],
+    published: Mapping[str, Sequence[float | None]] | None = None,
+    courses: Mapping[str, Callable[[Bench], list[tuple[Any, float]]]] | None = None,
+    **options: Any,
+) -> Callable[[Bench], Picture]:
+    """A chart of functions of x; points without a feasible plan are left out.
+
+    Args:
+        title: of the chart.
+        x_label: under the axis.
+        y_label: next to it.
+        over: the values of x.
+        lines: a function of bench and x for each line.
+        published: for each published line its y at every x; None: there is none.
+        courses: further lines, each with points of its own.
+        options: as for `pipefit.draw.chart`.
+    """
+    from pipefit.draw.chart import chart
+    from pipefit.units import columns
+
+    def make(run: Bench) -> Picture:
+        series: dict[str, list[tuple[Any, float]]] = {name: [] for name in lines}
+        for name, line in lines.items():
+            for x in over:
+                try:
+                    series[name].append((x, float(line(run, x))))
+                except InfeasibleError:
+                    continue
+        for name, ys in (published or {}).items():
+            series[f"{name}, published"] = [(x, y) for x, y in zip(over, ys, strict=True) if y is not None]
+        series |= {name: course(run) for name, course in (courses or {}).items()}
+        series = {name: points for name, points in series.items() if points}
+        rows = [[x_label, *series]]
+        for x in over or sorted({x for points in series.values() for x, _ in points}):
+            rows.append(
+                [shown(x), *(shown(dict(points)[x]) if x in dict(points) else "" for points in series.values())]
+            )
+        svg = partial(chart, series, title=title, x_label=x_label, y_label=y_label, **options)
+        return Picture(title, svg, "\n".join([f"{title} ({y_label})", *columns(rows, right=True)]))
+
+    return make
+
+
+def shown(value: Scalar | None, unit: str = "") -> str:
+    """A value for people.
+
+    >>> shown(0.375, "%"), shown(5.28, "×"), shown(True), shown(None)
+    ('37.5 %', '5.28 ×', 'yes', '–')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    number = f"{100 * value:.1f}" if unit == "%" else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{number} {unit}".strip()

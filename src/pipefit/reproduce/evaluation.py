@@ -1,0 +1,353 @@
+"""The evaluation of PTD-P: GPTs on A100s by tensor, pipeline and data parallelism."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pipefit.reproduce.entry import PTDP, Bench, Entry, Value, curves
+from pipefit.reproduce.predicted import falls, gpt_plan, rate, tflops
+from pipefit.reproduce.steps import Planned
+
+_LAW = (
+    "Computed costs decide: efficiency of products by shape, bytes, kernels, links; see the manual's page on planning."
+)
+
+
+class Row(NamedTuple):
+    """A row of table 1: billions of parameters, shape, machine, TFLOP/s per GPU, and its micro-batch size.
+
+    The last two are from Megatron-LM, examples/sc21/run_table_1.sh.
+    """
+
+    billions: float
+    heads: int
+    hidden: int
+    layers: int
+    t: int
+    p: int
+    devices: int
+    batch: int
+    published: float
+    size: int
+    schedule: str = "1f1b"
+
+    @property
+    def step(self) -> Planned:
+        """Its plan."""
+        shape = self.layers, self.hidden, self.heads, self.devices, self.batch, self.t, self.p
+        return gpt_plan(*shape, microbatch_sizes=[self.size], schedules=[self.schedule])
+
+
+TABLE_1 = (
+    Row(1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 16),
+    Row(3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 16),
+    Row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 16),
+    Row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 8),
+    Row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 4),
+    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, "interleaved"),
+    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, "interleaved"),
+    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, "interleaved"),
+    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, "interleaved"),
+    Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1),
+)
+
+_SMALL, _LARGE = (32, 3840, 32), (32, 20480, 128)
+_BATCHES, _WIDTHS = (32, 128, 512), (2, 4, 8, 16, 32)
+_PAIRS = ((2, 32), (4, 16), (8, 8), (16, 4), (32, 2))
+
+
+def _small(batch: int, t: int = 1, p: int = 1) -> Planned:
+    """5.9 billion parameters on 64 GPUs."""
+    return gpt_plan(*_SMALL, 64, batch, t, p)
+
+
+def _large(batch: int, t: int, p: int) -> Planned:
+    """161 billion parameters on 64 GPUs."""
+    return gpt_plan(*_LARGE, 64, batch, t, p)
+
+
+def _best_pair(run: Bench, batch: int) -> str:
+    found = {pair: tflops(run, _large(batch, *pair)) for pair in _PAIRS if run.fits(_large(batch, *pair))}
+    t, p = max(found, key=lambda pair: found[pair])
+    return f"t = {t}, p = {p}"
+
+
+def _weak(batch: int, p: int) -> Planned:
+    """Three layers of hidden size 20480 for each stage of eight GPUs."""
+    return gpt_plan(3 * p, 20480, 128, 8 * p, batch, 8, p)
+
+
+def _gpt3(batch: int, schedule: str, **more: Any) -> Planned:
+    """175 billion parameters on 96 GPUs."""
+    return gpt_plan(96, 12288, 96, 96, batch, 8, 12, schedules=[schedule], **more)
+
+
+def _scattered(run: Bench, batch: int) -> float:
+    """Throughput with scatter/gather over that with whole messages."""
+    return rate(run, _gpt3(batch, "interleaved")) / rate(run, _gpt3(batch, "interleaved", whole_messages=True))
+
+
+def _sized(batch: int, size: int) -> Planned:
+    """91 billion parameters on 64 GPUs, t = p = 8."""
+    return gpt_plan(64, 10880, 128, 64, batch, 8, 8, microbatch_sizes=[size], memory="200 GB")
+
+
+def _best_size(run: Bench) -> int:
+    return max((1, 2, 4, 8), key=lambda size: rate(run, _sized(512, size)))
+
+
+def days(run: Bench, step: Planned, tokens: float) -> float:
+    """Days of training on so many tokens of sequences of 2,048."""
+    return tokens / 2048 / rate(run, step) / 86400
+
+
+_GPT3 = gpt_plan(96, 12288, 96, 1024, 1536, 8, 8, schedules=["interleaved"])
+_ALONE = Planned("gpt:layers=96,hidden=12288,heads=96", "pcie-1", global_batch=8, depths=[1], memory="10 TB")
+_NEXT = TABLE_1[-1].step
+
+
+def _gain(run: Bench, batch: int) -> float:
+    return rate(run, _gpt3(batch, "interleaved")) / rate(run, _gpt3(batch, "1f1b"))
+
+
+def _by_formula(run: Bench) -> float:
+    """8·T·P/(n·X), with our X."""
+    return 8 * 300e9 * 174.6e9 / (1024 * tflops(run, _GPT3) * 1e12) / 86400
+
+
+def _alone(run: Bench) -> float:
+    """Years of a single V100 without limit of memory."""
+    return days(run, _ALONE, 300e9) / 365
+
+
+EVALUATION = (
+    Entry(
+        "tensor-versus-pipeline",
+        "Evaluation: TP vs. PP",
+        "161 billion parameters on 64 GPUs: best with t = p = 8",
+        "computed",
+        PTDP + ", figure 13",
+        tuple(
+            Value(f"best, batch {b}", lambda run, b=b: _best_pair(run, b), "t = 8, p = 8", why=_LAW) for b in (32, 128)
+        ),
+        (
+            curves(
+                "161 billion parameters on 64 GPUs",
+                "t, p",
+                "TFLOP/s per GPU",
+                [f"{t}, {p}" for t, p in _PAIRS],
+                {
+                    f"batch {b}": lambda run, pair, b=b: tflops(run, _large(b, *map(int, pair.split(", "))))
+                    for b in (32, 128)
+                },
+            ),
+        ),
+    ),
+    Entry(
+        "data-versus-pipeline",
+        "Evaluation: DP vs. model parallelism",
+        "5.9 billion parameters on 64 GPUs: throughput decreases with the depth of the pipeline",
+        "computed",
+        PTDP + ", figure 14",
+        tuple(
+            Value(
+                f"falls with depth, batch {b}", falls(tflops, [_small(b, p=p) for p in _WIDTHS], 1.005), True, why=_LAW
+            )
+            for b in _BATCHES
+        ),
+        (
+            curves(
+                "5.9 billion parameters on 64 GPUs",
+                "depth p, copies 64/p",
+                "TFLOP/s per GPU",
+                _WIDTHS,
+                {f"batch {b}": lambda run, p, b=b: tflops(run, _small(b, p=p)) for b in _BATCHES},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "data-versus-tensor",
+        "Evaluation: DP vs. model parallelism",
+        "5.9 billion parameters on 64 GPUs: throughput decreases with tensor parallelism",
+        "computed",
+        PTDP + ", figure 15",
+        tuple(
+            Value(f"falls with t, batch {b}", falls(tflops, [_small(b, t=t) for t in _WIDTHS], 1.005), True, why=_LAW)
+            for b in _BATCHES
+        ),
+        (
+            curves(
+                "5.9 billion parameters on 64 GPUs",
+                "tensor width t, copies 64/t",
+                "TFLOP/s per GPU",
+                _WIDTHS,
+                {f"batch {b}": lambda run, t, b=b: tflops(run, _small(b, t=t)) for b in _BATCHES},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "weak-scaling",
+        "Evaluation: pipeline parallelism",
+        "Weak scaling: three layers more for each stage; a larger batch scales better",
+        "computed",
+        PTDP + ", figure 11",
+        (
+            Value(
+                "batch 128 keeps more of its throughput at p = 8 than batch 8",
+                lambda run: (
+                    tflops(run, _weak(128, 8)) / tflops(run, _weak(128, 1))
+                    > tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1))
+                ),
+                True,
+            ),
+            Value(
+                "p = 8 over p = 1, batch 8: what the bubble leaves",
+                lambda run: tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1)),
+                8 / 15,
+                "%",
+                within=0.1,
+                source="1 / (1 + (p − 1)/m), section 2.2",
+            ),
+        ),
+        (
+            curves(
+                "Weak scaling, t = 8",
+                "depth p",
+                "TFLOP/s per GPU",
+                (1, 2, 4, 8),
+                {f"batch {b}": lambda run, p, b=b: tflops(run, _weak(b, p)) for b in (8, 128)},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "interleaved-gain",
+        "Evaluation: pipeline parallelism, interleaved schedule",
+        "175 billion parameters on 96 GPUs: interleaved is faster, less so with larger batches",
+        "computed",
+        PTDP + ", figure 12",
+        (
+            Value("faster with 12 samples", lambda run: _gain(run, 12) > 1, True, why=_LAW),
+            Value(
+                "gain falls with the batch",
+                lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60),
+                True,
+                why=_LAW,
+            ),
+        ),
+        (
+            curves(
+                "175 billion parameters on 96 GPUs",
+                "batch",
+                "TFLOP/s per GPU",
+                (12, 24, 36, 48, 60),
+                {
+                    "interleaved": lambda run, batch: tflops(run, _gpt3(batch, "interleaved")),
+                    "1F1B": lambda run, batch: tflops(run, _gpt3(batch, "1f1b")),
+                },
+            ),
+        ),
+    ),
+    Entry(
+        "microbatch-size",
+        "Evaluation: selection of micro-batch size",
+        "91 billion parameters, t = p = 8: the best size weighs arithmetic intensity against the bubble",
+        "computed",
+        PTDP + ", figure 16: best at 2",
+        (
+            Value(
+                "best size, batch 512",
+                _best_size,
+                2,
+                why="The model's shape is not given beyond its parameters; 64 layers of 10,880 here.",
+            ),
+        ),
+        (
+            curves(
+                "91 billion parameters on 64 GPUs",
+                "micro-batch size",
+                "TFLOP/s per GPU",
+                (1, 2, 4, 8),
+                {f"batch {b}": lambda run, size, b=b: tflops(run, _sized(b, size)) for b in (128, 512)},
+                log_x=True,
+            ),
+        ),
+        "Without a limit on memory.",
+    ),
+    Entry(
+        "end-to-end",
+        "Evaluation: end-to-end performance, table 1",
+        "Ten GPTs of 1.7 billion to a trillion parameters: TFLOP/s per GPU",
+        "computed",
+        PTDP + ", table 1",
+        tuple(
+            Value(
+                f"{row.billions:g} B, t = {row.t}, p = {row.p}, {row.devices:,} GPUs",
+                lambda run, row=row: tflops(run, row.step),
+                row.published,
+                "TFLOP/s",
+                within=0.08,
+                why=_LAW,
+            )
+            for row in TABLE_1
+        ),
+        (
+            curves(
+                "PTD-P, table 1",
+                "billion parameters",
+                "TFLOP/s per GPU",
+                [row.billions for row in TABLE_1],
+                {"ours": lambda run, x: tflops(run, next(row.step for row in TABLE_1 if row.billions == x))},
+                {"PTD-P": [row.published for row in TABLE_1]},
+                log_x=True,
+            ),
+        ),
+    ),
+    Entry(
+        "training-days",
+        "Evaluation: estimated training time",
+        "GPT-3 on 300 billion tokens in 34 days, a trillion parameters on 450 billion in 84",
+        "computed",
+        PTDP + ", section 5.1; slide: 8·T·P/(n·X)",
+        (
+            Value("175 B on 1,024 GPUs", lambda run: days(run, _GPT3, 300e9), 34, "days", within=0.1, why=_LAW),
+            Value("1 T on 3,072 GPUs", lambda run: days(run, _NEXT, 450e9), 84, "days", within=0.1, why=_LAW),
+            Value(
+                "by the formula, from our rate of 175 B", lambda run: _by_formula(run), 34, "days", within=0.1, why=_LAW
+            ),
+            Value(
+                "GPT-3 on one V100, years",
+                lambda run: _alone(run),
+                288,
+                "years",
+                within=0.25,
+                why="The slide does not give the rate of its V100.",
+            ),
+        ),
+    ),
+    Entry(
+        "scatter-gather",
+        "Evaluation: scatter-gather optimization",
+        "Ranks that share a stage send each their part of a message: up to 11 % at large batches",
+        "computed",
+        PTDP + ", figure 18 and section 4.1",
+        (
+            Value("gain, 60 samples", lambda run: _scattered(run, 60) - 1, 0.11, "%", within=0.3, why=_LAW),
+            Value("gain rises with the batch", lambda run: _scattered(run, 60) > _scattered(run, 12), True, why=_LAW),
+        ),
+        (
+            curves(
+                "175 billion parameters on 96 GPUs, interleaved",
+                "batch",
+                "TFLOP/s per GPU",
+                (12, 24, 36, 48, 60),
+                {
+                    "scatter/gather": lambda run, batch: tflops(run, _gpt3(batch, "interleaved")),
+                    "whole messages": lambda run, batch: tflops(run, _gpt3(batch, "interleaved", whole_messages=True)),
+                },
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,169 @@
+"""Entries run: values next to the published ones, pictures, and both as text, JSON and files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipefit.draw.chart import can_plot
+from pipefit.errors import InfeasibleError, PipefitError
+from pipefit.reproduce.entry import KINDS, Bench, Entry, Picture, Scalar, Value, shown
+from pipefit.reproduce.lectures import deck_of
+from pipefit.spec.files import write_atomically
+from pipefit.units import columns
+
+MISSING = "a chart needs matplotlib, which is not installed; pip install 'pipefit[plot]'"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A value of ours next to the published one.
+
+    Attributes:
+        value: the declaration.
+        ours: made again; "does not fit" where no plan is feasible.
+    """
+
+    value: Value
+    ours: Scalar
+
+    @property
+    def ratio(self) -> float | None:
+        """Ours over the published one; None where these are not two numbers."""
+        pair = self.ours, self.value.published
+        if any(isinstance(each, bool | str) or each is None for each in pair) or not pair[1]:
+            return None
+        return float(pair[0]) / float(pair[1])  # type: ignore[arg-type]
+
+    @property
+    def agrees(self) -> bool | None:
+        """Returns whether both agree; None: nothing is published."""
+        published, ratio = self.value.published, self.ratio
+        if published is None:
+            return None
+        if ratio is None:
+            return self.ours == published
+        return abs(ratio - 1) <= (self.value.within or 1e-9)
+
+    @property
+    def verdict(self) -> str:
+        """In a word."""
+        return {True: "agrees", False: "differs", None: ""}[self.agrees]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        value = self.value
+        data = {"name": value.name, "published": value.published, "ours": self.ours, "ratio": self.ratio}
+        return data | {"agrees": self.agrees, "unit": value.unit, "why": value.why if self.agrees is False else ""}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An entry that was run.
+
+    Attributes:
+        entry: the declaration.
+        values: next to the published ones.
+        pictures: drawn.
+        commands: that a user would give for the same.
+        seconds: that it took.
+    """
+
+    entry: Entry
+    values: tuple[Compared, ...]
+    pictures: tuple[Picture, ...]
+    commands: tuple[str, ...]
+    seconds: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        same = {name: getattr(self.entry, name) for name in ("name", "topic", "line", "kind", "source", "note")}
+        values = [each.as_dict() for each in self.values]
+        return {"deck": deck_of(self.entry), **same, "values": values, "commands": self.commands}
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        entry = self.entry
+        lines = [f"{deck_of(entry)}: {entry.topic}", entry.line, f"({entry.kind}: {KINDS[entry.kind]})", ""]
+        if self.values:
+            rows = [["", "published", "ours", "ratio", ""], *(row_of(each) for each in self.values)]
+            lines += [*columns(rows), ""]
+        for each in self.values:
+            lines += [f"{each.value.name}: {each.value.why}"] if each.agrees is False else []
+        lines += [entry.note] * bool(entry.note)
+        for picture in self.pictures:
+            lines += ["", picture.text.rstrip()]
+        lines += ["", f"source: {entry.source}", *self.commands]
+        return "\n".join(lines)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Writes its pictures into a folder.
+
+        Raises:
+            PipefitError: a chart, and matplotlib is not installed.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [self.entry.name, *(f"{self.entry.name}-{number}" for number in range(2, len(self.pictures) + 1))]
+        return [
+            write_atomically(folder / f"{name}.svg", picture.svg())
+            for name, picture in zip(names, self.pictures, strict=False)
+        ]
+
+
+def row_of(each: Compared) -> list[str]:
+    """Name, published, ours, ratio and verdict in words."""
+    value, ratio = each.value, each.ratio
+    cells = [shown(value.published, value.unit), shown(each.ours, value.unit)]
+    return [value.name, *cells, f"{ratio:.2f}" if ratio is not None else "", each.verdict]
+
+
+def run_entry(entry: Entry, bench: Bench | None = None) -> Outcome:
+    """Makes an entry again.
+
+    Args:
+        entry: to run.
+        bench: that has run other entries, whose steps need not be repeated.
+
+    Raises:
+        PipefitError: a step failed; the message names it.
+    """
+    bench = bench or Bench()
+    bench.commands, began = [], time.perf_counter()
+    values = tuple(Compared(value, _ours(value, bench)) for value in entry.values)
+    pictures = tuple(make(bench) for make in entry.pictures)
+    return Outcome(entry, values, pictures, tuple(bench.commands), time.perf_counter() - began)
+
+
+def _ours(value: Value, bench: Bench) -> Scalar:
+    try:
+        return value.make(bench)
+    except InfeasibleError:
+        return "does not fit"
+
+
+def run_all(entries: Iterable[Entry], say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
+    """Makes entries again, with common steps only once.
+
+    Args:
+        entries: to run.
+        say: is given the name of each entry before it runs.
+    """
+    bench, found = Bench(), []
+    for entry in entries:
+        say(entry.name)
+        found.append(run_entry(entry, bench))
+    return found
+
+
+def picture_svg(picture: Picture) -> str:
+    """The picture; "" for a chart where matplotlib is not installed."""
+    try:
+        return picture.svg()
+    except PipefitError:
+        if can_plot():
+            raise
+        return ""

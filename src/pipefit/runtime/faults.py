@@ -1,0 +1,54 @@
+"""The faults of a run and the recoveries from them: a line of JSON for each, in a file of the run's folder.
+
+{"fault": "rank 1 failed at …", "start": 0, "time": …}                       by the launcher
+{"resumed": 30, "source": "memory", "start": 1, "ranks": 4, "lost": 0, …}    by rank 0, after its next step
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipefit.units import format_seconds
+
+_FILE = "faults.jsonl"
+
+
+def note(folder: Path, time_s: float, **facts: Any) -> None:
+    """Adds a line with the time (Unix seconds); a full disk does not end the run."""
+    with contextlib.suppress(OSError), (folder / _FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**facts, "time": time_s}) + "\n")
+
+
+def forget(folder: Path) -> None:
+    """Removes the lines of an earlier run in the same folder."""
+    (folder / _FILE).unlink(missing_ok=True)
+
+
+def noted(folder: Path) -> list[dict[str, Any]]:
+    """The lines in the order in which they were written; damaged ones are left out."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (folder / _FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict)]
+
+
+def described(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Each fault in words, and what was done and what it cost; "": nothing was done."""
+    faults = {line.get("start"): str(line["fault"]) for line in lines if "fault" in line}
+    done = {int(line["start"]) - 1: line for line in lines if "resumed" in line}
+    elsewhere = "processes were lost or added; torchrun has started all ranks again"
+    return [(faults.get(start, elsewhere), _done(done.get(start))) for start in sorted({*faults, *done})]
+
+
+def _done(line: Mapping[str, Any] | None) -> str:
+    if line is None:
+        return ""
+    lost = f"{line['lost']} step{'' if line['lost'] == 1 else 's'} done again"
+    seconds = f", {format_seconds(line['seconds'])} to the next finished step" if "seconds" in line else ""
+    return f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks; {lost}{seconds}"

@@ -1,0 +1,133 @@
+"""The meeting of a run's processes: a process group whose names in the store belong to this start alone.
+
+A run may be started again, by `launch(…, recover=n)` or by torchrun (`--max-restarts`, `--nnodes 1:3`). A store that
+outlives a start still has the addresses of its processes, at which nobody answers. So each start has its own names:
+
+    pipefit run, train    a new file for each start
+    torchrun              a name that its processes agree on; torchrun's own count of restarts differs among its agents
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import uuid
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipefit.errors import PipefitError
+
+TIMEOUT = timedelta(minutes=30)
+RESTART, FULL, MEMORY = "PIPEFIT_RESTART", "PIPEFIT_FULL", "PIPEFIT_MEMORY"
+"""What the launcher hands to its ranks: the numbers of a `Start`, and a folder in the machine's memory."""
+
+_INTERVAL_S = 0.01
+
+
+class Start(NamedTuple):
+    """One start of a run's processes.
+
+    Attributes:
+        restart: number of earlier starts.
+        full: processes of the largest start so far.
+    """
+
+    restart: int = 0
+    full: int = 1
+
+
+def can_restart() -> bool:
+    """Returns whether this run's processes are started again after a fault."""
+    return MEMORY in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
+    """Makes the default process group, unless the user has made it.
+
+    Args:
+        rank: of this process.
+        num_ranks: of the run.
+        folder: of a run that pipefit itself has started, all on this machine; else None.
+
+    Raises:
+        PipefitError: the processes could not meet.
+    """
+    restart = int(os.environ.get(RESTART, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+    start = Start(restart, int(os.environ.get(FULL, num_ranks)))
+    if dist.is_initialized():
+        return start
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if folder is not None:
+        # Gloo would otherwise look up the host's name, which may resolve to an external address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store: Any = dist.FileStore(str(folder / f"pipefit-store-{restart}"), num_ranks)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+        return start
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            dist.init_process_group(backend, timeout=TIMEOUT)
+            return start
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        of_agent = dist.TCPStore(*address, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
+        name, start = agree_on_start(of_agent, rank, num_ranks, restart)
+        store = dist.PrefixStore(f"pipefit/{name}", of_agent)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as problem:
+        raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
+    return start
+
+
+def agree_on_start(store: Any, rank: int, num_ranks: int, restart: int) -> tuple[str, Start]:
+    """The name of this start, and its number, the same in all its processes; the store may have been used before.
+
+    Every process leaves a word of its own. Rank 0 proposes a name made of these words; one of an earlier start may be
+    among them. Each process answers to a proposal with its own word, and rank 0 makes another one until all have.
+
+    Args:
+        store: that all processes share, also those of earlier starts, which have ended.
+        rank: of this process.
+        num_ranks: of this start.
+        restart: number of earlier starts that this process knows of.
+    """
+    word = uuid.uuid4().hex
+    store.set(f"pipefit/word/{rank}", json.dumps([word, restart]))
+    return _propose(store, num_ranks) if rank == 0 else _answer(store, rank, word)
+
+
+def _propose(store: Any, num_ranks: int) -> tuple[str, Start]:
+    before = json.loads(store.get("pipefit/start")) if store.check(["pipefit/start"]) else None
+    while True:
+        words = [json.loads(store.get(f"pipefit/word/{rank}")) for rank in range(num_ranks)]
+        number = max([known for _, known in words] + ([before["restart"] + 1] if before else []))
+        full = max(num_ranks, before["full"] if before else 0)
+        name = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+        proposal = {"name": name, "words": [word for word, _ in words], "restart": number, "full": full}
+        store.set("pipefit/start", json.dumps(proposal))
+        answers = [f"pipefit/{name}/answer/{rank}" for rank in range(1, num_ranks)]
+        while not all(store.check([answer]) for answer in answers):
+            time.sleep(_INTERVAL_S)
+            if [json.loads(store.get(f"pipefit/word/{rank}")) for rank in range(num_ranks)] != words:
+                break
+        else:
+            store.set(f"pipefit/{name}/agreed", "1")
+            return name, Start(number, full)
+
+
+def _answer(store: Any, rank: int, word: str) -> tuple[str, Start]:
+    answered = ""
+    while True:
+        proposal = json.loads(store.get("pipefit/start"))
+        name, words = proposal["name"], proposal["words"]
+        if rank < len(words) and words[rank] == word:
+            if name != answered:
+                store.set(f"pipefit/{name}/answer/{rank}", "1")
+                answered = name
+            if store.check([f"pipefit/{name}/agreed"]):
+                return name, Start(proposal["restart"], proposal["full"])
+        time.sleep(_INTERVAL_S)

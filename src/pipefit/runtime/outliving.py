@@ -1,0 +1,97 @@
+"""What outlives the processes of a start: a private folder in the memory of each machine.
+
+It holds copies of the training (`checkpoint.memory`), and what the first start has measured and decided: a restarted
+run measures nothing again, because other figures could give another plan, and so other rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pipefit.errors import PipefitError
+from pipefit.runtime.collectives import exchange
+from pipefit.runtime.meeting import MEMORY
+from pipefit.runtime.session import Session
+from pipefit.spec.files import write_atomically
+
+T = TypeVar("T")
+_SHARED = Path("/dev/shm")
+
+
+def processes_here(session: Session) -> range:
+    """The processes of this machine."""
+    first = session.rank - int(os.environ.get("LOCAL_RANK", session.rank))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", session.num_ranks)))
+
+
+def outliving_folder(session: Session) -> Path | None:
+    """The private folder in this machine's memory that outlives its ranks; None: nobody would start them again.
+
+    Under torchrun it belongs to the agent. It goes when the run ends well; that of a killed agent, when another begins.
+
+    Raises:
+        PipefitError: the folder is not private.
+    """
+    if MEMORY in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return Path(os.environ[MEMORY]) if MEMORY in os.environ else None
+    stem = f"pipefit-agent-{os.getuid()}-"
+    for other in _SHARED.glob(f"{stem}*"):
+        if not Path(f"/proc/{other.name.removeprefix(stem)}").exists():
+            shutil.rmtree(other, ignore_errors=True)
+    folder = _SHARED / f"{stem}{os.getppid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    try:
+        found = folder.lstat()
+    except OSError:
+        return None
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PipefitError(f"{folder}: expected a private folder of this user; remove it")
+    os.environ[MEMORY] = str(folder)
+    if session.rank == processes_here(session)[0]:
+        session.before_leaving.append(lambda: None if session.stop.requested else shutil.rmtree(folder, True))
+    return folder
+
+
+def kept(session: Session, name: str, kind: type[T], make: Callable[[], T]) -> T:
+    """The value that an earlier start with as many processes has made, or a new one. Every rank must call it.
+
+    Args:
+        session: of the run.
+        name: of the value in this run.
+        kind: of the value; JSON data by msgspec.
+        make: returns it, the same on every rank.
+    """
+    found = earlier(session, name, kind, session.num_ranks)
+    if found is not None:
+        return found
+    value, folder = make(), outliving_folder(session)
+    if folder is not None and session.rank == processes_here(session)[0]:
+        with contextlib.suppress(PipefitError):  # a full memory
+            text = json.dumps(msgspec.to_builtins(value))  # unlike msgspec's own JSON it has infinities
+            write_atomically(folder / _file(name, session.num_ranks), text, durable=False)
+    return value
+
+
+def earlier(session: Session, name: str, kind: type[T], num_ranks: int) -> T | None:
+    """The value that an earlier start with some number of processes has made; None: there is none."""
+    if not session.start.restart:
+        return None
+    folder = outliving_folder(session)
+    path = None if folder is None else folder / _file(name, num_ranks)
+    texts = exchange(session, path.read_text(encoding="utf-8") if path and path.exists() else None)
+    text = next((text for text in texts if text is not None), None)
+    return None if text is None else msgspec.convert(json.loads(text), kind)
+
+
+def _file(name: str, num_ranks: int) -> str:
+    return f"{name}-of-{num_ranks}.json"

@@ -1,0 +1,103 @@
+"""`pipefit train --recover N` and `pipefit run --recover N`: the command goes on by itself after a rank has died."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from pipefit.cli import main
+from pipefit.runtime.progress import positions_of
+
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("small_probes")]
+
+
+def _losses(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+import pipefit as pf
+
+place, once = Path(sys.argv[1]), Path(sys.argv[1]) / "died"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+pipe = pf.Pipeline(model, loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, 0.1), microbatches=2)
+data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randint(0, 3, (32,)))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+
+def die(record):
+    if sys.argv[2:] == ["die"] and record.step == 10 and pipe.rank == 1 and not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+losses = []
+for epoch in range(3):
+    losses += pipe.fit(loader, callbacks=[pf.Checkpoints(pipe, place / "checkpoints", every=3), die])
+if pipe.rank == 0:
+    (place / "losses").write_text(repr(losses))
+"""
+
+
+def test_a_script_with_epochs_of_a_loader_goes_on(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    said = {}
+    for name in ("plain", "die"):
+        (tmp_path / name).mkdir()
+        words = ["run", "-n", "2", "--recover", "1", "--json", "--logs", str(tmp_path / name / "logs"), str(script)]
+        assert main([*words, str(tmp_path / name), name]) == 0
+        said[name] = (tmp_path / name / "losses").read_text()
+    assert said["die"] == said["plain"] and said["plain"].count(",") == 11
+    assert (tmp_path / "die" / "died").exists()
+
+
+def _kill_when_trained(folder, rank, num_steps):
+    """A thread that kills a rank once some steps are in the log."""
+
+    def kill():
+        log = folder / "metrics.jsonl"
+        while not log.exists() or len(log.read_text().splitlines()) < num_steps:
+            time.sleep(0.005)
+        os.kill(positions_of(folder / "logs", rank + 1)[rank].pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_and_its_report_says_so(tmp_path, capsys):
+    words = "train --model mlp --data digits --batch 32 --microbatches 2 --steps 400 --ranks 2".split()
+    faulty, plain = tmp_path / "faulty", tmp_path / "plain"
+    thread = _kill_when_trained(faulty, 1, 6)
+    assert main([*words, "--recover", "1", "--checkpoint-every", "4", "-o", str(faulty)]) == 0
+    thread.join()
+    printed = capsys.readouterr().out
+    assert main([*words, "--plan", str(faulty / "plan.json"), "-o", str(plain)]) == 0
+    assert len(_losses(plain)) == 400 and _losses(faulty) == _losses(plain)
+    assert "fault: rank 1 failed" in printed and "resumed after step" in printed
+    fault, recovery = json.loads((faulty / "run.json").read_text())["result"]["faults"]
+    assert "SIGKILL" in fault["fault"] and recovery["resumed"] % 4 == 0 and recovery["lost"] <= 4
+    page = (faulty / "report.html").read_text()
+    assert "<h2>Faults</h2>" in page and "rank 1 failed" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--transport", "local", "--recover", "2"], "no process is started"),
+        (["--recover", "0"], "--recover: expected at least 1"),
+        (["--ranks", "2", "--recover", "1", "--min-ranks", "3"], "min_ranks: expected 1 to 2"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(words, said, capsys):
+    assert main(["train", "--model", "mlp", *words]) == 2
+    assert said in capsys.readouterr().err

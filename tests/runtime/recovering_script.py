@@ -1,0 +1,41 @@
+"""A user's script, in which a process dies once: `recovering_script.py FOLDER RANK STEP [agent]`."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import pipefit as pf
+
+place, rank, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+copies = 2 if "agent" in sys.argv else 1
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+pipe = pf.Pipeline(
+    model,
+    loss=nn.CrossEntropyLoss(),
+    optimizer=lambda params: torch.optim.SGD(params, 0.1, momentum=0.9),
+    parallelism=pf.Parallelism(data_parallel=copies),
+)
+generator = torch.Generator().manual_seed(1)
+data = [(torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), generator=generator)) for _ in range(8)]
+
+
+def die(record: Any) -> None:
+    once = place / "died"
+    if pipe.rank == rank and record.step == step and not once.exists():
+        once.touch()
+        if "agent" in sys.argv:  # with the agent of its machine
+            os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+place.mkdir(exist_ok=True)
+every = 100 if "agent" in sys.argv else 2
+losses = pipe.fit(data, callbacks=[pf.Checkpoints(pipe, place / "checkpoints", every=every), die])
+if pipe.rank == 0:
+    print(losses, pipe.plan.num_processes, flush=True)
