@@ -58,7 +58,7 @@ def test_two_nodes_train_to_the_losses_of_one_process(lab: Lab, tmp_path: Path) 
     expected = json.loads(done.stdout)["losses"]
     two = answer(on_both(lab, *TRAIN, "-o", "run", folders=(tmp_path, tmp_path)))
     assert two["losses"] == pytest.approx(expected, rel=1e-6)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000004"]
+    assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir()
 
 
 def test_without_a_shared_folder_a_run_with_checkpoints_is_refused_before_it_trains(lab: Lab, tmp_path: Path) -> None:
