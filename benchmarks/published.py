@@ -134,7 +134,10 @@ def microbatch() -> None:
 
 
 def interleaved() -> None:
-    """PTD-P, 175 B on 96 GPUs, t = 8, p = 12: interleaving and scatter/gather. Published: gain falls; up to 11 %."""
+    """PTD-P, 175 B on 96 GPUs, t = 8, p = 12: interleaving and scatter/gather. Published: gain falls; up to 11 %.
+
+    Chunks and micro-batches of scatter/gather: Megatron-LM, examples/sc21/run_figure_18.sh.
+    """
     gpt = Gpt(96, 12288, 96)
     for batch in (12, 24, 36, 48, 60):
         plain, looped, whole = (
@@ -174,7 +177,7 @@ def main() -> None:
     """Prints the sections named, or all."""
     for name in sys.argv[1:] or SECTIONS:
         began = time.process_time()
-        print(f"\n== {name}: {SECTIONS[name].__doc__}")
+        print(f"\n== {name}: {(SECTIONS[name].__doc__ or name).splitlines()[0]}")
         SECTIONS[name]()
         print(f"({time.process_time() - began:.1f} s)")
 

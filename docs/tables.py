@@ -29,7 +29,7 @@ _LAW = {
 }
 
 
-def schedules(folder: str = "") -> str:
+def schedules() -> str:
     """Returns one row per schedule: law, figures of its picture, and when to use it."""
     rows = [
         "| schedule | bubble | in its picture | in flight on each rank | weight versions | use it when |",
@@ -41,7 +41,7 @@ def schedules(folder: str = "") -> str:
         bubble = f"{100 * figures['bubble_fraction']:.1f} %" if steady else "0 %"
         held = " ".join(map(label_number, figures["peak_inflight"]))
         versions = " ".join(map(str, figures["weight_versions"]))
-        rows.append(f"| [`{name}`]({folder}{name}.md) | {law} | {bubble} | {held} | {versions} | {when} |")
+        rows.append(f"| [`{name}`]({name}.md) | {law} | {bubble} | {held} | {versions} | {when} |")
     return "\n".join(rows)
 
 
@@ -63,7 +63,6 @@ def rules() -> str:
 
 TABLES = {
     "schedules": schedules,
-    "schedules from the root": lambda: schedules("docs/schedules/"),
     "instructions": instructions,
     "rules": rules,
 }

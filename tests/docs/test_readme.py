@@ -18,6 +18,7 @@ PAGES = [
         "docs/data-and-models.md",
         "docs/your-model.md",
         "docs/verifier.md",
+        "docs/coming-from.md",
     )
 ]
 

@@ -88,6 +88,16 @@ def test_a_drawing_at_other_costs_is_that_of_the_simulator(forward, backward, me
             assert late == [(reason.why, reason.item) for reason in reasons(scene)], name
 
 
+@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
+def test_the_second_pass_over_a_program_holds_as_much_as_the_first():
+    # The micro-batches of a measured run repeat; only those of its last update were counted.
+    program = find("1f1b")(Shape(2, 4))
+    timeline = simulate(program, unit(program.header, 1, 2), repeats=2, rendezvous=False)
+    ask = "console.log(JSON.stringify([1.5, entries[0].makespan - 4].map(now => heldAt(entries[0], now))));"
+    first, last = answers([encode_scene("x", scene_of(timeline))], [], ask)
+    assert first == last == [2, 1]
+
+
 SET = """
 const set = (id, value) => { byId(id).value = value; byId(id).dispatchEvent(new Event("input", {bubbles: true})); };
 const click = (id, times) => { for (let i = 0; i < times; i++) byId(id).click(); };

@@ -249,6 +249,12 @@ def test_the_largest_model_fits_and_the_next_does_not(by, options):
     assert largest(found.replace(f"{by}={size}", f"{by}={4 * size}"), machine, by, **options) == found
 
 
+def test_the_largest_model_takes_every_option_of_a_plan_that_the_command_line_gives():
+    machine = Topology((Level("server", 4, 12e9),), Device(memory_bytes=2e9, flops=100e12))
+    asked = {"global_batch": 8, "tensors": [1], "depths": [4], "whole_messages": False, "blocking": True}
+    assert largest("gpt:layers=2,hidden=512,heads=8,vocab=1024,sequence=128", machine, "layers", **asked)
+
+
 def test_the_largest_model_needs_limits_and_a_method_that_orders_sizes():
     with pytest.raises(PlanError, match="limited memory"):
         largest(SMALL, Topology((Level("m", 2, 1e9),), Device(flops=1e12)), "layers")

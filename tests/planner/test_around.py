@@ -129,6 +129,16 @@ def test_pictures_are_whole_and_say_what_they_show():
     for text in (pareto_svg(points), depth_svg(points)):
         ElementTree.fromstring(text)
     assert "micro-batch 2" in depth_svg(points)
+    legend = re.findall(r">(front|depth \d+)<", pareto_svg(points))
+    assert legend == ["front", "depth 1", "depth 2", "depth 4"]
+
+
+def test_the_line_at_the_memory_of_a_device_is_left_of_the_labels():
+    profile, topology = load_profile("vgg16"), load_topology("pcie-4")
+    picture = partition_svg(plan(profile, topology, method="pipedream", cost="pipedream-code"), profile, topology)
+    line = re.search(r'<path d="M (\S+) \S+ \nL \1 [^>]*stroke-dasharray[^>]*#d6336c', picture)
+    labels = re.findall(r' x="(\S+)" y="[^>]*>[\d.]+ GiB<', picture)
+    assert len(labels) == 3 and all(float(label) > float(line[1]) for label in labels)
 
 
 def test_the_pareto_front_is_what_nothing_beats():

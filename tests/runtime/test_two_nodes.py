@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.network.lab import DEVICE, Lab, laboratory, why_not
+from benchmarks.network.lab import Lab, laboratory, why_not
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -29,24 +29,18 @@ def lab() -> Iterator[Lab]:
 def on_both(lab: Lab, *words: str, folders: tuple[Path, Path]) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of `torchrun … -m pipefit` on each node, which has its own name and folder."""
     processes = []
+    hosts = folders[0].parent / f"{folders[0].name}-hosts"
+    hosts.write_text(f"127.0.0.1 localhost\n{lab.address(0)} node-0\n{lab.address(1)} node-1\n")
     for node, folder in enumerate(folders):
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={lab.address(0)}:29500", f"--local-addr={lab.address(node)}"),
-            *("-m", "pipefit", *words),
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=node-0:29500", "-m", "pipefit", *words),
         ]
-        named = ["unshare", "--uts", "sh", "-c", f'hostname node-{node}; exec "$@"', "sh", *torchrun]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(
-                lab.inside(node, named),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=folder,
-                env=environment,
-            )
-        )
+        named = f'mount --bind {hosts} /etc/hosts; hostname node-{node}; exec "$@"'
+        command = lab.inside(node, ["unshare", "--uts", "--mount", "sh", "-ec", named, "sh", *torchrun])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        processes.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
     spoken = [process.communicate(timeout=500) for process in processes]
     return [(process.returncode, *both) for process, both in zip(processes, spoken, strict=True)]
 
@@ -64,7 +58,7 @@ def test_two_nodes_train_to_the_losses_of_one_process(lab: Lab, tmp_path: Path) 
     expected = json.loads(done.stdout)["losses"]
     two = answer(on_both(lab, *TRAIN, "-o", "run", folders=(tmp_path, tmp_path)))
     assert two["losses"] == pytest.approx(expected, rel=1e-6)
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000004"]
+    assert (tmp_path / "run" / "checkpoints" / "step-000004").is_dir()
 
 
 def test_without_a_shared_folder_a_run_with_checkpoints_is_refused_before_it_trains(lab: Lab, tmp_path: Path) -> None:

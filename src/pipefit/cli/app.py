@@ -19,7 +19,7 @@ from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossErr
 
 VERBS: Final = (
     "train", "run", "check", "cut", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize",
-    "schedules", "study", "reproduce", "report", "links", "doctor",
+    "schedules", "study", "reproduce", "report", "watch", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 

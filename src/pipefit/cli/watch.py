@@ -1,4 +1,4 @@
-"""The display of a training run: the plan, a progress line, and measured next to predicted figures."""
+"""The display of a training run: the plan, a progress line, measured next to predicted figures; `pipefit watch`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TextIO
 
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json
 from pipefit.units import columns, format_bytes, format_count, format_seconds
 
 _LOOK_S, _FIRST_S, _NEXT_S = 0.2, 1.0, 5.0
@@ -225,3 +228,31 @@ def _compared(rows: Any) -> list[tuple[str, ...]]:
         elif row.predicted and row.measured:
             table.append((row.name, format_seconds(row.predicted), format_seconds(row.measured), f"{row.error:+.1%}"))
     return table
+
+
+def command(
+    folder: Path,
+    /,
+    *,
+    port: int = 0,
+    json: Json = False,
+) -> Answer:
+    """Follow a run in the browser: its curves and its latest timeline, on a page of this machine alone.
+
+    Example: pipefit watch runs/first
+
+    Args:
+        folder: Folder of a run, written by `pipefit train -o FOLDER`; the run may be going on, or over.
+        port: Of the page on 127.0.0.1; 0: any free one.
+    """
+    if not json:
+        print("loading …", flush=True)
+    from pipefit.run.following import server_of
+
+    with server_of(folder, port) as server:
+        page = f"http://127.0.0.1:{server.server_port}/"
+        if not json:
+            print(f"{folder}: {page}  (Ctrl-C ends)", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return Answer({"page": page}, "")

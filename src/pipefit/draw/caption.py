@@ -93,7 +93,7 @@ def measures(scene: Scene) -> str:
 
 def describe(box: Box, scene: Scene) -> str:
     """The tooltip of a cell: instruction, place and times."""
-    factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
+    factor, unit = time_scale(scene.scale_s, scene.unit)
     times = f"{label_number(box.start_s * factor)} to {label_number(box.end_s * factor)} {unit}".strip()
     what = f"{box.short} {FAMILIES[box.letter].name}, stage {box.stage}"
     batch = f", micro-batch {box.mb}" if box.mb >= 0 else ""

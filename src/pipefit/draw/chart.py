@@ -27,6 +27,7 @@ Series = Mapping[str, Points]
 
 _MARKS, _DASHES = "os^DvPX", ("-", "--", ":", "-.")
 _MOST_LABELS, _MOST_MARKS = 16, 40  # beyond these, bars have no numbers, and lines have a mark only here and there
+_NARROW = 500  # pixels of width below which the legend is under the chart
 _INK = "#010203"  # placeholder of the ink of both themes until the text is written
 _STYLE = {
     "svg.fonttype": "none",
@@ -51,7 +52,8 @@ _STYLE = {
 def chart(
     series: Series,
     *,
-    kind: Literal["line", "bar"] = "line",
+    kind: Literal["line", "bar", "points"] = "line",
+    front: Points = (),
     title: str = "",
     x_label: str = "",
     y_label: str = "",
@@ -63,7 +65,8 @@ def chart(
 
     Args:
         series: for each name, its points (x, y). Texts as x are categories in the order they come.
-        kind: lines with points, or bars side by side.
+        kind: lines with points, bars side by side, or points alone.
+        front: points that a line joins, above the others; its name in the legend is "front".
         title: above it.
         x_label: under the axis, with its unit.
         y_label: next to the axis, with its unit.
@@ -72,17 +75,27 @@ def chart(
         height: likewise.
 
     Raises:
-        PipefitError: no points, a value that is not finite, x ≤ 0 under `log_x`, or matplotlib is not installed.
+        PipefitError: no points, a value that is not finite, a bar below 0, x ≤ 0 under `log_x`, or no
+            matplotlib.
     """
-    _check(series, log_x)
+    _check(series, log_x, kind == "bar")
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
         axes.set(xlabel=x_label, ylabel=y_label)
-        (_bars if kind == "bar" else _lines)(axes, series, log_x)
-        axes.set_ylim(0, 1.05 * max(y for points in series.values() for _, y in points) or 1)
+        if front:
+            axes.plot([x for x, _ in front], [y for _, y in front], color=_INK, linewidth=1.5, zorder=3, label="front")
+        if kind == "bar":
+            _bars(axes, series)
+        else:
+            _lines(axes, series, log_x, joined=kind == "line")
+        heights = [y for points in series.values() for _, y in points]
+        axes.set_ylim(1.05 * min(0, *heights), 1.05 * max(0, *heights) or None)
         axes.yaxis.set_major_formatter(lambda value, _: label_number(value))
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        if width >= _NARROW:
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        elif len(series) > 1:
+            figure.legend(loc="outside lower left", ncols=2)
 
     return plotted(draw, width, height, title)
 
@@ -133,13 +146,14 @@ def can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def _check(series: Series, log_x: bool) -> None:
+def _check(series: Series, log_x: bool, are_bars: bool) -> None:
     values = [(name, x, y) for name, points in series.items() for x, y in points]
     if not values:
         raise PipefitError("a chart needs at least one point, got none")
     for name, x, y in values:
-        if not math.isfinite(y) or y < 0 or (not isinstance(x, str) and not math.isfinite(x)):
-            raise PipefitError(f"chart: {name}: expected finite numbers, heights of at least 0; got ({x}, {y})")
+        if not math.isfinite(y) or (are_bars and y < 0) or (not isinstance(x, str) and not math.isfinite(x)):
+            wanted = "finite numbers" + ", heights of at least 0" * are_bars
+            raise PipefitError(f"chart: {name}: expected {wanted}; got ({x}, {y})")
         if log_x and (isinstance(x, str) or x <= 0):
             raise PipefitError(f"chart: {name}: a logarithmic axis needs x above 0, got {x!r}")
 
@@ -152,18 +166,19 @@ def _words(place: float | str) -> str:
     return place if isinstance(place, str) else label_number(place)
 
 
-def _lines(axes: Axes, series: Series, log_x: bool) -> None:
+def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
     for index, (name, points) in enumerate(series.items()):
         points = points if any(isinstance(x, str) for x, _ in points) else sorted(points)
         # Of many points only a few are marked, different ones on each line: so overlapping lines can be distinguished.
-        every = 1 if len(points) <= _MOST_MARKS else len(points) // 10
+        every = 1 if len(points) <= _MOST_MARKS or not joined else len(points) // 10
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
             label=name,
             color=hue(index),
             marker=_MARKS[index % len(_MARKS)],
-            linestyle=_DASHES[index // len(_MARKS) % len(_DASHES)],
+            linestyle=_DASHES[index // len(_MARKS) % len(_DASHES)] if joined else "",
+            markersize=6 if joined else 4,
             markevery=(index * every // len(series), every),
         )
     if log_x:
@@ -173,7 +188,7 @@ def _lines(axes: Axes, series: Series, log_x: bool) -> None:
         axes.set_xticks(places, [_words(place) for place in places])
 
 
-def _bars(axes: Axes, series: Series, log_x: bool) -> None:
+def _bars(axes: Axes, series: Series) -> None:
     places, wide = _places(series), 0.8 / len(series)
     for index, (name, points) in enumerate(series.items()):
         middles = [places.index(x) - 0.4 + wide * (index + 0.5) for x, _ in points]

@@ -160,17 +160,17 @@ class Panel {
       this.entry.makespan) || 1;
     // In a narrow window a forward keeps room for its number, and the drawing scrolls.
     const cell = this.items.find(item => item.letter === "F"), digits = String(this.entry.m - 1).length;
-    const least = cell && innerWidth <= 700 ? Math.min((4.8 * digits + 2.4) / (cell.end - cell.start), 4 * room / longest) : 0;
+    const least = cell && innerWidth <= 700 ? Math.min((4.8 * digits + 2.4) / (cell.end - cell.start), 12 * room / longest) : 0;
     const scale = this.scale = Math.max(room / longest, least) * state.zoom;
     const ranks = this.entry.stages.length, height = TOP + ranks * this.tall + 4;
     const width = Math.max(this.entry.makespan * scale, 10) + 2;
     const svg = el("svg", {width, height, class: "chunks-" + this.entry.v});
-    const [factor] = scaleOf(this.entry);
+    const [factor, unit] = scaleOf(this.entry);
     for (const tick of ticks(this.entry.makespan * factor, Math.max(width / 100, 2))) {
       const x = tick / factor * scale;
       el("path", {class: "hair", d: `M${x.toFixed(1)} ${TOP - 4}V${height}`}, svg);
       if (x < width - 14)
-        el("text", {class: "tick", x: Math.max(x, 4).toFixed(1), y: 12}, svg, number(tick));
+        el("text", {class: tick ? "tick" : "tick zero", x: x.toFixed(1), y: 12}, svg, number(tick) + (unit && ` ${unit}`));
     }
     for (let rank = 0; rank < ranks; rank++) {
       el("rect", {class: "lane", x: 0, y: TOP + rank * this.tall, width: width - 2, height: CELL, rx: 3}, svg);

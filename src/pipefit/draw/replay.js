@@ -53,13 +53,16 @@ const bubbleAt = (items, ranks, now) => 1 - items.reduce((sum, item) =>
 
 // Micro-batches in flight on each rank: a forward, or its replay, saves tensors until the last backward of that stage.
 const heldAt = (entry, now) => {
-  const held = entry.stages.map(() => 0), lives = entry.lives ??= new Map();
-  if (!lives.size) for (const item of itemsOf(entry)) {
-    if (item.copy || item.letter === "S") continue;
-    const key = `${item.rank} ${item.stage}.${item.mb}`, life = lives.get(key);
-    if (life && "BIW".includes(item.letter)) life.end = item.end;
-    else lives.set(key, {rank: item.rank, start: item.start, end: item.end});
-  }
-  for (const life of lives.values()) if (life.start <= now && now < life.end) held[life.rank] += 1 / entry.stages[life.rank].length;
+  const held = entry.stages.map(() => 0), open = {};
+  // The next pass over a program has the same micro-batches again.
+  entry.lives ??= itemsOf(entry).flatMap(item => {
+    if (item.copy || item.letter === "S") return [];
+    const key = `${item.rank} ${item.stage}.${item.mb}`, {start, end} = item;
+    if ("BIW".includes(item.letter) && open[key]) open[key].end = end;
+    else if (item.letter === "R" && open[key]) Object.assign(open[key], {start, end});
+    else return [open[key] = {rank: item.rank, start, end}];
+    return [];
+  });
+  for (const life of entry.lives) if (life.start <= now && now < life.end) held[life.rank] += 1 / entry.stages[life.rank].length;
   return held;
 };

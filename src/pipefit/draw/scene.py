@@ -95,6 +95,7 @@ class Scene:
         facts: the caption.
         unit: "s" when times are seconds, "" when they are units of a forward or the like.
         letters: of the boxes, in the order of the legend.
+        scale_s: the time that sets the unit of its numbers: its makespan, or that of a longer picture next to it.
     """
 
     timeline: Timeline
@@ -105,6 +106,7 @@ class Scene:
     facts: Facts
     unit: str
     letters: tuple[str, ...]
+    scale_s: float
 
     @cached_property
     def copied(self) -> frozenset[str]:
@@ -137,12 +139,13 @@ class Scene:
         return all(held == (rank,) for rank, held in enumerate(self.stages))
 
 
-def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
+def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0.0) -> Scene:
     """The scene of a timeline.
 
     Args:
         timeline: simulated or measured.
         seconds: whether its times are real seconds; None: they are when it was measured.
+        scale_s: makespan of a picture next to it, for one unit in both.
     """
     program, zero = timeline.program, timeline.start_s
     stages = tuple(program.header.stages_of(rank) for rank in range(len(program.ranks)))
@@ -166,7 +169,8 @@ def scene_of(timeline: Timeline, seconds: bool | None = None) -> Scene:
     letters = tuple(spec.letter for spec in OP_SPEC.values() if spec.letter in used)
     unit = "s" if seconds else ""
     facts = _facts(timeline, seconds)
-    return Scene(timeline, tuple(boxes), tuple(bars), tuple(first), stages, facts, unit, letters)
+    scale = max(scale_s, facts.makespan_s)
+    return Scene(timeline, tuple(boxes), tuple(bars), tuple(first), stages, facts, unit, letters, scale)
 
 
 def _facts(timeline: Timeline, seconds: bool) -> Facts:

@@ -78,7 +78,7 @@ def _style(scope: str, num_chunks: int) -> str:
 
 def _header(scene: Scene, plan: Layout, name: str) -> list[str]:
     facts = scene.facts
-    factor, unit = time_scale(facts.makespan_s, scene.unit)
+    factor, unit = time_scale(scene.scale_s, scene.unit)
     times = f"makespan {label_number(facts.makespan_s * factor)} {unit}".strip()
     line = f"{counts(scene)} · bubble {percent(facts.bubble_fraction)} · {times} · {scene.timeline.source}"
     return [
@@ -88,7 +88,7 @@ def _header(scene: Scene, plan: Layout, name: str) -> list[str]:
 
 
 def _axis(scene: Scene, plan: Layout) -> list[str]:
-    factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
+    factor, unit = time_scale(scene.scale_s, scene.unit)
     span = scene.facts.makespan_s * factor
     parts = []
     top, bottom = plan.top - 4, plan.bottom + 4

@@ -26,10 +26,12 @@ const tag = (name, className, text) => {
 // -------------------------------------------------------------------------------------------------- numbers and words
 const number = value => Math.abs(value) >= 1000 ? Math.round(value).toLocaleString("en")
   : String(Number(value.toPrecision(4)));
+// One unit for all drawings of the page.
 const scaleOf = entry => {
   if (!entry.unit) return [1, ""];
+  const longest = Math.max(entry.makespan, ...entries.filter(other => other.unit).map(other => other.makespan));
   for (const [limit, factor, name] of [[2e-6, 1e9, "ns"], [2e-3, 1e6, "µs"], [2, 1e3, "ms"]])
-    if (entry.makespan < limit) return [factor, name];
+    if (longest < limit) return [factor, name];
   return [1, "s"];
 };
 const time = (entry, seconds) => {

@@ -96,14 +96,17 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto_svg(points: Sequence[Point], title: str = "") -> str:
-    """Throughput against memory per rank: the front, and the best of each depth below it; only points that fit."""
+    """Throughput against memory per rank: a point for each configuration that fits, and a line through the front."""
     points = _fitting(points)
-    series = {"front": [(point.peak_bytes / _GIB, point.throughput) for point in pareto(points)]}
-    for depth in sorted({point.depth for point in points}):
-        own = pareto([point for point in points if point.depth == depth])
-        series[f"depth {depth}"] = [(point.peak_bytes / _GIB, point.throughput) for point in own]
+
+    def places(found: Sequence[Point]) -> list[tuple[float, float]]:
+        return [(point.peak_bytes / _GIB, point.throughput) for point in found]
+
+    depths = sorted({point.depth for point in points})
     return chart(
-        series,
+        {f"depth {depth}": places([point for point in points if point.depth == depth]) for depth in depths},
+        kind="points",
+        front=places(pareto(points)),
         title=title or "Throughput against memory",
         x_label="peak memory of a rank, GiB",
         y_label="samples/s",
@@ -167,9 +170,7 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
         if peaks:
             memory = [max(peaks[rank] for rank in ranks) for ranks in plan.placement.ranks]
             words = f"; dashed: a device has {format_bytes(limit)}" if math.isfinite(limit) else ""
-            _stage_bars(places["memory"], "peak memory of its rank" + words, memory, format_bytes)
-            if words:
-                places["memory"].axvline(limit, linestyle="--", color="#d6336c", zorder=0)
+            _stage_bars(places["memory"], "peak memory of its rank" + words, memory, format_bytes, limit)
 
     title = (
         f"{plan.model}: {plan.schedule}, {counted(len(stages), 'stage')}, "
@@ -193,11 +194,18 @@ def _strip(axes: Axes, figures: Profile, owner: dict[int, int]) -> None:
     axes.axis("off")
 
 
-def _stage_bars(axes: Axes, title: str, values: Sequence[float], words: Callable[[float], str]) -> None:
-    bars = axes.barh(range(len(values)), values, 0.7, color=[hue(index) for index in range(len(values))])
-    axes.bar_label(bars, [words(value) for value in values], padding=4)
+def _stage_bars(
+    axes: Axes, title: str, values: Sequence[float], words: Callable[[float], str], limit: float = math.inf
+) -> None:
+    """A bar for each stage, with a dashed line at a limit; the labels are a column to the right of all of them."""
+    axes.barh(range(len(values)), values, 0.7, color=[hue(index) for index in range(len(values))])
+    end = max(*values, limit if math.isfinite(limit) else 0.0) or 1.0
+    if math.isfinite(limit):
+        axes.axvline(limit, linestyle="--", color="#d6336c", zorder=0)
+    for index, value in enumerate(values):
+        axes.text(1.03 * end, index, words(value), va="center")
     axes.set_title(title, loc="left")
-    axes.margins(x=0.2)
+    axes.set_xlim(0, 1.3 * end)
     axes.invert_yaxis()
     axes.tick_params(left=False)
     axes.xaxis.set_visible(False)

@@ -30,7 +30,15 @@ _SLACK = 1.1
 
 @dataclass
 class Family:
-    """Candidates that first compete with each other, their bounds, and, where none fits, the closest."""
+    """Candidates that first compete with each other, with their bounds.
+
+    Attributes:
+        configs: all, the fastest first.
+        able: those that may fit.
+        frugal: the one that needs the least memory.
+        feasible: those that fit, estimated.
+        closest: where none fits, the one that lacks the least.
+    """
 
     configs: list[tuple[float, Config]] = field(default_factory=list)
     able: list[tuple[float, Config]] = field(default_factory=list)
@@ -123,6 +131,7 @@ def _speed(estimated: Estimate) -> tuple[float, Config]:
 def _estimate_best(problem: Problem, family: Family, best_s: float, keep: int, tries: int, slack: float) -> None:
     """Estimates the members of a family, fastest first, until enough fit and the others' bounds are slower."""
     first = None
+    assert family.frugal is not None
     for tried, (quick, config) in enumerate(family.able):
         own_s = min((estimated.period_s for estimated in family.feasible), default=math.inf)
         # Only a family that may win needs more than its fastest member.
@@ -136,7 +145,7 @@ def _estimate_best(problem: Problem, family: Family, best_s: float, keep: int, t
                 return
         if estimated.fits and not any(_alike(estimated, other) for other in family.feasible):
             family.feasible.append(estimated)
-        elif estimated.partition and not estimated.fits and estimated.overflow < family.closest.overflow:
+        elif family.closest and estimated.partition and 1 < estimated.overflow < family.closest.overflow:
             family.closest = estimated
     if first and not family.feasible:
         family.feasible.append(first)

@@ -265,7 +265,8 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
 
 def _fits(question: Question) -> bool:
     options = dict(question.options)
-    method, unused = options.pop("method", "auto"), ("cost", "straight", "cap")
+    # Memory does not depend on how messages travel.
+    method, unused = options.pop("method", "auto"), ("cost", "straight", "cap", "whole_messages", "blocking")
     batch, state = options.pop("global_batch", None), options.pop("state_per_weight", None)
     problem = problem_of(question.profile, question.topology, batch, state)
     wanted = {name: value for name, value in options.items() if name not in unused}

@@ -23,6 +23,10 @@ from pipefit.timeline.compare import Row
 
 METRICS = "metrics.jsonl"
 """The figures of every step, written as soon as they are known: a killed run loses at most the last ones."""
+MEASURED = "measured.trace.json"
+"""The timeline of the last measured passes, written while the run lasts and at its end."""
+RESULT = "run.json"
+"""The options and the result, written at the end."""
 
 
 @dataclass(frozen=True)
@@ -82,21 +86,22 @@ def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline, result:
     run.profile.save(folder / "profile.json")
     program_text.save(run.pipe.program, folder / "program.pipe")
     save_trace(predicted, folder / "predicted.trace.json")
-    save_trace(measured, folder / "measured.trace.json")
-    result.paths |= _pictures(folder, measured, predicted)
+    save_trace(measured, folder / MEASURED)
+    result.paths |= _pictures(folder, run.config.model, measured, predicted)
     result.paths |= {"checkpoint": str(checkpoints_of(folder)), "metrics": str(folder / METRICS)}
     data = {"format": "pipefit.run/1", "config": as_flat(run.config), "result": _plain(result)}
-    write_json(folder / "run.json", data)
+    write_json(folder / RESULT, data)
 
 
-def _pictures(folder: Path, measured: Timeline, predicted: Timeline) -> dict[str, str]:
+def _pictures(folder: Path, model: str, measured: Timeline, predicted: Timeline) -> dict[str, str]:
     from pipefit.draw import save
     from pipefit.draw.page import html
 
     save(measured, folder / "measured.svg")
     save(predicted, folder / "predicted.svg")
-    write_atomically(folder / "timeline.html", html({"measured": measured, "predicted": predicted}))
-    names = {"picture": "measured.svg", "page": "timeline.html", "trace": "measured.trace.json"}
+    both = {"measured": measured, "predicted": predicted}
+    write_atomically(folder / "timeline.html", html(both, title=f"{folder.resolve().name}: {model}"))
+    names = {"picture": "measured.svg", "page": "timeline.html", "trace": MEASURED}
     return {name: str(folder / file) for name, file in names.items()}
 
 

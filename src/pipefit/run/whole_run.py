@@ -28,6 +28,7 @@ from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, count_flop
 from pipefit.profiling.workload import Workload
 from pipefit.run.config import RunConfig, checkpoints_of, with_defaults
+from pipefit.run.following import LatestTimeline
 from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosine
 from pipefit.run.result import METRICS, ReadyRun, RunResult, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
@@ -221,6 +222,7 @@ def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[An
     if folder is not None:
         found += [json_log(folder / METRICS), *(log_named(name, folder) for name in config.log)]
         found += [Checkpoints(pipe, checkpoints_of(folder), config.checkpoint_every)]
+        found += [LatestTimeline(pipe, folder, config.steps)] if pipe.schedule.is_synchronous else []
     return [*found, EarlyStopping(pipe, config.patience, folder / "best" if folder else None)]
 
 

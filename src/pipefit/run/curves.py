@@ -1,0 +1,87 @@
+"""Curves of a run from its metrics file: loss, learning rate, norm of the gradients, throughput, memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipefit.draw import chart
+from pipefit.draw.chart import Points
+from pipefit.errors import PipefitError
+from pipefit.spec.files import read_text
+
+_WIDTH, _HEIGHT = 380, 250
+_MOST_POINTS = 400
+_MIB = 2.0**20
+_CURVES = (
+    ("Loss", "nats", {"loss": "training", "held_out_loss": "held out"}, 1.0),
+    ("Learning rate", "", {"learning_rates": ""}, 1.0),
+    ("Gradient norm", "before clipping", {"gradient_norm": ""}, 1.0),
+    ("Throughput", "samples/s", {"samples_per_s": ""}, 1.0),
+    ("Bubble", "% of the step", {"bubble": ""}, 0.01),
+    ("Peak memory", "MiB", {"memory_bytes": "process"}, _MIB),
+)
+"""Title, unit, the figures and their names in the legend, and the factor of the unit."""
+
+
+def figures_of(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last line that is being written is left out.
+
+    Raises:
+        PipefitError: with the number of a line that is no object with a step.
+    """
+    found = []
+    for number, line in enumerate(read_text(path).splitlines(keepends=True), 1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            if not line.endswith("\n"):
+                break
+            raise PipefitError(f"{path}:{number}: not JSON: {problem}") from None
+        if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
+            raise PipefitError(f"{path}:{number}: expected an object with a step, got {line.strip()[:60]}")
+        found.append(entry)
+    return found
+
+
+def curves(entries: Sequence[dict[str, Any]], baseline: Sequence[Any] | None) -> list[str]:
+    """The charts of a run, each as SVG text, for the figures that it has.
+
+    Args:
+        entries: of `figures_of`.
+        baseline: name and value of a loss to compare with.
+    """
+    found = []
+    for title, unit, names, factor in _CURVES:
+        series: dict[str, Points] = {}
+        for name, words in names.items():
+            series |= _series(entries, name, words or title.lower(), factor)
+        if title == "Loss" and series and baseline:
+            places = [x for points in series.values() for x, _ in points]
+            series[str(baseline[0])] = [(edge(places), float(baseline[1])) for edge in (min, max)]
+        if series:
+            found.append(chart(series, title=title, x_label="step", y_label=unit, width=_WIDTH, height=_HEIGHT))
+    return found
+
+
+def _series(entries: Sequence[dict[str, Any]], name: str, words: str, factor: float) -> dict[str, Points]:
+    """The finite values of a figure by step; a list has a series for each of its places that differs from the first."""
+    rows = [(entry["step"], entry[name]) for entry in entries if entry.get(name) is not None]
+    rows = [(step, value if isinstance(value, list) else [value]) for step, value in rows]
+    found: dict[str, Points] = {}
+    for place in range(max((len(values) for _, values in rows), default=0)):
+        points = [(step, values[place] / factor) for step, values in rows if place < len(values)]
+        points = _fewer([(step, value) for step, value in points if math.isfinite(value)])
+        if points and points not in found.values():
+            found[f"{words} {place}" if place or name == "memory_bytes" else words] = points
+    return found
+
+
+def _fewer(points: list[tuple[int, float]]) -> list[tuple[float | str, float]]:
+    """The points, or means of so many consecutive ones that a curve has at most 400."""
+    many = -(-len(points) // _MOST_POINTS)
+    groups = [points[at : at + many] for at in range(0, len(points), many or 1)]
+    return [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
