@@ -51,7 +51,7 @@ def test_the_package_does_not_grow():
 
     Lower the number with what you remove.
     """
-    assert sum(map(code_lines, MODULES)) <= 33_600
+    assert sum(map(code_lines, MODULES)) <= 33_000
 
 
 def test_no_module_has_more_than_450_lines():
