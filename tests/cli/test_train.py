@@ -55,7 +55,7 @@ def test_metrics_and_logs_hold_the_figures_of_every_step(tmp_path, capsys):
         ({"data": "digits.txt"}, "--data"),
         ({"plan": "none.json"}, "none.json: no such file"),
         ({"model": "gpd"}, "did you mean gpt"),
-        ({"batch": "2", "microbatches": "4"}, "micro-batch"),
+        ({"batch": "2", "microbatches": "8"}, "micro-batch"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_in_one_message(changes, told, capsys):

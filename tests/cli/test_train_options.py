@@ -35,7 +35,7 @@ def settings(monkeypatch):
 
 def test_without_options_a_run_is_the_default_run(settings):
     assert main(["train"]) == 0
-    assert settings == [(with_defaults(RunConfig()), "distributed", None)]
+    assert settings == [(with_defaults(RunConfig()), "distributed", {"threads": None, "recover": 0, "min_ranks": None})]
 
 
 def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tmp_path):
@@ -264,6 +264,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         traffic=([2**16, 2**15], [0.0, 0.0]),
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
         text="Once upon",
+        faults=[],
         paths={"trace": "runs/a/measured.trace.json"},
     )
     text = report(result)

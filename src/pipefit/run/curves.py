@@ -43,6 +43,9 @@ def figures_of(path: Path) -> list[dict[str, Any]]:
             raise PipefitError(f"{path}:{number}: not JSON: {problem}") from None
         if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
             raise PipefitError(f"{path}:{number}: expected an object with a step, got {line.strip()[:60]}")
+        for name in ("loss", "held_out_loss"):
+            if not isinstance(entry.get(name), int | float | None):
+                raise PipefitError(f"{path}:{number}: {name}: expected a number, got {str(entry[name])[:60]!r}")
         found.append(entry)
     return found
 
