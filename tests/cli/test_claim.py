@@ -54,7 +54,7 @@ def test_nothing_is_written_outside_the_working_folder_and_the_temporary_one(tmp
     for words in (
         [*SMALL, "--ranks", "2", "-o", "run"],
         ["draw", "1f1b", "-p", "2", "-m", "4", "-o", "a.svg"],
-        ["profile", "convnet", "-o", "p.json"],
+        ["profile", "--model", "convnet", "-o", "p.json"],
         ["cut", "convnet"],
         ["plan", "--profile", "p.json", "--topology", "dgx-a100-1024"],
         ["doctor"],
