@@ -22,7 +22,7 @@ from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.runtime.progress import LOSS
 from pipefit.schedules.forward import forward_only
 from pipefit.schedules.registry import Schedule
-from pipefit.spec import Plan
+from pipefit.schedules.shape import Shape
 from pipefit.spec.options import SKIP, STOP
 from pipefit.stage.training import Training
 
@@ -113,14 +113,20 @@ class Evaluation(NamedTuple):
     metrics: dict[str, float]
 
 
-def needs_norm(training: Training, schedule: Schedule, plan: Plan) -> bool:
+def needs_norm(training: Training, schedule: Schedule, shape: Shape) -> bool:
     """Returns whether a program has the norm of all gradients before its steps.
 
-    To find an update that is not finite before any rank steps, it is added where that makes no rank wait long. Stages
-    that would have to skip one together need it anyhow.
+    To find an update that is not finite before any rank steps, it is added where that makes no rank wait long; spilled
+    stages would be fetched twice. Stages that would have to skip one together need it anyhow.
+
+    Args:
+        training: its clipping, scale of the loss and policy.
+        schedule: of the program.
+        shape: of the program, with its spilling, from whichever options that comes.
     """
-    together = schedule.is_synchronous or plan.spill is not None or plan.tensor > 1
-    cheap = schedule.is_synchronous and schedule.flushes and plan.spill is None
+    spills = schedule.spills or shape.spill is not None
+    together = schedule.is_synchronous or spills or shape.tensor > 1
+    cheap = schedule.is_synchronous and schedule.flushes and not spills
     return training.needs_norm or {STOP: cheap, SKIP: together}.get(training.nonfinite, False)
 
 

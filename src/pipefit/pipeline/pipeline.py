@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -161,9 +162,9 @@ class Pipeline:
         """The program of some steps, verified before it is used."""
         key = (self.plan.num_microbatches, num_steps)
         if key not in self._programs:
-            clip = needs_norm(self._training, self.schedule, self.plan)
-            shape = shape_of(self.plan, num_steps=num_steps, ties=self._ties, clip=clip)
-            program = self.schedule(spilled_shape(shape, self.spill))
+            shape = spilled_shape(shape_of(self.plan, num_steps=num_steps, ties=self._ties), self.spill)
+            clip = needs_norm(self._training, self.schedule, shape)
+            program = self.schedule(msgspec.structs.replace(shape, clip=clip))
             verify(program).raise_if_bad()
             self._programs[key] = program
         return self._programs[key]
