@@ -88,7 +88,7 @@ def test_trials_that_diverge_raise_or_ask_for_too_much_fail_alone_with_their_rea
         "huge": "failed",
         "nonsense": "failed",
     }
-    assert "loss of step 2 is nan" in result["diverges"].reason and result["diverges"].steps == 1
+    assert "step 2: a gradient" in result["diverges"].reason and result["diverges"].steps == 1
     assert "not for rent" in result["raises"].reason
     assert "not for rent" in result["broken"].reason
     assert "smallest capacity that works" in result["huge"].reason
@@ -284,7 +284,7 @@ def test_a_folder_in_shared_memory_that_is_not_the_users_own_is_refused(tmp_path
     place = tmp_path / "guessed"
     monkeypatch.setattr(folder, "_state_folder", lambda spec, path: place)
     place.symlink_to(tmp_path)
-    with pytest.raises(StudyError, match="not a folder of this user's"):
+    with pytest.raises(StudyError, match="not a folder that only this user can write to"):
         study(trials(1), tmp_path / "s", tier="host").run()
 
 

@@ -48,8 +48,11 @@ def take_turn(opened: OpenTrial) -> TimedTurn:
     turn, compiled = opened.turns[number]
     run = _execution(opened, turn, compiled)
     ready_s = time.monotonic()
-    for waiting in run.run(HANDLERS):
-        raise PipefitError(f"the turn waits for ever at '{waiting}'")
+    try:
+        for waiting in run.run(HANDLERS):
+            raise PipefitError(f"the turn waits for ever at '{waiting}'")
+    except NonFiniteLossError as problem:  # its updates are those of one turn
+        raise NonFiniteLossError(f"step {step + 1}: {problem}") from problem
     ran_s = time.monotonic()
     loss, held_out = _keep(opened, turn, run)
     opened.end_turn()
