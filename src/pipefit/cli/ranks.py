@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -29,9 +30,10 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     from pipefit.runtime.session import current
     from pipefit.runtime.signals import listen
 
-    if not current().is_distributed:
-        listen(current().stop, None, ctrl_c=True)
-    with claimed(config.output, current()):
+    with contextlib.ExitStack() as stack:
+        if not current().is_distributed:
+            stack.callback(listen(current().stop, None, ctrl_c=True))
+        stack.enter_context(claimed(config.output, current()))
         if current().rank > 0 or quiet:
             return run(config, Quiet())
         with Watcher(config.steps, config.batch) as watcher:

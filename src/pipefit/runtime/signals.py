@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -94,7 +95,7 @@ def die_with(sentinel: int, folder: str | None = None) -> None:
     threading.Thread(target=watch, name="pipefit-launcher", daemon=True).start()
 
 
-def listen(stop: Stop, folder: Path | None, ctrl_c: bool = False) -> None:
+def listen(stop: Stop, folder: Path | None, ctrl_c: bool = False) -> Callable[[], None]:
     """Installs the handler of SIGTERM: a stop after the step; the end of the process at a second one or a grace time.
 
     The grace time is 10 s; PIPEFIT_GRACE_S changes it. A handler that the user has set stays as it is.
@@ -103,29 +104,55 @@ def listen(stop: Stop, folder: Path | None, ctrl_c: bool = False) -> None:
         stop: takes the request.
         folder: of the run, if a launcher has started it.
         ctrl_c: the same for Ctrl-C.
+
+    Returns:
+        What gives the signals their former handlers again.
     """
     if threading.current_thread() is not threading.main_thread():
-        return
+        return _nothing
     if signal.getsignal(signal.SIGTERM) not in (signal.SIG_DFL, None):
-        return
+        return _nothing
     if ctrl_c and signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return
+        return _nothing
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     taken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     if taken != -1:
         signal.set_wakeup_fd(taken)  # an event loop has it; then SIGTERM keeps its usual meaning
-        return
-    for number in (signal.SIGTERM, *([signal.SIGINT] if ctrl_c else []), *([PASSED_ON] if folder is not None else [])):
-        signal.signal(number, lambda *_: None)
-    threading.Thread(target=_serve, args=(reader, stop, folder), name="pipefit-signals", daemon=True).start()
+        os.close(reader)
+        os.close(writer)
+        return _nothing
+    numbers = (signal.SIGTERM, *([signal.SIGINT] if ctrl_c else []), *([PASSED_ON] if folder is not None else []))
+    before = {number: signal.signal(number, _heard) for number in numbers}
+    thread = threading.Thread(target=_serve, args=(reader, stop, folder), name="pipefit-signals", daemon=True)
+    thread.start()
+
+    def unlisten() -> None:
+        for number, handler in before.items():
+            if signal.getsignal(number) is _heard:
+                signal.signal(number, handler)
+        if signal.set_wakeup_fd(-1) != writer:
+            return  # somebody else has it since
+        os.close(writer)
+        thread.join()  # which ends with the pipe
+
+    return unlisten
+
+
+def _nothing() -> None:
+    pass
+
+
+def _heard(*_: object) -> None:
+    """Does nothing: the thread reads the signal's number from the pipe."""
 
 
 def _serve(reader: int, stop: Stop, folder: Path | None) -> None:
+    grace: threading.Timer | None = None
     while data := os.read(reader, 64):
         for number in data:
-            if number not in (signal.SIGTERM, signal.SIGINT, PASSED_ON) or signal.getsignal(number) is signal.SIG_IGN:
-                continue
+            if signal.getsignal(number) is not _heard:
+                continue  # it is somebody else's now
             # The same one twice: torchrun adds its own to that of a terminal.
             if number in stop.numbers or (folder is not None and (folder / ENDING).exists()):
                 _leave(stop.code)
@@ -136,6 +163,9 @@ def _serve(reader: int, stop: Stop, folder: Path | None) -> None:
                 grace = threading.Timer(seconds, _leave, (stop.code,))
                 grace.daemon = True
                 grace.start()
+    os.close(reader)
+    if grace is not None:
+        grace.cancel()
 
 
 def _leave(code: int) -> None:
