@@ -128,13 +128,14 @@ def listen(stop: Stop, folder: Path | None, ctrl_c: bool = False) -> Callable[[]
     thread.start()
 
     def unlisten() -> None:
+        if (current := signal.set_wakeup_fd(-1)) == writer:
+            os.close(writer)
+            thread.join()  # which ends with the pipe
+        else:
+            signal.set_wakeup_fd(current)  # somebody else has it since
         for number, handler in before.items():
             if signal.getsignal(number) is _heard:
                 signal.signal(number, handler)
-        if signal.set_wakeup_fd(-1) != writer:
-            return  # somebody else has it since
-        os.close(writer)
-        thread.join()  # which ends with the pipe
 
     return unlisten
 
