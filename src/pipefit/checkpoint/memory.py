@@ -4,8 +4,8 @@
                            rank-0.json           sealed, written last: the step, and the file with its checksum
 
 A step counts when the machines that are left hold all of its stages: of a stage with copies, one is enough (the
-observation of ReCycle, arXiv 2405.14009). What a machine lacks, others send. No rank goes on before all have written, so
-they are at most one step apart; one more step is kept for a copy that is damaged.
+observation of ReCycle, arXiv 2405.14009). What a machine lacks, others send. No rank goes on before all have written,
+so they are at most one step apart; one more step is kept for a copy that is damaged.
 """
 
 from __future__ import annotations
