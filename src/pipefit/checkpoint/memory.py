@@ -3,10 +3,9 @@
     /dev/shm/…/step-000012/rank-0.safetensors    one of the machine's ranks that have a stage writes it
                            rank-0.json           sealed, written last: the step, and the file with its checksum
 
-No rank waits for another to write. A step counts when the machines that are left hold all of its stages: of a stage
-with copies, one is enough (the observation of ReCycle, arXiv 2405.14009). What a machine lacks, others send. The ranks
-of a synchronous schedule are at most two steps apart, because each waits for the loss of the step before: three are
-kept.
+A step counts when the machines that are left hold all of its stages: of a stage with copies, one is enough (the
+observation of ReCycle, arXiv 2405.14009). What a machine lacks, others send. No rank goes on before all have written,
+so they are at most one step apart; one more step is kept for a copy that is damaged.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from pipefit.checkpoint.sharded_optimizer import whole_states
 from pipefit.checkpoint.state import weights_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
-from pipefit.runtime.collectives import broadcast, exchange
+from pipefit.runtime.collectives import broadcast, exchange, sum_table
 from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import decode, encode
@@ -93,6 +92,8 @@ class Memory:
             except (OSError, PipefitError) as problem:
                 self._failed = True
                 _log.warning("the training is no longer copied in memory: %s", problem)
+            # No rank goes on before all have their copies: a step that a callback has seen is not lost.
+            sum_table(self._pipeline._session, torch.zeros(1))
         if self._is_first:
             for old in candidates(self._folder)[_KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
