@@ -4,7 +4,7 @@ import pytest
 
 from pipefit.errors import PlanError
 from pipefit.run.config import RunConfig
-from pipefit.spec.options import Parallelism, Request, Updates, as_flat, from_flat
+from pipefit.spec.options import Parallelism, Request, Updates, as_flat, check_least, from_flat
 
 VALUES = {"ranks": 3, "microbatches": 8, "seed": 5, "device_memory": "1 GiB", "precision": "bf16"}
 
@@ -29,3 +29,8 @@ def test_a_name_of_no_option_is_refused_with_the_nearest():
     with pytest.raises(PlanError, match="unknown option 'slots'"):  # in Python only
         from_flat(RunConfig, {"slots": 3})
     assert from_flat(Parallelism, {}) == Parallelism()
+
+
+def test_a_count_too_large_for_a_float_is_refused():
+    with pytest.raises(PlanError, match="steps: expected a whole number from 1 to 1000000000000000"):
+        check_least(RunConfig(steps=10**400))

@@ -311,6 +311,10 @@ def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
     return found
 
 
+_MOST_COUNT = 10**15
+"""Largest number of an option without a limit of its own: arithmetic in floating point stays exact."""
+
+
 def check_least(group: Any) -> None:
     """Checks that the numbers of a group are not below their minimum or above their maximum.
 
@@ -322,6 +326,8 @@ def check_least(group: Any) -> None:
         if least is None or value is None:
             continue
         most, kinds = one.metadata["most"], (int,) if isinstance(least, int) else (int, float)
+        if isinstance(value, int) and most == math.inf and value > _MOST_COUNT:
+            most = _MOST_COUNT
         if type(value) not in kinds or not least <= value <= most or math.isinf(value):
             noun = "a whole number" if kinds == (int,) else "a number"
             limit = f"from {least} to {most}" if most < math.inf else f"of at least {least:g}"
