@@ -1,4 +1,4 @@
-"""`pipefit train --recover N` and `pipefit run --recover N`: the command goes on by itself after a rank has died."""
+"""`pipefit train --recover N` and `pipefit run --recover N`: the command resumes after a rank has died."""
 
 import json
 import os

@@ -9,8 +9,8 @@ from tests.verbs import refused
 
 from pipefit.cli import main, train
 from pipefit.cli.answer import Answer
+from pipefit.cli.display import Watcher, printable, report
 from pipefit.cli.train import _remove_if_only_logs
-from pipefit.cli.watch import Watcher, printable, report
 from pipefit.pipeline.callbacks import Record
 from pipefit.run.config import RunConfig, with_defaults
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.cli.watch import Watcher
+from pipefit.cli.display import Watcher
 from pipefit.ir import Instruction, Op
 from pipefit.pipeline import step_figures
 from pipefit.pipeline.callbacks import Record

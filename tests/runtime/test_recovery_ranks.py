@@ -1,4 +1,4 @@
-"""A run whose ranks die or hang goes on by itself, with the numbers of a run that was never disturbed."""
+"""A run whose ranks die or hang resumes, with the numbers of a run that was never disturbed."""
 
 from pathlib import Path
 

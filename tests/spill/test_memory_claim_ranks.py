@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipefit.cli.display import report
 from pipefit.cli.ranks import train_rank
-from pipefit.cli.watch import report
 from pipefit.run.config import RunConfig
 from pipefit.run.whole_run import RunResult
 from pipefit.runtime.launch import launch

@@ -57,7 +57,13 @@ def test_zero_bubble_schedules_are_exact_under_clipping_and_with_a_ragged_last_b
 
 @pytest.mark.parametrize(
     ("name", "replicas", "num_ranks", "m"),
-    [("zb-h1", (2,), 4, 5), ("zb-h1", (1, 2, 1), 4, 3), ("zb-h2", (2, 1), 3, 4), ("zb-v", (2,), 4, 5)],
+    [
+        ("zb-h1", (2,), 4, 5),
+        ("zb-h1", (1, 2, 1), 4, 3),
+        ("zb-h2", (2, 1), 3, 4),
+        ("zb-v", (2,), 4, 5),
+        ("zb-v", (2,), 4, 3),
+    ],
 )
 @pytest.mark.parametrize("model", ["plain", "batch norm", "tied neighbours"])
 def test_replicas_of_zero_bubble_stages_are_exact(

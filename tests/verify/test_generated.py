@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.oracle import outcome
 
@@ -45,6 +45,7 @@ def requests(draw):
 
 
 @given(requests())
+@example(("zb-v", Shape(2, 4, num_chunks=2, replicas=(3,))))  # replicas that complete their stages in other orders
 def test_a_generated_program_verifies_clean_or_is_refused(request_):
     name, shape = request_
     try:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoint.commit import manifest_of, write_ranks
-from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name
+from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
 from pipefit.checkpoint.optim import OPTIM, parameter_and_key
 from pipefit.checkpoint.restore import Saved, contents, take, wanted_of
 from pipefit.checkpoint.sharded_optimizer import whole_states
@@ -163,7 +163,7 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
         chosen = next(whole, None)
         if session.rank == first:
             for place in candidates(folder):
-                if chosen is None or place.name > step_name(chosen):
+                if chosen is None or step_of(place) > chosen:
                     shutil.rmtree(place, ignore_errors=True)
         firsts = sorted(set(exchange(session, first)))
         if chosen is not None:

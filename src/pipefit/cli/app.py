@@ -15,6 +15,7 @@ from cyclopts.exceptions import CycloptsError
 import pipefit
 from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer
 from pipefit.cli.options import exact, shown
+from pipefit.cli.version import version_text
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
 VERBS: Final = (
@@ -37,7 +38,7 @@ def make_app(tokens: list[str], config: Any = None) -> App:
         name="pipefit",
         help="Fit a model to the hardware you have and train it: pipeline parallelism as programs that are proved, "
         "simulated, drawn and run.\n\nStart with: pipefit draw 1f1b -p 4 -m 8",
-        version=_version,
+        version=version_text,
         help_format="plaintext",
         verbose=False,
         default_parameter=Parameter(converter=exact, negative=(), show_default=shown),
@@ -49,44 +50,6 @@ def make_app(tokens: list[str], config: Any = None) -> App:
         module = import_module(f"pipefit.cli.{verb}")
         app.command(module.command, name=verb, sort_key=VERBS.index(verb), help=_flowing(module.command.__doc__))
     return app
-
-
-def _version() -> str:
-    """Versions, commit and devices, without loading torch."""
-    import platform
-    from importlib.metadata import PackageNotFoundError, version
-
-    from pipefit.run.config import num_cores, num_gpus
-    from pipefit.units import counted
-
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "not installed"
-    devices = counted(num_gpus(), "GPU") if num_gpus() else "no GPU"
-    return (
-        f"pipefit {pipefit.__version__} ({_commit()})\nPython {platform.python_version()}, torch {torch}\n"
-        f"{counted(num_cores(), 'core')}, {devices}"
-    )
-
-
-def _commit() -> str:
-    """The commit of the source: what pip has noted of a repository, or that of the checkout the package lies in."""
-    import json
-    import subprocess
-    from importlib.metadata import PackageNotFoundError, distribution
-    from pathlib import Path
-
-    with contextlib.suppress(PackageNotFoundError, ValueError, KeyError, TypeError):
-        noted = json.loads(distribution("pipefit").read_text("direct_url.json") or "")
-        return f"commit {noted['vcs_info']['commit_id'][:12]}"
-    root = Path(pipefit.__file__).resolve().parents[2]
-    if (root / ".git").exists() and (root / "src" / "pipefit").is_dir():
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-            found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            return f"commit {found.replace('-dirty', ' with changes')}"
-    return "no commit known"
 
 
 def _flowing(text: str | None) -> str:
@@ -181,8 +144,8 @@ def _write(text: str) -> None:
 
 def _is_finding(problem: PipefitError) -> bool:
     """Returns whether a run found the problem: a loss that is not finite, a plan that does not fit, a dead rank."""
-    launcher = sys.modules.get("pipefit.runtime.launch")
-    return isinstance(problem, (*_FINDINGS, launcher.LaunchError) if launcher else _FINDINGS)
+    outcomes = sys.modules.get("pipefit.runtime.outcomes")
+    return isinstance(problem, (*_FINDINGS, outcomes.LaunchError) if outcomes else _FINDINGS)
 
 
 def _verb(tokens: list[str]) -> str:

@@ -41,7 +41,7 @@ def compare_nodes(folder: Path) -> Answer:
     nodes = [facts for rank, facts in enumerate(everyone) if facts["node"] not in [e["node"] for e in everyone[:rank]]]
     for facts in nodes:
         theirs = [rank for rank, each in enumerate(everyone) if each["node"] == facts["node"]]
-        facts |= {"ranks": theirs, "clock_s": _clock_behind(session.rank, theirs[0])}
+        facts |= {"ranks": theirs, "clock_s": _clock_ahead_s(session.rank, theirs[0])}
         facts["shared"] = all(everyone[rank]["shared"] for rank in theirs)
     links = _links() if session.is_distributed else []
     problems = list(_problems(nodes, folder, bool(mark)))
@@ -54,6 +54,8 @@ def _facts() -> dict[str, Any]:
     """The versions and the hardware of this process's machine, as JSON data."""
     import torch
 
+    from pipefit.run.config import num_cores
+
     page = os.sysconf("SC_PAGE_SIZE")
     return {
         "node": platform.node(),
@@ -62,7 +64,7 @@ def _facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": num_cores(),
         "memory_bytes": page * os.sysconf("SC_PHYS_PAGES"),
     }
 
@@ -76,7 +78,7 @@ def _marked(folder: Path) -> str:
     return ""
 
 
-def _clock_behind(rank: int, peer: int) -> float:
+def _clock_ahead_s(rank: int, peer: int) -> float:
     """Seconds by which the clock of a rank is ahead of that of rank 0; every rank calls it.
 
     Half of a round trip is taken for the way back, as in NTP (RFC 5905, section 8), of the middle of several trips.

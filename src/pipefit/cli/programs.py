@@ -41,17 +41,15 @@ class Source:
         Raises:
             PipefitError: the layers of stages are not known, or do not belong to the profile.
         """
-        from pipefit.cost import FREE, of_plan, unit
-        from pipefit.planner.computed_profile import profile_at
+        from pipefit.cost import unit
+        from pipefit.planner.plan_figures import plan_costs
         from pipefit.spec import Topology
 
         if self.profile is None:
             cost = unit(self.program.header, forward, backward, **rest)
             return replace(cost, topology=self.topology) if self.topology else cost
         plan = self.plan or self._plan(len(self.profile))
-        links = self.topology or Topology.local(plan.num_processes)
-        size = plan.microbatch_size or self.profile.microbatch_size
-        return of_plan(profile_at(self.profile, size, plan.tensor, links), plan, links, runtime=FREE)
+        return plan_costs(plan, self.profile, self.topology or Topology.local(plan.num_processes))
 
     def _plan(self, num_layers: int) -> Plan:
         """The plan of a program from a `.pipe` file, which specifies everything but the layers."""

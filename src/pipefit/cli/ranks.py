@@ -24,7 +24,7 @@ def run_rank(script: str, arguments: Sequence[str]) -> None:
 
 def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     """Trains as this rank; rank 0 shows the progress unless `quiet`."""
-    from pipefit.cli.watch import Quiet, Watcher
+    from pipefit.cli.display import Quiet, Watcher
     from pipefit.run.claim import claimed
     from pipefit.run.whole_run import run
     from pipefit.runtime.session import current

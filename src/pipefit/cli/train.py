@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipefit.cli.answer import Answer
+from pipefit.cli.display import report
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, Threads, verb
-from pipefit.cli.watch import report
 from pipefit.errors import PipefitError
 from pipefit.run.claim import check_free
 from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
@@ -93,9 +93,11 @@ def _how_to_resume(settings: RunConfig) -> str:
         steps = [committed_step(disk, rank) or 0 for rank in range(ranks)]
     step, place = min(steps), disk
     if not step and settings.output:
+        from pipefit.checkpoint.manifest import step_of
+
         # A checkpoint has its name only when it is whole.
-        names = (path.name for path in checkpoints_of(settings.output).glob("step-*"))
-        step, place = max((int(name[5:].partition(".")[0]) for name in names), default=0), settings.output
+        saved = checkpoints_of(settings.output).glob("step-*")
+        step, place = max(map(step_of, saved), default=0), settings.output
     return f"step {step} is saved; resume with:\n  {_resuming(str(place))}" if step else ""
 
 

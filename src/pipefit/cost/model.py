@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final
 
-from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
+from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, over, ring_of
 from pipefit.errors import PlanError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
@@ -188,7 +188,7 @@ class CostModel:
             rank: the sender.
         """
         bandwidth, latency = self.link(rank, send.peer)
-        return latency + _over(self._message_bytes(send), bandwidth)
+        return latency + over(self._message_bytes(send), bandwidth)
 
     def reduce_s(self, instruction: Instruction, members: Sequence[int]) -> float:
         """Seconds of a reduction or barrier from the moment its last member has issued it.
@@ -220,7 +220,7 @@ class CostModel:
             return self.host_step_s[instruction.stage]
         tier = self.tier_of(instruction)
         rate = tier.read_bytes_per_s if instruction.op is Op.FETCH else tier.write_bytes_per_s
-        return tier.latency_s + _over(self._copied_bytes(instruction), rate)
+        return tier.latency_s + over(self._copied_bytes(instruction), rate)
 
     def check_s(self, copy: Instruction) -> float:
         """Seconds that a rank spends on the checksum of a copy: before an evict, and after a fetch."""
@@ -283,11 +283,6 @@ class CostModel:
             return 0
         whole = self.wgrad_bytes[instruction.stage]
         return self.tied_bytes.get(instruction.stage, whole) if instruction.kind == Reduction.TIED else whole
-
-
-def _over(size: float, bandwidth: float) -> float:
-    """Seconds for some bytes; exactly 0 at infinite bandwidth, so that exact numbers stay exact."""
-    return 0 if math.isinf(bandwidth) else size / bandwidth
 
 
 _PER_STAGE: Final = [

@@ -73,14 +73,15 @@ def all_reduce_s(ring: Ring, num_bytes: float) -> float:
     """
     if ring.size < 2:
         return 0
-    whole = _over(num_bytes, ring)
+    whole = over(num_bytes, ring.bandwidth_bytes_per_s)
     return 2 * min(ring.ring_s + whole * (ring.size - 1) / ring.size, ring.tree_s + whole)
 
 
 def all_gather_s(ring: Ring, num_bytes: float) -> float:
     """Seconds of an all-gather to `num_bytes`, or of a reduce-scatter of as many."""
-    return ring.ring_s + _over(num_bytes, ring) * (ring.size - 1) / ring.size
+    return ring.ring_s + over(num_bytes, ring.bandwidth_bytes_per_s) * (ring.size - 1) / ring.size
 
 
-def _over(num_bytes: float, ring: Ring) -> float:
-    return 0 if ring.bandwidth_bytes_per_s == inf else num_bytes / ring.bandwidth_bytes_per_s
+def over(num_bytes: float, bandwidth_bytes_per_s: float) -> float:
+    """Seconds for some bytes; exactly 0 at infinite bandwidth, so that exact numbers stay exact."""
+    return 0 if bandwidth_bytes_per_s == inf else num_bytes / bandwidth_bytes_per_s

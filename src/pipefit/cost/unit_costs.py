@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from pipefit.cost.model import CostModel
 from pipefit.errors import PlanError
@@ -81,8 +82,10 @@ def weighted(cost: CostModel, work: Sequence[float]) -> CostModel:
     if not all(0 < share < math.inf for share in work):
         raise PlanError(f"work of the stages: expected finite figures above 0, got {', '.join(map(str, work))}")
     names = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
-    each = {name: tuple(a * b for a, b in zip(work, getattr(cost, name), strict=True)) for name in names}
-    return replace(cost, **each)  # type: ignore[arg-type]  # all of these are seconds of the stages
+    each: dict[str, Any] = {
+        name: tuple(a * b for a, b in zip(work, getattr(cost, name), strict=True)) for name in names
+    }
+    return replace(cost, **each)
 
 
 def _halves(backward: float | None, input: float | None, weight: float | None) -> tuple[float, float]:

@@ -72,7 +72,7 @@ class FolderWeights:
         self._check(state, found)
 
     def over(self, mesh: Mesh) -> FolderWeights:
-        """The same folder for one process of a mesh, which reads only its part of the weights."""
+        """This folder, of which one process of a mesh reads only its part of the weights."""
         other = copy.copy(self)
         other._mesh = mesh
         return other

@@ -6,7 +6,7 @@ Also those that gather new weights from the parts that replicas have stepped.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
@@ -26,16 +26,25 @@ def with_reductions(program: Program) -> Program:
     clipping needs all reductions, so it comes just before the first step of its update. Where each replica steps a part
     of the weights, the new weights are gathered right after the step, while the rank continues.
     """
-    return program.with_ranks([_with_reductions(program.header, rank, own) for rank, own in enumerate(program.ranks)])
+    ends = [last_backwards(program.header, own) for own in program.ranks]
+    return program.with_ranks(
+        [_with_reductions(program.header, rank, own, ends) for rank, own in enumerate(program.ranks)]
+    )
 
 
-def _with_reductions(header: Header, rank: int, instructions: Sequence[Instruction]) -> list[Instruction]:
+def _with_reductions(
+    header: Header, rank: int, instructions: Sequence[Instruction], ends: Sequence[Mapping[tuple[int, int], int]]
+) -> list[Instruction]:
     added: dict[int, list[Instruction]] = defaultdict(list)
-    last = last_backwards(header, instructions)
-    for (stage, update), index in last.items():
+    last = ends[rank]
+    # Replicas of unequal numbers of micro-batches complete their stages in different orders: that of the first counts.
+    complete: dict[Sequence[int], int] = defaultdict(int)
+    for stage, update in sorted(last, key=lambda key: ends[header.placement[key[0]][0]][key]):
+        members = header.placement[stage]
+        complete[members] = max(complete[members], last[stage, update])
         kind = Reduction.SCATTER if header.is_sharded(stage) else Reduction.REPLICAS
-        if len(header.placement[stage]) > 1:
-            added[index + 1].append(_reduce(kind, stage, update))
+        if len(members) > 1:
+            added[complete[members] + 1].append(_reduce(kind, stage, update))
     for tie in header.ties:
         own = tied_stages(header, tie[0], rank)
         if own and (len(own) > 1 or len(collective_members(header, _reduce(Reduction.TIED, tie[0], 0))) > 1):

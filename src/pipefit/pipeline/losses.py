@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
@@ -10,21 +9,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipefit.errors import DataError, ModelError, NonFiniteLossError
+from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
 from pipefit.pipeline.batches import samples_of
 from pipefit.pipeline.callbacks import Record
 from pipefit.runtime.collectives import exchange, start_sum
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
-from pipefit.runtime.finite import CURE
 from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.runtime.progress import LOSS
 from pipefit.schedules.forward import forward_only
-from pipefit.schedules.registry import Schedule
-from pipefit.schedules.shape import Shape
-from pipefit.spec.options import SKIP, STOP
-from pipefit.stage.training import Training
 
 
 class PendingLosses:
@@ -111,55 +105,6 @@ class Evaluation(NamedTuple):
     loss: float
     measured: float
     metrics: dict[str, float]
-
-
-def needs_norm(training: Training, schedule: Schedule, shape: Shape) -> bool:
-    """Returns whether a program has the norm of all gradients before its steps.
-
-    To find an update that is not finite before any rank steps, it is added where that makes no rank wait long; spilled
-    stages would be fetched twice. Stages that would have to skip one together need it anyhow.
-
-    Args:
-        training: its clipping, scale of the loss and policy.
-        schedule: of the program.
-        shape: of the program, with its spilling, from whichever options that comes.
-    """
-    spills = schedule.spills or shape.spill is not None
-    together = schedule.is_synchronous or spills or shape.tensor > 1
-    cheap = schedule.is_synchronous and schedule.flushes and not spills
-    return training.needs_norm or {STOP: cheap, SKIP: together}.get(training.nonfinite, False)
-
-
-def finite(loss: float, update: int, policy: str = STOP) -> float:
-    """The loss of an update, if it is finite, or such updates are skipped.
-
-    Raises:
-        NonFiniteLossError: it is not finite.
-    """
-    if not math.isfinite(loss) and policy != SKIP:
-        raise NonFiniteLossError(
-            f"the loss of update {update} is {loss}; {CURE} (nonfinite=skip); "
-            "the weights may hold it already, so resume from an earlier checkpoint"
-        )
-    return loss
-
-
-def refusal(losses: Sequence[float], norms: Sequence[float], step: int, where: str) -> NonFiniteLossError:
-    """The error of a step that no rank has made, the same on every rank.
-
-    Args:
-        losses: of its micro-batches.
-        norms: squares of the norms of the ranks' gradients.
-        step: its number.
-        where: its batch, in words.
-    """
-    bad = [str(mb) for mb, loss in enumerate(losses) if not math.isfinite(loss)]
-    ranks = [str(rank) for rank, norm in enumerate(norms) if not math.isfinite(norm)]
-    what = f"the loss of its micro-batches {', '.join(bad)}" if bad else f"a gradient on the ranks {', '.join(ranks)}"
-    return NonFiniteLossError(
-        f"step {step} was not made: {what} is not finite{where and f' ({where})'}; "
-        f"the weights are those after step {step - 1}; {CURE} (nonfinite=skip)"
-    )
 
 
 def evaluate(

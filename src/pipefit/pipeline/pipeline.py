@@ -25,8 +25,9 @@ from pipefit.pipeline.assembly import assemble, release_run
 from pipefit.pipeline.batches import DataComparison, check_fit
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
-from pipefit.pipeline.losses import evaluate, finite, needs_norm
+from pipefit.pipeline.losses import evaluate
 from pipefit.pipeline.memory_cap import spilled_shape
+from pipefit.pipeline.nonfinite import finite, needs_norm
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.recovery import begin_fit
@@ -392,9 +393,7 @@ class Pipeline:
             ModelError: the model is not one of transformers.
             PipefitError: the folder cannot be written.
         """
-        shell = getattr(self.layers[0].module, "shell", None)
-        source = getattr(getattr(self.model, "initialise_layer", None), "folder", None)
-        save_folder(self, self.model if shell is None else shell.model, Path(folder), source)
+        save_folder(self, self.model, self.layers, Path(folder))
         return Path(folder)
 
     def load(self, path: str | Path, *, weights_only: bool = False) -> Checkpoint:

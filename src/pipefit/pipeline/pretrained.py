@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +19,29 @@ from pipefit.cutting.own import is_transformers, without_adapters
 from pipefit.errors import ModelError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.progress import SAVING
+from pipefit.stage.split import NamedLayer
 
 _NOT_COPIED = ("model*.safetensors*", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json")
 
 
-def save_folder(pipe: Trained, model: Any, folder: Path, source: Path | None) -> None:
+def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder: Path) -> None:
     """Writes a folder that `from_pretrained` reads: configuration, and weights in the names of the Hub.
 
     Of a model with adapters (peft) only these are written, for `PeftModel.from_pretrained`.
 
     Args:
         pipe: between two steps; every rank calls it.
-        model: of transformers; its own weights do not matter.
+        given: model of transformers, or a folder of one, whose further files, such as the tokenizer's, are copied.
+        layers: into which it was cut.
         folder: made if it does not exist; the same for all ranks. Weights in it are replaced.
-        source: folder whose further files, such as the tokenizer's, are copied; None: there is none.
 
     Raises:
         ModelError: the model is not one of transformers.
         PipefitError: on every rank: the folder cannot be written.
     """
+    shell = getattr(layers[0].module, "shell", None)
+    model = given if shell is None else shell.model
+    source = getattr(getattr(given, "initialise_layer", None), "folder", None)
     if not is_transformers(model) or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} is not a model of transformers; save(path) writes its checkpoints")
     session, is_first = pipe._session, pipe._session.rank == 0

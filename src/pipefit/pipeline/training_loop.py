@@ -14,7 +14,8 @@ from pipefit.errors import DataError, NonFiniteLossError, PipefitError
 from pipefit.ir.program import Program
 from pipefit.pipeline.batches import BatchStream, size_of
 from pipefit.pipeline.callbacks import Callbacks, Record
-from pipefit.pipeline.losses import PendingLosses, finite, refusal
+from pipefit.pipeline.losses import PendingLosses
+from pipefit.pipeline.nonfinite import finite, refusal
 from pipefit.pipeline.step_figures import HeldMemory, own_figures
 from pipefit.runtime.collectives import exchange, sum_table
 from pipefit.runtime.engine import Engine
@@ -284,7 +285,7 @@ class TrainingLoop:
         """Raises the error of a step that no rank has made, or reports one that is left out."""
         losses = PendingLosses(self._engine, runs, self._size, num_steps)
         losses.wait()
-        norms = sum(norm for norm in runs[0].norms.values()).tolist()
+        norms = sum(runs[0].norms.values()).tolist()
         problem = refusal(losses.of_microbatches, norms, self.num_updates + num_steps, self.locate())
         if runs[0].worker.training.nonfinite == STOP:
             raise _RefusedStepError(str(problem))

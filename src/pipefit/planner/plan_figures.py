@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipefit.cost import FREE, CostModel, of_plan
-from pipefit.cost.tensor import tensor_shard
+from pipefit.planner.computed_profile import profile_at
 from pipefit.planner.holdings import replayed
 from pipefit.planner.space import Config
 from pipefit.spec import Plan, Profile, Topology
@@ -34,6 +34,12 @@ def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[
     ]
 
 
+def plan_costs(plan: Plan, profile: Profile, topology: Topology) -> CostModel:
+    """Costs of a plan's stages by the profile at its micro-batch size and tensor width; the executor costs nothing."""
+    size = plan.microbatch_size or profile.microbatch_size
+    return of_plan(profile_at(profile, size, plan.tensor, topology), plan, topology, runtime=FREE)
+
+
 def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float) -> float:
     """The share of the devices' time in which they do no work of an update: they wait for data, copies or others.
 
@@ -45,7 +51,7 @@ def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float
         topology: of the machine.
         update_s: seconds from update to update.
     """
-    cost, again, busy_s = _costs(plan, profile, topology), replays_of(plan), 0.0
+    cost, again, busy_s = plan_costs(plan, profile, topology), replays_of(plan), 0.0
     for stage, ranks in enumerate(plan.placement.ranks):
         each_s = cost.forward_s[stage] + cost.backward_input_s[stage] + cost.backward_weight_s[stage]
         each_s += again[stage] * cost.recompute_s[stage]
@@ -67,8 +73,9 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
         profile: of the model.
         topology: of the machine.
     """
-    cost, again, width, total = _costs(plan, profile, topology), replays_of(plan, inside=1.0), plan.tensor, 0.0
-    figures, ranks = _at(plan, profile), plan.placement.ranks
+    cost, again, width, total = plan_costs(plan, profile, topology), replays_of(plan, inside=1.0), plan.tensor, 0.0
+    size, ranks = plan.microbatch_size or profile.microbatch_size, plan.placement.ranks
+    figures = profile.at(size)
     for stage, spec in enumerate(plan.partition.stages):
         if stage + 1 < len(ranks) and ranks[stage] != ranks[stage + 1]:
             total += width * (cost.act_bytes[stage] + (cost.grad_bytes[stage] if stage >= plan.frozen else 0.0))
@@ -77,12 +84,4 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
         copies = len(ranks[stage])
         # Without a flush, replicas sum their gradients once each of them has had a mini-batch.
         total += 2 * (copies - 1) * width * cost.wgrad_bytes[stage] / max(plan.num_microbatches, copies)
-    return total / figures.microbatch_size
-
-
-def _at(plan: Plan, profile: Profile) -> Profile:
-    return profile.at(plan.microbatch_size) if plan.microbatch_size else profile
-
-
-def _costs(plan: Plan, profile: Profile, topology: Topology) -> CostModel:
-    return of_plan(tensor_shard(_at(plan, profile), plan.tensor, topology), plan, topology, runtime=FREE)
+    return total / size

@@ -93,7 +93,7 @@ _CHANGES: Mapping[str, Callable[[Question, Any], Question]] = {
     "layers": lambda question, value: question.sized("layers", value),
     "hidden": lambda question, value: question.sized("hidden", value),
 }
-"""What a sweep may change; bandwidth and machines are those of the topology's outermost level."""
+"""The changes that a sweep makes, by name; bandwidth and machines are those of the topology's outermost level."""
 
 SWEPT = tuple(_CHANGES)
 """Names that `sweep` takes."""

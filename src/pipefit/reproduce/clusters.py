@@ -255,10 +255,10 @@ MADE: Mapping[str, Made] = {
         (),
         (
             curves(
-                "A Transformer on 8 devices, 256 samples per update",
+                "A Transformer on 8 devices, 128 samples per update",
                 "micro-batches",
                 "samples/s",
-                (2, 4, 8, 16, 32, 64, 128, 256),
+                (2, 4, 8, 16, 32, 64, 128),
                 {"GPipe": lambda run, m: rate(run, transformer(8, m))},
                 log_x=True,
             ),

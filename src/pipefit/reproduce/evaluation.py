@@ -224,8 +224,8 @@ MADE: Mapping[str, Made] = {
         (
             lambda run: days(run, _GPT3, 300000000000.0),
             lambda run: days(run, _NEXT, 450000000000.0),
-            lambda run: _by_formula(run),
-            lambda run: _alone(run),
+            _by_formula,
+            _alone,
         )
     ),
     "scatter-gather": Made(

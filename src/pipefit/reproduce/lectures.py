@@ -42,10 +42,12 @@ def _read() -> dict[str, tuple[Entry, ...]]:
 
 
 def _entry(record: Mapping[str, Any]) -> Entry:
+    """An entry of a record, whose `why` is that of every value without its own."""
+    common = {"why": record.get("why", "")}
     values = tuple(
-        Value(**value | {"published": _number(value.get("published"))}) for value in record.get("values", ())
+        Value(**common | value | {"published": _number(value.get("published"))}) for value in record.get("values", ())
     )
-    content = {name: text for name, text in record.items() if name not in ("like", "values")}
+    content = {name: text for name, text in record.items() if name not in ("like", "values", "why")}
     return Entry(**content, values=values, made=_MADE.get(record["like"], Made()))
 
 

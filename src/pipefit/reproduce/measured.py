@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,10 @@ MODELS = {"digits": ("mlp", "layers=4,width=1024", 40, 0.5), "text": ("gpt", "la
 _EVERY = 10
 
 
+@cache
 def folder() -> Path:
-    """Of temporary files."""
-    folder = Path(tempfile.gettempdir()) / "pipefit-reproduce"
-    folder.mkdir(exist_ok=True)
-    return folder
+    """A new private folder of temporary files; it stays, because the commands that are shown name it."""
+    return Path(tempfile.mkdtemp(prefix="pipefit-reproduce-"))
 
 
 def study_file() -> str:

@@ -33,10 +33,10 @@ class Compared:
     @property
     def ratio(self) -> float | None:
         """Ours over the published one; None where these are not two numbers."""
-        pair = self.ours, self.value.published
-        if any(isinstance(each, bool | str) or each is None for each in pair) or not pair[1]:
+        ours, published = self.ours, self.value.published
+        if isinstance(ours, bool | str) or isinstance(published, bool | str) or not published:
             return None
-        return float(pair[0]) / float(pair[1])  # type: ignore[arg-type]
+        return float(ours) / float(published)
 
     @property
     def agrees(self) -> bool | None:

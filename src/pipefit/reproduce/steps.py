@@ -6,6 +6,7 @@ import json
 import shlex
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 
 
-class Step:
+class Step(ABC):
     """A call of a verb; equal calls are run once.
 
     Attributes:
@@ -35,12 +36,12 @@ class Step:
         return hash(self.command)
 
     def but(self, **options: Any) -> Step:
-        """The same call with other options."""
+        """This call with other options."""
         return type(self)(*self.places, **{**self.options, **options})
 
+    @abstractmethod
     def run(self) -> Any:
         """Calls the verb."""
-        raise NotImplementedError
 
     def _words(self) -> list[str]:
         words = []

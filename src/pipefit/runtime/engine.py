@@ -20,10 +20,10 @@ from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.handlers import HANDLERS
-from pipefit.runtime.launch import program_file
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.malloc import keep_freed
 from pipefit.runtime.microbatches import Feed
+from pipefit.runtime.outcomes import program_file
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.reducing import make_buckets
 from pipefit.runtime.session import Session

@@ -7,56 +7,26 @@ import functools
 import logging
 import multiprocessing as mp
 import os
-import pickle
 import runpy
 import shutil
 import signal
 import sys
 import tempfile
-import textwrap
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import CommunicationError, PipefitError
-from pipefit.ir import text
+from pipefit.errors import PipefitError
 from pipefit.runtime.faults import forget, note
 from pipefit.runtime.meeting import FULL, MEMORY, RESTART
-from pipefit.runtime.progress import positions_of
-from pipefit.runtime.signals import ENDING, PASSED_ON, die_with, die_with_parent
-from pipefit.runtime.waits import where
+from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
+from pipefit.runtime.signals import ENDING, PASSED_ON, die_with, die_with_parent, leaving
 
 _log = logging.getLogger("pipefit.launch")
-_GRACE_S = 2.0
-_log = logging.getLogger("pipefit.launch")
-_TERMINATED = 128 + signal.SIGTERM
 _LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-
-
-def program_file(folder: Path, number: int) -> Path:
-    """The file in which rank 0 leaves the program of a number, so that a position in it can be named."""
-    return folder / f"program-{number}.pipe"
-
-
-class LaunchError(PipefitError):
-    """A rank failed; the message names the rank, its instruction and its log.
-
-    Attributes:
-        began: whether the rank had begun its first pass.
-        raised: whether its own code raised an error; else it died, hung, or lost the others.
-        time_s: of the first sign of it (Unix seconds).
-    """
-
-    time_s = 0.0
-
-    def __init__(self, message: str, began: bool = True, raised: bool = False) -> None:
-        super().__init__(message)
-        self.began, self.raised = began, raised
 
 
 def launch(
@@ -151,11 +121,11 @@ def _once(
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            outcomes = _collect(processes, pipes, place, asked)
+            outcomes = collect(processes, pipes, place, asked)
         finally:
             _end(processes, place)
         if asked or any(kind == "stopped" for kind, _ in outcomes):
-            raise _leaving(asked)
+            raise leaving(asked)
     return [result for _, result in outcomes]
 
 
@@ -182,7 +152,7 @@ def _start(process: Any, asked: list[int]) -> None:
         if not asked:
             raise LaunchError("the process from which the ranks start was killed; start the run again") from None
     if asked:
-        raise _leaving(asked)
+        raise leaving(asked)
 
 
 @contextlib.contextmanager
@@ -200,11 +170,6 @@ def _removed_unless_logs_matter(place: Path | None) -> Iterator[None]:
         shutil.rmtree(place, ignore_errors=True)
 
 
-def _leaving(asked: Sequence[int]) -> BaseException:
-    """The exception with which a run leaves that was asked to stop."""
-    return KeyboardInterrupt() if asked[:1] == [signal.SIGINT] else SystemExit(_TERMINATED)
-
-
 @contextlib.contextmanager
 def _passing_on(processes: list[Any]) -> Iterator[list[int]]:
     """Passes Ctrl-C and SIGTERM on to the ranks; the list holds those that came.
@@ -215,7 +180,7 @@ def _passing_on(processes: list[Any]) -> Iterator[list[int]]:
 
     def pass_on(number: int, _: object) -> None:
         if number in asked:
-            raise _leaving(asked)
+            raise leaving(asked)
         asked.append(number)
         if len(asked) > 1:
             return  # one of a terminal or a batch system, in addition to the other
@@ -267,114 +232,13 @@ def _main(
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for standard in (1, 2):  # for C++ too
             os.dup2(handle, standard)
-    outcome = _outcome(function, args, log)
+    outcome = outcome_of(function, args, log)
     with contextlib.suppress(OSError):
-        pipe.send_bytes(_packed(outcome))
+        pipe.send_bytes(packed(outcome))
         pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if outcome[0] in _FINE else 1)
-
-
-_FINE = ("done", "stopped")
-
-
-def _outcome(function: Callable[..., Any], args: Sequence[Any], log: Path) -> tuple[str, Any]:
-    """Runs the function among the ranks; returns the outcome in one word, and its result or error."""
-    from pipefit.runtime import session
-
-    try:
-        own = session.current()
-        try:
-            outcome = ("done", function(*args))
-        except SystemExit as leaving:
-            if leaving.code == _TERMINATED and own.stop.agreed:
-                outcome = ("stopped", None)
-            elif leaving.code in (None, 0):
-                outcome = ("done", None)
-            else:
-                raise
-        session.leave()
-        return outcome
-    except BaseException as problem:
-        with log.open("a") as file:
-            traceback.print_exc(file=file)
-        if isinstance(problem, PipefitError):
-            return "refused", problem
-        secondary = isinstance(problem, CommunicationError) or any(words in str(problem) for words in _LOST_PEER)
-        return "later" if secondary else "failed", f"{type(problem).__name__}: {problem}"
-
-
-def _packed(outcome: tuple[str, Any]) -> bytes:
-    """The outcome for the parent: tensors by value, since shared memory would vanish with this process."""
-    try:
-        return pickle.dumps(outcome)
-    except Exception as problem:  # of an error or a result that cannot be pickled the text is kept
-        return pickle.dumps(("failed", f"{outcome[1]!r:.500} (not picklable: {problem})"))
-
-
-def _collect(
-    processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: Sequence[int]
-) -> list[tuple[str, Any]]:
-    """Waits for every rank's result; after a first failure, only briefly, to find the cause."""
-    outcomes: dict[int, tuple[str, Any]] = {}
-    deadline, first_s = None, 0.0
-    while len(outcomes) < len(processes):
-        pending = {pipes[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
-        timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
-        ready = wait(list(pending), timeout)
-        if not ready:
-            break
-        for pipe in ready:
-            rank = pending[pipe]
-            try:
-                outcomes[rank] = pipe.recv()
-            except EOFError:
-                processes[rank].join(_GRACE_S)
-                outcomes[rank] = ("died", processes[rank].exitcode)
-            if outcomes[rank][0] not in _FINE and deadline is None:
-                deadline, first_s = time.monotonic() + _GRACE_S, time.time()
-    failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] not in _FINE}
-    if failures or len(outcomes) < len(processes):
-        if asked and all(kind in ("died", "later") for kind, _ in failures.values()):
-            raise _leaving(asked)  # their time was up
-        problem = _failure(failures, place)
-        if isinstance(problem, LaunchError):
-            problem.time_s = first_s
-        raise problem
-    return [outcomes[rank] for rank in range(len(processes))]
-
-
-def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
-    """The error of the rank that failed first: one that refused, raised or died before one that lost its peer."""
-    first = min(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime, default=None)
-    if first is not None:
-        said, _, rest = first.read_text(encoding="utf-8").partition("positions of the ranks:\n")
-        return LaunchError(
-            f"the run hung: {said.rstrip()}\n  all of it: {first}\n{textwrap.indent(rest.rstrip(), '  ')}"
-        )
-    order = ("refused", "died", "failed", "later")
-    rank, (kind, what) = min(failures.items(), key=lambda item: (order.index(item[1][0]), item[0]))
-    if kind == "refused" and isinstance(what, PipefitError):
-        return what
-    said = what
-    if kind == "died":
-        name = signal.Signals(-what).name if what and what < 0 else f"exit code {what}"
-        said = f"the process died ({name})"
-    last, began = _last_place(rank, place)
-    message = f"rank {rank} failed {last}: {said}\n  its log: {place / f'rank-{rank}.log'}"
-    return LaunchError(message, began, kind == "failed")
-
-
-def _last_place(rank: int, place: Path) -> tuple[str, bool]:
-    """The rank's last position, from its progress file and the program that rank 0 left; whether it began a pass."""
-    position = positions_of(place, rank + 1).get(rank)
-    if position is None or not position.passes:
-        return "before its first instruction", False
-    program = None
-    with contextlib.suppress(PipefitError):
-        program = text.load(program_file(place, position.program))
-    return where(program, rank, position), True
+    os._exit(0 if outcome[0] in FINE else 1)
 
 
 def _end(processes: Sequence[Any], place: Path) -> None:
@@ -386,7 +250,7 @@ def _end(processes: Sequence[Any], place: Path) -> None:
         (place / ENDING).touch()
     for process in alive:
         process.terminate()
-    deadline = time.monotonic() + _GRACE_S / 2
+    deadline = time.monotonic() + GRACE_S / 2
     for process in alive:
         process.join(max(deadline - time.monotonic(), 0))
         if process.is_alive():

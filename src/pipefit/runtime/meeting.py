@@ -25,7 +25,7 @@ from pipefit.errors import PipefitError
 
 TIMEOUT = timedelta(minutes=30)
 RESTART, FULL, MEMORY = "PIPEFIT_RESTART", "PIPEFIT_FULL", "PIPEFIT_MEMORY"
-"""What the launcher hands to its ranks: the numbers of a `Start`, and a folder in the machine's memory."""
+"""Variables that the launcher sets for its ranks: the numbers of a `Start`, and a folder in the machine's memory."""
 
 _INTERVAL_S = 0.01
 

@@ -1,4 +1,4 @@
-"""What outlives the processes of a start: a private folder in the memory of each machine.
+"""A private folder in the memory of each machine, which outlives the processes of a start.
 
 It holds copies of the training (`checkpoint.memory`), and what the first start has measured and decided: a restarted
 run measures nothing again, because other figures could give another plan, and so other rounding.

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -24,9 +24,11 @@ STACK_SIGNAL = signal.SIGUSR2
 PASSED_ON = signal.SIGUSR1
 """A request to stop from the launcher, which may come in addition to a signal for the whole process group."""
 
+TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a run that was asked to stop."""
+
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @dataclass
@@ -50,12 +52,17 @@ class Stop:
     @property
     def code(self) -> int:
         """The exit code of a stopped run."""
-        return 128 + signal.SIGINT if self.numbers[:1] == [signal.SIGINT] else _TERMINATED
+        return 128 + signal.SIGINT if self.numbers[:1] == [signal.SIGINT] else TERMINATED
 
     @property
     def leaving(self) -> BaseException:
         """The exception with which a stopped run leaves."""
-        return SystemExit(self.code) if self.code == _TERMINATED else KeyboardInterrupt()
+        return leaving(self.numbers)
+
+
+def leaving(numbers: Sequence[int]) -> BaseException:
+    """The exception with which a run leaves that got these signals."""
+    return KeyboardInterrupt() if numbers[:1] == [signal.SIGINT] else SystemExit(TERMINATED)
 
 
 def stack_file(folder: Path, rank: int) -> Path:
@@ -75,7 +82,7 @@ def die_with_parent() -> None:
     with contextlib.suppress(OSError, AttributeError):  # only Linux has it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        os._exit(_TERMINATED)
+        os._exit(TERMINATED)
 
 
 def die_with(sentinel: int, folder: str | None = None) -> None:
@@ -90,7 +97,7 @@ def die_with(sentinel: int, folder: str | None = None) -> None:
         wait([sentinel])
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
-        os._exit(_TERMINATED)
+        os._exit(TERMINATED)
 
     threading.Thread(target=watch, name="pipefit-launcher", daemon=True).start()
 

@@ -32,7 +32,7 @@ KEEP: Final = ("auto", "all", "none")
 """Choices of the spilled stages that keep their activations."""
 
 STOP, SKIP, OFF = NONFINITE = ("stop", "skip", "off")
-"""What happens to an update whose loss or gradient is not a finite number."""
+"""Policies for an update whose loss or gradient is not a finite number."""
 
 Group = TypeVar("Group")
 

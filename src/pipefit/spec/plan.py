@@ -12,8 +12,9 @@ from pipefit.errors import ABOVE_0, PlanError, check_figures
 from pipefit.spec.files import decode, encode, read_json, write_json
 
 RECOMPUTE: Final = ("none", "stage", "layer", "selective")
-"""What the backward of a stage replays: nothing; the whole stage (an instruction before it, as GPipe does); one layer
-after the other inside it, each from its own input (as PTD-P does); or only the cores of attention, softmax(q·kᵀ)·v."""
+"""Kinds of recomputation: the backward of a stage replays nothing; the whole stage (an instruction before it, as GPipe
+does); one layer after the other inside it, each from its own input (as PTD-P does); or only the cores of attention,
+softmax(q·kᵀ)·v."""
 
 INSIDE: Final = ("layer", "selective")
 """Those that replay inside the backward, without an instruction of their own."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from pipefit.ir.op import Op
+from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.timeline.timeline import Timeline
 
+_PURPOSES = ("compute", "weight update", "recompute")
 _PURPOSE = {Op.RECOMPUTE: "recompute", Op.STEP: "weight update"}
 
 
@@ -19,17 +18,15 @@ def breakdown(timeline: Timeline) -> dict[str, float]:
     Args:
         timeline: simulated or measured.
     """
-    work: list[Counter[str]] = [Counter() for _ in timeline.program.ranks]
-    for event, instruction in timeline.compute():
-        work[event.rank][_PURPOSE.get(instruction.op, "compute")] += event.duration_s  # type: ignore[assignment]
+    work = [dict.fromkeys(_PURPOSES, 0.0) for _ in timeline.program.ranks]
     for event in timeline.events:
-        if timeline.instruction(event).op is Op.STEP:
-            work[event.rank]["weight update"] += event.duration_s  # type: ignore[assignment]
+        op = timeline.instruction(event).op
+        if op in COMPUTE_OPS or op is Op.STEP:
+            work[event.rank][_PURPOSE.get(op, "compute")] += event.duration_s
     whole = timeline.end_s - min((event.start_s for event in timeline.events), default=0)
-    num, purposes = len(work), ("compute", "weight update", "recompute")
     if not whole:
         return {}
-    found = {purpose: sum(each[purpose] for each in work) / num / whole for purpose in purposes}
+    found = {purpose: sum(each[purpose] for each in work) / len(work) / whole for purpose in _PURPOSES}
     busiest = max(sum(each.values()) for each in work) / whole
     setup = (whole - timeline.makespan_s) / whole
     found |= {"load imbalance": busiest - sum(found.values()), "bubble": 1 - busiest - setup, "set-up": setup}

@@ -1,0 +1,227 @@
+"""The display of a training run: the plan, a progress line, measured next to predicted figures."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from pipefit.units import columns, format_bytes, format_count, format_seconds
+
+_LOOK_S, _FIRST_S, _NEXT_S = 0.2, 1.0, 5.0
+"""Seconds between looks at what a run does, until a line names it, and between two lines."""
+
+
+class Quiet:
+    """Shows nothing."""
+
+    def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
+        """Takes the plan."""
+
+    def doing(self, what: str) -> None:
+        """Another part of the run begins."""
+
+    def counted(self, flop: Any) -> None:
+        """The FLOP of model and devices are known."""
+
+    def step(self, record: Any) -> None:
+        """A step's loss is known."""
+
+
+class Watcher:
+    """Shows a run to people, on rank 0: a progress line in a terminal, plain lines in a file; never silent for long.
+
+    Args:
+        num_steps: of the whole run.
+        batch: samples per step.
+        stream: None: standard output.
+    """
+
+    def __init__(self, num_steps: int, batch: int, stream: TextIO | None = None) -> None:
+        self._num_steps, self._batch, self._stream = num_steps, batch, stream or sys.stdout
+        self._tokens, self._last_s, self._width, self._first = 0, 0.0, 0, 0
+        self._flop: Any = None
+        # What the run does, since when, when the last line was written, and whether one of them names it.
+        self._what, self._since_s, self._said_s, self._is_named = "", 0.0, time.monotonic(), True
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Watcher:
+        threading.Thread(target=self._watch, name="pipefit-watcher", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._width:
+            self._write("\n")
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            self.beat(time.monotonic())
+
+    def doing(self, what: str) -> None:
+        """Notes what the run does now; a line says so if it takes more than a second."""
+        self._what, self._since_s, self._is_named = what, time.monotonic(), False
+
+    def beat(self, now: float) -> None:
+        """Says what the run is doing if it has been silent for long.
+
+        Args:
+            now: seconds of `time.monotonic`.
+        """
+        if self._what and now - max(self._said_s, self._since_s) >= (_NEXT_S if self._is_named else _FIRST_S):
+            self._print(f"{self._what}: {now - self._since_s:.0f} s so far" if self._is_named else f"{self._what} …")
+            self._said_s, self._is_named = now, True
+
+    def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
+        """Prints the plan, without the candidates that lost."""
+        import msgspec
+
+        from pipefit.planner.explain import explain
+
+        self._tokens = source.tokens_per_sample
+        self._print(
+            f"{bundle.name}: {len(bundle.layers)} layers, {bundle.num_parameters:,} parameters; data: {source.name}"
+        )
+        self._print(explain(msgspec.structs.replace(plan, candidates=()), profile))
+
+    def counted(self, flop: Any) -> None:
+        """Takes the FLOP from which MFU is computed, and prints their convention."""
+        self._flop = flop
+        if flop is not None:
+            self._print(f"MFU: {flop.convention}")
+
+    def step(self, record: Any) -> None:
+        """Updates the line, at most ten times a second; steps count from 1, or from the end of an earlier run."""
+        step, seconds = record.step, record.seconds
+        self._first = self._first or step
+        moving, last = self._stream.isatty(), step >= self._num_steps
+        what = "ending the training" if last else f"step {step + 1}"
+        self._what, self._since_s, self._is_named = what, time.monotonic(), True
+        is_tenth = step % max(self._num_steps // 10, 1) == 0
+        due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= _NEXT_S
+        if not (due or last):
+            return
+        self._last_s = seconds
+        done = step - self._first + 1
+        rate = done * self._batch / seconds if seconds else 0.0
+        parts = [f"step {step}/{self._num_steps}", f"loss {record.loss:.4f}"]
+        parts += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
+        parts += [f"{rate:.1f} samples/s"]
+        parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
+        parts += _of_ranks(record)
+        parts += [f"MFU {self._flop.mfu(rate):.0%}"] if self._flop is not None else []
+        parts += [] if last else [f"{format_seconds(seconds / done * (self._num_steps - step))} left"]
+        line = "  ".join(parts)
+        if moving:
+            self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))
+            self._width = 0 if last else len(line)
+            self._said_s = time.monotonic()
+        else:
+            self._print(line)
+
+    def _print(self, text: str) -> None:
+        self._write("\n" * bool(self._width) + text + "\n")
+        self._width, self._said_s = 0, time.monotonic()
+
+    def _write(self, text: str) -> None:
+        # A reader that ends does not stop the training.
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def printable(text: str) -> str:
+    """A text whose characters that do not print are escaped."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _of_ranks(record: Any) -> list[str]:
+    """The bubble of the last step, and the memory of each process."""
+    memory = [format_bytes(size) for size in record.memory_bytes if size]
+    return [f"bubble {record.bubble:.0%}", "memory " + " + ".join(memory)] if memory else []
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(min(loss, 700)):.4g}"
+
+
+def report(result: Any) -> str:
+    """The end of a run: its figures, measured next to predicted, faults, a sample, and the paths of its files."""
+    from pipefit.runtime.faults import described
+
+    lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
+    if any(result.compile_s):
+        lines.append(f"layers compiled in {format_seconds(max(result.compile_s))}")
+    if result.losses:
+        lines.append(f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}")
+    if result.baseline:
+        lines[-1] += f"   ({result.baseline[0]}: {result.baseline[1]:.4f})"
+    if result.held_out_loss is not None:
+        hits = f", accuracy {result.held_out_accuracy:.1%}" if result.held_out_accuracy is not None else ""
+        before = "" if result.held_out_before is None else f"{result.held_out_before:.4f} → "
+        more = "".join(f", {name} {value:.4g}" for name, value in result.held_out_metrics.items())
+        lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}{more}")
+        if result.held_out_before is not None:
+            lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
+    if result.rows:
+        alone = len(result.peak_memory_bytes) < len(result.utilisation)
+        turns = " (the ranks alternated in this one process; the prediction is for a process each)" if alone else ""
+        lines += ["", f"measured next to predicted{turns}", *columns(_compared(result.rows))]
+    who = "process" if len(result.peak_memory_bytes) > len(result.utilisation) else "rank"
+    lines += ["", "busy    " + _each("rank", (f"{share:.0%}" for share in result.utilisation))]
+    lines += ["memory  " + _each(who, map(format_bytes, result.peak_memory_bytes))]
+    if result.held_bytes:
+        lines += ["tensors " + _held(result)]
+    sent, inside = result.traffic
+    if any(sent):
+        lines += [f"sent    {_each(who, map(format_bytes, sent))} in a pass"]
+    if any(inside):
+        lines += ["inside  " + _each(who, map(format_bytes, inside))]
+    for fault, done in described(result.faults):
+        lines += ["", f"fault: {fault}", f"  {done}"]
+    if result.text:
+        lines += ["", "a sample:", printable(result.text)]
+    if result.paths:
+        width = max(map(len, result.paths))
+        lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
+    return "\n".join(lines)
+
+
+def _each(who: str, figures: Iterable[str]) -> str:
+    return "  ".join(f"{who} {rank}: {figure}" for rank, figure in enumerate(figures))
+
+
+def _held(result: Any) -> str:
+    """Peak bytes of tensors of each process, next to the prediction for its rank."""
+    claims = result.predicted.peak_bytes if result.predicted else ()
+    ranks = len(result.utilisation)
+    wide = max(len(result.held_bytes) // ranks, 1) if ranks else 1  # tensor-parallel processes share a rank
+    said = [f" of {format_bytes(claim)} predicted" for claim in claims for _ in range(wide)]
+    said += [""] * len(result.held_bytes)
+    figures = (f"{format_bytes(held)}{more}" for held, more in zip(result.held_bytes, said, strict=False))
+    return _each("process" if wide > 1 else "rank", figures)
+
+
+def _rates(result: Any) -> str:
+    tokens = f", {format_count(result.tokens_per_s)} tokens/s" if result.tokens_per_s else ""
+    return f"{result.samples_per_s:.1f} samples/s{tokens}, bubble {result.bubble:.1%}"
+
+
+_WAITING = ("load", "send", "recv", "reduce", "drop")
+"""Rows that mostly contain waits for others, which the timelines show better."""
+
+
+def _compared(rows: Any) -> list[tuple[str, ...]]:
+    table: list[tuple[str, ...]] = [("", "predicted", "measured", "error")]
+    for row in rows:
+        if row.name.split()[0] in _WAITING:
+            continue
+        if row.name == "bubble":
+            table.append((row.name, f"{row.predicted:.1%}", f"{row.measured:.1%}", f"{100 * row.error:+.1f} points"))
+        elif row.predicted and row.measured:
+            table.append((row.name, format_seconds(row.predicted), format_seconds(row.measured), f"{row.error:+.1%}"))
+    return table

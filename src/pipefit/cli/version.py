@@ -1,0 +1,45 @@
+"""`pipefit --version`: versions, commit and devices."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pipefit
+
+
+def version_text() -> str:
+    """Versions, commit and devices, without loading torch."""
+    import platform
+    from importlib.metadata import PackageNotFoundError, version
+
+    from pipefit.run.config import num_cores, num_gpus
+    from pipefit.units import counted
+
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = "not installed"
+    devices = counted(num_gpus(), "GPU") if num_gpus() else "no GPU"
+    return (
+        f"pipefit {pipefit.__version__} ({_commit()})\nPython {platform.pythonversion_text()}, torch {torch}\n"
+        f"{counted(num_cores(), 'core')}, {devices}"
+    )
+
+
+def _commit() -> str:
+    """The commit of the source: what pip has noted of a repository, or that of the checkout the package lies in."""
+    import json
+    import subprocess
+    from importlib.metadata import PackageNotFoundError, distribution
+    from pathlib import Path
+
+    with contextlib.suppress(PackageNotFoundError, ValueError, KeyError, TypeError):
+        noted = json.loads(distribution("pipefit").read_text("direct_url.json") or "")
+        return f"commit {noted['vcs_info']['commit_id'][:12]}"
+    root = Path(pipefit.__file__).resolve().parents[2]
+    if (root / ".git").exists() and (root / "src" / "pipefit").is_dir():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+            found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+            return f"commit {found.replace('-dirty', ' with changes')}"
+    return "no commit known"
