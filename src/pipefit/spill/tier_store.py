@@ -242,7 +242,7 @@ class TierStore:
             checksum = chunk_sum(data) if known is None else known
             copy = record.next_copy
             assert self.files is not None
-            self.files.write_all(data, record.disk.position(copy))
+            self.files.write(data, record.disk.position(copy))
             record.disk = record.disk._replace(version=version, copy=copy, checksum=checksum)
             record.version = version
 
@@ -268,7 +268,7 @@ class TierStore:
                 return
             found = record.disk
             assert disk is not None
-            disk.read_all(memoryview(through.numpy()), found.position(found.copy))
+            disk.read(memoryview(through.numpy()), found.position(found.copy))
             if into.is_cuda:
                 check()
                 into.copy_(through)
@@ -374,7 +374,7 @@ class TierStore:
         self.files.resume_from(commit)
         for key, at in commit.records.items():
             if (memory := self._records[key].memory) is not None and at.copy >= 0:
-                self.files.read_all(memoryview(memory.numpy()), at.position(at.copy))
+                self.files.read(memoryview(memory.numpy()), at.position(at.copy))
 
     def close(self, discard: bool = False) -> None:
         """Waits for running copies and frees the memory; files stay, unless `discard` is set."""
