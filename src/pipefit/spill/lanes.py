@@ -127,7 +127,6 @@ class Lanes:
         threaded: whether copies run while the rank computes; else in the caller, which is faster for small ones.
 
     Attributes:
-        threaded: as given.
         read: towards the device.
         write: away from it.
         host: the optimizer's steps on the host.
@@ -135,7 +134,6 @@ class Lanes:
 
     def __init__(self, device: torch.device | None = None, threaded: bool = True) -> None:
         device = device or torch.device("cpu")
-        self.threaded = threaded
         self.read, self.write = Lane("read", device, threaded), Lane("write", device, threaded)
         self.host = Lane("step", torch.device("cpu"), threaded)
 

@@ -158,7 +158,7 @@ class SpilledStore:
         self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
         return self.masters
 
-    def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
+    def take_optimizer(self, optimizer: Optimizer) -> None:
         """Sets the optimizer whose states it moves; states that exist already are moved to the tier."""
         if self.states is None:
             return
@@ -168,8 +168,8 @@ class SpilledStore:
         elif self.on_host:
             self._adopt_states()
         elif any(optimizer.state.values()):
-            self._slots[OPTIM] = slot
-            self._free(OPTIM, slot)
+            self._slots[OPTIM] = 0
+            self._free(OPTIM, 0)
             self._adopt_states()
             self.evict(OPTIM, 0)
 
