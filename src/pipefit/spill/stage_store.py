@@ -191,7 +191,7 @@ class SpilledStore:
         kept, room.kept = room.kept, None
         if kept == (self, self.num_updates + version):
             waits = self._arena.slot(WGRAD, slot).taken() if kind == WEIGHTS else ()
-            return self._tier.lanes.read.submit(lambda: None, 0, waits)
+            return self._tier.lanes.read.submit(lambda: None, waits)
         waits = room.taken()
         if kind == WEIGHTS:
             waits += self._arena.slot(WGRAD, slot).taken()
@@ -199,7 +199,7 @@ class SpilledStore:
         key = Key(self.stage, kind)
         if kind == OPTIM and self._tier.holds(key) is None:
             # No step yet: there is nothing to read.
-            return self._tier.lanes.read.submit(into.zero_, 0, waits)
+            return self._tier.lanes.read.submit(into.zero_, waits)
         copy = self._tier.read(key, self.num_updates + version, into, waits)
         if kind == WEIGHTS:
             self._read = copy
