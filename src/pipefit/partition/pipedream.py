@@ -17,11 +17,9 @@ from pipefit.errors import PlanError
 from pipefit.partition.conventions import Convention, convention_named, data_parallel_s
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
-from pipefit.partition.stage_costs import CutProblem, Memory
+from pipefit.partition.stage_costs import HELD, CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
-
-_HELD = ("wgrad_bytes", "frozen_bytes", "saved_bytes")
 
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
 # convention it is smaller, because its result for VGG-16 on 2 × 8 devices is only 4.9 % faster and must be kept.
@@ -234,7 +232,7 @@ def _with_stages(
     in_flight, needed = [], []
     for index, stage in enumerate(stages):
         in_flight.append(math.ceil(sum(after.replicas for after in stages[index:]) / stage.replicas))
-        held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in _HELD)
+        held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in HELD)
         needed.append(problem.memory.needed_bytes(in_flight[-1], *held))
     return replace(
         result, partition=Partition(tuple(stages)), levels=levels, in_flight=tuple(in_flight),
@@ -256,7 +254,7 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
     profile = problem.states.profile
-    return float(problem.memory.needed_bytes(1, *(_total(profile, name) for name in _HELD)))
+    return float(problem.memory.needed_bytes(1, *(_total(profile, name) for name in HELD)))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
@@ -264,7 +262,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     memory, layers = problem.memory, problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = [memory.needed_bytes(1, *(getattr(layer, name) for name in _HELD)) for layer in layers]
+    needed = [memory.needed_bytes(1, *(getattr(layer, name) for name in HELD)) for layer in layers]
     largest = max(range(len(layers)), key=lambda index: needed[index])
     return (
         f"nothing fits: layer {largest} ({layers[largest].name}) needs {format_bytes(needed[largest])} with one "
