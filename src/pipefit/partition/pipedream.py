@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pipefit.errors import PlanError
+from pipefit.partition.balance import TIE
 from pipefit.partition.conventions import Convention, convention_named, data_parallel_s
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
@@ -24,9 +25,6 @@ from pipefit.units import format_bytes
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
 # convention it is smaller, because its result for VGG-16 on 2 × 8 devices is only 4.9 % faster and must be kept.
 _MARGIN = {"paper": 0.05, "ring": 0.05, "pipedream-code": 0.04}
-
-# Times closer than this, relatively, are a tie.
-_TIE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ def pipedream(
         exact=states.complete,
     )
     margin = _MARGIN[cost] if margin is None else margin
-    allowed_s = time_s * (1 + margin) * (1 + _TIE)
+    allowed_s = time_s * (1 + margin) * (1 + TIE)
     if not straight and result.data_parallel_fits and result.data_parallel_s <= allowed_s:
         return _data_parallel(result, problem, margin)
     if not math.isfinite(time_s):
@@ -247,7 +245,7 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
         levels = (LevelStage(tuple(range(len(problem.states.profile))), width, levels),)
     why = "plain data parallelism is fastest"
     ahead = result.data_parallel_s / result.time_s - 1 if result.time_s else 0.0
-    if ahead > _TIE:
+    if ahead > TIE:
         why = f"plain data parallelism: the best hybrid would be {ahead:.1%} faster, within the margin of {margin:.0%}"
     return _with_stages(replace(result, time_s=result.data_parallel_s, shape="data parallel"), problem, levels, why)
 

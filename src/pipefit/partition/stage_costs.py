@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.partition.balance import Array
 from pipefit.partition.conventions import Convention, stage_s
 from pipefit.partition.down_sets import States
-
-Array = NDArray[np.float64]
 
 HELD = ("wgrad_bytes", "frozen_bytes", "saved_bytes")
 """Figures of a layer that a stage holds: weights that train, other weights, tensors saved by autograd."""
