@@ -30,10 +30,10 @@ html_title = "pipefit"
 
 
 def setup(app):
-    """Napoleon takes what stands before a colon in a property's first line for a type; an empty first line has none."""
+    """Napoleon takes what stands before a colon in a property's first line for a type; a comment has none."""
 
     def first_line(app, what, name, obj, options, lines):
         if what == "property":
-            lines.insert(0, "")
+            lines[:0] = ["..", ""]
 
     app.connect("autodoc-process-docstring", first_line, priority=400)
