@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from pipefit.cost.rings import Ring, all_reduce_s, even, ring_of
-from pipefit.cost.roofline import pass_s, product_s
+from pipefit.cost.roofline import pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
 from pipefit.spec import Device, Layer, Profile, Topology
@@ -55,7 +55,8 @@ def gpt_profile(
         device: with `flops`, and for more than the FLOP of the products its other figures.
         element_bytes: of weights and activations.
         tensor: t: the profile is that of one of so many devices that share every layer, with their all-reduces.
-        topology: whose innermost devices share a layer; None: their all-reduces are free.
+        topology: whose innermost devices share a layer, and whose slowest device sets the pace; None: all-reduces are
+            free, and devices alike.
 
     Raises:
         ProfileError: a size below 1, heads that do not divide the hidden size, or a device without FLOP/s.
@@ -69,9 +70,11 @@ def gpt_profile(
     device = device or Device(flops=312e12)
     if not device.flops > 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
+    made_for = msgspec.structs.replace(device, memory_bytes=0.0)
     many = [microbatch] if isinstance(microbatch, int) else list(microbatch)
     ring = ring_of(topology, range(tensor)) if topology else even(tensor, float("inf"), 0.0)
-    found = [_at(sizes, b, device, element_bytes, ring) for b in many]
+    pace = slowest_of(device, topology.num_devices) if topology else device
+    found = [msgspec.structs.replace(_at(sizes, b, pace, element_bytes, ring), computed_for=made_for) for b in many]
     return found[0].with_others(found[1:]) if len(found) > 1 else found[0]
 
 
@@ -83,8 +86,6 @@ def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topolog
     device = profile.computed_for
     if device is None:
         return tensor_shard(profile.at(microbatch), tensor, topology)
-    if tensor == 1 and microbatch == profile.microbatch_size:
-        return profile
     sizes = gpt_settings(profile.model)
     size = profile.layers[0].output_bytes / profile.microbatch_size / sizes["hidden"] / sizes.get("sequence", 2048)
     more = {"element_bytes": round(size), "tensor": tensor}
@@ -110,7 +111,7 @@ def _core_s(device: Device, b: int, s: int, heads: int, width: int, e: int) -> f
     """Seconds of the core of attention forward: scores; scale, mask and softmax; dropout with its mask; their use."""
     scores = b * heads * s * s
     products = product_s(device, s, s, width, b * heads, e) + product_s(device, s, width, s, b * heads, e)
-    return products + pass_s(device, 2 * e * scores) + pass_s(device, (2 * e + 1) * scores)
+    return products + pass_s(device, 2 * e * scores) + pass_s(device, (2 * e + 1) * scores, randoms=scores)
 
 
 def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -> Layer:
@@ -132,13 +133,16 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
         2 * e * 3 * stream / t,  # bias of queries, keys and values
         2 * e * stream / t,  # the heads side by side
         2 * e * 4 * stream / t,  # bias and GELU
-        *((3 * e + 1) * stream,) * 2,  # bias, dropout with its mask, and residual
     ]
+    # Bias, dropout with its mask, and residual.
+    dropped_s = 2 * pass_s(device, (3 * e + 1) * stream, randoms=stream)
     backward_input = [
         *(3 * e * stream,) * 4,  # norms; the gradients of residual and branch added up
         *((2 * e + 1) * stream,) * 2,  # dropout
         3 * e * 4 * stream / t,  # GELU
         2 * e * stream / t,  # the heads side by side
+        *(2 * e * stream / t,) * 2,  # queries and keys scaled
+        2 * e * 3 * stream / t,  # queries, keys and values side by side
         (2 * e + 1) * scores,  # dropout of the scores
         3 * e * scores,  # softmax
     ]
@@ -150,7 +154,7 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
     wait_s = 2 * all_reduce_s(ring, e * stream)
     return Layer(
         "block",
-        products_s + core_s + _passes_s(device, forward) + wait_s,
+        products_s + core_s + _passes_s(device, forward) + dropped_s + wait_s,
         input_s + back_s + _passes_s(device, backward_input) + wait_s,
         weight_s + _passes_s(device, backward_weight),
         output_bytes=e * stream,
@@ -208,9 +212,9 @@ def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Pr
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
-        # Adam in mixed precision reads and writes 7 passes of 4 bytes and writes the working copy.
-        optimizer_s=pass_s(device, 30 * weights / e),
-        computed_for=msgspec.structs.replace(device, memory_bytes=0.0),
+        # Bytes of a parameter in mixed precision: gradients to 4 bytes (6), unscaled (8), their norm (4), clipped (8);
+        # Adam reads 4 values and writes 3 (28); the working copy (6).
+        optimizer_s=pass_s(device, 60 * weights / e),
     )
 
 
