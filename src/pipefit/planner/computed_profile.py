@@ -8,6 +8,7 @@ section 4 (bytes kept).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
@@ -15,10 +16,11 @@ from pipefit.cost.rings import Ring, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
+from pipefit.planner.ptdp import Gpt
 from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.profile import ARITHMETIC
 
-_DEFAULTS = {"vocab": 51200, "sequence": 2048}
+_DEFAULTS = {"vocab": 51200, "sequence": 2048, "bytes": 2}
 
 
 def gpt_profile(
@@ -30,7 +32,7 @@ def gpt_profile(
     microbatch: int | Sequence[int] = 1,
     device: Device | None = None,
     *,
-    element_bytes: int = 2,
+    bytes: int = 2,
     tensor: int = 1,
     topology: Topology | None = None,
 ) -> Profile:
@@ -53,7 +55,7 @@ def gpt_profile(
         sequence: s.
         microbatch: b, or several sizes.
         device: with `flops`, and for more than the FLOP of the products its other figures.
-        element_bytes: of weights and activations.
+        bytes: of an element of weights and activations.
         tensor: t: the profile is that of one of so many devices that share every layer, with their all-reduces.
         topology: whose innermost devices share a layer, and whose slowest device sets the pace; None: all-reduces are
             free, and devices alike.
@@ -62,6 +64,7 @@ def gpt_profile(
         ProfileError: a size below 1, heads that do not divide the hidden size, or a device without FLOP/s.
     """
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "sequence": sequence}
+    sizes["bytes"] = bytes
     for name, value in sizes.items():
         if value < 1:
             raise ProfileError(f"gpt: {name}: expected at least 1, got {value}")
@@ -74,7 +77,7 @@ def gpt_profile(
     many = [microbatch] if isinstance(microbatch, int) else list(microbatch)
     ring = ring_of(topology, range(tensor)) if topology else even(tensor, float("inf"), 0.0)
     pace = slowest_of(device, topology.num_devices) if topology else device
-    found = [msgspec.structs.replace(_at(sizes, b, pace, element_bytes, ring), computed_for=made_for) for b in many]
+    found = [msgspec.structs.replace(_at(sizes, b, pace, bytes, ring), computed_for=made_for) for b in many]
     return found[0].with_others(found[1:]) if len(found) > 1 else found[0]
 
 
@@ -86,10 +89,8 @@ def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topolog
     device = profile.computed_for
     if device is None:
         return tensor_shard(profile.at(microbatch), tensor, topology)
-    sizes = gpt_settings(profile.model)
-    size = profile.layers[0].output_bytes / profile.microbatch_size / sizes["hidden"] / sizes.get("sequence", 2048)
-    more = {"element_bytes": round(size), "tensor": tensor}
-    return gpt_profile(**sizes, microbatch=microbatch, device=device, topology=topology, **more)
+    sizes: dict[str, Any] = gpt_settings(profile.model)
+    return gpt_profile(**sizes, microbatch=microbatch, device=device, topology=topology, tensor=tensor)
 
 
 def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
@@ -212,9 +213,9 @@ def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Pr
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
-        # Bytes of a parameter in mixed precision: gradients to 4 bytes (6), unscaled (8), their norm (4), clipped (8);
-        # Adam reads 4 values and writes 3 (28); the working copy (6).
-        optimizer_s=pass_s(device, 60 * weights / e),
+        # Bytes of a parameter: the norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed
+        # precision also gradients to 4 bytes (6), unscaled (8), and the working copy (6).
+        optimizer_s=pass_s(device, (60 if e < 4 else 40) * weights / e),
     )
 
 
@@ -224,7 +225,7 @@ def gpt_settings(text: str) -> dict[str, int]:
     Raises:
         ProfileError: a size is missing, unknown or not a whole number.
     """
-    known = ("layers", "hidden", "heads", "vocab", "sequence")
+    known = ("layers", "hidden", "heads", *_DEFAULTS)
     found: dict[str, int] = {}
     for part in text.removeprefix("gpt:").split(","):
         name, _, value = part.partition("=")
@@ -235,6 +236,11 @@ def gpt_settings(text: str) -> dict[str, int]:
         if name not in found:
             raise ProfileError(f"{text}: expected {name}=…, as in gpt:layers=96,hidden=12288,heads=96")
     return found
+
+
+def gpt_of(model: str) -> Gpt:
+    """The sizes that PTD-P's arithmetic needs of a GPT by name; bytes of its elements change none of it."""
+    return Gpt(**{name: size for name, size in gpt_settings(model).items() if name != "bytes"})
 
 
 def is_gpt(profile: Profile) -> bool:
