@@ -153,10 +153,7 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
         return ""
     model = "MODEL"
     if plan.model.startswith("gpt:"):
-        sizes = {
-            "context" if name == "sequence" else name: size
-            for name, size in gpt_of(plan.model).__dict__.items()
-        }
+        sizes = {"context" if name == "sequence" else name: size for name, size in gpt_of(plan.model).__dict__.items()}
         model = "gpt --option " + ",".join(f"{name}={size}" for name, size in sizes.items())
     batch = f" --batch {plan.num_microbatches * plan.microbatch_size}" if plan.microbatch_size else ""
     return (
