@@ -143,11 +143,13 @@ def _counts(config: Config) -> tuple[int, int]:
 
 
 def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]:
-    """Seconds of each stage's reduction; those that leave through one port share its bandwidth."""
+    """Seconds of each stage's reduction; with those that leave through the same port, where there are such."""
+    alone = [reduce_s(cost, stage, ranks) for stage, ranks in enumerate(placement)]
     ports = [cost.reduction_ports(reduction_of(stage), ranks) for stage, ranks in enumerate(placement)]
-    sharing = Counter(port for used in ports for port in used)
-    most = [max((sharing[port] for port in used), default=1) for used in ports]
-    return [reduce_s(cost, stage, ranks) * most[stage] for stage, ranks in enumerate(placement)]
+    busy_s: Counter[object] = Counter()
+    for used, own_s in zip(ports, alone, strict=True):
+        busy_s.update(dict.fromkeys(used, own_s))
+    return [max((busy_s[port] for port in used), default=own_s) for used, own_s in zip(ports, alone, strict=True)]
 
 
 def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
