@@ -52,8 +52,6 @@ def command(
         output: Folder for the figures and the chart.
     """
     began_s = time.monotonic()
-    from pipefit.runtime.launch import launch
-
     if ranks < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
     if output is not None and output.exists() and not output.is_dir():
@@ -64,6 +62,8 @@ def command(
         cells = sum(1 if name in WHOLE else len(counts) for name in settings.names)
         limit = f"within {settings.limit:g} minutes" if settings.limit else "without a limit"
         _reporter()(f"comparing {counted(cells, 'cell')} {limit}; more: --strategies all, -m 1,2,4,8,16, --limit")
+    from pipefit.runtime.launch import launch
+
     with tempfile.TemporaryDirectory(prefix="pipefit-") as folder, _ending_early(Path(folder) / "end") as asked:
         result: Comparison = launch(compare_rank, ranks, settings, json, asked, began_s, threads=1, quiet=json)[0]
     paths = result.save(output) if output is not None else {}

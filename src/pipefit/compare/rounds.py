@@ -83,8 +83,9 @@ def compare_on_ranks(
     """
     session = current()
     left = _Time(session, 60 * config.limit, asked, began_s)
-    say("profiling the model at every micro-batch size, and the links")
+    say("profiling the model at every micro-batch size")
     task = make_task(config, session)
+    say("measuring the links, and what the ranks add to each instruction")
     topology = links_of(session, session.num_ranks)
     runtime = runtime_costs(session, topology)
     cells, refused = build_cells(task, say)
