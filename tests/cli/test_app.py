@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,16 @@ def test_the_version_names_package_commit_torch_and_devices(capsys):
 def test_the_version_is_known_without_torch():
     code = "import sys; from pipefit.cli import main; main(['--version']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
+def test_a_verb_that_takes_long_says_what_it_does(a_verb_that, monkeypatch, capsys):
+    said = threading.Event()
+    monkeypatch.setattr("pipefit.cli.display.Watcher._write", lambda self, text: said.set() if text == "x …\n" else 0)
+    monkeypatch.setitem(cli_app._LONG, "schedules", "x")
+    monkeypatch.setattr(sys, "argv", ["pipefit", "schedules"])
+    a_verb_that(lambda: Answer({}, str(said.wait(300))))
+    assert main() == 0
+    assert capsys.readouterr().out == "True\n"
 
 
 def test_an_unknown_verb_gets_the_nearest_one_and_exit_2(capsys):
@@ -169,7 +180,7 @@ def test_a_reader_that_leaves_early_is_no_error():
         env=ENV,
         timeout=60,
     )
-    assert (len(done.stdout), done.stderr) == (5, "")
+    assert (len(done.stdout), done.stderr.replace("drawing …\n", "")) == (5, "")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -4,7 +4,6 @@ import fcntl
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,16 +39,13 @@ def test_a_lock_of_a_run_that_has_ended_holds_nobody_up_and_a_refused_run_leaves
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_nothing_is_written_outside_the_working_folder_and_the_temporary_one(tmp_path, request):
-    home, work = tmp_path / "home", tmp_path / "work"
-    for folder in (home, work):
+def test_nothing_is_written_outside_the_working_folder_and_the_temporary_one(tmp_path):
+    home, work, temporary = tmp_path / "home", tmp_path / "work", tmp_path / "temporary"
+    for folder in (home, work, temporary):
         folder.mkdir()
-    # Short: processes meet at a socket in it, whose path has at most 107 characters.
-    temporary = tempfile.TemporaryDirectory()
-    request.addfinalizer(temporary.cleanup)
     environment = {key: value for key, value in os.environ.items() if not key.startswith("XDG_")}
     # matplotlib keeps a cache of its own.
-    environment |= {"HOME": str(home), "TMPDIR": temporary.name, "MPLCONFIGDIR": temporary.name}
+    environment |= {"HOME": str(home), "TMPDIR": str(temporary), "MPLCONFIGDIR": str(temporary)}
     before = set(Path(tmp_path).iterdir())
     for words in (
         [*SMALL, "--ranks", "2", "-o", "run"],

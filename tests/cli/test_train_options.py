@@ -216,6 +216,13 @@ def test_a_run_says_what_it_chose_before_anything_is_loaded(settings, monkeypatc
     assert (second.schedule, second.parallelism.ranks) == ("gpipe", 3)
 
 
+def test_a_number_of_microbatches_that_is_given_is_obeyed_even_if_it_is_the_usual_one(settings, capsys):
+    assert main(["train", "-m", "4"]) == main(["train", "-m", "4", "--schedule", "auto"]) == main(["train"]) == 0
+    assert capsys.readouterr().out.count("micro-batches  ") == 1  # of the run without options
+    found = [(config.request.schedule, config.request.microbatches) for config, *_ in settings]
+    assert found == [("1f1b", 4), ("auto", 4), ("auto", None)]
+
+
 def test_without_options_a_run_takes_the_ranks_that_a_launcher_started(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert with_defaults(RunConfig()).request.parallelism.ranks == 3

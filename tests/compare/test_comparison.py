@@ -3,6 +3,8 @@
 import pytest
 
 from pipefit.compare.comparison import Comparison, Row
+from pipefit.compare.rounds import _Time
+from pipefit.runtime.session import current
 
 
 def comparison(*rows: tuple[str, int, float, float | None]) -> Comparison:
@@ -48,3 +50,9 @@ def test_a_comparison_has_a_chart_where_matplotlib_is_installed(installed, kinds
     made = Comparison("mlp(layers=2)", "digits", 2, 8, 8, (1, 1), rows=[Row("1f1b", 2, 0.5, 16.0)])
     assert list(made.save(tmp_path)) == kinds
     assert len(list(tmp_path.iterdir())) == len(kinds)
+
+
+def test_the_limit_counts_from_the_start_of_the_command():
+    assert _Time(current(), 60.0, None, -1e12).is_over(0.0)
+    assert not _Time(current(), 60.0, None, 1e12).is_over(0.0)
+    assert not _Time(current(), 0.0, None, -1e12).is_over(0.0), "0: no limit"

@@ -26,6 +26,22 @@ def test_a_planned_model_trains_as_the_plan_says():
     assert "predicted:" in str(planned) and "slower: share of the winner" in planned.explain()
 
 
+@pytest.mark.parametrize("count", [3, 4])
+def test_the_search_for_a_schedule_obeys_a_number_of_microbatches(count):
+    x = torch.randn(16, 16)
+    pipe = pf.Pipeline(
+        make(),
+        loss=nn.MSELoss(),
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        schedule="auto",
+        microbatches=count,
+        example=(x, x),
+        parallelism=pf.Parallelism(ranks=2),
+    )
+    assert pipe.plan.num_microbatches == count
+    assert pipe.step(x, x) > 0
+
+
 def test_counts_that_do_not_divide_the_batch_are_refused():
     x = torch.randn(9, 16)
     with pytest.raises(PlanError, match="none of \\[2, 4\\] divides the batch of 9"):

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from tests.draw.browser import needs_browser, shown
 from tests.verbs import answered, refused
 
 from pipefit.cli import main
@@ -100,6 +101,14 @@ def test_the_page_is_self_contained_and_names_what_differs(drawn):
     assert not re.search(r'(?:src|href)="(?!#)', page) and "<script" not in page and "@import" not in page
     assert "spilled-execution" in page and "What does not agree, and why" in page
     assert "accuracy-over-time" in page  # left out, and listed
+
+
+@needs_browser
+def test_on_a_phone_the_reasons_are_within_the_window(drawn, tmp_path):
+    page = lectures_page(list(drawn.values())).replace("default-src 'none'; ", "")
+    script = """const ends = [...document.querySelectorAll(".whys td")].map(cell => cell.getBoundingClientRect().right);
+      document.body.dataset.fits = ends.length > 9 && ends.every(end => end <= innerWidth);"""
+    assert 'data-fits="true"' in shown(page, script, tmp_path, 400)
 
 
 def test_the_list_names_every_entry(capsys):

@@ -2,7 +2,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -118,13 +117,14 @@ def test_a_signal_to_the_whole_process_group_lets_the_ranks_save_and_leaves_noth
         "from pipefit.runtime.launch import launch\nfrom tests.runtime import jobs\nif __name__ == '__main__':\n"
         f"    launch(jobs.train_until_stopped, 2, {str(tmp_path / 'run')!r}, {str(tmp_path / 'ready')!r}, quiet=True)\n"
     )
-    with tempfile.TemporaryDirectory() as temporary:  # the path of the server's socket must be short
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": temporary}
-        launcher = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
-        _wait_until((tmp_path / "ready").exists, 300)
-        os.killpg(launcher.pid, signal.SIGTERM)
-        assert launcher.wait(300) == 143
-        assert not list(Path(temporary).glob("pipefit-*"))
+    temporary = tmp_path / ("longer-than-the-address-of-a-socket-" * 4)
+    temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(temporary)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
+    _wait_until((tmp_path / "ready").exists, 300)
+    os.killpg(launcher.pid, signal.SIGTERM)
+    assert launcher.wait(300) == 143
+    assert not list(temporary.glob("pipefit-*"))
     assert [path.name.split("-")[0] for path in (tmp_path / "run").iterdir()] == ["step"]
 
 

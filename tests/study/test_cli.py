@@ -1,5 +1,7 @@
 """`pipefit study` on input it refuses: one message, exit code 2, no torch."""
 
+import math
+
 import pytest
 
 from pipefit.cli import main
@@ -97,13 +99,14 @@ def test_of_many_trials_a_low_terminal_shows_those_that_something_happens_to():
     assert "trial-37" in text.getvalue() and "trial-38" in text.getvalue() and "35 trials more" in text.getvalue()
 
 
-def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys):
+def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys, monkeypatch):
     from pipefit.cli.study import _Lines
     from pipefit.study.board import Board
     from pipefit.study.trial import Trial
     from pipefit.study.trial_progress import TrialProgress
 
     entries = [TrialProgress(n, Trial(steps=50), f"trial-{n}") for n in range(2)]
+    monkeypatch.setattr("pipefit.cli.study._PATIENCE_S", math.inf)
     board, lines = Board(entries, 2, "lrtf"), _Lines()
     for _ in range(50):
         entries[0].losses.append(0.25)
@@ -113,3 +116,7 @@ def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys):
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 6 and said[0] == "10% of the steps  0 of 2 trials over  lowest trial-0 0.2500"
     assert said[-1] == "trial-0 finished after 50 steps, loss 0.2500"
+    monkeypatch.setattr("pipefit.cli.study._PATIENCE_S", 0.0)  # the time has come at every turn
+    for _ in range(2):
+        lines(board)
+    assert capsys.readouterr().out.splitlines() == ["50% of the steps  1 of 2 trials over  lowest trial-0 0.2500"] * 2

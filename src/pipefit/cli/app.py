@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final
 
@@ -23,6 +24,21 @@ VERBS: Final = (
     "schedules", "study", "reproduce", "report", "watch", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
+
+_LONG: Final = {
+    "check": "training by a pipeline and by one process",
+    "cut": "building the model, and proving its cut",
+    "doctor": "looking at the machine",
+    "draw": "drawing",
+    "links": "measuring links and devices",
+    "plan": "searching for the best plan",
+    "profile": "measuring the layers",
+    "report": "writing the page",
+    "simulate": "simulating",
+    "synthesize": "searching for the best schedule",
+    "verify": "verifying",
+}
+"""What the verbs do that report no progress of their own."""
 
 _FINDINGS = (NonFiniteLossError, InfeasibleError)
 
@@ -62,7 +78,8 @@ def run(arguments: list[str] | None = None) -> int:
     """Parses, runs and prints; every failure becomes a message on stderr and an exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(tokens)
+        with _saying(_LONG.get(_verb(tokens), "") if arguments is None else ""):
+            return _dispatch(tokens)
     except CycloptsError as problem:
         verb = " ".join(problem.command_chain or ())
         help_line = f"Try: {' '.join(filter(None, ('pipefit', verb, '--help')))}"
@@ -85,6 +102,19 @@ def run(arguments: list[str] | None = None) -> int:
             f"this is a mistake of pipefit itself: {text}\nPlease report it with the file {path}",
             INTERNAL_ERROR,
         )
+
+
+@contextlib.contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Says on stderr what the command does, if that takes long; "": it says nothing."""
+    if what and int(os.environ.get("RANK", 0)) == 0:
+        from pipefit.cli.display import Watcher
+
+        with Watcher(0, 0, sys.stderr) as watcher:
+            watcher.doing(what)
+            yield
+    else:
+        yield
 
 
 def _keep_evidence(problem: BaseException, arguments: list[str]) -> str:

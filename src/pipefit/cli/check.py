@@ -61,7 +61,7 @@ def command(
 
     usable_device(device)
     spread = replace(request.parallelism, ranks=request.parallelism.ranks or 2, device=device)
-    schedule, microbatches = request.schedule or "1f1b", request.microbatches
+    schedule, microbatches = request.schedule or "1f1b", request.num_microbatches
     transport = transport or ("local" if spread.tensor == 1 else "distributed")
     dtype = dtype or ("float64" if precision.dtype == "fp32" else "float32")
     bundle = make_model(importable(model) if transport == "distributed" else model, option, seed=updates.seed)

@@ -51,8 +51,7 @@ def command(
         ranks: Processes, one thread each.
         output: Folder for the figures and the chart.
     """
-    from pipefit.runtime.launch import launch
-
+    began_s = time.monotonic()
     if ranks < 2:
         raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
     if output is not None and output.exists() and not output.is_dir():
@@ -63,8 +62,10 @@ def command(
         cells = sum(1 if name in WHOLE else len(counts) for name in settings.names)
         limit = f"within {settings.limit:g} minutes" if settings.limit else "without a limit"
         _reporter()(f"comparing {counted(cells, 'cell')} {limit}; more: --strategies all, -m 1,2,4,8,16, --limit")
+    from pipefit.runtime.launch import launch
+
     with tempfile.TemporaryDirectory(prefix="pipefit-") as folder, _ending_early(Path(folder) / "end") as asked:
-        result: Comparison = launch(compare_rank, ranks, settings, json, asked, threads=1, quiet=json)[0]
+        result: Comparison = launch(compare_rank, ranks, settings, json, asked, began_s, threads=1, quiet=json)[0]
     paths = result.save(output) if output is not None else {}
     return Answer({**result.as_dict(), "paths": paths}, partial(table, result, paths))
 
@@ -85,12 +86,15 @@ def _ending_early(asked: Path) -> Iterator[Path]:
         signal.signal(signal.SIGINT, before)
 
 
-def compare_rank(settings: CompareConfig, quiet: bool, asked: Path | None = None) -> Comparison:
+def compare_rank(
+    settings: CompareConfig, quiet: bool, asked: Path | None = None, began_s: float | None = None
+) -> Comparison:
     """Compares as this rank; rank 0 reports the progress."""
     from pipefit.compare.rounds import compare_on_ranks
     from pipefit.runtime.session import current
 
-    return compare_on_ranks(settings, _reporter() if current().rank == 0 and not quiet else lambda line: None, asked)
+    say = _reporter() if current().rank == 0 and not quiet else lambda line: None
+    return compare_on_ranks(settings, say, asked, began_s)
 
 
 def _reporter() -> Callable[[str], None]:

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from pipefit.units import columns, format_bytes, format_count, format_seconds
 
-_LOOK_S, _FIRST_S, _NEXT_S = 0.2, 1.0, 5.0
+_LOOK_S, _FIRST_S, _NEXT_S = 0.1, 0.6, 5.0
 """Seconds between looks at what a run does, until a line names it, and between two lines."""
 
 
@@ -63,7 +63,7 @@ class Watcher:
             self.beat(time.monotonic())
 
     def doing(self, what: str) -> None:
-        """Notes what the run does now; a line says so if it takes more than a second."""
+        """Notes what the run does now; a line says so if it takes more than a moment."""
         self._what, self._since_s, self._is_named = what, time.monotonic(), False
 
     def beat(self, now: float) -> None:

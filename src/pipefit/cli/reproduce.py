@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
+from pipefit.cli.display import Watcher
 from pipefit.cli.options import Json
 from pipefit.errors import PipefitError
 
@@ -49,22 +50,19 @@ def command(
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
     if name is not None:
-        found = run_entry(find_entry(name))
+        with Watcher(0, 0, sys.stderr) as watcher:
+            watcher.doing(name)
+            found = run_entry(find_entry(name))
         return Answer(found.as_dict(), found.text, output=found.save(output) if output else None)
     if not all:
         if output is not None:
             raise PipefitError("-o: expected a name, or --all")
         return _listed()
     chosen = [entry for entry in ENTRIES.values() if measured or entry.kind != "measured"]
-    outcomes = run_all(chosen, _say)
+    with Watcher(0, 0, sys.stderr) as watcher:
+        outcomes = run_all(chosen, watcher.doing)
     written = [_page(outcomes, output)] if output else None
     return Answer({"entries": [each.as_dict() for each in outcomes]}, lambda: _summary(outcomes), output=written)
-
-
-def _say(name: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{name}\r")
-        sys.stderr.flush()
 
 
 def _page(outcomes: Sequence[Outcome], folder: Path) -> Path:

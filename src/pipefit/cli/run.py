@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +12,7 @@ from cyclopts import Parameter
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Count, Json, Threads
 from pipefit.errors import PipefitError
+from pipefit.units import counted
 
 _WITH_VALUE = ("-n", "--ranks", "--threads", "--recover", "--min-ranks", "--logs")
 
@@ -41,13 +43,15 @@ def command(
         min_ranks: Ranks with which to continue if one cannot be started again; default: all.
         logs: Folder for the logs of the ranks; default: a temporary one.
     """
-    from pipefit.cli.ranks import run_rank
-    from pipefit.runtime.launch import launch
-
     if script.is_dir():
         raise PipefitError(f"{script}: expected a Python script, got a directory")
     if not script.is_file():
         raise PipefitError(f"{script}: no such file")
+    if not json:
+        print(f"starting {counted(ranks, 'rank')} …", file=sys.stderr, flush=True)
+    from pipefit.cli.ranks import run_rank
+    from pipefit.runtime.launch import launch
+
     start = time.perf_counter()
     starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
     launch(run_rank, ranks, str(script), arguments, folder=logs, quiet=json, **starts)

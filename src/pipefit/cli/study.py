@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipefit.study.trial_progress import TrialProgress
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
+_PATIENCE_S = 5.0
 _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
 """Priority of the trials in a table without room for all."""
 
@@ -52,10 +53,13 @@ def command(
         output: The study's folder.
         resume: Continue from the study's folder.
     """
-    from pipefit.study.execute.study_run import StudyRun
     from pipefit.study.file import load_study
 
     spec = load_study(file)
+    if not json:
+        _say("loading torch …")
+    from pipefit.study.execute.study_run import StudyRun
+
     given: dict[str, Any] = {"workers": workers, "policy": policy, "output": None if output is None else str(output)}
     spec = replace(spec, **{key: value for key, value in given.items() if value is not None})
     spec = replace(spec, trials=tuple(replace(trial, model=importable(trial.model)) for trial in spec.trials))
@@ -87,11 +91,11 @@ def _observer(quiet: bool) -> Iterator[Callable[[Board], None] | None]:
 
 
 class _Lines:
-    """Plain lines: each trial's end, the prediction, and the progress after every tenth of the steps."""
+    """Plain lines: each trial's end, the prediction, the progress after every tenth of the steps, and every 5 s."""
 
     def __init__(self) -> None:
         self._said: set[object] = set()
-        self._tenths = 0
+        self._tenths, self._last_s = 0, time.monotonic()
 
     def __call__(self, board: Board) -> None:
         lines = {entry.number: _end_of(entry) for entry in board.entries if entry.has_ended}
@@ -99,8 +103,9 @@ class _Lines:
             if line and key not in self._said:
                 self._said.add(key)
                 _say(line)
-        if (tenths := int(10 * board.done)) > self._tenths and not board.is_over:
-            self._tenths = tenths
+        tenths, now = int(10 * board.done), time.monotonic()
+        if (tenths > self._tenths or now - self._last_s >= _PATIENCE_S) and not board.is_over:
+            self._tenths, self._last_s = tenths, now
             _say(_standing(board))
 
 

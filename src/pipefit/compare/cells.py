@@ -112,7 +112,9 @@ def make_task(config: CompareConfig, session: Session) -> Task:
         torch.device("cpu"),
         batches[0],
     )
-    profiles = {num: [agreed_profile(work, [largest_part(batches[0][0], num)], session)] for num in counts}
+    profiles = {
+        num: [agreed_profile(work, [largest_part(batches[0][0], num)], session, repeats=5, warmup=1)] for num in counts
+    }
     partition = by_hand(
         len(work.layers),
         num_ranks=session.num_ranks,

@@ -43,15 +43,22 @@ _WARM_UP_S = 0.4
 
 
 class _Time:
-    """The time of a comparison, the same on every rank."""
+    """The time of a comparison, the same on every rank.
 
-    def __init__(self, session: Session, limit_s: float, asked: Path | None) -> None:
+    Args:
+        session: the ranks.
+        limit_s: seconds of the comparison; 0: no limit.
+        asked: a file; once it exists, the user has asked for the end.
+        began_s: its beginning on the clock of this machine, `time.monotonic`; None: now.
+    """
+
+    def __init__(self, session: Session, limit_s: float, asked: Path | None, began_s: float | None) -> None:
         self._session, self._limit_s, self._asked = session, limit_s, asked
-        self._began = time.monotonic()
+        self._began_s = time.monotonic() if began_s is None else began_s
 
     def is_over(self, more_s: float) -> bool:
         """Returns whether further seconds go beyond the limit, or the user has asked for the end."""
-        late = bool(self._limit_s) and time.monotonic() - self._began + more_s > self._limit_s
+        late = bool(self._limit_s) and time.monotonic() - self._began_s + more_s > self._limit_s
         return any(_of_ranks(float(late or self.is_asked), self._session))
 
     @property
@@ -60,21 +67,25 @@ class _Time:
         return self._asked is not None and self._asked.exists()
 
 
-def compare_on_ranks(config: CompareConfig, say: Say = lambda line: None, asked: Path | None = None) -> Comparison:
+def compare_on_ranks(
+    config: CompareConfig, say: Say = lambda line: None, asked: Path | None = None, began_s: float | None = None
+) -> Comparison:
     """Compares on this rank; every rank of the run makes the same call and gets the same result.
 
     Args:
         config: the settings.
         say: takes a line about the progress; it may do nothing on other ranks than 0.
         asked: a file; once it exists, the comparison ends with the rows that it has.
+        began_s: its beginning on the clock `time.monotonic`, from which the limit counts; None: now.
 
     Raises:
         PipefitError: an unknown strategy or model, or nothing that can be measured.
     """
     session = current()
-    left = _Time(session, 60 * config.limit, asked)
-    say("profiling the model at every micro-batch size, and the links")
+    left = _Time(session, 60 * config.limit, asked, began_s)
+    say("profiling the model at every micro-batch size")
     task = make_task(config, session)
+    say("measuring the links, and what the ranks add to each instruction")
     topology = links_of(session, session.num_ranks)
     runtime = runtime_costs(session, topology)
     cells, refused = build_cells(task, say)

@@ -159,8 +159,8 @@ class Panel {
     const longest = Math.max(...state.panels.map(panel => panel.entry.unit === this.entry.unit ? panel.entry.makespan : 0),
       this.entry.makespan) || 1;
     // In a narrow window a forward keeps room for its number, and the drawing scrolls.
-    const cell = this.items.find(item => item.letter === "F"), digits = String(this.entry.m - 1).length;
-    const least = cell && innerWidth <= 700 ? Math.min((4.8 * digits + 2.4) / (cell.end - cell.start), 12 * room / longest) : 0;
+    const forwards = this.items.filter(item => item.letter === "F").map(item => item.end - item.start), digits = String(this.entry.m - 1).length;
+    const least = innerWidth <= 700 ? Math.min((4.8 * digits + 2.4) / Math.min(...forwards), 12 * room / longest) : 0;
     const scale = this.scale = Math.max(room / longest, least) * state.zoom;
     const ranks = this.entry.stages.length, height = TOP + ranks * this.tall + 4;
     const width = Math.max(this.entry.makespan * scale, 10) + 2;

@@ -57,7 +57,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=device)
     state = state_per_weight(work.layers, work.optimizer)
-    size = largest_part(example[0], request.microbatches)
+    size = largest_part(example[0], request.num_microbatches)
     profile = agreed(session, lambda: profile_kinds(work, size, device, state, spill.cap_bytes or 0.0))
     cap = Cap(
         spill.cap_bytes,
@@ -77,7 +77,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
         plan,
         profile,
         topology,
-        num_microbatches=request.microbatches,
+        num_microbatches=request.num_microbatches,
         schedules=[request.schedule] if request.schedule not in (None, AUTO) else None,
         state_per_weight=state,
         cap=cap,

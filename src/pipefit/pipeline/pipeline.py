@@ -70,7 +70,7 @@ class Pipeline:
         stages: a number, layer counts, "auto" (balanced by a profile that is measured now; needs `example`), or None.
         schedule: its name; see `pipefit schedules`. "auto": the best one (needs `example`). None: "1f1b", or a
             schedule that suits spilling where stages spill.
-        microbatches: per weight update.
+        microbatches: per weight update; None: chosen with the schedule "auto", else 4.
         plan: a plan, the result of `pipefit.plan`, or a path; then stages, schedule, microbatches, chunks, replicas,
             recompute and the tensor width are those of the plan.
         example: one batch, (input, target) or a dict, for measuring and for cutting.
@@ -93,7 +93,7 @@ class Pipeline:
         optimizer: Callable[[Any], Optimizer],
         stages: int | Sequence[int] | str | None = None,
         schedule: str | None = None,
-        microbatches: int = 4,
+        microbatches: int | None = None,
         plan: Plan | Planned | str | Path | None = None,
         example: Any = None,
         parallelism: Parallelism = Parallelism(),

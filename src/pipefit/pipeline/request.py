@@ -151,8 +151,8 @@ def _given(plan: Any) -> Plan | None:
 def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
     """Measures the layers at the micro-batch sizes to choose from, and the links."""
     x = work.batch("stages or schedule auto, which measures the layers first,")[0]
-    counts = [plan.num_microbatches if plan else request.microbatches]
-    if plan is None and request.schedule == AUTO:
+    counts = [plan.num_microbatches if plan else request.num_microbatches]
+    if plan is None and request.schedule == AUTO and request.microbatches is None:
         counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
     sizes = list(dict.fromkeys(largest_part(x, count) for count in counts))
     # Many sizes are measured with fewer repetitions, so that the choice does not take longer than a short run.
@@ -174,7 +174,8 @@ def _new_plan(request: Request, made: Decision, work: Workload, session: Session
             profile,
             made.topology,
             global_batch=batch,
-            microbatch_sizes=[size for size in sizes if not batch % size],
+            microbatch_sizes=[size for size in sizes if not batch % size] or None,
+            num_microbatches=request.microbatches,
             state_per_weight=state_per_weight(work.layers, work.optimizer),
             tensors=widths_of([layer.module for layer in work.layers], 1 if work.compiler else session.num_ranks),
             sharded=True if spread.shard_optimizer else None,
@@ -196,7 +197,7 @@ def _spelled_out(
         len(work.layers),
         num_ranks=_num_ranks(request, count),
         schedule=request.schedule or usual,
-        num_microbatches=request.microbatches,
+        num_microbatches=request.num_microbatches,
         num_chunks=spread.chunks,
         stages=None if stages is None or isinstance(stages, int | str) else list(stages),
         replicas=spread.copies,

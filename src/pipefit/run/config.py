@@ -99,7 +99,8 @@ def with_defaults(config: RunConfig) -> RunConfig:
     for name in config.log:
         check_installed(name)
     schedule = request.schedule or (AUTO if is_capped or config.request == Request() else "1f1b")
-    return replace(config, request=replace(request, schedule=schedule))
+    count = request.microbatches if schedule == AUTO and not is_capped else request.num_microbatches
+    return replace(config, request=replace(request, schedule=schedule, microbatches=count))
 
 
 def _usual_ranks(request: Request) -> int:
@@ -143,8 +144,8 @@ def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
     if request.schedule is None and not is_own:
         said = "the fastest by measurements of the layers" if is_auto else "1f1b; auto takes the fastest"
         found.append(("schedule", f"{said} (--schedule)"))
-    if request.microbatches == Request().microbatches and not is_own:
-        said = "chosen with the schedule" if is_auto else str(request.microbatches)
+    if request.microbatches is None and not is_own:
+        said = "chosen with the schedule" if is_auto else str(request.num_microbatches)
         found.append(("micro-batches", f"{said} (--microbatches)"))
     every = f"every {config.checkpoint_every} steps and " if config.checkpoint_every else ""
     place = f"{every}at the end, in {config.output} (--checkpoint-every)" if config.output else "none without -o FOLDER"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import multiprocessing as mp
+import multiprocessing.util
 import os
 import runpy
 import shutil
@@ -26,6 +27,7 @@ from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcom
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with, die_with_parent, leaving
 
 _log = logging.getLogger("pipefit.launch")
+_MOST_ADDRESS = 107
 _LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
 
 
@@ -201,10 +203,25 @@ def _passing_on(processes: list[Any]) -> Iterator[list[int]]:
             signal.signal(number, usual[number])
 
 
+def fork_server() -> Any:
+    """The context of processes that come from a fork server. The path of its socket is short enough.
+
+    An address holds at most 107 bytes (unix(7)); a longer TMPDIR is replaced by /tmp, for the socket only.
+    """
+    before = tempfile.gettempdir()
+    if len(os.fsencode(f"{before}/pymp-12345678/listener-12345678")) > _MOST_ADDRESS:
+        tempfile.tempdir = next(place for place in ("/tmp", "/var/tmp", before) if os.access(place, os.W_OK))
+    try:
+        mp.util.get_temp_dir()  # made once; the server and the ranks use the same
+    finally:
+        tempfile.tempdir = before
+    return mp.get_context("forkserver")
+
+
 @functools.cache
 def _server() -> Any:
     """The fork server with torch and the runtime loaded, started once per process."""
-    context = mp.get_context("forkserver")
+    context = fork_server()
     context.set_forkserver_preload(["pipefit.pipeline.preload"])
     return context
 

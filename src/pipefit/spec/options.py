@@ -226,7 +226,7 @@ class Request:
     Attributes:
         schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
             the pipeline is given; else 1f1b.
-        microbatches: per weight update.
+        microbatches: per weight update; default: chosen with the schedule auto, else 4.
         stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
             a number of stages, or "auto".
         plan: follow this plan, with its schedule, stages and micro-batches.
@@ -235,7 +235,7 @@ class Request:
     """
 
     schedule: str | None = None
-    microbatches: int = setting(4, "--microbatches", "-m", least=1)
+    microbatches: int | None = setting(None, "--microbatches", "-m", least=1)
     stages: int | Sequence[int] | str | None = setting(None, typed="numbers")
     plan: Any = setting(None, typed=str)
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -243,6 +243,11 @@ class Request:
 
     def __post_init__(self) -> None:
         check_least(self)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Micro-batches per weight update where no search chooses them."""
+        return self.microbatches or 4
 
 
 def in_bytes(value: float | str | None, name: str) -> float | None:

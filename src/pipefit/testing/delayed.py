@@ -122,7 +122,7 @@ class _Part:
 
 def delayed_reference(case: Case) -> Outcome:
     """Trains in this process with the delays of an asynchronous schedule."""
-    m, depth = case.request.microbatches, len(case.counts)
+    m, depth = case.request.num_microbatches, len(case.counts)
     replicas = case.copies
     owners = {name: names[0] for _, names in aliases(named_layers(case.model)) for name in names}
     whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is split among the replicas

@@ -23,7 +23,7 @@ def make_pipeline(case: Case) -> Pipeline:
         optimizer=case.optimizer,
         stages=None if find(case.schedule).layout == "replicas" else case.counts,
         schedule=case.schedule,
-        microbatches=case.request.microbatches,
+        microbatches=case.request.num_microbatches,
         parallelism=replace(case.request.parallelism, ranks=case.num_processes, device=case.device),
         precision=case.precision,
         updates=case.updates,

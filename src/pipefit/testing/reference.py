@@ -41,7 +41,7 @@ def reference(case: Case) -> Outcome:
     first: dict[str, Tensor] = {}
     losses = []
     for step, batch in enumerate(case.batches):
-        losses.append(_accumulate(stages, batch, case, step * case.request.microbatches, scaler))
+        losses.append(_accumulate(stages, batch, case, step * case.request.num_microbatches, scaler))
         if optimizer is not None:
             scaler.unscale_(optimizer)
         if case.updates.clip_norm is not None and parameters:
@@ -81,7 +81,7 @@ def _accumulate(
 ) -> float:
     """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
     total = 0.0
-    updates = [first // case.request.microbatches] * len(stages)
+    updates = [first // case.request.num_microbatches] * len(stages)
     for number, part in enumerate(micro_batches(case, batch), first):
         loss = weighted_loss(case, stages, number, updates, *part)
         if loss.requires_grad:
@@ -92,7 +92,7 @@ def _accumulate(
 
 def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any, float]]:
     """The micro-batches of a batch: input, target, and the share in the mean loss of the batch."""
-    inputs, targets = (_split(payload, case.request.microbatches) for payload in batch)
+    inputs, targets = (_split(payload, case.request.num_microbatches) for payload in batch)
     weigh = case.updates.weigh or (lambda target: len(pytree.tree_leaves(target)[0]))
     counts = [float(weigh(target)) for target in targets]
     yield from zip(inputs, targets, (count / sum(counts) for count in counts), strict=True)

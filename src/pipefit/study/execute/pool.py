@@ -13,6 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from pipefit.errors import PipefitError
+from pipefit.runtime.launch import fork_server
 from pipefit.study.execute.device_worker import Answer, Settings, work
 from pipefit.study.trial import Job
 
@@ -37,7 +38,7 @@ class Pool:
 
     def __init__(self, settings_of: Callable[[int], Settings], count: int, forked: bool) -> None:
         self._settings_of = settings_of
-        self._context: Any = mp.get_context("fork" if forked else "forkserver")
+        self._context: Any = mp.get_context("fork") if forked else fork_server()
         if not forked:
             self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.fork_server"])
         self.idle: set[int] = set()
