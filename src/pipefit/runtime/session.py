@@ -78,7 +78,6 @@ class Session:
             # The instruction at which a pass ended is over.
             self.progress.at(min(before, OUTSIDE))
 
-
     def settle(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""
         if self.background.is_open:
