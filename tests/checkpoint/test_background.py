@@ -3,6 +3,7 @@
 import errno
 import logging
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_checkpoints_by_time_take_their_share_and_no_more(step_s, copy_s, write_
     saves, looks = trained(lambda _: step_s, copy_s, write_s, share, 20)
     gap = max(LEAST_S, (copy_s + write_s) / share)
     assert LEAST_S <= saves[0] <= LEAST_S + 3 * step_s
-    gaps = [after - before - copy_s for before, after in zip(saves, saves[1:], strict=False)]
+    gaps = [after - before - copy_s for before, after in pairwise(saves)]
     assert all(gap - 1e-6 <= own <= gap + 2 * step_s + 1e-6 for own in gaps)
     assert 19 * (copy_s + write_s) <= share * (saves[-1] - saves[0]) + 1e-6
     assert looks <= 30 * 20
@@ -202,7 +203,7 @@ def test_no_checkpoint_is_due_while_the_last_one_is_written():
 
 def test_steps_that_become_longer_do_not_put_a_checkpoint_off_for_long():
     saves, _ = trained(lambda step: 0.1 if step < 1000 else 1.0, 0.0, 0.0, 0.03, 10)
-    assert max(after - before for before, after in zip(saves, saves[1:], strict=False)) <= 5 * LEAST_S
+    assert max(after - before for before, after in pairwise(saves)) <= 5 * LEAST_S
 
 
 class Ticking:

@@ -200,7 +200,7 @@ def save_slowly(place: str) -> None:
 
 
 def save_behind(place: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Seven steps: the third one is saved by the clock of rank 0, and again in another folder, for which training waits.
+    """Seven steps: the third one is saved by the clock of rank 0, and again where training waits for it.
 
     Those after it are saved too; on rank 1 the disk is full while the fourth one is written.
     """

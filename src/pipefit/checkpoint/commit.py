@@ -38,7 +38,7 @@ from pipefit.runtime.meeting import TIMEOUT
 from pipefit.runtime.progress import SAVING
 from pipefit.runtime.session import Session
 from pipefit.spec.files import encode, sync_folder
-from pipefit.spec.sealed import FileEntry, seal, write_file
+from pipefit.spec.sealed import seal, write_file
 
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
 _METADATA = {"format": "pt"}
