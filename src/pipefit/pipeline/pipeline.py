@@ -374,8 +374,7 @@ class Pipeline:
             path: directory of the run; the checkpoint becomes `path/step-000300`, whole or not at all.
             extra: JSON data that `load` returns, such as the position in the data.
             keep: number of the newest checkpoints that stay; None: all.
-            wait: for the files; else only for a copy in the host's memory, which a thread writes: see
-                `pipefit.checkpoint.save`. The next save or load and the end of `fit` wait for it.
+            wait: for the files; else for a copy that a thread writes; the next save or load and the end of `fit` wait.
 
         Returns:
             The directory of the checkpoint.
