@@ -209,7 +209,7 @@ def test_a_run_says_what_it_chose_before_anything_is_loaded(settings, monkeypatc
         "micro-batches  chosen with the schedule (--microbatches)",
         "checkpoints    none without -o FOLDER",
         "loading torch …",
-        "checkpoints  at the end, in x (--checkpoint-every)",
+        "checkpoints  by time, in at most 3 % of it, and at the end, in x; the newest 3 stay (--checkpoint-every)",
         "loading torch …",
     ]
     first, second = (config.request for config, *_ in settings)
