@@ -85,7 +85,9 @@ def test_a_training_goes_on_and_its_report_says_so(tmp_path, capsys):
     assert len(_losses(plain)) == 400 and _losses(faulty) == _losses(plain)
     assert "fault: rank 1 failed" in printed and "resumed after step" in printed
     fault, recovery = json.loads((faulty / "run.json").read_text())["result"]["faults"]
-    assert "SIGKILL" in fault["fault"] and recovery["resumed"] % 4 == 0 and recovery["lost"] <= 4
+    assert (
+        "SIGKILL" in fault["fault"] and recovery["resumed"] % 4 == 0 and recovery["lost"] <= 8
+    )  # one may be half written
     page = (faulty / "report.html").read_text()
     assert "<h2>Faults</h2>" in page and "rank 1 failed" in page
 

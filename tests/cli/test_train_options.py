@@ -51,7 +51,8 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "model=mlp option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
         "recompute=layer plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x "
         "resume=runs/y "
-        "checkpoint_every=8 sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
+        "checkpoint_every=8 checkpoint_share=0.1 keep_checkpoints=5 "
+        "sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
         "patience=3 log=csv compile no_decay=bias,norm nonfinite=skip"
@@ -208,7 +209,7 @@ def test_a_run_says_what_it_chose_before_anything_is_loaded(settings, monkeypatc
         "micro-batches  chosen with the schedule (--microbatches)",
         "checkpoints    none without -o FOLDER",
         "loading torch …",
-        "checkpoints  at the end, in x (--checkpoint-every)",
+        "checkpoints  by time, in at most 3 % of it, and at the end, in x; the newest 3 stay (--checkpoint-every)",
         "loading torch …",
     ]
     first, second = (config.request for config, *_ in settings)

@@ -159,14 +159,16 @@ def test_an_asynchronous_segment_tells_its_steps_at_its_end():
 def test_a_checkpoint_is_told_with_its_path(tmp_path):
     pipe, listener = pipeline(), Listener()
     pipe.fit(batches(3), callbacks=[listener, pf.Checkpoints(pipe, tmp_path, every=2)])
-    events = [("step", 1), ("step", 2), ("checkpoint", 2), ("step", 3), ("end", 3), ("checkpoint", 3)]
-    assert listener.events == events
+    events = [("step", 1), ("step", 2), ("step", 3), ("end", 3), ("checkpoint", 3)]
+    # The second step's is written while training goes on.
+    assert listener.events.index(("checkpoint", 2)) > 1
+    assert [event for event in listener.events if event != ("checkpoint", 2)] == events
     assert [record.path.name for event, record in listener.told if event == "checkpoint"] == [
         "step-000002",
         "step-000003",
     ]
     pipe.save(tmp_path)  # no training: nobody is told
-    assert listener.events == events
+    assert len(listener.events) == 6
     second = pipeline()
     second.load(tmp_path / "step-000002")
     second.fit(batches(3)[2:])

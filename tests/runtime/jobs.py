@@ -12,7 +12,7 @@ import torch
 from tests.pipelines import grouped
 from torch import Tensor, nn
 
-from pipefit import Pipeline
+from pipefit import Checkpoints, Pipeline
 from pipefit.checkpoint import commit, export
 from pipefit.errors import PipefitError
 from pipefit.runtime.session import current
@@ -162,7 +162,7 @@ def stop_rank_1_in(what: str, place: str) -> None:
     if what == "load":
         pipe.save(place)
     if current().rank:
-        if what == "save":
+        if what in ("save", "behind"):
             commit.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "evaluate":
             _at(1, 0, lambda: os.kill(os.getpid(), signal.SIGSTOP))
@@ -170,6 +170,9 @@ def stop_rank_1_in(what: str, place: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
     if what in ("save", "load"):
         getattr(pipe, what)(place)
+    elif what == "behind":
+        pipe.save(place, wait=False)
+        pipe.fit(batches()[:1])
     elif what == "evaluate":
         pipe.evaluate(batches()[:1])
     elif what != "leave":
@@ -194,6 +197,32 @@ def save_slowly(place: str) -> None:
     pipe = pipeline()
     pipe.fit(batches()[:1])
     pipe.save(place)
+
+
+def save_behind(place: str, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Seven steps: the third one is saved by the clock of rank 0, and again where training waits for it.
+
+    Those after it are saved too; on rank 1 the disk is full while the fourth one is written.
+    """
+    pipe, original, now = pipeline(**options), commit.write_tensors, [0.0]
+
+    def full(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def clock() -> float:
+        return now[0] if pipe.rank == 0 else 0.0
+
+    def follow(record: Any) -> None:
+        pipe._session.settle()
+        now[0] = 30.0 * record.step
+        if pipe.rank == 1:
+            commit.write_tensors = full if record.step == 4 else original
+
+    save = Checkpoints(pipe, f"{place}/behind", share=1.0, clock=clock)
+    losses = pipe.fit(batches(7)[:3], callbacks=[follow, save])
+    pipe.save(f"{place}/waited")
+    losses += pipe.fit(batches(7)[3:], callbacks=[follow, Checkpoints(pipe, f"{place}/behind", 1, 0)])
+    return losses, pipe.state_dict()
 
 
 class Failing(nn.Module):

@@ -9,6 +9,7 @@ from tests.runtime import jobs
 from torch import Tensor
 
 from pipefit import Checkpoints
+from pipefit.checkpoint import commit
 from pipefit.checkpoint.memory import EVERY, recall
 from pipefit.pipeline import request
 from pipefit.runtime.meeting import MEMORY
@@ -40,6 +41,19 @@ def train(place: str, options: dict[str, Any], fault: tuple[str, int, int, int] 
     for half in (data[: count // 2], data[count // 2 :]):
         losses += pipe.fit(half, callbacks=[Checkpoints(pipe, place, every=3)] if place else ())
     return losses, pipe.state_dict(), pipe.plan.num_processes
+
+
+def train_and_die_while_saving(place: str) -> Result:
+    """Rank 1 dies as it writes the sixth step in the background."""
+    original = commit.write_tensors
+
+    def dying(path: Path, *args: Any) -> Any:
+        if current().start.restart == 0 and current().rank == 1 and "step-000006" in str(path):
+            kill()
+        return original(path, *args)
+
+    commit.write_tensors = dying
+    return train(place, {}, None)
 
 
 def train_by_measured_plan(fault: tuple[str, int, int, int]) -> tuple[int, ...]:

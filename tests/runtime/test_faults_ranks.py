@@ -89,6 +89,22 @@ def test_a_rank_that_cannot_save_is_heard_by_all_and_nothing_is_committed(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("options", [{}, {"replicas": 2, "microbatches": 4, "shard_optimizer": True}])
+def test_ranks_write_a_checkpoint_while_training_goes_on(options, tmp_path):
+    num_ranks = 4 if options else 2
+    (losses, state), *_ = launch(jobs.save_behind, num_ranks, str(tmp_path), options, quiet=True)
+    expected = jobs.pipeline(**options)
+    assert expected.fit(jobs.batches(7)) == losses
+    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+    behind, waited = tmp_path / "behind", tmp_path / "waited"
+    assert sorted(path.name for path in behind.iterdir()) == [f"step-{step:06d}" for step in (3, 5, 6, 7)]
+    files = sorted((waited / "step-000003").iterdir())
+    assert len(files) == num_ranks + 1
+    assert [file.read_bytes() for file in files] == [
+        file.read_bytes() for file in sorted((behind / "step-000003").iterdir())
+    ]
+
+
 def test_ranks_that_derive_different_programs_are_refused_before_the_first_step():
     with pytest.raises(InvalidProgramError, match="rank 1 is about to run another program than rank 0"):
         launch(jobs.train_another_program_on_one_rank, 2, quiet=True)
@@ -108,7 +124,7 @@ def test_a_stopped_rank_is_named_within_the_deadline(program):
     assert "rank 1 waits for" in text and "detected by rank 1" in text
 
 
-@pytest.mark.parametrize("what", ["save", "load", "evaluate", "report", "state_dict", "leave"])
+@pytest.mark.parametrize("what", ["save", "behind", "load", "evaluate", "report", "state_dict", "leave"])
 def test_a_stopped_rank_is_named_wherever_another_waits_for_it(what, tmp_path):
     with pytest.raises(LaunchError, match=r"rank 1 is stopped \(by SIGSTOP or a debugger\)") as failure:
         launch(jobs.stop_rank_1_in, 2, what, str(tmp_path / "run"), quiet=True, deadline_s=1.0)

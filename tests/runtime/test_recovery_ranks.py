@@ -40,6 +40,14 @@ def test_a_killed_rank_is_started_again_and_the_run_resumes_from_the_newest_chec
     assert recovery["lost"] in (0, 1) and recovery["seconds"] > 0 and recovery["source"].endswith("step-000004")
 
 
+def test_a_rank_killed_while_a_thread_writes_leaves_the_checkpoint_before(tmp_path, undisturbed):
+    place, logs = tmp_path / "checkpoints", tmp_path / "logs"
+    for found in launch(recovery_jobs.train_and_die_while_saving, 2, str(place), folder=logs, quiet=True, recover=1):
+        _same(found, undisturbed)
+    assert noted(logs)[1]["resumed"] == 4
+    assert not list(place.glob(".tmp-*"))
+
+
 def test_a_rank_that_hangs_is_found_and_started_again(tmp_path, undisturbed):
     at = _first(jobs.pipeline().program, 0, Op.FWD)
     place, logs = str(tmp_path / "checkpoints"), tmp_path / "logs"

@@ -3,7 +3,8 @@
     temporary directory ─► rank files, each forced to disk ─► all ranks report ─► any error: no commit
                         ─► manifest, forced to disk ─► rename ─► parent forced to disk ─► older checkpoints to the trash
 
-A run killed at any point leaves either no new checkpoint or a whole one, and never changes earlier ones.
+A run killed at any point leaves either no new checkpoint or a whole one, and never changes earlier ones. The training
+waits for all of this, or only for a copy of its tensors, from which a thread does the same.
 """
 
 from __future__ import annotations
@@ -15,31 +16,74 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch.distributed as dist
 from torch import Tensor
 
-from pipefit.checkpoint.manifest import MANIFEST, Manifest, Optimization, candidates, step_name
+from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded_optimizer import whole_states
 from pipefit.checkpoint.state import aliases_of, saved_forms, saved_stages, saved_tensors
-from pipefit.checkpoint.tensor_files import write_tensors
+from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt
+from pipefit.runtime.meeting import TIMEOUT
 from pipefit.runtime.progress import SAVING
+from pipefit.runtime.session import Session
 from pipefit.spec.files import encode, sync_folder
-from pipefit.spec.sealed import FileEntry, seal, write_file
+from pipefit.spec.sealed import seal, write_file
 
 _TEMPORARY, _TRASH = ".tmp-", ".trash-"
+_METADATA = {"format": "pt"}
 _log = logging.getLogger("pipefit.checkpoint")
 
 
+class Part(NamedTuple):
+    """The part of a checkpoint that one rank writes, or has copied.
+
+    Attributes:
+        name: of its file; "": another process of the rank writes it.
+        forms: tensors of the saved shapes and types, by name.
+        values: in their order, each valid until the next; all must be walked.
+        facts: for the manifest.
+    """
+
+    name: str
+    forms: dict[str, Tensor]
+    values: Iterable[Tensor]
+    facts: dict[str, Any]
+
+
+class _Order(NamedTuple):
+    """The checkpoint that is to be written.
+
+    Attributes:
+        path: its directory.
+        facts: on rank 0, those of its manifest that no part has.
+        keep, spared: see `save`.
+    """
+
+    path: Path
+    facts: dict[str, Any]
+    keep: int | None
+    spared: Container[str]
+
+
 def save(
-    pipeline: Trained, directory: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None
+    pipeline: Trained,
+    directory: str | Path,
+    *,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    spared: Container[str] = (),
+    wait: bool = True,
 ) -> Path:
     """Saves a run: weights, optimizer states and the position of the training. Every rank must call it.
 
@@ -48,6 +92,9 @@ def save(
         directory: of the run, on a file system that all ranks see; the checkpoint is `step-000300` inside it.
         extra: JSON data of the caller, returned by `load`. That of rank 0 counts.
         keep: number of the newest checkpoints that stay; None: all.
+        spared: names of checkpoints that stay in any case, on rank 0.
+        wait: for the files; else only for a copy in the host's memory, from which a thread writes them. Where that
+            fails there is a warning and no checkpoint. Spilled stages are written at once: a copy may not fit.
 
     Returns:
         The directory of the new checkpoint.
@@ -55,40 +102,100 @@ def save(
     Raises:
         PipefitError: on every rank, and nothing is committed: the disk is full, the path is a file, …
     """
-    session = pipeline._session
-    place = Path(directory)
-    first = session.rank == 0
-    with session.at(SAVING):
-        made = attempt(lambda: _begin(place, pipeline.num_updates, extra, keep) if first else "")
-        temporary = place / agree(session, made)[0]
-        try:
-            with whole_states(pipeline):
-                reports = agree(session, attempt(lambda: write_ranks(pipeline, temporary)))
-            done = attempt(lambda: _commit(pipeline, temporary, reports, extra or {}) if first else "")
-            path = place / agree(session, done)[0]
-        except PipefitError:
-            if first:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        if first and keep is not None:
-            _retain(place, path, keep)
+    session, place, record = pipeline._session, Path(directory), pipeline.loop.callbacks.last
+    session.settle()
+    facts: dict[str, Any] = {}
+    parts: list[Part] = []
+    is_copied = not wait and pipeline.program.header.spill is None
+
+    def prepared() -> str:
+        parts.extend(map(_copied, parts_of(pipeline) if is_copied else ()))
+        if session.rank:
+            return ""
+        facts.update(_facts(pipeline, extra, keep))
+        return _free_name(place, pipeline.num_updates)
+
+    def tell(outcome: dict[str, Any]) -> None:
+        if "error" not in outcome:
+            pipeline.loop.callbacks.follow("checkpoint", record, path=path)
+
+    with session.at(SAVING), whole_states(pipeline):
+        path = place / agree(session, attempt(prepared))[0]
+        order = _Order(path, facts, keep, spared)
+        if is_copied:
+            work = partial(_attempted, _beside(session), order, parts)
+            session.background.start(work, tell, must_end=not session.is_distributed)
+            return path
+        write = _written if wait else _attempted
+        outcome = write(session, order, parts_of(pipeline))
+    tell(outcome)
     return path
 
 
-def _begin(place: Path, step: int, extra: dict[str, Any] | None, keep: int | None) -> str:
-    """Makes the temporary directory and removes those of killed runs."""
+def _beside(session: Session) -> Session:
+    """The session of the thread: with a process group of its own, and a position that others do not see."""
+    if session.is_distributed and session.background.group is None:
+        with session.progress.waiting():
+            session.background.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    return replace(session, group=session.background.group, progress=session.background.progress)
+
+
+def _facts(pipeline: Trained, extra: dict[str, Any] | None, keep: int | None) -> dict[str, Any]:
+    """The facts of the manifest that no part has, as they are now."""
     if keep is not None and keep < 1:
         raise PipefitError(f"keep: expected at least 1 checkpoint, got {keep}")
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as problem:
         raise PipefitError(f"extra: expected JSON data (numbers, text, lists, dicts): {problem}") from None
+    facts: dict[str, Any] = msgspec.to_builtins(manifest_of(pipeline, [], extra or {}))
+    return facts
+
+
+def _free_name(place: Path, step: int) -> str:
+    """The name of a new checkpoint; a second one of a step replaces nothing."""
+    taken = 0
+    try:
+        while (place / step_name(step, taken)).exists():
+            taken += 1
+    except OSError as problem:
+        raise explained(problem, place) from None
+    return step_name(step, taken)
+
+
+def _attempted(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str, Any]:
+    """Writes a checkpoint, or says why there is none."""
+    outcome = attempt(lambda: _written(session, order, parts))
+    if "error" in outcome and session.rank == 0:
+        _log.warning("%s is not saved, training goes on: %s", order.path, outcome["error"])
+    return outcome
+
+
+def _written(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str, Any]:
+    """Writes and commits a checkpoint. Every rank must call it."""
+    place, first = order.path.parent, session.rank == 0
+    temporary = place / agree(session, attempt(lambda: _begin(order) if first else ""))[0]
+    try:
+        reports = agree(session, attempt(lambda: write_parts(session, parts, temporary)))
+        agree(session, attempt(lambda: _commit(order, temporary, reports) if first else None))
+    except PipefitError:
+        if first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if first and order.keep is not None:
+        _retain(order)
+    return {}
+
+
+def _begin(order: _Order) -> str:
+    """Makes the temporary directory and removes those of killed runs."""
+    place = order.path.parent
     try:
         make_folder(place)
         for path in place.iterdir():
             if path.name.startswith((_TEMPORARY, _TRASH)):
                 shutil.rmtree(path, ignore_errors=True)
-        name = f"{_TEMPORARY}{step_name(step)}-{uuid.uuid4().hex[:8]}"
+        name = f"{_TEMPORARY}{order.path.name}-{uuid.uuid4().hex[:8]}"
         (place / name).mkdir()
     except OSError as problem:
         raise explained(problem, place) from None
@@ -102,40 +209,59 @@ def make_folder(place: Path) -> None:
         sync_folder(place.parent)
 
 
-def write_ranks(pipeline: Trained, temporary: Path, among: Container[int] | None = None) -> dict[str, Any]:
-    """Writes the files of this process's ranks; returns the facts about them for the manifest.
+def parts_of(pipeline: Trained, among: Container[int] | None = None) -> Iterator[Part]:
+    """The parts of this process's ranks, one after the other.
 
     Args:
         pipeline: inside `whole_states`.
-        temporary: the folder.
         among: the first replica of a stage among these ranks writes it; None: among all.
     """
-    files: list[FileEntry] = []
-    optimization: list[Optimization] = []
-    aliases: dict[str, str] = {}
     for worker in pipeline.workers:
         stages = saved_stages(pipeline.plan, worker, among)
         forms = {name: form for stage in stages for name, form in saved_forms(worker, stage).items()}
-        values = _alive(pipeline, (value for stage in stages for value in saved_tensors(worker, stage)))
-        path = temporary / f"rank-{worker.rank}.safetensors"
+        values = (value for stage in stages for value in saved_tensors(worker, stage))
+        if not worker.mesh.is_first:
+            yield Part("", forms, values, {})
+            continue
+        facts = {"aliases": aliases_of(worker, stages), "optimization": optimization_of(worker, stages)}
+        yield Part(f"rank-{worker.rank}.safetensors", forms, values, msgspec.to_builtins(facts))
+
+
+def _copied(part: Part) -> Part:
+    """A part whose values are copies in the host's memory."""
+    header(part.forms, _METADATA)  # refuses at once what the file cannot hold
+    values = [value.detach().to("cpu", copy=True) for value in part.values if part.name]
+    return part._replace(forms=dict(zip(part.forms, values, strict=False)), values=values)
+
+
+def write_ranks(pipeline: Trained, temporary: Path, among: Container[int] | None = None) -> dict[str, Any]:
+    """Writes the parts of this process's ranks; see `parts_of` and `write_parts`."""
+    return write_parts(pipeline._session, parts_of(pipeline, among), temporary)
+
+
+def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dict[str, Any]:
+    """Writes the files of parts into a folder; returns the facts about them for the manifest."""
+    report: dict[str, Any] = {"files": [], "aliases": {}, "optimization": []}
+    for part in parts:
+        path, values = temporary / part.name, _alive(session, part.values)
         try:
-            if worker.mesh.is_first:
-                files.append(write_tensors(path, forms, {"format": "pt"}, values))
-                aliases |= aliases_of(worker, stages)
-                optimization += optimization_of(worker, stages)
+            if part.name:
+                report["files"].append(msgspec.to_builtins(write_tensors(path, part.forms, _METADATA, values)))
+                report["aliases"] |= part.facts["aliases"]
+                report["optimization"] += part.facts["optimization"]
         except OSError as problem:
-            raise explained(problem, path, sum(form.nbytes for form in forms.values())) from None
+            raise explained(problem, path, sum(form.nbytes for form in part.forms.values())) from None
         finally:
             # The processes of a rank wait for each other at each value: all are walked, even when the disk is full.
             for _ in values:
                 pass
-    return msgspec.to_builtins({"files": files, "aliases": aliases, "optimization": optimization})
+    return report
 
 
-def _alive(pipeline: Trained, values: Iterator[Tensor]) -> Iterator[Tensor]:
+def _alive(session: Session, values: Iterable[Tensor]) -> Iterator[Tensor]:
     """The values; each is a sign of life for ranks that wait."""
     for value in values:
-        pipeline._session.progress.again()
+        session.progress.again()
         yield value
 
 
@@ -148,37 +274,40 @@ def manifest_of(pipeline: Trained, reports: Sequence[dict[str, Any]], extra: dic
         "seed": pipeline._training.seed,
         "schedule": pipeline.plan.schedule,
         "plan": hashlib.sha256(msgspec.json.encode(encode("plan", pipeline.plan))).hexdigest()[:16],
-        "files": [entry for report in reports for entry in report["files"]],
-        "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
-        "optimization": [record for report in reports for record in report["optimization"]],
         "extra": extra,
         "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
         "position": pipeline.position.state(),
     }
-    return msgspec.convert(data, Manifest)
+    return _with_files(data, reports)
 
 
-def _commit(pipeline: Trained, temporary: Path, reports: list[dict[str, Any]], extra: dict[str, Any]) -> str:
-    """On rank 0: writes the manifest and renames the directory; returns the checkpoint's name."""
-    place = temporary.parent
-    manifest = seal(encode("checkpoint", manifest_of(pipeline, reports, extra)), indent=1)
+def _with_files(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Manifest:
+    of_files = {
+        "files": [entry for report in reports for entry in report["files"]],
+        "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
+        "optimization": [record for report in reports for record in report["optimization"]],
+    }
+    return msgspec.convert(facts | of_files, Manifest)
+
+
+def _commit(order: _Order, temporary: Path, reports: list[dict[str, Any]]) -> None:
+    """On rank 0: writes the manifest and renames the directory."""
+    manifest = seal(encode("checkpoint", _with_files(order.facts, reports)), indent=1)
     try:
         write_file(temporary / MANIFEST, [manifest.encode()])
         sync_folder(temporary)
-        taken = 0
-        while (path := place / step_name(pipeline.num_updates, taken)).exists():
-            taken += 1
-        temporary.rename(path)
-        sync_folder(place)
+        temporary.rename(order.path)
+        sync_folder(order.path.parent)
     except OSError as problem:
-        raise explained(problem, place) from None
-    return path.name
+        raise explained(problem, order.path.parent) from None
 
 
-def _retain(place: Path, newest: Path, keep: int) -> None:
+def _retain(order: _Order) -> None:
     """Removes the oldest checkpoints: by a rename first, so that none is ever incomplete."""
-    others = [path for path in candidates(place) if path != newest]
-    for path in others[keep - 1 :]:
+    assert order.keep is not None
+    place = order.path.parent
+    others = [path for path in candidates(place) if path != order.path and path.name not in order.spared]
+    for path in others[order.keep - 1 :]:
         trash = place / f"{_TRASH}{path.name}-{uuid.uuid4().hex[:8]}"
         try:
             path.rename(trash)

@@ -61,6 +61,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
         PipefitError: there is no valid checkpoint.
     """
     session = pipeline._session
+    session.settle()
     with session.at(SAVING):
         path, manifest, skipped = _choose(session, Path(directory))
         take(pipeline, manifest, lambda: contents(path, manifest), weights_only)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pipefit.ir.program import Program
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
@@ -20,6 +21,7 @@ class Trained(Protocol):
 
     layers: list[NamedLayer]
     plan: Plan
+    program: Program
     _session: Session
     _training: Training
     loop: Any

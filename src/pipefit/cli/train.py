@@ -95,9 +95,11 @@ def _how_to_resume(settings: RunConfig) -> str:
     if not step and settings.output:
         from pipefit.checkpoint.manifest import step_of
 
-        # A checkpoint has its name only when it is whole.
-        saved = checkpoints_of(settings.output).glob("step-*")
-        step, place = max(map(step_of, saved), default=0), settings.output
+        # A checkpoint has its name only when it is whole. Those of an earlier run may have more steps.
+        saved = sorted(checkpoints_of(settings.output).glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
+        step = step_of(saved[-1]) if saved else 0
+        is_most = step == max(map(step_of, saved), default=0)
+        place = settings.output if is_most else str(saved[-1])
     return f"step {step} is saved; resume with:\n  {_resuming(str(place))}" if step else ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +14,13 @@ from typing import Any, Final
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from pipefit.checkpoint.commit import save
+from pipefit.checkpoint.manifest import candidates, step_of
 from pipefit.errors import PipefitError, PlanError
+from pipefit.pipeline.intervals import Interval
+from pipefit.runtime.collectives import from_first
 from pipefit.runtime.signals import Stop
+from pipefit.spec.options import Saves
 
 _EVENTS = ("step", "evaluation", "checkpoint", "end")
 
@@ -102,7 +108,8 @@ class Callbacks:
 
     def notify(self, record: Record, event: str = "step") -> None:
         """Calls the methods for an event."""
-        self.last = record
+        if self.last is None or record.step >= self.last.step:
+            self.last = record
         for one in self._all:
             usual = one if event == "step" and callable(one) else None
             method: Callable[[Record], Any] | None = getattr(one, event, usual)
@@ -112,10 +119,10 @@ class Callbacks:
                 except StopIteration:
                     self._stop.wanted = True
 
-    def follow(self, event: str, **facts: Any) -> None:
-        """Calls the methods for an event that follows the last step, if there was a step."""
-        if self.last is not None:
-            self.notify(replace(self.last, **facts), event)
+    def follow(self, event: str, record: Record | None = None, **facts: Any) -> None:
+        """Calls the methods for an event that follows a step, or the last one, if there was a step."""
+        if (record := record or self.last) is not None:
+            self.notify(replace(record, **facts), event)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -130,27 +137,79 @@ class Callbacks:
 class Checkpoints:
     """Saves checkpoints of a training, also when it ends. A run that was started again after a fault resumes from them.
 
+    Those before the end are written in the background; see `Pipeline.save`.
+
     Args:
         pipe: that is trained.
         folder: see `Pipeline.save`.
-        every: steps between checkpoints; 0: only at the end.
-        keep: number of the newest checkpoints that stay; None: all.
+        every: steps between checkpoints; 0: only at the end; None: seconds between them follow from `share`, see
+            `pipefit.pipeline.intervals`. An asynchronous schedule, which drains for each, then saves only at the end.
+        keep: number of the newest checkpoints that stay, not counting those that were in the folder when this training
+            began; 0: all.
+        share: see `Saves.share`.
+        clock: returns seconds.
     """
 
-    def __init__(self, pipe: Any, folder: str | Path, every: int = 0, keep: int | None = None) -> None:
-        self._pipe, self.folder, self.every, self._keep = pipe, Path(folder), every, keep
-        self._saved = -1
+    def __init__(
+        self,
+        pipe: Any,
+        folder: str | Path,
+        every: int | None = None,
+        keep: int | None = Saves.keep,
+        share: float = Saves.share,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pipe, self.folder, self._every, self._keep = pipe, Path(folder), every or 0, keep or None
+        self._interval = Interval(share, clock) if every is None and pipe.schedule.is_synchronous else None
+        self._next = 1
+        self._saved, self._clock = -1, clock
+        self._earlier: frozenset[str] | None = None
+
+    @property
+    def every(self) -> int:
+        """The training pauses at multiples of this number of steps; 0: nowhere."""
+        return self._every if self._interval is None else self._next
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
-        if self.every and record.step % self.every == 0:
+        self._look_around(record.step)
+        if self._is_due(record.step):
+            began = self._clock()
+            self._save(wait=False)
+            if self._interval is not None:
+                self._interval.saved(self._clock() - began)
+
+    def checkpoint(self, record: Record) -> None:
+        """Notes a checkpoint that is whole."""
+        if record.path is not None and record.path.parent == self.folder:
             self._saved = record.step
-            self._pipe.save(self.folder, keep=self._keep)
 
     def end(self, record: Record) -> None:
         """Saves a checkpoint, unless that of the last step exists."""
+        self._look_around(record.step)
+        self._pipe._session.settle()
         if self._saved != record.step:
-            self._pipe.save(self.folder, keep=self._keep)
+            self._save(wait=True)
+
+    def _is_due(self, step: int) -> bool:
+        if self._interval is None:
+            return self._every > 0 and step % self._every == 0
+        if step < self._next:
+            return False
+        look, background = self._interval.look, self._pipe._session.background
+        # By the clock of the first rank.
+        is_due, self._next = from_first(self._pipe._session, lambda: look(step, background.is_busy, background.cpu_s))
+        return bool(is_due)
+
+    def _look_around(self, step: int) -> None:
+        """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
+        if self._earlier is None:
+            is_mine = self._pipe.rank == 0 and self.folder.is_dir()
+            found = candidates(self.folder) if is_mine else []
+            self._earlier = frozenset(path.name for path in found if not 0 < step_of(path) < step)
+
+    def _save(self, wait: bool) -> None:
+        save(self._pipe, self.folder, keep=self._keep, spared=self._earlier or (), wait=wait)
 
 
 class EarlyStopping:
@@ -173,7 +232,7 @@ class EarlyStopping:
         if record.held_out_loss < self._best:
             self._best, self._since = record.held_out_loss, 0
             if self._folder is not None:
-                self._pipe.save(self._folder, keep=1)
+                self._pipe.save(self._folder, keep=1, wait=False)
         return STOP if 0 < self._patience <= self._since else None
 
     def end(self, record: Record) -> None:

@@ -363,7 +363,9 @@ class Pipeline:
                     stage.load_state_dict(state)
         commit_step(self, self.notes, now=True)
 
-    def save(self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None) -> Path:
+    def save(
+        self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None, wait: bool = True
+    ) -> Path:
         """Saves weights (the user's names, safetensors), optimizers and the position of the training.
 
         Every rank of a run must call it, between two steps or in a callback.
@@ -372,6 +374,7 @@ class Pipeline:
             path: directory of the run; the checkpoint becomes `path/step-000300`, whole or not at all.
             extra: JSON data that `load` returns, such as the position in the data.
             keep: number of the newest checkpoints that stay; None: all.
+            wait: for the files; else for a copy that a thread writes; the next save or load and the end of `fit` wait.
 
         Returns:
             The directory of the checkpoint.
@@ -379,9 +382,7 @@ class Pipeline:
         Raises:
             PipefitError: it could not be saved; earlier checkpoints are unchanged.
         """
-        saved = save(self, path, extra=extra, keep=keep)
-        self.loop.callbacks.follow("checkpoint", path=saved)
-        return saved
+        return save(self, path, extra=extra, keep=keep, wait=wait)
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes a folder that transformers reads with `from_pretrained`: configuration, weights, tokenizer.

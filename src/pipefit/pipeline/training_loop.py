@@ -137,6 +137,7 @@ class TrainingLoop:
             if why != "SIGTERM" and evaluate is not None and losses and self._evaluated != self.num_updates:
                 self._evaluate(evaluate)
             self.callbacks.follow("end", ended=why)
+            self._engine.session.settle()
         except _RefusedStepError as refused:
             self.callbacks.follow("end", ended="not finite")
             last = self.callbacks.last
@@ -244,6 +245,8 @@ class TrainingLoop:
                 value = None if norm is None or not norm.isfinite() else float(norm)
                 figures = rates, value, samples, tokens or None, bubble, tuple(memory), self.metrics
                 self.callbacks.notify(Record(step, loss, now - self._began, *figures))
+        if not self._engine.session.background.is_busy:
+            self._engine.session.settle()
         return losses
 
     def _rates(self, runs: Sequence[Execution], step: int) -> tuple[float, ...]:

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pipefit.errors import PipefitError
 from pipefit.pipeline.loggers import check_installed
+from pipefit.schedules import find
 from pipefit.spec import Plan
-from pipefit.spec.options import AUTO, Precision, Request, Spilled, Updates, as_flat, check_least, setting
+from pipefit.spec.options import AUTO, Precision, Request, Saves, Spilled, Updates, as_flat, check_least, setting
 from pipefit.units import counted
 
 _MOST_CORES = 4
@@ -43,7 +44,7 @@ class RunConfig:
         warmup: steps of linear warm-up; then a cosine down to 5 %.
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
-        checkpoint_every: steps between checkpoints; 0: only at the end.
+        saves: checkpoints in the folder.
         evaluate_every: steps between evaluations on held-out data; the best weights are kept; 0: only at the end.
         patience: evaluations without a better loss after which training ends; 0: no limit.
         log: further form of the figures of every step: csv, tensorboard or wandb; may be repeated.
@@ -66,7 +67,7 @@ class RunConfig:
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
     output: str = setting("", "--output", "-o")
     resume: str = ""
-    checkpoint_every: int = setting(0, least=0)
+    saves: Saves = field(default_factory=Saves)
     evaluate_every: int = setting(0, least=0)
     patience: int = setting(0, least=0)
     log: Sequence[str] = setting((), typed=list[Literal["csv", "tensorboard", "wandb"]])
@@ -147,15 +148,29 @@ def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
     if request.microbatches is None and not is_own:
         said = "chosen with the schedule" if is_auto else str(request.num_microbatches)
         found.append(("micro-batches", f"{said} (--microbatches)"))
-    every = f"every {config.checkpoint_every} steps and " if config.checkpoint_every else ""
-    place = f"{every}at the end, in {config.output} (--checkpoint-every)" if config.output else "none without -o FOLDER"
-    return [*found, ("checkpoints", place)]
+    return [*found, ("checkpoints", _saving(config))]
+
+
+def _saving(config: RunConfig) -> str:
+    """The checkpoints of a run, in words."""
+    saves, request = config.saves, config.request
+    if not config.output:
+        return "none without -o FOLDER"
+    schedule = Plan.load(request.plan).schedule if request.plan and Path(request.plan).is_file() else request.schedule
+    every = f"every {saves.every} steps, and " if saves.every else ""
+    # An asynchronous schedule drains for each, which changes its numbers.
+    if saves.every is None and (schedule == AUTO or find(schedule or "").is_synchronous):
+        every = f"by time, in at most {100 * saves.share:g} % of it, and "
+    kept = f"; the newest {saves.keep} stay" if saves.keep and every else ""
+    return f"{every}at the end, in {config.output}{kept} (--checkpoint-every)"
 
 
 _FREE = (
     "output",
     "resume",
     "checkpoint_every",
+    "checkpoint_share",
+    "keep_checkpoints",
     "evaluate_every",
     "patience",
     "log",

@@ -221,7 +221,8 @@ def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[An
     found: list[Any] = [observer]
     if folder is not None:
         found += [json_log(folder / METRICS), *(log_named(name, folder) for name in config.log)]
-        found += [Checkpoints(pipe, checkpoints_of(folder), config.checkpoint_every)]
+        saves = config.saves
+        found += [Checkpoints(pipe, checkpoints_of(folder), saves.every, saves.keep, saves.share)]
         found += [LatestTimeline(pipe, folder, config.steps)] if pipe.schedule.is_synchronous else []
     return [*found, EarlyStopping(pipe, config.patience, folder / "best" if folder else None)]
 

@@ -23,7 +23,7 @@ def exchange(session: Session, data: Any) -> list[Any]:
     if not session.is_distributed:
         return [json.loads(json.dumps(data))]
     with session.progress.waiting():
-        return exchange_in_group(data)
+        return exchange_in_group(data, session.group)
 
 
 def exchange_in_group(data: Any, group: Any = None, device: torch.device | str = "cpu") -> list[Any]:
@@ -60,14 +60,14 @@ def sum_table(session: Session, table: Tensor) -> Tensor:
 
 def start_sum(session: Session, table: Tensor) -> Any:
     """Begins `sum_table`; returns the work to wait for, None in a run of one process."""
-    return dist.all_reduce(table, async_op=True) if session.is_distributed else None
+    return dist.all_reduce(table, group=session.group, async_op=True) if session.is_distributed else None
 
 
 def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
     """Returns the tensor with the values of process `source`, written in place."""
     if session.is_distributed:
         with session.progress.waiting():
-            dist.broadcast(tensor, source)
+            dist.broadcast(tensor, source, group=session.group)
     return tensor
 
 
@@ -75,7 +75,7 @@ def meet(session: Session) -> None:
     """Waits until every process is here."""
     if session.is_distributed:
         with session.progress.waiting():
-            dist.barrier()
+            dist.barrier(group=session.group)
 
 
 def attempt(function: Callable[[], Any]) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from pipefit.ir.program import Program
+from pipefit.runtime.background import Background
 from pipefit.runtime.meeting import Start, meet
-from pipefit.runtime.progress import JOINING, LEAVING, OUTSIDE, Progress, progress_file
+from pipefit.runtime.progress import JOINING, LEAVING, OUTSIDE, SAVING, Progress, progress_file
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
@@ -35,6 +37,8 @@ class Session:
         watchdog: ends this rank when it hangs; None in a run of one process.
         stop: whether this process was asked to stop.
         start: of the run: the first one, or another one after a fault.
+        group: the process group of small collectives; None: the default one.
+        background: the checkpoint that is being written while the training goes on.
     """
 
     rank: int
@@ -48,6 +52,8 @@ class Session:
     watchdog: Watchdog | None = None
     stop: Stop = field(default_factory=Stop)
     start: Start = field(default_factory=Start)
+    group: Any = None
+    background: Background = field(default_factory=Background)
 
     @property
     def is_distributed(self) -> bool:
@@ -71,6 +77,12 @@ class Session:
         finally:
             # The instruction at which a pass ended is over.
             self.progress.at(min(before, OUTSIDE))
+
+    def settle(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one."""
+        if self.background.is_open:
+            with self.at(SAVING):
+                self.background.settle(self.progress)
 
 
 _session: Session | None = None
@@ -122,6 +134,8 @@ def leave() -> None:
     """Leaves the process group, once all ranks are done; without this a finished worker sometimes aborts at exit."""
     global _session
     if dist.is_initialized():
+        if _session is not None:
+            _session.settle()
         with _session.at(LEAVING) if _session else contextlib.nullcontext():
             for finish in _session.before_leaving if _session else ():
                 finish()

@@ -160,6 +160,24 @@ class Updates:
 
 
 @dataclass(frozen=True)
+class Saves:
+    """The checkpoints of a training.
+
+    Attributes:
+        every: steps between checkpoints; 0: only at the end; default: by time, see --checkpoint-share.
+        share: largest part of the time that goes into checkpoints by time; they are at least 60 s apart.
+        keep: number of the newest checkpoints that stay; 0: all.
+    """
+
+    every: int | None = setting(None, "--checkpoint-every", least=0)
+    share: float = setting(0.03, "--checkpoint-share", least=0.001, most=1.0)
+    keep: int = setting(3, "--keep-checkpoints", least=0)
+
+    def __post_init__(self) -> None:
+        check_least(self)
+
+
+@dataclass(frozen=True)
 class Spilled:
     """Spilling of stages to the host's memory or to disk: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
 
