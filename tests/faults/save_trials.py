@@ -134,7 +134,11 @@ def ranks(folder: Path) -> Iterator[Row]:
 
         for what, place in at_every_call(folder, kill):
             named = f"rank {rank} failed saving" in said[-1] and "SIGKILL" in said[-1] if said[-1] else None
-            yield "killed in a save, one of two ranks", f"{what}: {said[-1]}", *_with_name(is_gone_on(place, losses), named)
+            yield (
+                "killed in a save, one of two ranks",
+                f"{what}: {said[-1]}",
+                *_with_name(is_gone_on(place, losses), named),
+            )
 
 
 def _with_name(ended: tuple[bool, bool], named: bool | None) -> tuple[bool, bool | None, bool]:

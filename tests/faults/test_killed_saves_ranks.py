@@ -26,7 +26,9 @@ def shim(tmp_path_factory):
     return library
 
 
-@pytest.mark.parametrize("kind", [kind if kind == "checkpoints" else pytest.param(kind, marks=pytest.mark.faults) for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "checkpoints" else pytest.param(kind, marks=pytest.mark.faults) for kind in KINDS]
+)
 def test_a_save_that_is_killed_at_any_call_that_writes_loses_nothing(kind, trial, shim, tmp_path):
     environment = {**os.environ, "LD_PRELOAD": str(shim)}
     words = [sys.executable, "-m", "tests.faults.save_trials", kind, str(tmp_path / kind)]

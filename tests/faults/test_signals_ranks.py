@@ -60,13 +60,19 @@ def is_named(said: str, place: Place, name: str, pipe) -> bool | None:
     return f"rank {place.rank} is stopped (by SIGSTOP or a debugger), {where}" in said if name == "SIGSTOP" else None
 
 
+def planned(shape, folder):
+    """The training, in this process, which only its program is taken from."""
+    folder.mkdir()
+    return pipeline(shape, folder)
+
+
 def try_all(trial, shape, folder, trials):
     """Sends each signal at its place, resumes, and compares with the training that was never disturbed."""
     whole = folder / "whole"
     whole.mkdir()
     assert run(shape, whole)[0] == 0
     _, losses, weights = result(whole)
-    pipe = pipeline(shape, folder / "plan")
+    pipe = planned(shape, folder / "plan")
     for number, (place, name) in enumerate(trials):
         own = folder / str(number)
         own.mkdir()
@@ -86,7 +92,7 @@ def try_all(trial, shape, folder, trials):
 
 @pytest.mark.parametrize("shape", SHAPE)
 def test_a_signal_at_any_instruction_ends_the_run_well(shape, trial, tmp_path):
-    everywhere = list(places(pipeline(shape, tmp_path / "places")))
+    everywhere = list(places(planned(shape, tmp_path / "places")))
     try_all(trial, shape, tmp_path, sampled(everywhere, list(CODES), EVERY_TRIAL))
 
 

@@ -137,7 +137,9 @@ def begun(folder, after, name):
     os._exit(128 + made.stopped_by if made.stopped_by else result.num_failed)
 
 
-@pytest.mark.parametrize("after", [1, pytest.param(4, marks=pytest.mark.faults), pytest.param(8, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    "after", [1, pytest.param(4, marks=pytest.mark.faults), pytest.param(8, marks=pytest.mark.faults)]
+)
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
 def test_a_study_that_gets_a_signal_resumes_to_the_bit(after, name, trial, tmp_path):
     process = server().Process(target=begun, args=(tmp_path / "study", after, name))

@@ -10,7 +10,7 @@ from benchmarks.network.lab import Lab
 
 
 def start(lab: Lab, folders: tuple[Path, Path], *words: str, **environment: str) -> list[subprocess.Popen[str]]:
-    """Starts `torchrun … WORDS` on each node, in its own folder; both meet by a rendezvous of kind c10d on the first."""
+    """Starts `torchrun … WORDS` on each node in its folder; they meet by a rendezvous of kind c10d on the first."""
     hosts = folders[0].parent / f"{folders[0].name}-hosts"
     hosts.write_text(f"127.0.0.1 localhost\n{lab.address(0)} node-0\n{lab.address(1)} node-1\n")
     processes = []
