@@ -1,6 +1,7 @@
 """A user's script on two nodes: `node_job.py FOLDER [wait]`. With `wait`, rank 0 waits in a step for the fault."""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pipefit as pf
 FAULT_STEP = 3
 
 folder = Path(sys.argv[1])
+(folder / f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
 pipe = jobs.pipeline(num_ranks=2)
 checkpoints = folder / "checkpoints"
 if any(checkpoints.glob("step-*")):

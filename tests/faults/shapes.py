@@ -1,5 +1,6 @@
 """The small trainings that faults are tried on, and the places in them where a fault can come."""
 
+import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,14 @@ def digest(pipe: Pipeline) -> str:
     """The checksum of all weights and buffers; every rank must call it."""
     state = pipe.state_dict()
     return hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in sorted(state))).hexdigest()
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process is there."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
 
 
 def sampled(all_places: Sequence[tuple[int, str]], signals: Sequence[str], every: bool) -> Iterator[tuple[Place, str]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.network.lab import laboratory, why_not
-from tests.faults.shapes import batches, digest
+from tests.faults.shapes import batches, digest, is_there
 from tests.runtime import jobs
 from tests.runtime.nodes import ended, start
 
@@ -90,6 +90,14 @@ def until_ready(processes, folder):
         time.sleep(0.02)
 
 
+def until_ranks_have_ended(folder):
+    """Waits until the processes of the ranks are gone."""
+    pids = [int(file.read_text()) for file in folder.glob("rank-*.pid")]
+    assert len(pids) == 2
+    while any(is_there(pid) for pid in pids):
+        time.sleep(0.05)
+
+
 def codes(spoken) -> list[int]:
     return [code for code, _, _ in spoken]
 
@@ -140,8 +148,9 @@ def test_a_network_that_fails_for_good_ends_the_run_which_resumes_to_the_bit(fau
     until_ready(processes, tmp_path)
     FAULTS[fault](link)
     (tmp_path / "go").touch()
+    until_ranks_have_ended(tmp_path)
+    link.rule("heal")  # torchrun's own processes wait for minutes for a store that they cannot reach
     spoken = ended(processes)
-    link.rule("heal")
     said = "".join(err for _, _, err in spoken)
     again = ended(begin(link.lab, tmp_path))
     trial(

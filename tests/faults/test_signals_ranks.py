@@ -1,6 +1,5 @@
 """SIGKILL, SIGSTOP and SIGTERM to one rank at every kind of instruction: the run ends well, and resumes to the bit."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -8,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from tests.faults.shapes import RANKS, SHAPES, WHENS, Place, found, pipeline, places, sampled
+from tests.faults.shapes import RANKS, SHAPES, WHENS, Place, found, is_there, pipeline, places, sampled
 from tests.faults.test_fuzz import answer
 
 from pipefit.runtime.progress import positions_of
@@ -22,15 +21,13 @@ SAMPLED = "1f1b"
 SHAPE = [pytest.param(shape, marks=pytest.mark.faults) for shape in SHAPES]
 
 
-@pytest.fixture(autouse=True)
-def _short(monkeypatch):
-    monkeypatch.setenv("PIPEFIT_DEADLINE_S", "1.5")
-
-
 def run(shape: str, folder: Path, *fault: str) -> tuple[int, str]:
-    """The exit code and the standard error of the training, as its user sees them."""
+    """The exit code and the standard error of the training, as its user sees them; short waits where a rank stops."""
     words = ["run", "-n", str(RANKS[shape]), "--threads", "1", "--json", "--logs", str(folder / "logs")]
-    return answer([*words, str(SCRIPT), shape, str(folder), *fault])
+    with pytest.MonkeyPatch.context() as patched:
+        if "SIGSTOP" in fault:
+            patched.setenv("PIPEFIT_DEADLINE_S", "2")
+        return answer([*words, str(SCRIPT), shape, str(folder), *fault])
 
 
 def result(folder: Path):
@@ -42,13 +39,6 @@ def left_behind(folder: Path, ranks: int) -> list[str]:
     """Processes of the ranks that are still there, and temporary files of pipefit."""
     alive = [f"rank {rank}" for rank, at in positions_of(folder / "logs", ranks).items() if is_there(at.pid)]
     return alive + [path.name for path in Path(tempfile.gettempdir()).glob("pipefit*")]
-
-
-def is_there(pid: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
 
 
 def is_named(said: str, place: Place, name: str, pipe) -> bool | None:

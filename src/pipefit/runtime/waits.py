@@ -56,7 +56,7 @@ def waits_for(program: Program | None, rank: int, positions: Mapping[int, Positi
         number, instruction = start + awaited, instructions[awaited]
         if instruction.op is Op.RECV:
             needs(graph.partner[number], f"'{graph.instructions[graph.partner[number]]}'")
-        else:
+        elif number in graph.collective_of:  # else it is a copy, for which no other rank is needed
             for member in graph.collectives[graph.collective_of[number]]:
                 needs(member, f"'{instruction}'")
     if here.index < len(instructions):
