@@ -1,6 +1,5 @@
 """The small trainings that faults are tried on, and the places in them where a fault can come."""
 
-import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,7 @@ from pipefit.ir.op import Op
 from pipefit.pipeline.resume import committed_step
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.session import current
+from pipefit.runtime.waits import state_of
 from pipefit.spec.options import Spilled
 
 STEPS, EVERY = 6, 2
@@ -105,11 +105,8 @@ def digest(pipe: Pipeline) -> str:
 
 
 def is_there(pid: int) -> bool:
-    """Whether a process is there."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
+    """Whether a process is there, and has not ended."""
+    return state_of(pid) != "ended"
 
 
 def sampled(all_places: Sequence[tuple[int, str]], signals: Sequence[str], every: bool) -> Iterator[tuple[Place, str]]:
