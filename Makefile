@@ -42,8 +42,8 @@ test: .venv/stamp ## all tests
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
 	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and not faults"
 
-faults: .venv/stamp ## trials of faults: flipped bytes, refusing file systems, random input; prints a table
-	@$(PYTEST) -m faults tests/faults
+faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes, random input; prints a table (PIPEFIT_TRIALS=all: every one)
+	@$(PYTEST) -n 2 --dist worksteal -m faults tests/faults
 
 check: lint types imports doctest docs test ## everything a change must pass
 

@@ -1,11 +1,18 @@
 """Functions that ranks run in these tests, importable by name."""
 
+import itertools
 import os
+import resource
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import distributed
+from tests.faults.shapes import batches, digest
+from tests.runtime import jobs
+from torch import Tensor, distributed, nn
 
+from pipefit import Checkpoints
 from pipefit.runtime.session import current
 
 
@@ -27,3 +34,86 @@ def sockets() -> list[str]:
             if f"socket:[{fields[9]}]" in own and fields[3] in ("0A", "07"):
                 found.append(fields[1].partition(":")[0])
     return found
+
+
+def train_by_a_jumping_clock(place: str, killed: bool) -> tuple[list[float], str]:
+    """The wall clock jumps back by an hour whenever it is read; a rank may be killed once."""
+    true, readings = time.time, itertools.count(1)
+    time.time = lambda: true() - 3600 * next(readings)
+    if killed and current().start.restart == 0:
+        jobs._at(1, 0, lambda: os.kill(os.getpid(), 9), 4)
+    pipe = jobs.pipeline()
+    losses = pipe.fit(batches(), callbacks=[Checkpoints(pipe, place, every=2)])
+    return losses, digest(pipe)
+
+
+MEMORY_SITES = ("forward", "backward", "loss", "step")
+_MORE_BYTES, _WANTED_BYTES = 64 << 20, 512 << 20
+
+
+class _Hungry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, site: str) -> Tensor:
+        ctx.site = site
+        eat(site == "forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        eat(ctx.site == "backward")
+        return gradient.clone(), None
+
+
+class Hungry(nn.Module):
+    """A layer that needs much memory for a moment."""
+
+    def __init__(self, site: str) -> None:
+        super().__init__()
+        self.site = site
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Hungry.apply(x, self.site)
+
+
+class HungryStep(torch.optim.SGD):
+    """An optimizer whose step does."""
+
+    def __init__(self, params: Any, is_hungry: bool) -> None:
+        super().__init__(params, 0.1, momentum=0.9)
+        self._is_hungry = is_hungry
+
+    def step(self, closure: Any = None) -> Any:
+        eat(self._is_hungry)
+        return super().step(closure)
+
+
+def eat(is_hungry: bool) -> None:
+    if is_hungry:
+        torch.empty(_WANTED_BYTES, dtype=torch.uint8)
+
+
+def train_in_memory(place: str, site: str, limited: bool) -> tuple[int, list[float], str]:
+    """Resumes from a folder, and trains; rank 1 may get a limit on its memory in the fourth step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 8), Hungry(site), nn.Linear(8, 3))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        eat(site == "loss")
+        return nn.functional.cross_entropy(output, target)
+
+    def optimizer(params: Any) -> HungryStep:
+        return HungryStep(params, site == "step" and current().rank == 1)
+
+    pipe = jobs.pipeline(model=model, stages=[2, 3], loss=loss, optimizer=optimizer)
+    if any(Path(place).glob("step-*")):
+        pipe.load(place)
+
+    def limit() -> None:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        size = pages * resource.getpagesize() + _MORE_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+
+    if limited:
+        jobs._at(1, 0, limit, 4)
+    done = pipe.num_updates
+    return done, pipe.fit(batches()[done:], callbacks=[Checkpoints(pipe, place, every=2)]), digest(pipe)

@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import string
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -44,7 +45,14 @@ VERBS = {
     "train": [],
     "schedules": [],
     "report": [".", "none"],
+    "study": ["study.toml", "t.toml", "none"],
+    "run": ["script.py", "none"],
+    "links": [],
+    "reproduce": ["bubble", "none", ""],
+    "cut": ["mlp", "none", "mlp:x"],
 }
+MOST_S = 10.0
+"""Seconds of processor time that an answer may take."""
 
 
 def options_of(verb: str) -> list[str]:
@@ -71,9 +79,16 @@ def answer(words: list[str]) -> tuple[int, str]:
 
 
 def check_answer(trial, fault, words):
+    began = time.process_time()
     code, said = answer(words)
-    well = code in (0, 1, 2) and "Traceback" not in said and "mistake of pipefit" not in said
-    trial(fault, f"pipefit {words!r}: {code} {said[-400:]}", well=well, named=bool(said.strip()) if code == 2 else None)
+    seconds = time.process_time() - began
+    well = code in (0, 1, 2) and "Traceback" not in said and "mistake of pipefit" not in said and seconds < MOST_S
+    trial(
+        fault,
+        f"pipefit {words!r}: {code} {said[-400:]} {seconds:.1f} s",
+        well=well,
+        named=bool(said.strip()) if code == 2 else None,
+    )
 
 
 @pytest.fixture
@@ -81,7 +96,9 @@ def place(tmp_path, monkeypatch):
     """A folder with a file of each kind, as the working directory; training ends before it starts."""
     monkeypatch.chdir(tmp_path)
     written(tmp_path)
-    monkeypatch.setattr("pipefit.cli.train._trained", _started)
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    for starts in ("cli.train._trained", "runtime.launch.launch", "study.execute.study_run.StudyRun.run"):
+        monkeypatch.setattr(f"pipefit.{starts}", _started)
     return tmp_path
 
 

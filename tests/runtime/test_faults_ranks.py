@@ -11,10 +11,12 @@ from tests.runtime import jobs
 
 from pipefit.errors import InvalidProgramError, ModelError
 from pipefit.ir.op import Op
+from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.launch import LaunchError, launch
 from pipefit.runtime.progress import LEAVING, LOSS, OUTSIDE, SAVING, Position
 from pipefit.runtime.waits import hang_report, patience, waits_for
 from pipefit.schedules import Shape, find
+from pipefit.spec.options import Spilled
 
 pytestmark = pytest.mark.dist
 
@@ -177,6 +179,16 @@ def test_a_rank_does_not_wait_for_one_that_has_sent():
     program = _chain()
     positions = {0: _at(program, 0, Op.BWD, 0), 1: _at(program, 1, Op.FWD, 0), 2: _at(program, 2, Op.FWD, 0)}
     assert [list(waits_for(program, r, positions)) for r in (1, 2)] == [[], [1]]
+
+
+def test_a_rank_that_waits_for_a_copy_of_its_own_waits_for_no_other(tmp_path):
+    """The watchdog of a spilled run ended with a KeyError, so that a hang was never found."""
+    spilled = {"schedule": "breadth-first", "stages": 4, "chunks": 2, "num_ranks": 2}
+    program = jobs.pipeline(spill=Spilled(disk=tmp_path), **spilled).program
+    awaits = [compile_rank(program, 0).awaits[index] for index in range(len(program.ranks[0]))]
+    copies = [i for i, own in enumerate(awaits) if own and all(program.ranks[0][k].op is Op.FETCH for k in own)]
+    positions = {r: Position(1, copies[0], 0, os.getpid(), 0.0, waits=r == 0) for r in range(2)}
+    assert copies and waits_for(program, 0, positions) == {}
 
 
 def test_a_message_that_was_sent_may_not_have_arrived():

@@ -1,7 +1,6 @@
 """Two nodes: network namespaces joined by a switch, a torchrun in each, which meet by a rendezvous of kind c10d."""
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from benchmarks.network.lab import Lab, laboratory, why_not
+from tests.runtime.nodes import ended, start
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
@@ -28,21 +28,7 @@ def lab() -> Iterator[Lab]:
 
 def on_both(lab: Lab, *words: str, folders: tuple[Path, Path]) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of `torchrun … -m pipefit` on each node, which has its own name and folder."""
-    processes = []
-    hosts = folders[0].parent / f"{folders[0].name}-hosts"
-    hosts.write_text(f"127.0.0.1 localhost\n{lab.address(0)} node-0\n{lab.address(1)} node-1\n")
-    for node, folder in enumerate(folders):
-        torchrun = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-            *("--rdzv-backend=c10d", "--rdzv-endpoint=node-0:29500", "-m", "pipefit", *words),
-        ]
-        named = f'mount --bind {hosts} /etc/hosts; hostname node-{node}; exec "$@"'
-        command = lab.inside(node, ["unshare", "--uts", "--mount", "sh", "-ec", named, "sh", *torchrun])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, cwd=folder, env=environment, **pipes))
-    spoken = [process.communicate(timeout=500) for process in processes]
-    return [(process.returncode, *both) for process, both in zip(processes, spoken, strict=True)]
+    return ended(start(lab, folders, "-m", "pipefit", *words))
 
 
 def answer(ended: list[tuple[int, str, str]]) -> Any:

@@ -188,7 +188,8 @@ class Recovery:
             start = self._session.start.restart
             faults = [line for line in noted(folder) if line.get("start") == start - 1 and "fault" in line]
             now = time.time()
-            seconds = {"seconds": now - faults[-1]["time"]} if faults else {}
+            # A clock that was set back gives no duration.
+            seconds = {"seconds": now - faults[-1]["time"]} if faults and now >= faults[-1]["time"] else {}
             note(folder, now, **facts, **seconds, start=start)
         if self._memory is not None and record.step == self._pipe.num_updates:
             self._memory.keep()

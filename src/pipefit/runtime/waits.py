@@ -56,7 +56,7 @@ def waits_for(program: Program | None, rank: int, positions: Mapping[int, Positi
         number, instruction = start + awaited, instructions[awaited]
         if instruction.op is Op.RECV:
             needs(graph.partner[number], f"'{graph.instructions[graph.partner[number]]}'")
-        else:
+        elif number in graph.collective_of:  # else it is a copy, for which no other rank is needed
             for member in graph.collectives[graph.collective_of[number]]:
                 needs(member, f"'{instruction}'")
     if here.index < len(instructions):
@@ -94,10 +94,10 @@ _STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
 """Meaning of the kernel's state of a process; in any other state it runs or waits."""
 
 
-def _state(position: Position) -> str:
-    """The state of a rank's process: "stopped", "ended" or "there"."""
+def state_of(pid: int) -> str:
+    """The state of a process: "stopped", "ended" or "there"."""
     try:
-        return _STATES.get(Path(f"/proc/{position.pid}/stat").read_text().rpartition(")")[2].split()[0], "there")
+        return _STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], "there")
     except OSError:
         return "ended"
 
@@ -175,7 +175,7 @@ def patience(
 
 def states_of(rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
     """The states of the ranks' processes; that of `rank` is running, even if it was stopped for a while."""
-    return {other: "there" if other == rank else _state(position) for other, position in positions.items()}
+    return {other: "there" if other == rank else state_of(position.pid) for other, position in positions.items()}
 
 
 def _verdict(culprit: int, place: str, position: Position, state: str) -> str:

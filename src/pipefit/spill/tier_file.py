@@ -20,8 +20,9 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import torch
 
 from pipefit.errors import DamageError, PipefitError, TierError
@@ -86,6 +87,10 @@ class Commit(NamedTuple):
     def version(self, stage: int) -> int:
         """The version of a stage's weights."""
         return self.records[Key(stage, WEIGHTS)].version
+
+
+_Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Committed = tuple[_Step, dict[str, Any], list[list[Any]]]
 
 
 def chunk_sum(data: memoryview) -> int:
@@ -356,7 +361,12 @@ def _read_commit(path: Path) -> Commit | None:
     data = _read(path)
     if data is None:
         return None
-    return Commit(data["step"], data["state"], {Key(*row[:3]): Written(*row[3:]) for row in data["records"]})
+    try:
+        step, state, rows = msgspec.convert([data.get(key) for key in ("step", "state", "records")], _Committed)
+        records = {msgspec.convert(row[:3], Key): msgspec.convert(row[3:], Written) for row in rows}
+    except msgspec.ValidationError as problem:
+        raise DamageError(f"{path}: cannot be read: {problem}; resume from a checkpoint") from None
+    return Commit(step, state, records)
 
 
 def read_about(folder: Path, name: str) -> dict[str, Any]:
@@ -369,5 +379,7 @@ def read_about(folder: Path, name: str) -> dict[str, Any]:
     data = _read(path)
     if data is None:
         raise DamageError(f"{path}: missing; resume from a checkpoint")
-    about: dict[str, Any] = data["about"]
+    about = data.get("about")
+    if not isinstance(about, dict):
+        raise DamageError(f"{path}: about: expected an object, got {type(about).__name__}; resume from a checkpoint")
     return about

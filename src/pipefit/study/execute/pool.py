@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing as mp
 import pickle
 import signal
@@ -14,10 +15,13 @@ from typing import Any
 
 from pipefit.errors import PipefitError
 from pipefit.runtime.launch import fork_server
+from pipefit.runtime.waits import state_of
+from pipefit.runtime.watchdog import deadline_from_environment
 from pipefit.study.execute.device_worker import Answer, Settings, work
 from pipefit.study.trial import Job
 
 _GRACE_S = 0.5
+_STOPPED_S = 60.0
 
 
 class Pool:
@@ -44,6 +48,9 @@ class Pool:
         self.idle: set[int] = set()
         self.jobs: dict[int, Job] = {}
         self._workers: dict[int, tuple[Any, Any]] = {}
+        self._stopped_s: dict[int, float] = {}
+        given_s = deadline_from_environment()
+        self._most_s = _STOPPED_S if given_s is None else given_s or math.inf
         for number in range(count):
             self.start(number)
 
@@ -55,6 +62,7 @@ class Pool:
         """
         if number in self._workers:
             self._workers.pop(number)[1].close()
+            self._stopped_s.pop(number, None)
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=work, args=(self._settings_of(number), theirs), daemon=True)
         with warnings.catch_warnings():
@@ -90,11 +98,23 @@ class Pool:
                 self.idle.add(number)
                 yield number, job, answer
 
+    def end_stopped(self) -> None:
+        """Ends busy workers that have been stopped (SIGSTOP) for too long; `answers` then reports them."""
+        now = time.monotonic()
+        for number in self.jobs:
+            process = self._workers[number][0]
+            if state_of(process.pid) != "stopped":
+                self._stopped_s.pop(number, None)
+            elif now - self._stopped_s.setdefault(number, now) > self._most_s:
+                process.kill()
+
     def how_it_died(self, number: int) -> str:
         """The way a worker ended, for people."""
         process = self._workers[number][0]
         process.join(2.0)
         code = process.exitcode
+        if code == -signal.SIGKILL and number in self._stopped_s:
+            return f"it was stopped, by SIGSTOP or a debugger, for {self._most_s:g} s; PIPEFIT_DEADLINE_S changes that"
         if code is None:
             return "no answer"
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

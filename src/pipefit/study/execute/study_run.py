@@ -118,6 +118,7 @@ class StudyRun:
                 break
             if self.stopped_by is not None:
                 deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
+            pool.end_stopped()
             for number, job, answer in pool.answers(0.2):
                 if answer is None:
                     self._lost(pool, number, job)

@@ -92,8 +92,15 @@ def commit_mark(folder: Path) -> tuple[int, int]:
 
 
 def state_of(commit: Commit) -> TrialState:
-    """The state that was committed."""
-    return msgspec.convert(commit.state, TrialState, str_keys=True)
+    """The state that was committed.
+
+    Raises:
+        DamageError: it is of another form.
+    """
+    try:
+        return msgspec.convert(commit.state, TrialState, str_keys=True)
+    except msgspec.ValidationError as problem:
+        raise DamageError(f"the state of step {commit.step} cannot be read: {problem}") from None
 
 
 def read_state(folder: Path) -> tuple[int, TrialState] | None:
@@ -103,7 +110,10 @@ def read_state(folder: Path) -> tuple[int, TrialState] | None:
         DamageError: the commit is damaged.
     """
     commits = read_commits(folder, _NAME)
-    return (commits[0].step, state_of(commits[0])) if commits else None
+    try:
+        return (commits[0].step, state_of(commits[0])) if commits else None
+    except DamageError as problem:
+        raise DamageError(f"{folder / _NAME}.commit: {problem}") from None
 
 
 def write_loss(folder: Path, step: int, loss: float, held_out: float = math.nan) -> None:
@@ -135,7 +145,9 @@ def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[tuple[i
         data = path.read_bytes() if num_steps else b""
     except OSError as problem:
         raise TierError(f"{path}: cannot be read: {problem.strerror}") from None
-    data = data[: num_steps * _ENTRY.size].ljust(num_steps * _ENTRY.size, b"\0")
+    # Of what is missing, one entry is enough to be found damaged.
+    size = min(num_steps * _ENTRY.size, (len(data) // _ENTRY.size + 1) * _ENTRY.size)
+    data = data[:size].ljust(size, b"\0")
     losses, held_out = [], []
     for step, (number, loss, other, checksum) in enumerate(_ENTRY.iter_unpack(data)):
         if number != step or checksum != zlib.crc32(data[step * _ENTRY.size :][: _ENTRY.size - 4]):

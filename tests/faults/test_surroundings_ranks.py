@@ -1,0 +1,85 @@
+"""Clocks that jump, memory that ends on one rank, two runs into one folder."""
+
+import fcntl
+import time
+
+import pytest
+from tests.faults import jobs
+from tests.faults.shapes import batches, digest
+from tests.runtime import jobs as trainings
+
+from pipefit.cli import main
+from pipefit.errors import PipefitError
+from pipefit.run.claim import LOCK
+from pipefit.runtime.faults import described, noted
+from pipefit.runtime.launch import launch
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.faults)])
+def test_a_clock_that_jumps_changes_no_number_and_no_duration(killed, trial, tmp_path):
+    pipe = trainings.pipeline()
+    expected = pipe.fit(batches()), digest(pipe)
+    found = launch(
+        jobs.train_by_a_jumping_clock,
+        2,
+        str(tmp_path / "run"),
+        killed,
+        folder=tmp_path,
+        quiet=True,
+        recover=int(killed),
+    )
+    done = [what for _, what in described(noted(tmp_path))]
+    trial(
+        "a clock that jumps by hours",
+        done,
+        well=len(done) == killed and not any("-" in what.partition("; ")[2] for what in done),
+        named="rank 1" in noted(tmp_path)[0]["fault"] if killed else None,
+        resumed=found == [expected] * 2,
+    )
+
+
+def test_the_launchers_clock_may_jump_too(trial, tmp_path, monkeypatch):
+    true, calls = time.time, []
+
+    def jumping():
+        calls.append(1)
+        return true() + 3600 * (-1) ** len(calls)
+
+    monkeypatch.setattr(time, "time", jumping)
+    with pytest.raises(PipefitError) as failure:
+        launch(trainings.die_at, 2, 1, 3, quiet=True, folder=tmp_path)
+    trial("a clock that jumps by hours", str(failure.value), well=True, named="rank 1" in str(failure.value))
+
+
+@pytest.mark.parametrize(
+    "site", [pytest.param(site, marks=[pytest.mark.faults] * (site != "forward")) for site in jobs.MEMORY_SITES]
+)
+def test_a_rank_whose_memory_ends_is_named(site, trial, tmp_path):
+    place = str(tmp_path / "run")
+    _, losses, weights = launch(jobs.train_in_memory, 2, str(tmp_path / "whole"), site, False, quiet=True)[0]
+    said = ""
+    try:
+        launch(jobs.train_in_memory, 2, place, site, True, quiet=True, folder=tmp_path / "logs")
+    except PipefitError as problem:
+        said = str(problem)
+    done, rest, ended = launch(jobs.train_in_memory, 2, place, site, False, quiet=True)[0]
+    trial(
+        "no memory left on a rank",
+        (site, said),
+        well="memory" in said and "Traceback" not in said,
+        named="rank 1" in said or "stage 1" in said,
+        resumed=(done, rest, ended) == (2, losses[2:], weights),
+    )
+
+
+def test_a_second_run_in_a_folder_is_refused(trial, tmp_path, capsys):
+    with (tmp_path / LOCK).open("w") as held:
+        held.write("node-7 4711 x")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code = main(["train", "--model", "mlp", "--steps", "1", "--transport", "local", "-o", str(tmp_path)])
+    said = capsys.readouterr().err
+    named = str(tmp_path) in said and "process 4711 on node-7" in said
+    trial("two runs in one folder", said, well=code == 2 and not list(tmp_path.glob("*.json*")), named=named)
