@@ -172,6 +172,9 @@ class Recovery:
         self._losses = [known.get(str(step), math.nan) for step in range(before + 1, now + 1)]
         ranks, lost = self._pipe.plan.num_processes, max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
+        if ranks != self._session.start.full:
+            copies = ", ".join(str(len(found)) for found in self._pipe.plan.placement.ranks)
+            self._facts["plan"] = f"planned anew: {self._pipe.plan.schedule}, copies of the stages {copies}"
 
     # ---- the callback ----------------------------------------------------------------------------------------------
 
