@@ -154,6 +154,8 @@ class Recovery:
         """Resumes a run that was started again."""
         before = self._pipe.num_updates
         source = f"step {before}, from which it was told to resume" if before else "the beginning"
+        if any(worker.spilling and worker.spilling.resumed for worker in self._pipe.workers):
+            source = "the records on its disk"
         known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
         most = math.inf if self._pipe.loop.last_step is None else self._pipe.loop.last_step - 1
         found = [Path(path) for path in from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])]
