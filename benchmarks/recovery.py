@@ -7,6 +7,7 @@ import signal
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ def _train(width: int, copies: int, steps: int, place: str) -> list[float]:
 
     saves = [pf.Checkpoints(pipe, Path(place) / "checkpoints", every=4)] if place else []
     pipe.fit([(x, x)] * steps, callbacks=[note, *saves])
-    return [after - before for before, after in zip(ends[1:-1], ends[2:], strict=True)]
+    return [after - before for before, after in pairwise(ends[1:])]
 
 
 def go_on_s(ranks: int, copies: int) -> float:

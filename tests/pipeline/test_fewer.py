@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import nn
 
 from pipefit.errors import PipefitError
@@ -15,8 +16,6 @@ from pipefit.spec import Layer, Profile, Topology
 from pipefit.spec.options import Request
 from pipefit.stage.split import named_layers
 from pipefit.verify import verify
-
-torch = pytest.importorskip("torch")
 
 
 def _profile(seconds):

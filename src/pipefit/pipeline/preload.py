@@ -12,8 +12,6 @@ import torch
 import torch.distributed
 import torch.optim
 
-import pipefit.pipeline.pipeline
-
 # Forked ranks must not inherit a thread pool: its threads do not survive the fork.
 torch.set_num_threads(1)
 

@@ -9,8 +9,8 @@ from pipefit.errors import PlanError, TierError
 from pipefit.pipeline.resume import check_same, committed_step
 from pipefit.planner import NOT_FROM_DISK
 from pipefit.run.config import RunConfig, facts_of
-from pipefit.spec.options import Spilled
 from pipefit.runtime.session import current
+from pipefit.spec.options import Spilled
 from pipefit.spill.rank import tier_name
 from pipefit.spill.tier_file import check_unused
 
