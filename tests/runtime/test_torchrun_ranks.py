@@ -34,10 +34,10 @@ def _in_one_process(place, words):
     return json.loads(printed.getvalue().rpartition("]")[0] + "]")
 
 
-def _printed(process):
-    out, err = process.communicate(timeout=550)
-    assert process.returncode == 0, err
-    losses, _, ranks = out.rpartition("]")
+def _printed(*processes):
+    spoken = [process.communicate(timeout=550) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), spoken
+    losses, _, ranks = "".join(out for out, _ in spoken).rpartition("]")
     return json.loads(losses + "]"), int(ranks)
 
 
@@ -87,10 +87,9 @@ def test_a_machine_that_comes_later_joins_after_a_step(tmp_path):
     while not log.exists() or len(log.read_text().splitlines()) < 4:
         assert first.poll() is None
         time.sleep(0.1)
-    second = begin_second()
-    losses, ranks = _printed(first)
-    second.communicate(timeout=60)
-    assert second.returncode == 0 and ranks == 4
+    # Either machine may have rank 0, which prints.
+    losses, ranks = _printed(first, begin_second())
+    assert ranks == 4
     assert losses == pytest.approx(_in_one_process(tmp_path / "one", ["0", "99", "agent"]), rel=1e-5)
     (recovery,) = noted(tmp_path / "run" / "checkpoints")
     assert recovery["resumed"] >= 5 and recovery["lost"] == 0 and recovery["ranks"] == 4
