@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipefit.cost.rings import all_gather_s, all_reduce_s, even, ring_of
-from pipefit.cost.roofline import flops_s, pass_s, product_s
+from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
 from pipefit.planner.machines import load_topology, topology_names
 from pipefit.spec import Device, Level, Topology
 
@@ -51,6 +51,22 @@ def test_what_only_moves_bytes_takes_their_time_and_a_kernel():
     assert pass_s(device, 3e9) == 5.0
     assert flops_s(device, 0.5e12, 3e9) == 5.0
     assert flops_s(device, 2e12, 3e9) == 6.0
+
+
+def test_dropout_waits_for_its_bytes_or_its_random_numbers():
+    device = msgspec.structs.replace(BARE, memory_bandwidth_bytes_per_s=1e9, random_rate=1e9)
+    assert pass_s(device, 3e9, randoms=5e9) == 5.0
+    assert pass_s(device, 5e9, randoms=3e9) == 5.0
+    assert pass_s(BARE, 3e9, randoms=5e9) == 0.0, "a device without these figures has them for nothing"
+
+
+def test_the_slowest_of_more_devices_is_slower():
+    device = msgspec.structs.replace(BARE, spread=0.01)
+    found = [slowest_of(device, count).efficiency for count in (1, 2, 8, 1024)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == device.efficiency
+    assert found[1] == pytest.approx(device.efficiency * (1 - 0.00564), rel=1e-3), "of two, σ/√π below the mean"
+    assert slowest_of(BARE, 1024) == BARE
 
 
 def test_small_dimensions_are_inefficient():

@@ -70,3 +70,27 @@ def test_a_saved_profile_can_be_computed_again(tmp_path):
     again = type(SMALL).load(SMALL.save(tmp_path / "gpt.json"))
     assert again == SMALL
     assert profile_at(again, 4, 2, ROOMY) == profile_at(SMALL, 4, 2, ROOMY)
+
+
+def test_elements_of_four_bytes_double_what_a_gpt_keeps_and_are_part_of_its_name():
+    half, full = (gpt_profile(2, 512, 8, device=BASE.device, bytes=size) for size in (2, 4))
+    assert full.model == "gpt:layers=2,hidden=512,heads=8,bytes=4"
+    assert [layer.weight_bytes for layer in full.layers] == [2 * layer.weight_bytes for layer in half.layers]
+    again = profile_at(full, 1, 2, BASE)
+    assert again.layers[1].output_bytes == full.layers[1].output_bytes
+    assert again.model == full.model
+
+
+def test_reductions_of_stages_that_leave_a_server_share_its_port():
+    inner, outer = load_topology("nvlink-2x8").levels
+    found = []
+    for one_port in (False, True):
+        levels = inner, msgspec.structs.replace(outer, one_port=one_port)
+        machine = msgspec.structs.replace(load_topology("nvlink-2x8"), levels=levels)
+        machine = msgspec.structs.replace(machine, device=ROOMY.device)
+        profile = gpt_profile(32, 1920, 32, sequence=512, device=machine.device)
+        wishes = {"depths": [8], "tensors": [1], "microbatch_sizes": [1], "schedules": ["1f1b"], "sharded": False}
+        found.append(plan(profile, machine, global_batch=256, **wishes).prediction.period_s)
+    # Eight rings of one link each, or all of them through one.
+    weights = sum(layer.wgrad_bytes for layer in profile.layers)
+    assert found[1] - found[0] == pytest.approx(weights * 7 / 8 / outer.bandwidth_bytes_per_s, rel=0.3)

@@ -43,8 +43,9 @@ FREE = RuntimeCosts(0.0, 0.0, copy_s_per_byte=0.0)
 
 
 def usual_state(profile: Profile) -> float:
-    """Default of optimizer bytes per weight byte: Adam's, with a master copy for a profile by arithmetic."""
-    return 6.0 if profile.source.startswith(ARITHMETIC) else 2.0
+    """Default of optimizer bytes per weight byte: Adam's, with a master copy for a profile by arithmetic in 2 bytes."""
+    mixed = profile.source.startswith(ARITHMETIC) and ",bytes=" not in profile.model
+    return 6.0 if mixed else 2.0
 
 
 def of_plan(

@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import inf
+from statistics import NormalDist
+
+from msgspec.structs import replace
 
 from pipefit.spec.topology import Device
 
@@ -53,10 +56,35 @@ def product_s(device: Device, m: int, n: int, k: int, count: int = 1, element_by
     return compute_s + pass_s(device, written)
 
 
-def pass_s(device: Device, num_bytes: float, kernel: bool = True) -> float:
-    """Seconds of a kernel that only moves bytes; `kernel`: with the fixed cost of one."""
+def pass_s(device: Device, num_bytes: float, kernel: bool = True, randoms: float = 0.0) -> float:
+    """Seconds of a kernel that only moves bytes.
+
+    Args:
+        device: without a bandwidth or a rate of random numbers these are free.
+        num_bytes: read and written.
+        kernel: with the fixed cost of a kernel.
+        randoms: random numbers that it makes, as dropout does.
+    """
     bandwidth = device.memory_bandwidth_bytes_per_s
-    return (num_bytes / bandwidth if bandwidth else 0.0) + (device.kernel_s if kernel else 0.0)
+    moved_s = num_bytes / bandwidth if bandwidth else 0.0
+    if randoms and device.random_rate:
+        moved_s = max(moved_s, randoms / device.random_rate)
+    return moved_s + (device.kernel_s if kernel else 0.0)
+
+
+def slowest_of(device: Device, count: int) -> Device:
+    """The slowest of `count` devices of a kind, which sets the pace where all wait for each other.
+
+    Rates are normally distributed: the least of n is expected Φ⁻¹((n − 3/8)/(n + 1/4)) standard deviations below the
+    mean (Blom, "Statistical estimates and transformed beta-variables", 1958).
+
+    >>> round(slowest_of(Device(flops=1e12, efficiency=0.8, spread=0.01), 1024).efficiency, 3)
+    0.774
+    """
+    if not device.spread or count < 2:
+        return device
+    below = NormalDist().inv_cdf((count - 3 / 8) / (count + 1 / 4))
+    return replace(device, efficiency=device.efficiency * (1 - device.spread * below))
 
 
 def flops_s(device: Device, flops: float, num_bytes: float) -> float:

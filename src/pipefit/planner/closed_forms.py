@@ -91,7 +91,12 @@ def estimate_s(problem: Problem, config: Config, partition: Partition, cost: Cos
 
 def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
     """Seconds of the reduction of a stage's gradients over its copies."""
-    return cost.reduce_s(Instruction(Op.REDUCE, stage, version=0, kind="wgrad"), list(ranks))
+    return cost.reduce_s(reduction_of(stage), list(ranks))
+
+
+def reduction_of(stage: int) -> Instruction:
+    """The sum of a stage's gradients over its copies."""
+    return Instruction(Op.REDUCE, stage, version=0, kind="wgrad")
 
 
 class _Stage(NamedTuple):

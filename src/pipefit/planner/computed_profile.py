@@ -8,17 +8,19 @@ section 4 (bytes kept).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from pipefit.cost.rings import Ring, all_reduce_s, even, ring_of
-from pipefit.cost.roofline import pass_s, product_s
+from pipefit.cost.roofline import pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
+from pipefit.planner.ptdp import Gpt
 from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.profile import ARITHMETIC
 
-_DEFAULTS = {"vocab": 51200, "sequence": 2048}
+_DEFAULTS = {"vocab": 51200, "sequence": 2048, "bytes": 2}
 
 
 def gpt_profile(
@@ -30,7 +32,7 @@ def gpt_profile(
     microbatch: int | Sequence[int] = 1,
     device: Device | None = None,
     *,
-    element_bytes: int = 2,
+    bytes: int = 2,
     tensor: int = 1,
     topology: Topology | None = None,
 ) -> Profile:
@@ -53,14 +55,16 @@ def gpt_profile(
         sequence: s.
         microbatch: b, or several sizes.
         device: with `flops`, and for more than the FLOP of the products its other figures.
-        element_bytes: of weights and activations.
+        bytes: of an element of weights and activations.
         tensor: t: the profile is that of one of so many devices that share every layer, with their all-reduces.
-        topology: whose innermost devices share a layer; None: their all-reduces are free.
+        topology: whose innermost devices share a layer, and whose slowest device sets the pace; None: all-reduces are
+            free, and devices alike.
 
     Raises:
         ProfileError: a size below 1, heads that do not divide the hidden size, or a device without FLOP/s.
     """
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "sequence": sequence}
+    sizes["bytes"] = bytes
     for name, value in sizes.items():
         if value < 1:
             raise ProfileError(f"gpt: {name}: expected at least 1, got {value}")
@@ -69,9 +73,11 @@ def gpt_profile(
     device = device or Device(flops=312e12)
     if not device.flops > 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
+    made_for = msgspec.structs.replace(device, memory_bytes=0.0)
     many = [microbatch] if isinstance(microbatch, int) else list(microbatch)
     ring = ring_of(topology, range(tensor)) if topology else even(tensor, float("inf"), 0.0)
-    found = [_at(sizes, b, device, element_bytes, ring) for b in many]
+    pace = slowest_of(device, topology.num_devices) if topology else device
+    found = [msgspec.structs.replace(_at(sizes, b, pace, bytes, ring), computed_for=made_for) for b in many]
     return found[0].with_others(found[1:]) if len(found) > 1 else found[0]
 
 
@@ -83,12 +89,8 @@ def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topolog
     device = profile.computed_for
     if device is None:
         return tensor_shard(profile.at(microbatch), tensor, topology)
-    if tensor == 1 and microbatch == profile.microbatch_size:
-        return profile
-    sizes = gpt_settings(profile.model)
-    size = profile.layers[0].output_bytes / profile.microbatch_size / sizes["hidden"] / sizes.get("sequence", 2048)
-    more = {"element_bytes": round(size), "tensor": tensor}
-    return gpt_profile(**sizes, microbatch=microbatch, device=device, topology=topology, **more)
+    sizes: dict[str, Any] = gpt_settings(profile.model)
+    return gpt_profile(**sizes, microbatch=microbatch, device=device, topology=topology, tensor=tensor)
 
 
 def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
@@ -110,7 +112,7 @@ def _core_s(device: Device, b: int, s: int, heads: int, width: int, e: int) -> f
     """Seconds of the core of attention forward: scores; scale, mask and softmax; dropout with its mask; their use."""
     scores = b * heads * s * s
     products = product_s(device, s, s, width, b * heads, e) + product_s(device, s, width, s, b * heads, e)
-    return products + pass_s(device, 2 * e * scores) + pass_s(device, (2 * e + 1) * scores)
+    return products + pass_s(device, 2 * e * scores) + pass_s(device, (2 * e + 1) * scores, randoms=scores)
 
 
 def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -> Layer:
@@ -132,13 +134,16 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
         2 * e * 3 * stream / t,  # bias of queries, keys and values
         2 * e * stream / t,  # the heads side by side
         2 * e * 4 * stream / t,  # bias and GELU
-        *((3 * e + 1) * stream,) * 2,  # bias, dropout with its mask, and residual
     ]
+    # Bias, dropout with its mask, and residual.
+    dropped_s = 2 * pass_s(device, (3 * e + 1) * stream, randoms=stream)
     backward_input = [
         *(3 * e * stream,) * 4,  # norms; the gradients of residual and branch added up
         *((2 * e + 1) * stream,) * 2,  # dropout
         3 * e * 4 * stream / t,  # GELU
         2 * e * stream / t,  # the heads side by side
+        *(2 * e * stream / t,) * 2,  # queries and keys scaled
+        2 * e * 3 * stream / t,  # queries, keys and values side by side
         (2 * e + 1) * scores,  # dropout of the scores
         3 * e * scores,  # softmax
     ]
@@ -150,7 +155,7 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
     wait_s = 2 * all_reduce_s(ring, e * stream)
     return Layer(
         "block",
-        products_s + core_s + _passes_s(device, forward) + wait_s,
+        products_s + core_s + _passes_s(device, forward) + dropped_s + wait_s,
         input_s + back_s + _passes_s(device, backward_input) + wait_s,
         weight_s + _passes_s(device, backward_weight),
         output_bytes=e * stream,
@@ -208,9 +213,9 @@ def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Pr
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
-        # Adam in mixed precision reads and writes 7 passes of 4 bytes and writes the working copy.
-        optimizer_s=pass_s(device, 30 * weights / e),
-        computed_for=msgspec.structs.replace(device, memory_bytes=0.0),
+        # Bytes of a parameter: the norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed
+        # precision also gradients to 4 bytes (6), unscaled (8), and the working copy (6).
+        optimizer_s=pass_s(device, (60 if e < 4 else 40) * weights / e),
     )
 
 
@@ -220,7 +225,7 @@ def gpt_settings(text: str) -> dict[str, int]:
     Raises:
         ProfileError: a size is missing, unknown or not a whole number.
     """
-    known = ("layers", "hidden", "heads", "vocab", "sequence")
+    known = ("layers", "hidden", "heads", *_DEFAULTS)
     found: dict[str, int] = {}
     for part in text.removeprefix("gpt:").split(","):
         name, _, value = part.partition("=")
@@ -231,6 +236,11 @@ def gpt_settings(text: str) -> dict[str, int]:
         if name not in found:
             raise ProfileError(f"{text}: expected {name}=…, as in gpt:layers=96,hidden=12288,heads=96")
     return found
+
+
+def gpt_of(model: str) -> Gpt:
+    """The sizes that PTD-P's arithmetic needs of a GPT by name; bytes of its elements change none of it."""
+    return Gpt(**{name: size for name, size in gpt_settings(model).items() if name != "bytes"})
 
 
 def is_gpt(profile: Profile) -> bool:

@@ -6,9 +6,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipefit.planner.computed_profile import gpt_settings
+from pipefit.planner.computed_profile import gpt_of
 from pipefit.planner.plan_figures import replays_of
-from pipefit.planner.ptdp import Gpt, mfu, num_parameters, training_days
+from pipefit.planner.ptdp import mfu, num_parameters, training_days
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
 
@@ -104,7 +104,7 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     """
     if not plan.model.startswith("gpt:") or plan.prediction is None:
         return {}
-    gpt, rate = Gpt(**gpt_settings(plan.model)), plan.prediction.throughput
+    gpt, rate = gpt_of(plan.model), plan.prediction.throughput
     found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
     peak = topology.device.flops
     if peak:
@@ -153,10 +153,7 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
         return ""
     model = "MODEL"
     if plan.model.startswith("gpt:"):
-        sizes = {
-            "context" if name == "sequence" else name: size
-            for name, size in Gpt(**gpt_settings(plan.model)).__dict__.items()
-        }
+        sizes = {"context" if name == "sequence" else name: size for name, size in gpt_of(plan.model).__dict__.items()}
         model = "gpt --option " + ",".join(f"{name}={size}" for name, size in sizes.items())
     batch = f" --batch {plan.num_microbatches * plan.microbatch_size}" if plan.microbatch_size else ""
     return (

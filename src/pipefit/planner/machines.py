@@ -76,4 +76,4 @@ def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profil
     settings: dict[str, Any] = gpt_settings(name)
     if machine is None:
         raise PipefitError(f"{name}: seconds are computed for a device; give --topology as well")
-    return gpt_profile(**settings, microbatch=microbatch, device=machine.device)
+    return gpt_profile(**settings, microbatch=microbatch, device=machine.device, topology=machine)

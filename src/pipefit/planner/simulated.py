@@ -8,7 +8,8 @@ stage's optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
-from pipefit.planner.closed_forms import reduce_s
+from pipefit.planner.closed_forms import reduce_s, reduction_of
 from pipefit.planner.holdings import filling, small_program
 from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
@@ -141,9 +142,19 @@ def _counts(config: Config) -> tuple[int, int]:
     return min(least, config.per_pipeline), min(least + config.depth, config.per_pipeline)
 
 
+def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]:
+    """Seconds of each stage's reduction; with those that leave through the same port, where there are such."""
+    alone = [reduce_s(cost, stage, ranks) for stage, ranks in enumerate(placement)]
+    ports = [cost.reduction_ports(reduction_of(stage), ranks) for stage, ranks in enumerate(placement)]
+    busy_s: Counter[object] = Counter()
+    for used, own_s in zip(ports, alone, strict=True):
+        busy_s.update(dict.fromkeys(used, own_s))
+    return [max((busy_s[port] for port in used), default=own_s) for used, own_s in zip(ports, alone, strict=True)]
+
+
 def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
     placement = placement_for(config).ranks
-    tails = [reduce_s(timing, stage, ranks) for stage, ranks in enumerate(placement)]
+    tails = _tails(timing, placement)
     one_copy = replace(timing, step_s=tuple(a + b for a, b in zip(timing.step_s, tails, strict=True)))
     if one_copy.speed:
         # One pipeline represents all copies, so it runs at the speed of the slowest.

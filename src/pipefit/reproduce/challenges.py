@@ -14,11 +14,13 @@ from pipefit.reproduce.steps import Draw, Planned, Python
 _CELLS = [(model, machine) for model in ("resnet50", "vgg16") for machine in ("pcie-4x4", "nvlink-2x8")]
 _CELLS += [("gnmt", "pcie-3x4"), ("gnmt", "nvlink-2x8")]
 """Models and servers × devices of the table."""
+_LINKS = {"nvlink-2x8": {"bandwidth": "1.25 GB/s"}}
+"""What a connection carries, where that is less than the port."""
 
 
-def _planned(model: str, machine: str) -> Planned:
+def _planned(model: str, machine: str, **link: str) -> Planned:
     size = 128 if model == "resnet50" else 64  # of a device, as in the paper
-    return Planned(model, machine, method="pipedream", microbatch_sizes=[size], **ROOM)
+    return Planned(model, machine, method="pipedream", microbatch_sizes=[size], **ROOM, **link)
 
 
 def _gain(run: Bench, model: str, machine: str) -> float:
@@ -76,7 +78,7 @@ MADE: Mapping[str, Made] = {
     ),
     "pipedream-table": Made(
         tuple(
-            lambda run, figure=figure, cell=cell: figure(run, _planned(*cell))
+            lambda run, figure=figure, cell=cell: figure(run, _planned(*cell, **_LINKS.get(cell[1], {})))
             for cell in _CELLS
             for figure in (replicas, speedup)
         )

@@ -25,11 +25,11 @@ def rate(run: Bench, step: Step) -> float:
 
 def tflops(run: Bench, step: Planned) -> float:
     """TFLOP/s of each device, with the replay counted: 96·B·s·l·h²·(1 + s/6h) + 6·B·s·h·V per update."""
-    from pipefit.planner.computed_profile import gpt_settings
-    from pipefit.planner.ptdp import Gpt, flops_per_iteration
+    from pipefit.planner.computed_profile import gpt_of
+    from pipefit.planner.ptdp import flops_per_iteration
 
     found = run(step)
-    one = flops_per_iteration(Gpt(**gpt_settings(found.model)), 1, recompute=True)
+    one = flops_per_iteration(gpt_of(found.model), 1, recompute=True)
     return float(found.prediction.throughput * one / found.num_processes / 1e12)
 
 

@@ -48,7 +48,10 @@ class Step(ABC):
         for name, value in self.options.items():
             flag = self.flags.get(name, f"--{name.replace('_', '-')}")
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words += [flag] if value is True else [flag, shlex.quote(text)]
+            if flag.endswith("="):
+                words.append(flag + shlex.quote(text))
+            else:
+                words += [flag] if value is True else [flag, shlex.quote(text)]
         return words
 
 
@@ -81,6 +84,7 @@ class Planned(Step):
             "depths": "--depth",
             "tensors": "--tensor",
             "state_per_weight": "--state",
+            "bandwidth": "--sweep bandwidth=",
         }
     )
 
@@ -100,7 +104,10 @@ class Planned(Step):
         model, machine, options = self.places[0], load_topology(self.places[1]), dict(self.options)
         if memory := options.pop("memory", None):
             machine = replace(machine, device=replace(machine.device, memory_bytes=parse_quantity(memory, "bytes")))
-        return Question(model, machine, options)
+        bandwidth = options.pop("bandwidth", None)
+        question = Question(model, machine, options)
+        rate = {"bandwidth_bytes_per_s": parse_quantity(bandwidth, "bytes/s")} if bandwidth else {}
+        return question.outermost(**rate) if rate else question
 
     def _words(self) -> list[str]:
         return ["--profile", self.places[0], "--topology", self.places[1], *super()._words()]

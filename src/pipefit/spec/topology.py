@@ -29,6 +29,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tile: rows and columns of the largest tile.
         cache_bandwidth_bytes_per_s: of the cache that all cores read; 0: unknown.
         kernel_s: fixed seconds of every operation.
+        random_rate: random numbers per second, of which dropout needs one for each element; 0: they are free.
+        spread: standard deviation of the rate of devices of this kind, relative to `flops`: they differ by manufacture.
     """
 
     memory_bytes: float = math.inf
@@ -39,6 +41,8 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tile: tuple[int, int] = (256, 128)
     cache_bandwidth_bytes_per_s: float = 0.0
     kernel_s: float = 0.0
+    random_rate: float = 0.0
+    spread: float = 0.0
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,7 +137,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         for place, device in [("device", self.device), *((f"devices[{i}]", d) for i, d in enumerate(self.devices))]:
             least = {"memory_bytes": ABOVE_0, "flops": 0, "memory_bandwidth_bytes_per_s": 0, "efficiency": ABOVE_0}
-            least |= {"cores": 0, "cache_bandwidth_bytes_per_s": 0, "kernel_s": 0}
+            least |= {"cores": 0, "cache_bandwidth_bytes_per_s": 0, "kernel_s": 0, "random_rate": 0, "spread": 0}
             check_figures(device, TopologyError, f"{place}.", **least)
             if min(device.tile) < 1:
                 raise TopologyError(f"{place}.tile: expected two sizes of at least 1, got {device.tile}")
