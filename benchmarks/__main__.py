@@ -18,6 +18,7 @@ MODULES = {
     "partition": "benchmarks.partition",
     "planning-time": "benchmarks.planning_time",
     "prediction": "benchmarks.prediction",
+    "recovery": "benchmarks.recovery",
     "spill": "benchmarks.spill",
     "start": "benchmarks.start",
     "study": "benchmarks.study",

@@ -14,9 +14,13 @@ from pipefit.runtime.progress import positions_of
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("small_probes")]
 
 
-def _losses(folder):
+def _by_step(folder):
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def _losses(folder):
+    return list(_by_step(folder).values())
 
 
 SCRIPT = """
@@ -90,6 +94,23 @@ def test_a_training_goes_on_and_its_report_says_so(tmp_path, capsys):
     )  # one may be half written
     page = (faulty / "report.html").read_text()
     assert "<h2>Faults</h2>" in page and "rank 1 failed" in page
+
+
+@pytest.mark.slow
+def test_a_spilled_training_goes_on_from_the_records_on_its_disk(tmp_path, capsys):
+    words = "train --model gpt --option layers=3,hidden=32,context=16,tied=false,dropout=0.1 --data text --batch 4"
+    words = [*words.split(), *"--microbatches 2 --steps 80 --ranks 2 --json".split()]
+    faulty, plain = tmp_path / "faulty", tmp_path / "plain"
+    thread = _kill_when_trained(faulty, 1, 6)
+    assert main([*words, "--disk", str(tmp_path / "tier"), "--recover", "1", "-o", str(faulty)]) == 0
+    thread.join()
+    assert main([*words, "--plan", str(faulty / "plan.json"), "--disk", str(tmp_path / "other"), "-o", str(plain)]) == 0
+    found, expected = _by_step(faulty), _by_step(plain)
+    # A step may be committed before its loss is known.
+    assert len(expected) == 80 and len(expected.keys() - found.keys()) <= 2
+    assert found == {step: expected[step] for step in found}
+    recovery = json.loads((faulty / "run.json").read_text())["result"]["faults"][1]
+    assert recovery["source"] == "the records on its disk" and recovery["resumed"] >= 5 and recovery["lost"] == 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""A user's script, in which a process dies once: `recovering_script.py FOLDER RANK STEP [agent]`."""
+"""A user's script, in which a process dies once: `recovering_script.py FOLDER RANK STEP [agent | grows]`.
+
+With `grows` nobody dies: the first machine stands at the step until torchrun asks it to stop, because another has come.
+"""
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,10 @@ import torch
 from torch import nn
 
 import pipefit as pf
+from pipefit.runtime.session import current
 
 place, rank, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-copies = 2 if "agent" in sys.argv else 1
+copies = 2 if {"agent", "grows"} & set(sys.argv) else 1
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 pipe = pf.Pipeline(
@@ -26,6 +31,10 @@ data = [(torch.randn(8, 4, generator=generator), torch.randint(0, 3, (8,), gener
 
 
 def die(record: Any) -> None:
+    while "grows" in sys.argv and record.step == step and pipe.plan.num_processes == 2:
+        if current().stop.requested:
+            return
+        time.sleep(0.01)
     once = place / "died"
     if pipe.rank == rank and record.step == step and not once.exists():
         once.touch()
@@ -35,7 +44,7 @@ def die(record: Any) -> None:
 
 
 place.mkdir(exist_ok=True)
-every = 100 if "agent" in sys.argv else 2
+every = 100 if copies > 1 else 2
 losses = pipe.fit(data, callbacks=[pf.Checkpoints(pipe, place / "checkpoints", every=every), die])
-if pipe.rank == 0:
+if pipe.rank == 0 and not pipe.stop_requested:
     print(losses, pipe.plan.num_processes, flush=True)

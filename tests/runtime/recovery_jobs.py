@@ -39,7 +39,7 @@ def train(place: str, options: dict[str, Any], fault: tuple[str, int, int, int] 
     data = jobs.batches(count)
     losses: list[float] = []
     for half in (data[: count // 2], data[count // 2 :]):
-        losses += pipe.fit(half, callbacks=[Checkpoints(pipe, place, every=3)] if place else ())
+        losses += pipe.fit(half, len(half), callbacks=[Checkpoints(pipe, place, every=3)] if place else ())
     return losses, pipe.state_dict(), pipe.plan.num_processes
 
 

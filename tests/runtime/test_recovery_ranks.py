@@ -9,6 +9,7 @@ from tests.runtime import jobs, recovery_jobs
 from pipefit.ir.op import Op
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
+from pipefit.spec.options import Spilled
 
 pytestmark = pytest.mark.dist
 
@@ -88,6 +89,23 @@ def test_checkpoints_of_an_earlier_run_are_not_taken(tmp_path, undisturbed):
     at = _first(jobs.pipeline().program, 0, Op.STEP)
     for found in launch(recovery_jobs.train, 2, place, {}, ("kill", 0, at, 6), quiet=True, recover=1):
         _same(found, undisturbed)
+
+
+@pytest.mark.parametrize("kind", ["pipedream", "spilled to the host", "spilled to a disk"])
+def test_what_has_no_copies_in_memory_resumes_from_the_newest_checkpoint(kind, tmp_path):
+    def options(name):
+        if kind == "pipedream":
+            return {"schedule": "pipedream", "scheduler": None}
+        return {"spill": Spilled(disk=tmp_path / name if "disk" in kind else None)}
+
+    expected = recovery_jobs.train(str(tmp_path / "plain"), options("plain-tier"), None)
+    place, logs = str(tmp_path / "checkpoints"), tmp_path / "logs"
+    # The third pass of pipedream is of the second `fit`.
+    fault = ("kill", 1, 2, 3 if kind == "pipedream" else 6)
+    for found in launch(recovery_jobs.train, 2, place, options("tier"), fault, folder=logs, quiet=True, recover=1):
+        _same(found, expected)
+    recovery = noted(logs)[1]
+    assert recovery["resumed"] == 4 and recovery["source"].endswith("step-000004")
 
 
 # ---- copies in memory ------------------------------------------------------------------------------------------------

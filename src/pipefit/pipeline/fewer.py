@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from pipefit.errors import PipefitError
@@ -11,27 +11,37 @@ from pipefit.runtime.session import Session
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import AUTO, Request
+from pipefit.units import format_seconds
 from pipefit.verify import verify
 
+AS_REQUESTED = "as requested"
 _log = logging.getLogger("pipefit.plan")
 
 
-def fitting(request: Request, session: Session, plan_of: Callable[[Request, int], Plan]) -> Request:
+def fitting(
+    request: Request,
+    session: Session,
+    plan_of: Callable[[Request, int], Plan],
+    seconds_of: Callable[[Plan], float] | None = None,
+) -> Request:
     """The request itself, or the nearest one that the processes left can run, the same on every rank.
 
     In this order: as requested, over these processes; the same stages, where a stage has fewer copies, which then get
     the micro-batches of the one that is lost; one copy of each stage, as many stages as there are ranks; 1f1b; without
-    tensor parallelism. The first one whose program the verifier proves is taken.
+    tensor parallelism. The first one whose program the verifier proves is taken; where the layers were measured, the
+    one of these with the shortest predicted update.
 
     Args:
         request: of the user.
         session: the processes.
         plan_of: the plan that a request spells out for a number of processes.
+        seconds_of: predicted seconds of an update; None: nothing was measured.
     """
     count, full = session.num_ranks, session.start.full
     is_searched = request.plan is None and (request.schedule == AUTO or (request.spill and request.spill.cap_bytes))
     if not session.start.restart or not session.is_distributed or is_searched:
         return request
+    proved: list[tuple[float, str, Request]] = []
     refused = []
     for what, other in _nearest(request, count, plan_of(request, full)):
         try:
@@ -40,10 +50,19 @@ def fitting(request: Request, session: Session, plan_of: Callable[[Request, int]
         except PipefitError as problem:
             refused.append(f"{what}: {problem}")
             continue
-        if refused and session.rank == 0:
-            _log.warning("planned anew for %d of %d processes: %s", count, full, what)
-        return other
-    raise PipefitError(f"no plan for the {count} of {full} processes that are left:\n  " + "\n  ".join(refused))
+        if what == AS_REQUESTED:
+            return other
+        proved.append((seconds_of(plan) if seconds_of else 0.0, what, other))
+        if not seconds_of:
+            break
+    if not proved:
+        raise PipefitError(f"no plan for the {count} of {full} processes that are left:\n  " + "\n  ".join(refused))
+    proved.sort(key=lambda found: found[0])
+    if session.rank == 0:
+        times = [f"{what} ({format_seconds(seconds)} per update)" if seconds else what for seconds, what, _ in proved]
+        others = f"; predicted slower: {', '.join(times[1:])}" if times[1:] else ""
+        _log.warning("planned anew for %d of %d processes: %s%s", count, full, times[0], others)
+    return proved[0][2]
 
 
 def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Request]]:
@@ -56,7 +75,7 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
     """
     spread = replace(request.parallelism, ranks=count)
     if request.plan is None or plan.num_processes == count:
-        yield "as requested", replace(request, parallelism=spread)
+        yield AS_REQUESTED, replace(request, parallelism=spread)
     kinds = [str(stage.recompute) for stage in plan.partition.stages]
     spread = replace(
         spread,
@@ -71,19 +90,36 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
         options=plan.options,
     )
     request = replace(request, plan=None, schedule=plan.schedule, microbatches=plan.num_microbatches)
-    copies = [len(ranks) for ranks in plan.placement.ranks]
-    while plan.num_chunks == 1 and sum(copies) * plan.tensor > count and max(copies) > 1:
-        # Of stages with equally many copies the last one: its micro-batches in flight are the fewest.
-        copies[len(copies) - 1 - copies[::-1].index(max(copies))] -= 1
-    if sum(copies) * plan.tensor == count and max(copies) > 1:
-        sharded = plan.sharded_optimizer
-        stages = [len(stage.layers) for stage in plan.partition.stages]
-        own = replace(spread, replicas=tuple(copies), shard_optimizer=sharded)
-        yield f"copies of the stages: {', '.join(map(str, copies))}", replace(request, stages=stages, parallelism=own)
+    stages = [len(stage.layers) for stage in plan.partition.stages]
+    for copies in _fewer_copies([len(ranks) for ranks in plan.placement.ranks], count // plan.tensor):
+        if plan.num_chunks == 1 and sum(copies) * plan.tensor == count:
+            own = replace(spread, replicas=copies, shard_optimizer=plan.sharded_optimizer and max(copies) > 1)
+            yield (
+                f"copies of the stages {', '.join(map(str, copies))}",
+                replace(request, stages=stages, parallelism=own),
+            )
     one = replace(request, stages=None, parallelism=spread)
     yield f"{plan.schedule} with one copy of each stage", one
     plain = replace(spread, chunks=1, options={})
-    yield "1f1b with one copy of each stage", replace(one, schedule="1f1b", parallelism=plain)
+    if plan.schedule != "1f1b":
+        yield "1f1b with one copy of each stage", replace(one, schedule="1f1b", parallelism=plain)
     if plan.tensor > 1:
         plain = replace(plain, tensor=1, sequence_parallel=False, whole_messages=False)
         yield "1f1b without tensor parallelism", replace(one, schedule="1f1b", parallelism=plain)
+
+
+def _fewer_copies(copies: Sequence[int], count: int) -> Iterator[tuple[int, ...]]:
+    """Copies of the stages on fewer ranks: a stage with the most loses the next one, beginning at each stage.
+
+    Of stages with equally many the last one comes first: its micro-batches in flight are the fewest.
+
+    >>> list(_fewer_copies([2, 2], 3)), list(_fewer_copies([3, 1], 3))
+    ([(2, 1), (1, 2)], [(2, 1)])
+    """
+    found = []
+    for first in reversed(range(len(copies))):
+        left = list(copies)
+        while sum(left) > count and max(left) > 1:
+            left[max(range(len(left)), key=lambda s: (left[s], -((first - s) % len(left))))] -= 1
+        found.append(tuple(left))
+    yield from dict.fromkeys(found)

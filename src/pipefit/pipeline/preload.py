@@ -12,6 +12,8 @@ import torch
 import torch.distributed
 import torch.optim
 
+import pipefit.pipeline.pipeline  # noqa: F401
+
 # Forked ranks must not inherit a thread pool: its threads do not survive the fork.
 torch.set_num_threads(1)
 

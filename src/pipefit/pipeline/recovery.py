@@ -154,6 +154,8 @@ class Recovery:
         """Resumes a run that was started again."""
         before = self._pipe.num_updates
         source = f"step {before}, from which it was told to resume" if before else "the beginning"
+        if any(worker.spilling and worker.spilling.resumed for worker in self._pipe.workers):
+            source = "the records on its disk"
         known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
         most = math.inf if self._pipe.loop.last_step is None else self._pipe.loop.last_step - 1
         found = [Path(path) for path in from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])]
@@ -172,6 +174,9 @@ class Recovery:
         self._losses = [known.get(str(step), math.nan) for step in range(before + 1, now + 1)]
         ranks, lost = self._pipe.plan.num_processes, max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
+        if ranks != self._session.start.full:
+            copies = ", ".join(str(len(found)) for found in self._pipe.plan.placement.ranks)
+            self._facts["plan"] = f"planned anew: {self._pipe.plan.schedule}, copies of the stages {copies}"
 
     # ---- the callback ----------------------------------------------------------------------------------------------
 

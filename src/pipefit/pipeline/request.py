@@ -7,6 +7,7 @@ the search over all schedules ("auto"); or the user's own stages and ranks, bala
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
+from pipefit.cost import FREE, of_plan
+from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import PlanError
 from pipefit.parallel import widths_of
 from pipefit.pipeline.fewer import fitting
@@ -22,6 +25,7 @@ from pipefit.pipeline.memory_cap import plan_under_cap
 from pipefit.pipeline.resume import recorded_plan, resumed_folder
 from pipefit.planner import by_hand, ranks_of
 from pipefit.planner import plan as search
+from pipefit.planner.simulated import update_s
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
 from pipefit.profiling.workload import Workload
@@ -67,24 +71,49 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
     """
     is_measured = measure or (request.plan is None and AUTO in (request.stages, request.schedule))
     name = f"decision-{len(session.decisions)}"
+    before = None
     if is_measured or _is_capped(request):
         session.decisions.append(name)
         before = earlier(session, name, Decision, session.start.full)
-        if before is not None and request.schedule != AUTO:
+        if before is not None and request.schedule == AUTO:
+            before = None  # all plans for these ranks are measured and searched anew
+        elif before is not None:
             request = replace(request, plan=before.plan)
+    profile = None if before is None else before.profile
     fits = fitting(
-        request, session, lambda other, count: _given(other.plan) or _spelled_out(other, work, session, count=count)
+        request,
+        session,
+        lambda other, count: _given(other.plan) or _spelled_out(other, work, session, profile, count),
+        _predicted(before, request, work),
     )
     if name in session.decisions:
-        return kept(session, name, Decision, lambda: _decided(fits, work, session, measure))
+        return kept(session, name, Decision, lambda: _decided(fits, work, session, measure, before))
     return _decided(fits, work, session, measure)
+
+
+def _predicted(before: Decision | None, request: Request, work: Workload) -> Callable[[Plan], float] | None:
+    """The predicted seconds of an update by a plan, from what an earlier start has measured; None: too little."""
+    if before is None or before.profile is None or work.example is None or request.spill is not None:
+        return None
+    profile, x = before.profile, work.example[0]
+    topology = before.topology or Topology.local(before.plan.num_processes)
+
+    def seconds_of(plan: Plan) -> float:
+        of_size = profile.at(largest_part(x, plan.num_microbatches))
+        of_size = tensor_shard(of_size, plan.tensor, topology) if plan.tensor > 1 else of_size
+        return update_s(plan, of_plan(of_size, plan, topology, runtime=FREE))[1]
+
+    return seconds_of
 
 
 def _is_capped(request: Request) -> bool:
     return request.spill is not None and request.spill.cap_bytes is not None
 
 
-def _decided(request: Request, work: Workload, session: Session, measure: bool) -> Decision:
+def _decided(
+    request: Request, work: Workload, session: Session, measure: bool, before: Decision | None = None
+) -> Decision:
+    """The decision; layers and links that an earlier start has measured are not measured again."""
     spill, is_capped = request.spill, _is_capped(request)
     plan = _given(request.plan)
     if work.compiler is not None:
@@ -98,7 +127,7 @@ def _decided(request: Request, work: Workload, session: Session, measure: bool) 
         made = made if plan is None else made._replace(plan=plan)
     else:
         if measure or (plan is None and AUTO in (request.stages, request.schedule)):
-            made = _measured(request, plan, work, session, is_run=measure)
+            made = before._replace(plan=plan) if before else _measured(request, plan, work, session, is_run=measure)
         if plan is None:
             made = made._replace(plan=_new_plan(request, made, work, session))
     plan = _with_sharding(made.plan, request.parallelism.shard_optimizer)

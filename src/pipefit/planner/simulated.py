@@ -71,7 +71,7 @@ def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
     try:
         if _is_small(config) or config.replicas:
             # The costs already include the split of messages and the gathers.
-            step_s, period_s = _whole(msgspec.structs.replace(plan, scatter_gather=False), timing)
+            step_s, period_s = update_s(msgspec.structs.replace(plan, scatter_gather=False), timing)
         else:
             step_s = period_s = _extrapolated(config, plan, timing)
     except ScheduleError:
@@ -112,7 +112,7 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
     return replace(found, period_s=(thrice.makespan_s - step_s) / 2)
 
 
-def _whole(plan: Plan, timing: CostModel) -> tuple[float, float]:
+def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
     """Seconds of one update in isolation, and from update to update."""
     if find(plan.schedule).is_synchronous:
         # Ranks issue in order, so the first of two passes takes the same time as in isolation.

@@ -9,6 +9,7 @@ from pipefit.errors import PlanError, TierError
 from pipefit.pipeline.resume import check_same, committed_step
 from pipefit.planner import NOT_FROM_DISK
 from pipefit.run.config import RunConfig, facts_of
+from pipefit.runtime.session import current
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import tier_name
 from pipefit.spill.tier_file import check_unused
@@ -29,6 +30,8 @@ def with_tier(config: RunConfig, rank: int) -> RunConfig:
     disk = config.spill.disk
     if disk or config.resume:
         check_unused(Path(config.resume or str(disk)), tier_name(rank))
+    # A start after a fault that resumes from nothing: some rank has committed no step yet.
+    again = current().start.restart > 0
     resumes = bool(config.resume) and (Path(config.resume) / f"{tier_name(rank)}.json").exists()
     if resumes:
         folder = Path(config.resume)
@@ -36,7 +39,7 @@ def with_tier(config: RunConfig, rank: int) -> RunConfig:
             raise TierError(f"{folder}: a run resumes from the records there in place: give --disk {folder} too")
         check_same(folder, rank, {"run": facts_of(config)})
         config = _with_spill(config, replace(config.spill, disk=config.resume))
-    elif disk and not config.resume and (step := committed_step(disk, rank)) is not None:
+    elif disk and not config.resume and not again and (step := committed_step(disk, rank)) is not None:
         raise TierError(
             f"{disk} holds step {step} of an interrupted run: resume with --resume {disk}, or remove the folder to "
             "start a new run"

@@ -33,9 +33,11 @@ from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosi
 from pipefit.run.result import METRICS, ReadyRun, RunResult, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
 from pipefit.run.tier_records import with_tier
-from pipefit.runtime.collectives import exchange
+from pipefit.runtime.collectives import exchange, from_first
 from pipefit.runtime.faults import noted
 from pipefit.runtime.microbatches import largest_part
+from pipefit.runtime.outliving import kept
+from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import current
 from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
@@ -144,8 +146,8 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     made = decide(config.request, work, current(), measure=True)
     assert made.profile is not None
     profile = made.profile.at(largest_part(work.batch("a run")[0], made.plan.num_microbatches))
-    if config.spill.cap_bytes is None and current().rank == 0:
-        observer.counted(count_flop(work, made.plan.num_processes))
+    if config.spill.cap_bytes is None:
+        observer.counted(kept(current(), "flop", ModelFlop | None, lambda: _flop(work, made.plan.num_processes)))
     observer.doing("measuring the machine, and predicting the run")
     cost = _cost(config, work, made._replace(profile=profile))
     observer.doing("building the stages")
@@ -160,6 +162,13 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         spill=config.request.spill,
     )
     return ReadyRun(config, bundle, source, _with_prediction(config, pipe, cost), profile, cost, pipe)
+
+
+def _flop(work: Workload, num_processes: int) -> ModelFlop | None:
+    """The basis of MFU, which rank 0 counts."""
+    with current().at(MEASURING):
+        found = from_first(current(), lambda: count_flop(work, num_processes))
+    return None if found is None else ModelFlop(*found)
 
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:

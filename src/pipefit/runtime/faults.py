@@ -51,4 +51,5 @@ def _done(line: Mapping[str, Any] | None) -> str:
         return ""
     lost = f"{line['lost']} step{'' if line['lost'] == 1 else 's'} done again"
     seconds = f", {format_seconds(line['seconds'])} to the next finished step" if "seconds" in line else ""
-    return f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks; {lost}{seconds}"
+    plan = f" ({line['plan']})" if "plan" in line else ""
+    return f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks{plan}; {lost}{seconds}"

@@ -5,13 +5,16 @@ outlives a start still has the addresses of its processes, at which nobody answe
 
     pipefit run, train    a new file for each start
     torchrun              a name that its processes agree on; torchrun's own count of restarts differs among its agents
+                          without a store that outlives a start: the count that the machines keep in their memory
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import stat
 import time
 import uuid
 from datetime import timedelta
@@ -22,10 +25,14 @@ import torch
 import torch.distributed as dist
 
 from pipefit.errors import PipefitError
+from pipefit.spec.files import write_atomically
 
 TIMEOUT = timedelta(minutes=30)
 RESTART, FULL, MEMORY = "PIPEFIT_RESTART", "PIPEFIT_FULL", "PIPEFIT_MEMORY"
 """Variables that the launcher sets for its ranks: the numbers of a `Start`, and a folder in the machine's memory."""
+
+SHARED, AGENT = Path("/dev/shm"), f"pipefit-agent-{os.getuid()}-"
+"""The machine's memory, and the first part of the names there of folders of torchrun's agents."""
 
 _INTERVAL_S = 0.01
 
@@ -72,7 +79,7 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             dist.init_process_group(backend, timeout=TIMEOUT)
-            return start
+            return _counted(start, rank, num_ranks) if "TORCHELASTIC_RUN_ID" in os.environ else start
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         of_agent = dist.TCPStore(*address, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
         name, start = agree_on_start(of_agent, rank, num_ranks, restart)
@@ -80,6 +87,37 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as problem:
         raise PipefitError(f"rank {rank} of {num_ranks} could not join the others: {problem}") from None
+    return start
+
+
+def agent_folder() -> Path | None:
+    """The private folder in this machine's memory that belongs to torchrun's agent; None: there is no such memory.
+
+    Raises:
+        PipefitError: the folder is not private.
+    """
+    folder = SHARED / f"{AGENT}{os.getppid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    try:
+        found = folder.lstat()
+    except OSError:
+        return None
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PipefitError(f"{folder}: expected a private folder of this user; remove it")
+    return folder
+
+
+def _counted(start: Start, rank: int, num_ranks: int) -> Start:
+    """The start after those that any machine remembers; torchrun counts none where only a machine came or went."""
+    store, folder = dist.distributed_c10d._get_default_store(), agent_folder()
+    path = None if folder is None else folder / "start.json"
+    store.set(f"pipefit/known/{rank}", path.read_text(encoding="utf-8") if path and path.exists() else "[-1, 0]")
+    known = [json.loads(store.get(f"pipefit/known/{other}")) for other in range(num_ranks)]
+    restarts, sizes = zip(*known, strict=True)
+    start = Start(max(start.restart, max(restarts) + 1), max(num_ranks, *sizes))
+    if path is not None and os.environ.get("LOCAL_RANK") == "0":
+        write_atomically(path, json.dumps(start), durable=False)
     return start
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pickle
 import signal
 import textwrap
@@ -21,6 +22,9 @@ from pipefit.runtime.waits import where
 
 GRACE_S = 2.0
 """After a first failure, for those of the other ranks and for their end."""
+
+_SETTLE_S = 0.2
+"""After a death, which is a first cause, for outcomes that are on their way."""
 
 FINE = ("done", "stopped")
 """Outcomes that are not failures."""
@@ -86,10 +90,10 @@ def packed(outcome: tuple[str, Any]) -> bytes:
 def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: Sequence[int]) -> list[tuple[str, Any]]:
     """Waits for every rank's result; after a first failure, only briefly, to find the cause."""
     outcomes: dict[int, tuple[str, Any]] = {}
-    deadline, first_s = None, 0.0
+    deadline, first_s = math.inf, 0.0
     while len(outcomes) < len(processes):
         pending = {pipes[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
-        timeout = None if deadline is None else max(deadline - time.monotonic(), 0)
+        timeout = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
         ready = wait(list(pending), timeout)
         if not ready:
             break
@@ -100,8 +104,11 @@ def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: 
             except EOFError:
                 processes[rank].join(GRACE_S)
                 outcomes[rank] = ("died", processes[rank].exitcode)
-            if outcomes[rank][0] not in FINE and deadline is None:
-                deadline, first_s = time.monotonic() + GRACE_S, time.time()
+            kind = outcomes[rank][0]
+            if kind not in FINE:
+                first_s = first_s or time.time()
+                grace_s = _SETTLE_S if kind == "died" and not asked else GRACE_S
+                deadline = min(deadline, time.monotonic() + grace_s)
     failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] not in FINE}
     if failures or len(outcomes) < len(processes):
         if asked and all(kind in ("died", "later") for kind, _ in failures.values()):

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,12 +18,11 @@ import msgspec
 
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import exchange
-from pipefit.runtime.meeting import MEMORY
+from pipefit.runtime.meeting import AGENT, MEMORY, SHARED, agent_folder
 from pipefit.runtime.session import Session
 from pipefit.spec.files import write_atomically
 
 T = TypeVar("T")
-_SHARED = Path("/dev/shm")
 
 
 def processes_here(session: Session) -> range:
@@ -43,19 +41,12 @@ def outliving_folder(session: Session) -> Path | None:
     """
     if MEMORY in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
         return Path(os.environ[MEMORY]) if MEMORY in os.environ else None
-    stem = f"pipefit-agent-{os.getuid()}-"
-    for other in _SHARED.glob(f"{stem}*"):
-        if not Path(f"/proc/{other.name.removeprefix(stem)}").exists():
+    for other in SHARED.glob(f"{AGENT}*"):
+        if not Path(f"/proc/{other.name.removeprefix(AGENT)}").exists():
             shutil.rmtree(other, ignore_errors=True)
-    folder = _SHARED / f"{stem}{os.getppid()}"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700)
-    try:
-        found = folder.lstat()
-    except OSError:
+    folder = agent_folder()
+    if folder is None:
         return None
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise PipefitError(f"{folder}: expected a private folder of this user; remove it")
     os.environ[MEMORY] = str(folder)
     if session.rank == processes_here(session)[0]:
         session.before_leaving.append(lambda: None if session.stop.requested else shutil.rmtree(folder, True))
