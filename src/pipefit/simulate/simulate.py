@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from itertools import compress, pairwise, repeat
 
 from pipefit.cost import CostModel
@@ -122,6 +124,10 @@ def _check(layout: FlatProgram) -> None:
             raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
 
 
+_new_event: Callable[[tuple[object, ...]], Event] = partial(tuple.__new__, Event)
+"""`Event._make` without a call of Python for each of millions."""
+
+
 def _events(engine: EventEngine, messages: bool) -> tuple[Event, ...]:
     starts, instructions = engine.layout.graph.starts, engine.layout.graph.instructions
     shown = [messages or OP_SPEC[i.op].lane is not Lane.COMM for i in instructions]
@@ -131,7 +137,7 @@ def _events(engine: EventEngine, messages: bool) -> tuple[Event, ...]:
         for lap in range(engine.repeats):
             a, b = lap * size + first, lap * size + last
             rows = zip(repeat(rank), range(b - a), repeat(lap), engine.start[a:b], engine.end[a:b], strict=False)
-            events += map(Event._make, compress(rows, shown[first:last]))
+            events += map(_new_event, compress(rows, shown[first:last]))
     return tuple(events)
 
 
