@@ -25,8 +25,10 @@ def _refused(place: Path, ranks: int, *job: Any) -> str:
     return str(problem.value)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "interleaved", "pipedream", "pipedream-2bw"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("schedule", "rank"),
+    [("1f1b", 0), ("1f1b", 1), ("gpipe", 1), ("zb-h1", 0), ("interleaved", 1), ("pipedream", 0), ("pipedream-2bw", 1)],
+)
 def test_a_later_batch_of_another_shape_is_named_on_every_rank(schedule: str, rank: int, tmp_path: Path) -> None:
     options = {"schedule": schedule, **({"chunks": 2} if schedule == "interleaved" else {})}
     message = _refused(tmp_path / "it", 2, rank, ["", "", ""], ["", "", "fewer"], options)
@@ -38,10 +40,8 @@ def test_a_later_batch_of_another_shape_is_named_on_every_rank(schedule: str, ra
     ("own", "told"),
     [
         (["", "fewer", "", ""], f"rank 0 has {FEWER}, rank 1 has {USUAL}"),
-        (["", "fewer", "fewer", "fewer"], f"rank 0 has {USUAL}, rank 1 has {FEWER}"),
         (["", "fewer", "more", "fewer"], f"rank 0 has {USUAL}, rank 1 has {MORE}"),
         (["", "fewer", "type", "fewer"], f"rank 0 has {USUAL}, rank 1 has {DOUBLE}"),
-        (["", "more", "", "fewer"], f"rank 0 has {FEWER}, rank 1 has {MORE}"),
     ],
 )
 def test_shapes_that_ranks_know_already_are_compared_too(own: list[str], told: str, tmp_path: Path) -> None:
