@@ -18,6 +18,8 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "amsmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_preserve_defaults = True
+default_role = "code"
 
 # The notebook is run by a test and read in Jupyter; the pages link to it.
 exclude_patterns = ["_build", "**.ipynb", "**.ipynb_checkpoints"]
@@ -25,3 +27,13 @@ exclude_patterns = ["_build", "**.ipynb", "**.ipynb_checkpoints"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_title = "pipefit"
+
+
+def setup(app):
+    """Napoleon takes what stands before a colon in a property's first line for a type; a comment has none."""
+
+    def first_line(app, what, name, obj, options, lines):
+        if what == "property":
+            lines[:0] = ["..", ""]
+
+    app.connect("autodoc-process-docstring", first_line, priority=400)

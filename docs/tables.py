@@ -47,10 +47,10 @@ def schedules() -> str:
 
 def instructions() -> str:
     """Returns one row per operation, from `OP_SPEC`."""
-    rows = ["| op | operands | lane | roughly | caution |", "|---|---|---|---|---|"]
+    rows = ["| op | operands | lane | roughly |", "|---|---|---|---|"]
     for op in Op:
         spec = OP_SPEC[op]
-        rows.append(f"| `{op.value}` | {' '.join(spec.fields)} | {spec.lane.value} | {spec.roughly} | {spec.caution} |")
+        rows.append(f"| `{op.value}` | {' '.join(spec.fields)} | {spec.lane.value} | {spec.roughly} |")
     return "\n".join(rows)
 
 

@@ -21,13 +21,3 @@ def test_every_figure_on_the_page_is_what_its_python_prints():
         with contextlib.redirect_stdout(printed):
             exec(code, names)
         assert printed.getvalue() == expected
-
-
-def test_the_topology_on_the_page_is_read():
-    from pipefit.spec import Topology
-
-    text = re.search(r"\$ cat t.toml\n(.*?)\n\n\$ pipefit", PAGE.read_text(encoding="utf-8"), re.DOTALL).group(1)
-    assert [(level.width, level.bandwidth_bytes_per_s) for level in Topology.parse(text).levels] == [
-        (4, 12e9),
-        (4, 1.25e9),
-    ]

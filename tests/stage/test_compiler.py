@@ -88,9 +88,8 @@ def test_sizes_of_batches_and_lengths_of_sequences_may_vary() -> None:
     assert max(result.loss_diff, result.grad_diff, result.weight_diff) < 1e-12
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_under_autocast_only_dropout_is_rounded_elsewhere(precision: str) -> None:
-    options = grouped(compile="aot_eager", num_ranks=2, precision=precision, dtype=torch.float32)
+def test_under_autocast_only_dropout_is_rounded_elsewhere() -> None:
+    options = grouped(compile="aot_eager", num_ranks=2, precision="bf16", dtype=torch.float32)
     result = check(gpt(dropout=0.0), **options)
     assert result.equal and max(result.grad_diff, result.weight_diff) < 1e-5
     assert check(gpt(), **options).equal

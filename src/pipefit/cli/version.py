@@ -21,7 +21,7 @@ def version_text() -> str:
         torch = "not installed"
     devices = counted(num_gpus(), "GPU") if num_gpus() else "no GPU"
     return (
-        f"pipefit {pipefit.__version__} ({_commit()})\nPython {platform.pythonversion_text()}, torch {torch}\n"
+        f"pipefit {pipefit.__version__} ({_commit()})\nPython {platform.python_version()}, torch {torch}\n"
         f"{counted(num_cores(), 'core')}, {devices}"
     )
 
