@@ -185,10 +185,7 @@ class _Operands(dict[str, Any]):
         self._field, self._prefix = field, prefix
 
     def __missing__(self, text: str) -> int | str:
-        if len(self) >= _MOST_KEPT:
-            self.clear()
-        self[text] = value = _operand(self._field, self._prefix, text)
-        return value
+        return self.setdefault(text, _operand(self._field, self._prefix, text))
 
 
 def _operand(field: str, prefix: str, text: str) -> int | str:
@@ -204,12 +201,11 @@ def _operand(field: str, prefix: str, text: str) -> int | str:
     return -1 if match.group(1) == "*" else int(match.group(1))
 
 
-_MOST_KEPT = 1 << 16
 _FIELDS = Instruction.__struct_fields__[1:]
 _ABSENT = list(Instruction.__struct_defaults__)
 _READ = {name: _Operands(name, PREFIX.get(name, "")) for name in _FIELDS if name != "peer"}
+# Each operation by its word, with the place of each operand among the fields of an instruction, and its reader.
 _FORMS: dict[str, tuple[Op, tuple[tuple[int, _Operands], ...]]] = {}
-"""Each operation by its word, with the place of each operand among the fields of an instruction, and its reader."""
 for _op, _spec in OP_SPEC.items():
     _readers = _READ | {"peer": _Operands("peer", ">" if _op is Op.SEND else "<")}
     _FORMS[_op.value] = _op, tuple((_FIELDS.index(name), _readers[name]) for name in _spec.fields)

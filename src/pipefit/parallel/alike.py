@@ -21,8 +21,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 
-LINE = 512
-"""Bytes of a line."""
+LINE = 512  # bytes
 
 CURE = (
     "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
@@ -72,13 +71,10 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
     Raises:
         DataError: they differ.
     """
-    if torch.equal(line, other):
-        return
     (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
-    told = f"rank {low} has {one}, rank {high} has {two}"
-    if one == two:
-        told = f"ranks {low} and {high} both have {one} now, but had different ones before"
-    raise DataError(f"batches of different shapes: {told}; {CURE}")
+    before = " now, and had others before" if one == two else ""
+    if not torch.equal(line, other):
+        raise DataError(f"batches of different shapes: rank {low} has {one}, rank {high} has {two}{before}; {CURE}")
 
 
 def _text(line: Tensor) -> str:

@@ -37,8 +37,8 @@ from pipefit.stage.payload import Contract
 
 _MAX_LEAVES = 64
 _MAX_TAG = 2**31
+# Micro-batches with tags of their own; messages with equal tags arrive in order.
 _MICROBATCHES = 256
-"""Micro-batches with tags of their own; messages with equal tags arrive in order."""
 
 _OVER_ALL = (Reduction.NORM, Op.BARRIER.value)
 """Collectives of every process of the run; others are among the processes of equal j of some ranks."""

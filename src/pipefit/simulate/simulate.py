@@ -124,8 +124,8 @@ def _check(layout: FlatProgram) -> None:
             raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
 
 
+# `Event._make` without a call of Python for each of millions.
 _new_event: Callable[[tuple[object, ...]], Event] = partial(tuple.__new__, Event)
-"""`Event._make` without a call of Python for each of millions."""
 
 
 def _events(engine: EventEngine, messages: bool) -> tuple[Event, ...]:
