@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipefit.profiling import analytic_profile, kinds, with_measured_kinds
+from pipefit.profiling import analytic_profile, kinds
+from pipefit.profiling.workload import Workload
 from pipefit.spec.topology import Device
+from pipefit.stage.split import named_layers
 
 SLOW = Device(flops=1e6)
 
@@ -26,7 +28,11 @@ def layers_of():
 def profiled(model, x=None, y=None, **more):
     x, y = torch.randn(6, 8) if x is None else x, torch.randint(0, 256, (6,)) if y is None else y
     computed = analytic_profile(model, x, SLOW, nn.functional.cross_entropy, y, microbatch_size=4)
-    return computed, with_measured_kinds(computed, model, x, torch.device("cpu"), optimizer=adam, **more)
+    return computed, kinds.profile_kinds(work_of(model, x, y, nn.functional.cross_entropy), 4, SLOW, **more)
+
+
+def work_of(model, x, y=None, loss=lambda output, _: output.sum(), **more):
+    return Workload(named_layers(model), loss, adam, torch.device("cpu"), (x, x if y is None else y), **more)
 
 
 def test_one_layer_of_each_kind_is_measured_and_speaks_for_the_others(monkeypatch):
@@ -108,10 +114,7 @@ def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():
             return x * 2
 
     model = nn.Sequential(nn.Linear(8, 8), Picky(), nn.Linear(8, 8))
-    x = torch.zeros(2, 8)
-    computed = analytic_profile(model, x, SLOW)
-    measured = with_measured_kinds(computed, model, x, torch.device("cpu"))
-    assert "2 of 3 layers" in measured.source
+    assert "2 of 3 layers" in kinds.profile_kinds(work_of(model, torch.zeros(2, 8)), 2, SLOW).source
 
 
 def test_there_is_never_more_than_one_layer_in_memory(monkeypatch):
@@ -141,7 +144,6 @@ def test_layers_are_measured_in_the_type_that_autocast_computes_in():
 
     model, x = nn.Sequential(Told(8, 8)), torch.randn(2, 8)
     for half, expected in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
-        computed = analytic_profile(model, x, SLOW)
         seen.clear()
-        with_measured_kinds(computed, model, x, torch.device("cpu"), half=half)
+        kinds.profile_kinds(work_of(model, x, half=half), 2, SLOW)
         assert seen[-1] == expected

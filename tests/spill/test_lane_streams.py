@@ -46,7 +46,7 @@ def told(monkeypatch):
 
 def test_a_copy_begins_when_the_caller_has_computed_and_ends_when_its_stream_has(told):
     lane = Lane("read", torch.device("cuda", 1))
-    copy = lane.submit(lambda: told.append(("copy", "lane")), 1)
+    copy = lane.submit(lambda: told.append(("copy", "lane")))
     copy.wait()
     lane.close()
     assert told == [
@@ -62,8 +62,8 @@ def test_a_copy_begins_when_the_caller_has_computed_and_ends_when_its_stream_has
 
 def test_a_copy_that_another_waits_for_has_left_the_device_when_that_one_begins(told):
     write, read = Lane("write", torch.device("cuda", 0)), Lane("read", torch.device("cuda", 1))
-    first = write.submit(lambda: told.append(("write", "lane")), 1)
-    read.submit(lambda: told.append(("read", "lane")), 1, [first]).wait()
+    first = write.submit(lambda: told.append(("write", "lane")))
+    read.submit(lambda: told.append(("read", "lane")), [first]).wait()
     write.close(), read.close()
     steps = [what for what, _ in told]
     assert steps.index("wait for cuda:0") < steps.index("read")
@@ -74,7 +74,7 @@ def test_what_a_copy_waited_for_is_not_counted_as_its_time(told, monkeypatch):
     clock = iter(range(100))
     monkeypatch.setattr("pipefit.spill.lanes.time.perf_counter", lambda: told.append(("clock", "lane")) or next(clock))
     lane = Lane("read", torch.device("cuda", 0))
-    lane.submit(lambda: None, 1).wait()
+    lane.submit(lambda: None).wait()
     lane.close()
     steps = [what for what, _ in told]
     assert steps.index("wait for caller") < steps.index("clock") < steps.index("wait for cuda:0")

@@ -113,7 +113,7 @@ def test_what_is_given_in_python_is_checked_too():
 def test_a_file_of_another_kind_or_none_is_refused(tmp_path):
     path = tmp_path / "s.toml"
     path.write_text('format = "pipefit.topology/1"')
-    with pytest.raises(StudyError, match=r'expected format = "pipefit.study/1"'):
+    with pytest.raises(StudyError, match=r"format: expected 'pipefit\.study/1'"):
         load_study(path)
     path.write_text("lr = = 3")
     with pytest.raises(StudyError, match="not TOML"):

@@ -11,9 +11,7 @@ from cyclopts.config import Dict
 
 from pipefit.cli import train
 from pipefit.errors import PipefitError, nearest
-from pipefit.spec.files import parse_toml, read_text
-
-_FORMAT = "pipefit.run/1"
+from pipefit.spec.files import check_format, parse_toml, read_text
 
 
 def configuration(tokens: list[str]) -> Dict | None:
@@ -28,9 +26,7 @@ def configuration(tokens: list[str]) -> Dict | None:
     if path is None or tokens[0] != "train":
         return None
     data = parse_toml(read_text(path), PipefitError, str(path))
-    found = data.pop("format", _FORMAT)
-    if found != _FORMAT:
-        raise PipefitError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
+    check_format("run", data.pop("format", "pipefit.run/1"), PipefitError, str(path))
     known = set(inspect.signature(train.command).parameters) - {"config", "json"}
     for key in data:
         if key.replace("-", "_") not in known:

@@ -22,11 +22,10 @@ from cyclopts import Parameter
 import pipefit
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Count, Json
-from pipefit.errors import CommunicationError, PipefitError, TopologyError
+from pipefit.errors import CommunicationError, PipefitError
 from pipefit.units import columns, format_bytes, format_seconds
 
 _OPTIONAL = {"matplotlib": "plot", "scikit-learn": "data", "optuna": "search"}
-_MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _SHM = Path("/dev/shm")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -146,8 +145,9 @@ def _version_of(package: str) -> str | None:
 
 def _machine() -> Iterator[_Check]:
     """Cores, memory, and the system's limits for a process."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0]
+    from pipefit.run.config import num_cores
+
+    usable, load = num_cores(), os.getloadavg()[0]
     found = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
     fix = "other programs use the cores: times measured now will be too long"
     yield _unless(load > usable, "cores", found, fix, cores=usable, load=load)
@@ -187,26 +187,17 @@ def _ranks(num_ranks: int, timeout_s: int) -> _Check:
     if not links:
         found += "times of messages vary too much for a measurement"
         return _Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})
-    bandwidth, latency = format_bytes(links["bandwidth_bytes_per_s"]), format_seconds(links["latency_s"])
+    facts = {key: links[0][key] for key in ("latency_s", "bandwidth_bytes_per_s")}
+    bandwidth, latency = format_bytes(facts["bandwidth_bytes_per_s"]), format_seconds(facts["latency_s"])
     found += f"loopback {bandwidth}/s, latency {latency}"
-    return _Check(name, found, facts={"selftest_s": seconds, **links})
+    return _Check(name, found, facts={"selftest_s": seconds, **facts})
 
 
-def _start_ranks(num_ranks: int) -> dict[str, float]:
+def _start_ranks(num_ranks: int) -> list[dict[str, Any]]:
+    from pipefit.cli.nodes import measured_links
     from pipefit.runtime.launch import launch
 
-    return launch(_measured_link, num_ranks, threads=1, quiet=True)[0]
-
-
-def _measured_link() -> dict[str, float]:
-    """Latency and bandwidth between the ranks; nothing when the machine is too busy for a measurement."""
-    from pipefit.profiling import measure_links
-
-    try:
-        level = measure_links(sizes=_MESSAGE_BYTES, repeats=10).levels[0]
-    except TopologyError:  # larger messages took no longer: every rank sees the same times
-        return {}
-    return {"latency_s": level.latency_s, "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s}
+    return launch(measured_links, num_ranks, threads=1, quiet=True)[0]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -81,12 +82,7 @@ def command(
         stages,
         microbatches,
         chunks,
-        costs.forward,
-        costs.backward,
-        costs.input,
-        costs.weight,
-        costs.latency,
-        steps,
+        num_steps=steps,
         replicas=replicas,
         stage_work=stage_work,
         recompute=recompute,
@@ -97,7 +93,7 @@ def command(
         activations=activations,
         step_on=step_on,
         keep=keep,
-        copy=costs.copy,
+        **asdict(costs),
         **options,
     )
     data = _figures(drawing, microbatches) if json else {}

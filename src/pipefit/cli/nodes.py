@@ -43,7 +43,7 @@ def compare_nodes(folder: Path) -> Answer:
         theirs = [rank for rank, each in enumerate(everyone) if each["node"] == facts["node"]]
         facts |= {"ranks": theirs, "clock_s": _clock_ahead_s(session.rank, theirs[0])}
         facts["shared"] = all(everyone[rank]["shared"] for rank in theirs)
-    links = _links() if session.is_distributed else []
+    links = measured_links() if session.is_distributed else []
     problems = list(_problems(nodes, folder, bool(mark)))
     bad = [text for state, text in problems if state == "bad"]
     data = {"ok": not bad, "nodes": nodes, "links": links, "folder": str(folder.resolve()), "problems": problems}
@@ -104,14 +104,17 @@ def _clock_ahead_s(rank: int, peer: int) -> float:
     return ahead.item()
 
 
-def _links() -> list[dict[str, Any]]:
-    """Links inside a machine and between machines; none when the machines are too busy for a measurement."""
+def measured_links() -> list[dict[str, Any]]:
+    """Links inside a machine and between machines; none when the machines are too busy for a measurement.
+
+    Every rank calls it.
+    """
     from pipefit.errors import TopologyError
     from pipefit.profiling import measure_links
 
     try:
         levels = measure_links(sizes=_MESSAGE_BYTES, repeats=10).levels
-    except TopologyError:
+    except TopologyError:  # larger messages took no longer: every rank sees the same times
         return []
     return [
         {"level": level.name, "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s, "latency_s": level.latency_s}

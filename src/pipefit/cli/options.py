@@ -55,40 +55,25 @@ def _wrong(tokens: Sequence[Token], message: str) -> CoercionError:
     return CoercionError(msg=f"{tokens[0].keyword or 'argument'}: {message}")
 
 
-def _count(kind: Any, tokens: Sequence[Token]) -> int:
-    value: int = exact(int, tokens)
-    if value < 1:
-        raise _wrong(tokens, f"expected at least 1, got {value}")
-    return value
+def _number(kind: Any, fits: Callable[[Any], bool], expected: str) -> Callable[[Any, Sequence[Token]], Any]:
+    """The reader of an option that is a number of some range."""
+
+    def read(_: Any, tokens: Sequence[Token]) -> Any:
+        value = exact(kind, tokens)
+        if not fits(value):
+            raise _wrong(tokens, f"expected {expected}, got {value}")
+        return value
+
+    return read
 
 
-def _seed(kind: Any, tokens: Sequence[Token]) -> int:
-    return _within(tokens, 0, MOST_SEED)
+def _within(least: int, most: int) -> Callable[[Any, Sequence[Token]], Any]:
+    return _number(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
 
 
-def _threads(kind: Any, tokens: Sequence[Token]) -> int:
-    return _within(tokens, 1, MOST_THREADS)
-
-
-def _within(tokens: Sequence[Token], least: int, most: int) -> int:
-    value: int = exact(int, tokens)
-    if not least <= value <= most:
-        raise _wrong(tokens, f"expected a whole number from {least} to {most}, got {value}")
-    return value
-
-
-def _time(kind: Any, tokens: Sequence[Token]) -> Number:
-    value: Number = exact(Number, tokens)
-    if not 0 <= value < math.inf:
-        raise _wrong(tokens, f"expected a time of 0 or more, got {value}")
-    return value
-
-
-def _figure(kind: Any, tokens: Sequence[Token]) -> Number:
-    value: Number = exact(Number, tokens)
-    if not 0 < value < math.inf:
-        raise _wrong(tokens, f"expected numbers above 0, got {value}")
-    return value
+_count = _number(int, lambda value: value >= 1, "at least 1")
+_time = _number(Number, lambda value: 0 <= value < math.inf, "a time of 0 or more")
+_figure = _number(Number, lambda value: 0 < value < math.inf, "numbers above 0")
 
 
 def _size(kind: Any, tokens: Sequence[Token]) -> float:
@@ -151,8 +136,8 @@ def _joined(kind: Any, tokens: Sequence[Token]) -> str:
 
 
 Count = Annotated[int, Parameter(converter=_count)]
-Seed = Annotated[int, Parameter(converter=_seed)]
-Threads = Annotated[int, Parameter(converter=_threads)]
+Seed = Annotated[int, Parameter(converter=_within(0, MOST_SEED))]
+Threads = Annotated[int, Parameter(converter=_within(1, MOST_THREADS))]
 Counts = Annotated[tuple[int, ...], _each(_count)]
 Figures = Annotated[tuple[float, ...], _each(_figure)]
 Time = Annotated[Number, Parameter(converter=_time)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import sum_table
 from pipefit.runtime.session import current
 from pipefit.spec import Partition
+from pipefit.stage.split import named_layers
+from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import with_metrics
 
 _SCHEDULES = {"torch-gpipe": "ScheduleGPipe", "torch-1f1b": "Schedule1F1B"}
@@ -52,7 +55,12 @@ class TorchPipeline:
                 raise PlanError(f"it splits tensors only, and a batch of this model is a {type(item).__name__}")
         whole = work.fresh()
         self._module = nn.Sequential(*(whole[index] for index in partition.stages[rank].layers))
-        self._tied = _tied(whole, self._module, partition)
+        layers = named_layers(whole)
+        mine = [layers[index].module.named_parameters(layers[index].prefix) for index in partition.stages[rank].layers]
+        own, ties = dict(chain.from_iterable(mine)), tied_parameters(layers, partition)
+        held = {tie.owner: own[name] for name, tie in ties.items() if name in own}
+        # In the model's order, the same on every rank.
+        self._tied = [(held.get(name), tie.shape) for name, tie in ties.items() if name == tie.owner]
         self._optimizer = work.optimizer([p for p in self._module.parameters() if p.requires_grad])
         stage = pipelining.PipelineStage(self._module, rank, num_stages, torch.device("cpu"))
         kind: Any = getattr(pipelining, _SCHEDULES[schedule])
@@ -81,18 +89,3 @@ class TorchPipeline:
     def state_bytes(self) -> float:
         """Bytes of this rank's stage."""
         return bytes_of([self._module], [self._optimizer])
-
-
-def _tied(whole: nn.Sequential, own: nn.Module, partition: Partition) -> list[tuple[nn.Parameter | None, torch.Size]]:
-    """The weights that several stages share, in the model's order: this rank's parameter, or None, and the shape."""
-    stage_of = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
-    users: dict[int, set[int]] = {}
-    parameters: dict[int, nn.Parameter] = {}
-    for index, layer in enumerate(whole):
-        for parameter in layer.parameters():
-            users.setdefault(id(parameter), set()).add(stage_of[index])
-            parameters[id(parameter)] = parameter
-    held = {id(parameter) for parameter in own.parameters()}
-    return [
-        (parameters[key] if key in held else None, parameters[key].shape) for key, of in users.items() if len(of) > 1
-    ]

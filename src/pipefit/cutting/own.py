@@ -53,6 +53,7 @@ class Call:
         return (), {**batch, **self.further}
 
 
+_TOKENS = 12
 _RESULTS = ("loss", "logits", "last_hidden_state")
 
 
@@ -145,14 +146,15 @@ class Routers:
         return isinstance(module, self.kinds)
 
 
-def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12) -> dict[str, Tensor]:
+def random_batch(model: nn.Module, samples: int, seed: int = 0) -> dict[str, Tensor]:
     """A random batch of a model's kind: token ids with padding, pixels or audio features, and labels.
+
+    Sequences have 12 tokens, or as many as the model takes; every second one is shorter, and padded.
 
     Args:
         model: of transformers.
         samples: in the batch.
         seed: of the numbers.
-        length: of the sequences, in tokens; every second one is shorter, and padded.
 
     Raises:
         ModelError: the model takes another kind of input.
@@ -171,7 +173,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0, length: int = 12
             return {name: pixels}
         return {name: pixels, "labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
     text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     padding = getattr(text, "pad_token_id", None) or 0
 
     def words() -> Tensor:

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 
 
-def nice_ticks(low: float, high: float, target: int = 8) -> list[float]:
-    """Round numbers from `low` to `high`, about `target` of them.
+def nice_ticks(high: float, target: int = 8) -> list[float]:
+    """Round numbers from 0 to `high`, about `target` of them.
 
-    >>> nice_ticks(0, 33, 6)
+    >>> nice_ticks(33, 6)
     [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
     """
-    span = high - low
-    if not span > 0:
-        return [low]
-    raw = span / max(target, 1)
+    if not high > 0:
+        return [0.0]
+    raw = high / max(target, 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(step - raw))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    return [number * step for number in range(math.floor(high / step + 1e-9) + 1)]
 
 
 def label_number(value: float) -> str:

@@ -215,13 +215,13 @@ def draw(
     )
 
 
-def drawing_of(program: Program, forward: float = 1, backward: float = 2) -> Drawing:
-    """The picture of a program under unit costs; see `draw`."""
-    pricing = partial(unit, forward=forward, backward=backward)
+def drawing_of(program: Program) -> Drawing:
+    """The picture of a program under unit costs: a forward takes 1, a backward 2; see `draw`."""
+    pricing = partial(unit, forward=1, backward=2)
     cost = pricing(program.header)
     spill = program.header.spill
     how = How(spill.optim_slots, spill.tier, None, spill.activations, keep=bool(spill.keeps)) if spill else None
-    return Drawing(simulated(program, cost, memory=True), cost, forward, backward, pricing, how=how)
+    return Drawing(simulated(program, cost, memory=True), cost, 1, 2, pricing, how=how)
 
 
 def _long(shape: Shape) -> Shape:

@@ -168,7 +168,7 @@ def _axis(scene: Scene, gutter: int, per_second: float, length: int) -> str:
     factor, unit = time_scale(scene.facts.makespan_s, scene.unit)
     row = [" "] * (gutter + length + 12)
     end = 0
-    for tick in nice_ticks(0.0, scene.facts.makespan_s * factor, max(length // 14, 2)):
+    for tick in nice_ticks(scene.facts.makespan_s * factor, max(length // 14, 2)):
         at, label = gutter + round(tick / factor * per_second), label_number(tick)
         if at >= end:
             row[at : at + len(label)] = label

@@ -92,7 +92,7 @@ def _axis(scene: Scene, plan: Layout) -> list[str]:
     span = scene.facts.makespan_s * factor
     parts = []
     top, bottom = plan.top - 4, plan.bottom + 4
-    for tick in nice_ticks(0.0, span, max(int(plan.plot_width / 110), 3)):
+    for tick in nice_ticks(span, max(int(plan.plot_width / 110), 3)):
         x = plan.x(tick / factor)
         parts.append(f'<path class="hair" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>')
         parts.append(f'<text class="soft small mid" x="{x:.1f}" y="{bottom + 14:.1f}">{label_number(tick)}</text>')

@@ -66,17 +66,16 @@ def view_in(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + start)
 
 
-def layout(parameters: Sequence[Tensor], parts: int = 1, cap_bytes: int | None = None) -> list[Bucket]:
+def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
     """Buckets of parameters of one type each, the last parameters first, because their gradients come first.
 
     Args:
         parameters: of a stage.
         parts: every bucket can be split into so many equal ones.
-        cap_bytes: a bucket takes no further parameter once it has this size; None: by the size of all gradients.
     """
-    if cap_bytes is None:
-        total = sum(parameter.nbytes for parameter in parameters)
-        cap_bytes = min(max(total // _SHARE, BUCKET_BYTES[0]), BUCKET_BYTES[1])
+    total = sum(parameter.nbytes for parameter in parameters)
+    # A bucket takes no further parameter once it has this size.
+    cap_bytes = min(max(total // _SHARE, BUCKET_BYTES[0]), BUCKET_BYTES[1])
     groups: list[list[int]] = []
     end = 0
     for index in reversed(range(len(parameters))):

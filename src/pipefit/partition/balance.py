@@ -16,8 +16,8 @@ from pipefit.spec import Partition, Profile
 
 Array = NDArray[np.float64]
 
-# Costs closer than this, relatively, are a tie: sums in another order differ by as much.
-_TIE = 1e-12
+# Costs and times closer than this, relatively, are a tie: sums in another order differ by as much.
+TIE = 1e-12
 
 
 def uniform(profile: Profile, num_stages: int) -> Partition:
@@ -134,7 +134,7 @@ def divide(costs: Sequence[Array]) -> list[int] | None:
     worst = float(_least([ready[id(cost)] for cost in costs], np.maximum)[0][0])
     if not np.isfinite(worst):
         return None
-    squares = {key: np.where(cost <= worst * (1 + _TIE), cost**2, np.inf) for key, cost in ready.items()}
+    squares = {key: np.where(cost <= worst * (1 + TIE), cost**2, np.inf) for key, cost in ready.items()}
     return _least_sum([squares[id(cost)] for cost in costs], worst**2)
 
 
@@ -149,7 +149,7 @@ def _least_sum(costs: list[Array], scale: float) -> list[int]:
     counts, start = [], 0
     for stage, cost in enumerate(costs):
         reached = cost[start] + best[stage + 1]
-        end = int((reached <= best[stage][start] + _TIE * scale).argmax())
+        end = int((reached <= best[stage][start] + TIE * scale).argmax())
         counts.append(end - start)
         start = end
     return counts

@@ -15,9 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.partition.balance import Array
 from pipefit.spec import Profile
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

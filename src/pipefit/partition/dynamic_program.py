@@ -20,12 +20,8 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.partition.balance import TIE, Array
 from pipefit.partition.stage_costs import CutProblem
-
-Array = NDArray[np.float64]
-
-# Times closer than this, relatively, are a tie: sums in another order differ by as much.
-_TIE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ def best_time(problem: CutProblem, level: int, beyond: Fraction, start: int, end
 def runs(problem: CutProblem, level: int, beyond: Fraction, start: int, end: int, time_s: float) -> list[Run]:
     """The stages of one level that reach `time_s`: the fewest, then the first by (end, replicas), stage after stage."""
     states = _states_on_the_way(problem, start, end)
-    limit = time_s * (1 + _TIE)
+    limit = time_s * (1 + TIE)
     counts = _table(problem, level, beyond, states, limit, count=True)
     totals = problem.totals(level)
     fewest = min(counts[0, n] for n in totals)

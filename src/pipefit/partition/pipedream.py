@@ -14,21 +14,17 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from pipefit.errors import PlanError
+from pipefit.partition.balance import TIE
 from pipefit.partition.conventions import Convention, convention_named, data_parallel_s
 from pipefit.partition.down_sets import find_states
 from pipefit.partition.dynamic_program import Run, base_s, best_time, runs
-from pipefit.partition.stage_costs import CutProblem, Memory
+from pipefit.partition.stage_costs import HELD, CutProblem, Memory
 from pipefit.spec import Partition, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
-
-_HELD = ("wgrad_bytes", "frozen_bytes", "saved_bytes")
 
 # Hybrids must be predicted to be faster than plain data parallelism by more than this. For the released optimizer's
 # convention it is smaller, because its result for VGG-16 on 2 × 8 devices is only 4.9 % faster and must be kept.
 _MARGIN = {"paper": 0.05, "ring": 0.05, "pipedream-code": 0.04}
-
-# Times closer than this, relatively, are a tie.
-_TIE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -163,7 +159,7 @@ def pipedream(
         exact=states.complete,
     )
     margin = _MARGIN[cost] if margin is None else margin
-    allowed_s = time_s * (1 + margin) * (1 + _TIE)
+    allowed_s = time_s * (1 + margin) * (1 + TIE)
     if not straight and result.data_parallel_fits and result.data_parallel_s <= allowed_s:
         return _data_parallel(result, problem, margin)
     if not math.isfinite(time_s):
@@ -234,7 +230,7 @@ def _with_stages(
     in_flight, needed = [], []
     for index, stage in enumerate(stages):
         in_flight.append(math.ceil(sum(after.replicas for after in stages[index:]) / stage.replicas))
-        held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in _HELD)
+        held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in HELD)
         needed.append(problem.memory.needed_bytes(in_flight[-1], *held))
     return replace(
         result, partition=Partition(tuple(stages)), levels=levels, in_flight=tuple(in_flight),
@@ -249,14 +245,14 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
         levels = (LevelStage(tuple(range(len(problem.states.profile))), width, levels),)
     why = "plain data parallelism is fastest"
     ahead = result.data_parallel_s / result.time_s - 1 if result.time_s else 0.0
-    if ahead > _TIE:
+    if ahead > TIE:
         why = f"plain data parallelism: the best hybrid would be {ahead:.1%} faster, within the margin of {margin:.0%}"
     return _with_stages(replace(result, time_s=result.data_parallel_s, shape="data parallel"), problem, levels, why)
 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
     profile = problem.states.profile
-    return float(problem.memory.needed_bytes(1, *(_total(profile, name) for name in _HELD)))
+    return float(problem.memory.needed_bytes(1, *(_total(profile, name) for name in HELD)))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
@@ -264,7 +260,7 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     memory, layers = problem.memory, problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = [memory.needed_bytes(1, *(getattr(layer, name) for name in _HELD)) for layer in layers]
+    needed = [memory.needed_bytes(1, *(getattr(layer, name) for name in HELD)) for layer in layers]
     largest = max(range(len(layers)), key=lambda index: needed[index])
     return (
         f"nothing fits: layer {largest} ({layers[largest].name}) needs {format_bytes(needed[largest])} with one "

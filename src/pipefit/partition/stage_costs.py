@@ -16,10 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipefit.partition.balance import Array
 from pipefit.partition.conventions import Convention, stage_s
 from pipefit.partition.down_sets import States
 
-Array = NDArray[np.float64]
+HELD = ("wgrad_bytes", "frozen_bytes", "saved_bytes")
+"""Figures of a layer that a stage holds: weights that train, other weights, tensors saved by autograd."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +95,16 @@ class CutProblem:
         total[:, -1] += self.states.profile.loss_s
         return total
 
-    @cached_property
+    @property
     def trained_bytes(self) -> Array:
-        """Array [a, b]: bytes of the weights that train; 0 where there is no such stage."""
-        return np.where(self.states.inside, self.states.between("wgrad_bytes"), 0.0)
+        """Array [a, b]: bytes of the weights that train."""
+        return self.held_bytes[0]
 
     @cached_property
-    def frozen_bytes(self) -> Array:
-        """Array [a, b]: bytes of the other weights; 0 where there is no such stage."""
-        return np.where(self.states.inside, self.states.between("frozen_bytes"), 0.0)
-
-    @cached_property
-    def saved_bytes(self) -> Array:
-        """Array [a, b]: bytes saved for the backward pass; 0 where there is no such stage."""
-        return np.where(self.states.inside, self.states.between("saved_bytes"), 0.0)
+    def held_bytes(self) -> tuple[Array, Array, Array]:
+        """Arrays [a, b]: bytes of the weights that train, of the others, and saved for the backward; 0: no stage."""
+        trained, frozen, saved = (np.where(self.states.inside, self.states.between(name), 0.0) for name in HELD)
+        return trained, frozen, saved
 
     def device_s(self, beyond: Array | float, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
         """Part of `compute_s`, infinite where memory does not suffice with 1 + `beyond` mini-batches in flight.
@@ -117,8 +115,7 @@ class CutProblem:
         if not self.memory.is_limited:
             return compute
         in_flight = 1 + np.ceil(beyond)
-        held = (array[row, columns] for array in (self.trained_bytes, self.frozen_bytes, self.saved_bytes))
-        needed = self.memory.needed_bytes(in_flight, *held)
+        needed = self.memory.needed_bytes(in_flight, *(array[row, columns] for array in self.held_bytes))
         return np.where(needed <= self.memory.limit_bytes, compute, np.inf)
 
     def stage_s(

@@ -1,7 +1,6 @@
 """The cost of each layer of a model: measured on the device at hand, or computed for other devices."""
 
 from pipefit.profiling.analytic import analytic_profile
-from pipefit.profiling.kinds import with_measured_kinds
 from pipefit.profiling.links import fit_link, measure_links
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_layers, profile_sizes

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipefit.errors import ModelError
@@ -34,7 +34,7 @@ from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.materialise import is_meta, stand_in
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import replaced_forwards
 from pipefit.stage.training import MakeOptimizer
 
@@ -63,64 +63,6 @@ class _Found(NamedTuple):
     noted_bytes: float
 
 
-def with_measured_kinds(
-    profile: Profile,
-    layers: nn.Module | Sequence[Any],
-    example_input: Any,
-    device: torch.device,
-    *,
-    optimizer: MakeOptimizer | None = None,
-    state_per_weight: float = 2.0,
-    room_bytes: float = float("inf"),
-    half: torch.dtype | None = None,
-    compiler: str | None = None,
-) -> Profile:
-    """A computed profile with measured seconds, at its own micro-batch size.
-
-    Layers with equal modules and equal forms of their tensors and their input are of one kind. One of each is run
-    forward and backward, with its gradients added to existing ones, as in training; then the optimizer steps on its
-    weights. A layer on the meta device is copied and initialised meanwhile. There is never more than one in memory.
-    A kind that would not fit, and the loss, keep their computed seconds, scaled by the ratio of the measured kinds.
-
-    Args:
-        profile: of `analytic_profile` for these layers.
-        layers: as there.
-        example_input: payload of the first layer, with data, of at least the profile's micro-batch.
-        device: where to measure.
-        optimizer: parameters -> optimizer; None: its seconds stay computed.
-        state_per_weight: bytes of its states for each byte of weights, to determine which layers fit.
-        room_bytes: memory limit of a measurement on the device.
-        half: the type that autocast computes in; None: no autocast.
-        compiler: the backend of torch.compile that layers run by; None: they run as they are.
-
-    Returns:
-        The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. Layers
-        are unchanged.
-    """
-    chain, size = named_layers(layers), profile.microbatch_size
-    costs = layer_costs(chain, example_input, Device(flops=1.0), size)
-    first = placed(take(example_input, size, batch_of(example_input)), device, None)
-    found: dict[int, _Found] = {}
-    for layer, cost in zip(chain, costs, strict=True):
-        # A small one is always measured, so that the smallest sufficient memory can be reported.
-        if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
-            continue
-        trained = _needs_bytes(cost) <= room_bytes
-        # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
-        with random_state_kept(device), suppress(ModelError, RuntimeError):
-            payload = _payload(cost.input, device) if layer.index else map_tensors(torch.clone, first)
-            present = _present(layer, device)
-            compiled = replaced_forwards(compiled_forwards([present], compiler))
-            with untouched([present], device, None), compiled:
-                run = _Forward(present, payload, device, half)
-                run()
-                noted_bytes = _noted_bytes(run)
-                seconds = _seconds(run, optimizer, room_bytes, state_per_weight) if trained else None
-            found[id(cost)] = _Found(seconds, noted_bytes)
-            del present, run
-    return _corrected(profile, [found.get(id(cost)) for cost in costs])
-
-
 def profile_kinds(
     work: Workload,
     microbatch_size: int,
@@ -128,32 +70,51 @@ def profile_kinds(
     state_per_weight: float = 2.0,
     room_bytes: float = float("inf"),
 ) -> Profile:
-    """A computed profile of a model with measured kinds of layers; the layers may be on the meta device.
+    """A computed profile with measured seconds; the layers may be on the meta device.
+
+    Layers with equal modules and equal forms of their tensors and their input are of one kind. One of each is run
+    forward and backward, with its gradients added to existing ones, as in training; then the optimizer steps on its
+    weights. A layer on the meta device is copied and initialised meanwhile. There is never more than one in memory.
+    A kind that would not fit, and the loss, keep their computed seconds, scaled by the ratio of the measured kinds.
 
     Args:
         work: the model and its training, with an example of at least `microbatch_size` samples.
         microbatch_size: samples per micro-batch.
         device: with rates for the parts that are not measured.
-        state_per_weight: see `with_measured_kinds`.
-        room_bytes: likewise.
+        state_per_weight: bytes of the optimizer's states for each byte of weights, to determine which layers fit.
+        room_bytes: memory limit of a measurement on the device.
+
+    Returns:
+        The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. Layers
+        are unchanged.
     """
-    x, y = work.batch("measuring the layers")
+    (x, y), place = work.batch("measuring the layers"), work.device
     # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
     with torch.autocast("cpu", work.half, enabled=work.half is not None):
         computed = analytic_profile(
             work.layers, x, device, work.loss, y, microbatch_size=microbatch_size, model="the model"
         )
-    return with_measured_kinds(
-        computed,
-        work.layers,
-        x,
-        work.device,
-        optimizer=work.optimizer,
-        state_per_weight=state_per_weight,
-        room_bytes=room_bytes,
-        half=work.half,
-        compiler=work.compiler,
-    )
+    costs = layer_costs(work.layers, x, Device(flops=1.0), microbatch_size)
+    first = placed(take(x, microbatch_size, batch_of(x)), place, None)
+    found: dict[int, _Found] = {}
+    for layer, cost in zip(work.layers, costs, strict=True):
+        # A small one is always measured, so that the smallest sufficient memory can be reported.
+        if id(cost) in found or _needs_bytes(cost, trained=False) > max(room_bytes, _SMALL_BYTES):
+            continue
+        trained = _needs_bytes(cost) <= room_bytes
+        # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
+        with random_state_kept(place), suppress(ModelError, RuntimeError):
+            payload = _payload(cost.input, place) if layer.index else map_tensors(torch.clone, first)
+            present = _present(layer, place)
+            compiled = replaced_forwards(compiled_forwards([present], work.compiler))
+            with untouched([present], place, None), compiled:
+                run = _Forward(present, payload, place, work.half)
+                run()
+                noted_bytes = _noted_bytes(run)
+                seconds = _seconds(run, work.optimizer, room_bytes, state_per_weight) if trained else None
+            found[id(cost)] = _Found(seconds, noted_bytes)
+            del present, run
+    return _corrected(computed, [found.get(id(cost)) for cost in costs])
 
 
 def _needs_bytes(cost: LayerCost, trained: bool = True) -> float:
@@ -202,7 +163,7 @@ def _numbers_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _seconds(
-    run: _Forward, optimizer: MakeOptimizer | None, room_bytes: float, state_per_weight: float
+    run: _Forward, optimizer: MakeOptimizer, room_bytes: float, state_per_weight: float
 ) -> tuple[float, float, float]:
     clock = Clock(run.device)
     weights = [parameter for parameter in run.layer.module.parameters() if parameter.requires_grad]
@@ -212,7 +173,7 @@ def _seconds(
     for leaf in tensors_of(run.payload):
         leaf.grad = None
     step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
-    step_s = step_seconds(weights, optimizer, clock, len(passes)) if optimizer and step_bytes <= room_bytes else 0.0
+    step_s = step_seconds(weights, optimizer, clock, len(passes)) if step_bytes <= room_bytes else 0.0
     return median_of([one.forward_s[0] for one in passes]), median_of([one.backward_s[0] for one in passes]), step_s
 
 

@@ -18,13 +18,11 @@ class Copy:
     """A copy that was started.
 
     Attributes:
-        num_bytes: that it moves.
         started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet.
         check: of the copied data, made once by the thread that waits for the copy, on its own cores.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    def __init__(self) -> None:
         self.started_s = self.ended_s = 0.0
         self._future: Future[None] = Future()
         self.check: Callable[[], None] | None = None
@@ -83,7 +81,7 @@ class Lane:
         self._thread = ThreadPoolExecutor(1, f"pipefit-{name}") if threaded else None
         self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
 
-    def submit(self, work: Callable[[], None], num_bytes: int, after: Sequence[Copy] = ()) -> Copy:
+    def submit(self, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
         On a CUDA device it begins once the device has finished all earlier work of the caller's stream, and ends once
@@ -91,7 +89,7 @@ class Lane:
         waits. Work launched after the caller has waited for the copy finds its data; no stream needs to wait for
         another.
         """
-        copy = Copy(num_bytes)
+        copy = Copy()
         if self._thread is None:
             copy.run(work, after)
             return copy
@@ -127,7 +125,6 @@ class Lanes:
         threaded: whether copies run while the rank computes; else in the caller, which is faster for small ones.
 
     Attributes:
-        threaded: as given.
         read: towards the device.
         write: away from it.
         host: the optimizer's steps on the host.
@@ -135,7 +132,6 @@ class Lanes:
 
     def __init__(self, device: torch.device | None = None, threaded: bool = True) -> None:
         device = device or torch.device("cpu")
-        self.threaded = threaded
         self.read, self.write = Lane("read", device, threaded), Lane("write", device, threaded)
         self.host = Lane("step", torch.device("cpu"), threaded)
 

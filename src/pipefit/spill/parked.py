@@ -57,7 +57,7 @@ class ParkedTensors:
         waiting, lent = self._lent.pop(key, (None, []))
         if waiting and len(lent) == len(tensors) and all(r() is t for r, t in zip(lent, tensors, strict=True)):
             self._waiting[key] = waiting
-            copy = Copy(0)
+            copy = Copy()
             copy.run(lambda: None, ())
             return copy
         # The strides are kept: operations may add up in memory order.

@@ -158,7 +158,7 @@ class SpilledStore:
         self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
         return self.masters
 
-    def take_optimizer(self, optimizer: Optimizer, slot: int = 0) -> None:
+    def take_optimizer(self, optimizer: Optimizer) -> None:
         """Sets the optimizer whose states it moves; states that exist already are moved to the tier."""
         if self.states is None:
             return
@@ -168,8 +168,8 @@ class SpilledStore:
         elif self.on_host:
             self._adopt_states()
         elif any(optimizer.state.values()):
-            self._slots[OPTIM] = slot
-            self._free(OPTIM, slot)
+            self._slots[OPTIM] = 0
+            self._free(OPTIM, 0)
             self._adopt_states()
             self.evict(OPTIM, 0)
 
@@ -191,7 +191,7 @@ class SpilledStore:
         kept, room.kept = room.kept, None
         if kept == (self, self.num_updates + version):
             waits = self._arena.slot(WGRAD, slot).taken() if kind == WEIGHTS else ()
-            return self._tier.lanes.read.submit(lambda: None, 0, waits)
+            return self._tier.lanes.read.submit(lambda: None, waits)
         waits = room.taken()
         if kind == WEIGHTS:
             waits += self._arena.slot(WGRAD, slot).taken()
@@ -199,7 +199,7 @@ class SpilledStore:
         key = Key(self.stage, kind)
         if kind == OPTIM and self._tier.holds(key) is None:
             # No step yet: there is nothing to read.
-            return self._tier.lanes.read.submit(into.zero_, 0, waits)
+            return self._tier.lanes.read.submit(into.zero_, waits)
         copy = self._tier.read(key, self.num_updates + version, into, waits)
         if kind == WEIGHTS:
             self._read = copy

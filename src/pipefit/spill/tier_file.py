@@ -207,25 +207,17 @@ class TierFile:
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
     def read(self, data: memoryview, position: int) -> None:
-        """Fills `data` from a position."""
-        self._transfer(os.preadv, data, position)
+        """Fills `data` with a record."""
+        self._in_pieces(os.preadv, self._pools[0], data, position)
 
     def write(self, data: memoryview, position: int) -> None:
-        """Writes `data` at a position."""
-        self._transfer(os.pwritev, data, position)
+        """Writes a record."""
+        self._in_pieces(os.pwritev, self._pools[1], data, position)
 
-    def read_all(self, data: memoryview, position: int) -> None:
-        """Fills `data` with a whole record."""
-        self._in_pieces(self._pools[0], self.read, data, position)
-
-    def write_all(self, data: memoryview, position: int) -> None:
-        """Writes a whole record."""
-        self._in_pieces(self._pools[1], self.write, data, position)
-
-    def _in_pieces(self, pool: ThreadPoolExecutor, move: Any, data: memoryview, position: int) -> None:
+    def _in_pieces(self, call: Any, pool: ThreadPoolExecutor, data: memoryview, position: int) -> None:
         starts = range(0, len(data), _PIECE_BYTES)
         mapped = pool.map if self._durable and len(starts) > 1 else map
-        for _ in mapped(lambda at: move(data[at : at + _PIECE_BYTES], position + at), starts):
+        for _ in mapped(lambda at: self._transfer(call, data[at : at + _PIECE_BYTES], position + at), starts):
             pass
 
     def is_whole(self, at: Written) -> bool:
@@ -233,7 +225,7 @@ class TierFile:
         if at.copy < 0:
             return True
         buffer = memoryview(mmap.mmap(-1, at.num_bytes)) if at.num_bytes else memoryview(b"")
-        self.read_all(buffer, at.position(at.copy))
+        self.read(buffer, at.position(at.copy))
         return at.checksum == chunk_sum(buffer)
 
     def _transfer(self, call: Any, data: memoryview, position: int) -> None:

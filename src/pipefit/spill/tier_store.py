@@ -194,7 +194,7 @@ class TierStore:
         if self._pinned and largest <= self._pinned["write"].numel():
             return
         for way, lane in (("read", self.lanes.read), ("write", self.lanes.write)):
-            lane.submit(lambda: None, 0).wait()
+            lane.submit(lambda: None).wait()
             if way in self._pinned:
                 unpin(self._pinned.pop(way))
             self._pinned[way] = self._pinned_buffer(max(largest, ALIGNMENT))
@@ -225,7 +225,7 @@ class TierStore:
     ) -> Copy:
         """Starts the work that makes a version of a record."""
         record.requested = version
-        record.written = lane.submit(work, record.disk.num_bytes, after)
+        record.written = lane.submit(work, after)
         return record.written
 
     def _saving(self, record: _Record, version: int, source: Tensor, is_ready: bool = True) -> Callable[[], None]:
@@ -242,7 +242,7 @@ class TierStore:
             checksum = chunk_sum(data) if known is None else known
             copy = record.next_copy
             assert self.files is not None
-            self.files.write_all(data, record.disk.position(copy))
+            self.files.write(data, record.disk.position(copy))
             record.disk = record.disk._replace(version=version, copy=copy, checksum=checksum)
             record.version = version
 
@@ -268,7 +268,7 @@ class TierStore:
                 return
             found = record.disk
             assert disk is not None
-            disk.read_all(memoryview(through.numpy()), found.position(found.copy))
+            disk.read(memoryview(through.numpy()), found.position(found.copy))
             if into.is_cuda:
                 check()
                 into.copy_(through)
@@ -281,7 +281,7 @@ class TierStore:
                 )
 
         waits = (*after, *([record.written] if record.written else []))
-        copy = self.lanes.read.submit(work, record.disk.num_bytes, waits)
+        copy = self.lanes.read.submit(work, waits)
         copy.check = check if record.memory is None and not into.is_cuda else None
         return copy
 
@@ -323,7 +323,7 @@ class TierStore:
                 record.written.wait()
                 # Later writes to the host's memory wait for this copy of it: the lane keeps the order.
                 save = self._saving(record, record.version, record.memory)
-                copies.append(self.lanes.write.submit(save, record.disk.num_bytes))
+                copies.append(self.lanes.write.submit(save))
 
         def work() -> None:
             # Other records may get space meanwhile.
@@ -332,7 +332,7 @@ class TierStore:
             for record in named.values():
                 record.committed = record.disk.copy
 
-        return self.lanes.write.submit(work, 0, (*after, *copies))
+        return self.lanes.write.submit(work, (*after, *copies))
 
     def recover(self, at_most: int | None = None, check: bool = True) -> Commit:
         """Restores the last committed step; writes that were in progress when the earlier run ended are ignored.
@@ -374,7 +374,7 @@ class TierStore:
         self.files.resume_from(commit)
         for key, at in commit.records.items():
             if (memory := self._records[key].memory) is not None and at.copy >= 0:
-                self.files.read_all(memoryview(memory.numpy()), at.position(at.copy))
+                self.files.read(memoryview(memory.numpy()), at.position(at.copy))
 
     def close(self, discard: bool = False) -> None:
         """Waits for running copies and frees the memory; files stay, unless `discard` is set."""

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import nearest
-from pipefit.spec.files import parse_toml, read_text
+from pipefit.spec.files import check_format, parse_toml, read_text
 from pipefit.spec.options import check_least
 from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Patience, Rule
 from pipefit.study.trial import StudyError, StudySpec, Trial, at, file_name, is_amount
 
-_FORMAT = "pipefit.study/1"
 _STUDY = tuple(f.name for f in fields(StudySpec) if f.name != "trials")
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
 _OPTIONS = "options."
@@ -31,9 +30,7 @@ def load_study(path: str | Path) -> StudySpec:
         PipefitError: it is missing or not TOML, a key is unknown (the nearest is suggested), or a value does not fit.
     """
     data = parse_toml(read_text(path), StudyError, str(path))
-    found = data.pop("format", _FORMAT)
-    if found != _FORMAT:
-        raise StudyError(f'{path}: expected format = "{_FORMAT}", got {found!r}; is this another kind of file?')
+    check_format("study", data.pop("format", "pipefit.study/1"), StudyError, str(path))
     study = study_of(data, str(path))
     if not {"grid", "trials", *_TRIAL} & data.keys():
         raise StudyError(f"{path}: it names nothing to train: expected model = …, a [grid], or [[trials]]")

@@ -18,11 +18,10 @@ from pipefit.schedules.written import layout_of, written
 from pipefit.simulate import simulate
 from pipefit.synthesize.bound import bound_s
 from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Limit, Order, OrderProblem
-from pipefit.synthesize.walk import Walk, with_whole_backwards
+from pipefit.synthesize.walk import EQUAL, Walk, with_whole_backwards
 from pipefit.verify import verify
 
 NAME = "synthesized"
-_EQUAL = 1e-9  # relative difference below which times are equal
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def synthesize(
         )
     took = [_makespan_s(program, cost) for _, program in found]
     # Of equally fast ones, that with the least memory.
-    fastest = min(range(len(found)), key=lambda n: (took[n] > min(took) * (1 + _EQUAL), _held(found[n][1])))
+    fastest = min(range(len(found)), key=lambda n: (took[n] > min(took) * (1 + EQUAL), _held(found[n][1])))
     schedule, program = found[fastest]
     verify(program).raise_if_bad()
     built_in = {name: _makespan_s(rival, cost) for name, rival in fitting.items()}

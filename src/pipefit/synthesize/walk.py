@@ -16,7 +16,7 @@ _KEPT = 6  # the best orders, of which the first few are searched around
 _STARTS = 2
 _LISTED = 0.02  # fraction of the candidates that are list schedules of policies near the best
 _LISTING = 0.4  # maximum fraction of the seconds for these
-_EQUAL = 1e-9  # relative difference below which times are equal
+EQUAL = 1e-9  # relative difference below which times are equal
 _MEMORY = 30  # an order may be no worse than the one kept this many orders ago, or than the last one
 _TRIES = 20  # attempts at a valid move
 _REACH = 12  # maximum places that a step moves
@@ -92,7 +92,7 @@ class Walk:
             self.best = sorted([*self.best, (makespan, order)], key=lambda item: item[0])[:_KEPT]
 
     def _is_over(self, deadline: float) -> bool:
-        if (self.best and self.best[0][0] <= self.bound * (1 + _EQUAL)) or self.looked_at >= self.candidates:
+        if (self.best and self.best[0][0] <= self.bound * (1 + EQUAL)) or self.looked_at >= self.candidates:
             return True
         late = time.monotonic() >= deadline
         self.is_cut_short |= late
