@@ -71,9 +71,9 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
     Raises:
         DataError: they differ.
     """
-    (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
-    before = " now, and had others before" if one == two else ""
     if not torch.equal(line, other):
+        (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
+        before = " now, and had others before" if one == two else ""
         raise DataError(f"batches of different shapes: rank {low} has {one}, rank {high} has {two}{before}; {CURE}")
 
 
