@@ -173,7 +173,7 @@ def _instruction(words: list[str]) -> Instruction:
     return Instruction(op, *values)
 
 
-class _Operands(dict[str, Any]):
+class _Operands(dict[str, int | str]):
     """Operands of a field by their text, each read when it first occurs.
 
     Args:
