@@ -98,8 +98,8 @@ def test_half_precision_over_processes_is_that_of_one_process(name: str) -> None
     [
         ("fewer", "batches: rank 0 has 3, rank 1 has 2"),
         ("none", "batches: rank 0 has 3, rank 1 has 0"),
-        ("sizes", "samples in the first batch: rank 0 has 9, rank 1 has 8"),
-        ("step", "samples in the first batch: rank 0 has 9, rank 1 has 8"),
+        ("sizes", "shapes of the first batch: rank 0 has float64[9, 4], int64[9], rank 1 has float64[8, 4], int64[8]"),
+        ("step", "shapes of the first batch: rank 0 has float64[9, 4], int64[9], rank 1 has float64[8, 4], int64[8]"),
     ],
 )
 def test_unequal_data_are_told_on_every_rank_before_the_first_step(what: str, told: str) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -126,6 +127,34 @@ def test_a_signal_to_the_whole_process_group_lets_the_ranks_save_and_leaves_noth
     assert launcher.wait(300) == 143
     assert not list(temporary.glob("pipefit-*"))
     assert [path.name.split("-")[0] for path in (tmp_path / "run").iterdir()] == ["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_launcher_that_ends_while_its_server_loads_torch_leaves_no_process(number):
+    """SIGTERM goes to the whole process group; a launcher that is killed cannot remove its folder."""
+    code = (
+        "from pipefit.runtime.launch import launch\nfrom tests.runtime import jobs\nif __name__ == '__main__':\n"
+        "    launch(jobs.block, 2, 'never', quiet=True)\n"
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": temporary}
+        launcher = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
+        _wait_until(lambda: list(Path(temporary).glob("pymp-*")), 300)
+        os.killpg(launcher.pid, number) if number == signal.SIGTERM else launcher.kill()
+        assert launcher.wait(300) == (143 if number == signal.SIGTERM else -number)
+        _wait_until(lambda: not _with_environment(f"TMPDIR={temporary}"), 300)
+        assert number == signal.SIGKILL or not list(Path(temporary).glob("pipefit-*"))
+
+
+def _with_environment(entry: str) -> list[str]:
+    """The processes that were started with an entry in their environment."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if entry.encode() in (process / "environ").read_bytes().split(b"\0"):
+                found.append(process.name)
+    return found
 
 
 def test_a_server_of_ranks_that_was_killed_is_no_mistake_of_pipefit(monkeypatch):

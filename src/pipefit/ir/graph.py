@@ -7,7 +7,7 @@ collectives cross ranks.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,10 +15,12 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
-from pipefit.ir.values import WEIGHTS, WGRAD, Value, consumes, makes, needs, tied_stages
+from pipefit.ir.values import CONSUMES, MAKES, NEEDS, WEIGHTS, WGRAD, Value, tied_stages
 
 FEW_SENDS: Final = 4
 """Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
+
+_COMPUTING: Final = frozenset(op for op, spec in OP_SPEC.items() if spec.lane is Lane.COMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,33 +100,29 @@ def _link_rank(
     waits, header = copy_waits(program, rank), program.header
     # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
     sent: dict[int, list[int]] = defaultdict(list)
-    for index, instruction in enumerate(program.ranks[rank]):
-        number = start + index
-        found = tuple(start + earlier for earlier in waits.get(index, ()))
-        if 0 <= instruction.stage < header.frozen:
-            if instruction.op is Op.SEND:
+    instructions, frozen = program.ranks[rank], header.frozen
+    for number, instruction in enumerate(instructions, start):
+        op = instruction.op
+        found = tuple(start + earlier for earlier in waits[number - start]) if number - start in waits else ()
+        if 0 <= instruction.stage < frozen:
+            if op is Op.SEND:
                 sent[instruction.peer].append(number)
-            elif instruction.op is Op.FWD:
+            elif op is Op.FWD:
                 found += tuple(sent[header.rank_of(instruction.stage + 1, instruction.mb)][-1 - FEW_SENDS : -FEW_SENDS])
-        for value in needs(instruction, program, rank):
+        for value in NEEDS[op](instruction, program, rank):
             maker = makers.get(value)
             if maker is None:
                 missing.append((number, value))
             else:
                 found += maker
         preds[number] = found
-        for value in consumes(instruction, program, rank):
+        for value in CONSUMES[op](instruction, program, rank):
             makers.pop(value, None)
-        computes = _computes(instruction)
-        for value in makes(instruction, program, rank):
+        for value in MAKES[op](instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's. The compute lane
             # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
-            others = makers.get(value, ()) if value.kind == WGRAD and computes else ()
-            makers[value] = (*(other for other in others if not _computes(program.ranks[rank][other - start])), number)
-
-
-def _computes(instruction: Instruction) -> bool:
-    return OP_SPEC[instruction.op].lane is Lane.COMPUTE
+            others = makers.get(value, ()) if value.kind == WGRAD and op in _COMPUTING else ()
+            makers[value] = (*[n for n in others if instructions[n - start].op not in _COMPUTING], number)
 
 
 def _resident_at_start(program: Program, rank: int) -> list[Value]:
@@ -133,17 +131,17 @@ def _resident_at_start(program: Program, rank: int) -> list[Value]:
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:
-    waiting: dict[tuple[object, ...], deque[int]] = defaultdict(deque)
+    waiting: dict[tuple[object, ...], list[int]] = {}
     partner: dict[int, int] = {}
     unmatched = []
     for number, i in enumerate(flat):
         if i.op is Op.SEND:
-            waiting[rank_of[number], i.peer, i.kind, i.stage, i.mb].append(number)
+            waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
     for number, i in enumerate(flat):
         if i.op is Op.RECV:
             sends = waiting.get((i.peer, rank_of[number], i.kind, i.stage, i.mb))
             if sends:
-                send = sends.popleft()
+                send = sends.pop(0)
                 partner[send], partner[number] = number, send
             else:
                 unmatched.append(number)

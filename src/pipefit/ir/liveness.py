@@ -15,7 +15,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
-from pipefit.ir.values import ACT, INPUT, OPTIM, SAVED, WEIGHTS, WGRAD, Value, consumes, makes, needs
+from pipefit.ir.values import ACT, CONSUMES, INPUT, MAKES, NEEDS, OPTIM, SAVED, WEIGHTS, WGRAD, Value
 
 
 class Lifetime(NamedTuple):
@@ -52,23 +52,24 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
-    header = program.header
+    header, spills = program.header, program.header.spill is not None
     born = {Value(WEIGHTS, stage, 0): -1 for stage in header.stages_of(rank) if not header.is_spilled(stage)}
     dies: dict[Value, int] = {}
     done: list[Lifetime] = []
     for index, instruction in enumerate(instructions):
-        for value in needs(instruction, program, rank):
+        op = instruction.op
+        for value in NEEDS[op](instruction, program, rank):
             dies[value] = index
-        spilled = header.is_spilled(instruction.stage)
-        in_slot = instruction.op is Op.STEP and spilled
-        if in_slot or instruction.op is Op.EVICT or (instruction.op is Op.DROP and spilled):
-            gone = [value for value in consumes(instruction, program, rank) if value in born]
+        spilled = spills and header.is_spilled(instruction.stage)
+        in_slot = spilled and op is Op.STEP
+        if in_slot or op is Op.EVICT or (spilled and op is Op.DROP):
+            gone = [value for value in CONSUMES[op](instruction, program, rank) if value in born]
             done += [Lifetime(value, born.pop(value), index) for value in gone]
-        for value in makes(instruction, program, rank):
+        for value in MAKES[op](instruction, program, rank):
             if value in born and value.kind == WEIGHTS:
                 done.append(Lifetime(value, born.pop(value), dies.get(value, index)))
             if value not in born:
-                in_place = instruction.op is Op.STEP and is_in_place(instructions, index)
+                in_place = op is Op.STEP and is_in_place(instructions, index)
                 born[value] = index + (1 if in_slot else 2 * in_place)
     dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op in (Op.DROP, Op.EVICT)}
     for value, start in born.items():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError, nearest
+from pipefit.ir.collector import collector_paused
 from pipefit.ir.instruction import PREFIX, Instruction
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule, check_size
@@ -33,6 +33,7 @@ def dump(program: Program) -> str:
     return "\n".join(lines) + "\n"
 
 
+@collector_paused()
 def parse(text: str, where: str = "program") -> Program:
     """The program of a text.
 
@@ -46,7 +47,7 @@ def parse(text: str, where: str = "program") -> Program:
     if not lines or lines[0].strip() != _FORMAT:
         raise ProgramError(f"{where}:1: expected {_FORMAT!r}, got {lines[0].strip() if lines else 'nothing'!r}")
     for number, line in enumerate(lines[1:], 2):
-        words = line.split("#", 1)[0].split()
+        words = (line.split("#", 1)[0] if "#" in line else line).split()
         if not words:
             continue
         try:
@@ -157,29 +158,57 @@ def parse_instruction(text: str) -> Instruction:
 
 def _instruction(words: list[str]) -> Instruction:
     word, *operands = words
-    if word not in OP_SPEC:
+    if word not in _FORMS:
         raise ProgramError(f"unknown operation {word!r}; {nearest(word, [op.value for op in Op])}")
-    op = Op(word)
-    fields = OP_SPEC[op].fields
-    if len(operands) != len(fields):
+    op, places = _FORMS[word]
+    if len(operands) != len(places):
+        fields = OP_SPEC[op].fields
         raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(operands) or 'none'!r}")
-    values = {field: _operand(word, field, operand) for field, operand in zip(fields, operands, strict=True)}
-    return Instruction(op, **values)  # type: ignore[arg-type]
+    values = _ABSENT.copy()
+    try:
+        for (place, known), operand in zip(places, operands, strict=True):
+            values[place] = known[operand]
+    except ProgramError as problem:
+        raise ProgramError(f"{word}: {problem}") from None
+    return Instruction(op, *values)
 
 
-@functools.lru_cache(1 << 16)
-def _operand(word: str, field: str, text: str) -> int | str:
+class _Operands(dict[str, int | str]):
+    """Operands of a field by their text, each read when it first occurs.
+
+    Args:
+        field: of instructions.
+        prefix: of its numbers.
+    """
+
+    def __init__(self, field: str, prefix: str) -> None:
+        self._field, self._prefix = field, prefix
+
+    def __missing__(self, text: str) -> int | str:
+        return self.setdefault(text, _operand(self._field, self._prefix, text))
+
+
+def _operand(field: str, prefix: str, text: str) -> int | str:
     if field == "kind":
         if text not in _KINDS:
-            raise ProgramError(f"{word}: unknown kind {text!r}; {nearest(text, _KINDS)}")
+            raise ProgramError(f"unknown kind {text!r}; {nearest(text, _KINDS)}")
         return text
     if field == "tier":
         return text
-    prefix = PREFIX.get(field) or (">" if word == Op.SEND else "<")
     match = re.fullmatch(re.escape(prefix) + rf"({_NUMBER}|\*)", text)
     if match is None or (match.group(1) == "*" and field == "peer"):
-        raise ProgramError(f"{word}: expected {field} as {prefix}0, {prefix}1, …, got {text!r}")
+        raise ProgramError(f"expected {field} as {prefix}0, {prefix}1, …, got {text!r}")
     return -1 if match.group(1) == "*" else int(match.group(1))
+
+
+_FIELDS = Instruction.__struct_fields__[1:]
+_ABSENT = list(Instruction.__struct_defaults__)
+_READ = {name: _Operands(name, PREFIX.get(name, "")) for name in _FIELDS if name != "peer"}
+# Each operation by its word, with the place of each operand among the fields of an instruction, and its reader.
+_FORMS: dict[str, tuple[Op, tuple[tuple[int, _Operands], ...]]] = {}
+for _op, _spec in OP_SPEC.items():
+    _readers = _READ | {"peer": _Operands("peer", ">" if _op is Op.SEND else "<")}
+    _FORMS[_op.value] = _op, tuple((_FIELDS.index(name), _readers[name]) for name in _spec.fields)
 
 
 def save(program: Program, path: str | Path) -> Path:

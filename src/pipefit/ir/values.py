@@ -37,17 +37,17 @@ Rule = Callable[[Instruction, Program, int], tuple[Value, ...]]
 
 def needs(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     """The values that must be on the rank before the instruction can run."""
-    return _NEEDS[instruction.op](instruction, program, rank)
+    return NEEDS[instruction.op](instruction, program, rank)
 
 
 def makes(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     """The values that are on the rank once the instruction is done."""
-    return _MAKES[instruction.op](instruction, program, rank)
+    return MAKES[instruction.op](instruction, program, rank)
 
 
 def consumes(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     """The values that are gone from the rank once the instruction is done."""
-    return _CONSUMES[instruction.op](instruction, program, rank)
+    return CONSUMES[instruction.op](instruction, program, rank)
 
 
 def tied_stages(header: Header, stage: int, rank: int) -> tuple[int, ...]:
@@ -158,6 +158,7 @@ def _rule(names: tuple[str, ...]) -> Rule:
     return reduce(_both, [_VALUES[name] for name in names]) if names else _nothing
 
 
-_NEEDS = {op: _rule(spec.needs) for op, spec in OP_SPEC.items()}
-_MAKES = {op: _rule(spec.makes) for op, spec in OP_SPEC.items()}
-_CONSUMES = {op: _rule(spec.consumes) for op, spec in OP_SPEC.items()}
+# By operation, for loops over whole programs.
+NEEDS = {op: _rule(spec.needs) for op, spec in OP_SPEC.items()}
+MAKES = {op: _rule(spec.makes) for op, spec in OP_SPEC.items()}
+CONSUMES = {op: _rule(spec.consumes) for op, spec in OP_SPEC.items()}

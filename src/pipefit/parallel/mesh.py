@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError, ModelError, PlanError
+from pipefit.parallel.alike import Shapes, compare
 from pipefit.parallel.loss import Loss, shared_loss
 from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import Ruled, ShardSpec, rules_of
@@ -118,11 +119,13 @@ class Mesh:
         return lambda output, target: metric(region.join(output), target)
 
     def check(self, x: Any) -> None:
-        """Refuses an input whose second dimension sequence parallelism cannot split.
+        """Compares the input with those of the processes that share the rank; all of them call it.
 
         Raises:
-            DataError: it cannot be split.
+            DataError: two differ in shape, or sequence parallelism cannot split the second dimension.
         """
+        if self.region is not None:
+            compare(Shapes.of(x), self.region.group)
         if self.region is None or not self.region.sequence:
             return
         for leaf in pytree.tree_leaves(x):

@@ -14,18 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
+from pipefit.parallel.alike import CURE, described
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.microbatches import MicroBatch, Weigh, feed_of
 from pipefit.runtime.session import Session
 
 _KEPT_STEPS = 4
 _MOST_IN_FLIGHT = 256
-_SAMPLES = "samples in the first batch"
+_SHAPES = "shapes of the first batch"
 _CONTENT = "checksum of the first batch"
-_CURE = (
-    "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
-    "DistributedSampler, no drop_last on some ranks only, and no random numbers that depend on the rank"
-)
 
 
 class DataComparison:
@@ -53,7 +50,7 @@ class DataComparison:
             {
                 "batches": number,
                 "steps": steps,
-                _SAMPLES: samples_of(first[0]) if first else None,
+                _SHAPES: described(first[0]) if first else None,
                 _CONTENT: _checksum(first[0]) if first else None,
             }
         )
@@ -66,9 +63,9 @@ class DataComparison:
             DataError: on every rank with the same message: it differs.
         """
         if self._is_due:
-            self._compare({_SAMPLES: samples_of(batch), _CONTENT: _checksum(batch)})
+            self._compare({_SHAPES: described(batch), _CONTENT: _checksum(batch)})
 
-    def _compare(self, facts: dict[str, int | None]) -> None:
+    def _compare(self, facts: dict[str, int | str | None]) -> None:
         self._is_due = False
         found = exchange(self._session, facts)
         for what in facts:
@@ -76,7 +73,7 @@ class DataComparison:
             rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if rank is not None:
                 each = [f"rank {r} has {'none' if values[r] is None else values[r]}" for r in (0, rank)]
-                raise DataError(f"{what}: {', '.join(each)}; {_CURE}")
+                raise DataError(f"{what}: {', '.join(each)}; {CURE}")
 
 
 def samples_of(batch: Any) -> int | None:
@@ -143,6 +140,7 @@ class BatchStream:
                     f"the data ended after {self._drawn} batches, before step {step}; give `steps` at most that many"
                 ) from None
             ordinal = self._first + self._drawn * self._size
-            self._kept += feed_of(batch, self._size, ordinal, "train", self._weigh)
+            before = self._kept[-1].batch if self._kept else None
+            self._kept += feed_of(batch, self._size, ordinal, "train", self._weigh, before)
             self._drawn += 1
         return self._kept[mb - self._drawn * self._size]

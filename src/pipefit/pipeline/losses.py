@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
+from pipefit.parallel.alike import Shapes, compare
 from pipefit.pipeline.batches import samples_of
 from pipefit.pipeline.callbacks import Record
 from pipefit.runtime.collectives import exchange, start_sum
@@ -20,6 +22,9 @@ from pipefit.runtime.microbatches import Weigh, feed_of, pair_of
 from pipefit.runtime.progress import LOSS
 from pipefit.schedules.forward import forward_only
 
+_MORE = 4
+_END = Shapes(0, "no more batches", 0)
+
 
 class PendingLosses:
     """The losses and metrics of a pass, which are being sent to every rank; `wait` waits for them."""
@@ -27,9 +32,12 @@ class PendingLosses:
     def __init__(
         self, engine: Engine, runs: Sequence[Execution], num_microbatches: int, num_steps: int, *extra: float
     ) -> None:
-        # The last two count the ranks that want to stop, so that all of them stop after the same step.
+        # The last ones count the ranks that want to stop, so that all of them stop after the same step, and add up
+        # checksums of the batches and their squares.
         own, stop = extra if engine.mesh.is_first else (0.0,) * len(extra), engine.session.stop
-        extra = (*own, float(stop.requested), float(stop.wanted))
+        self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch
+        mark = self._shapes.checksum if self._shapes else 0
+        extra = (*own, float(stop.requested), float(stop.wanted), float(mark), float(mark**2))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
         self._names = _names(engine, runs)
@@ -45,13 +53,19 @@ class PendingLosses:
         self._work = start_sum(engine.session, self._table)
 
     def wait(self) -> Sequence[float]:
-        """The losses by step."""
+        """The losses by step.
+
+        Raises:
+            DataError: on every rank: ranks had batches of different shapes.
+        """
         if self._work is not None:
             with self._session.at(LOSS):
                 self._work.wait()
-        requested, wanted = self._table[-2:].bool().tolist()
-        self._session.stop.agreed |= requested
-        self._session.stop.ended |= wanted
+        requested, wanted, marks, squares = self._table[-_MORE:].tolist()
+        if marks**2 != squares * self._session.num_ranks and self._shapes:
+            compare(self._shapes)
+        self._session.stop.agreed |= requested > 0
+        self._session.stop.ended |= wanted > 0
         return self._figures[0].sum(1).tolist()
 
     @property
@@ -68,7 +82,7 @@ class PendingLosses:
     @property
     def extra(self) -> Sequence[float]:
         """The further sums, after `wait`."""
-        return self._table[self._figures.numel() : -2].tolist()
+        return self._table[self._figures.numel() : -_MORE].tolist()
 
 
 def _names(engine: Engine, runs: Sequence[Execution]) -> tuple[str, ...]:
@@ -124,14 +138,14 @@ def evaluate(
         weigh: from a target to the weight of its micro-batch.
 
     Raises:
-        DataError: there are no batches.
+        DataError: there are no batches, or ranks have different ones.
     """
     total = loss = measured = 0.0
     metrics: Counter[str] = Counter()
     measure = engine.mesh.metric(metric) if metric else None
-    for batch in batches:
+    for batch in _compared(engine, batches):
         x, y = pair_of(batch)
-        engine.mesh.check(x)
+        engine.check(x)
         samples = samples_of(y) or 0
         num = max(min(header.num_microbatches, samples), 1)
         count = weigh(y) if weigh else samples
@@ -148,3 +162,13 @@ def evaluate(
     if not total:
         raise DataError("there is no data to evaluate: the iterable of batches is empty")
     return Evaluation(loss / total, measured / total, {name: value / total for name, value in metrics.items()})
+
+
+def _compared(engine: Engine, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches; ranks compare each, because programs depend on the number of samples, and their end."""
+    for batch in chain(batches, [None]):
+        if engine.session.is_distributed:
+            with engine.session.progress.waiting():
+                compare(_END if batch is None else Shapes.of(batch))
+        if batch is not None:
+            yield batch

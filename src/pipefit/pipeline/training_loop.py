@@ -130,7 +130,8 @@ class TrainingLoop:
         self._stop.wanted = self._stop.ended = False
         self.callbacks, self._began, self._evaluated = Callbacks(callbacks, self._stop), time.perf_counter(), -1
         try:
-            losses = self._until_the_end(batches, steps, evaluate, evaluate_every)
+            with self._engine.session.sharing_errors():
+                losses = self._until_the_end(batches, steps, evaluate, evaluate_every)
             why = "SIGTERM" if self._stop.agreed else "STOP" if self._stop.ended else "done"
             if why == "done" and steps is not None and 0 < len(losses) < steps:
                 raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
@@ -176,7 +177,7 @@ class TrainingLoop:
     def start_step(self, x: Any, y: Any) -> _Pass:
         """Runs one update; its loss is still being sent."""
         began = time.perf_counter()
-        self._engine.mesh.check(x)
+        self._engine.check(x)
         feed = feed_of((x, y), self._size, self.next_ordinal, "train", self._weigh)
         return self._start(1, feed, [size_of(x)], began)
 
@@ -206,6 +207,7 @@ class TrainingLoop:
         def pairs() -> Iterator[tuple[Any, Any]]:
             for batch in batches:
                 pair = pair_of(batch)
+                self._engine.check(pair[0])
                 sizes.append(size_of(pair[0]))
                 yield pair
 

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.cost import CostModel
+from pipefit.ir.collector import collector_paused
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Shape, find, generate
-from pipefit.simulate.simulate import collector_paused
 
 # Forwards of a program that is counted whole.
 _SMALL = 600

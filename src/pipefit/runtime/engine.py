@@ -69,6 +69,11 @@ class Engine:
         inside = self.mesh.region.moved_bytes if self.mesh.region is not None else 0.0
         return float(sum(transport.bytes_sent for transport in self.transports)), inside
 
+    def check(self, x: Any) -> None:
+        """Checks an input before its pass; see `Mesh.check`."""
+        with self.session.progress.waiting():
+            self.mesh.check(x)
+
     def run(
         self,
         program: Program,

@@ -176,13 +176,14 @@ def _removed_unless_logs_matter(place: Path | None) -> Iterator[None]:
 def _passing_on(processes: list[Any]) -> Iterator[list[int]]:
     """Passes Ctrl-C and SIGTERM on to the ranks; the list holds those that came.
 
-    The second one of a kind ends the run at once. Only a main thread can have handlers.
+    The second one of a kind ends the run at once, and so does one that comes before there is a rank. Only a main thread
+    can have handlers.
     """
     asked: list[int] = []
 
     def pass_on(number: int, _: object) -> None:
-        if number in asked:
-            raise leaving(asked)
+        if number in asked or not processes:
+            raise leaving([*asked, number])
         asked.append(number)
         if len(asked) > 1:
             return  # one of a terminal or a batch system, in addition to the other

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
+from pipefit.parallel.alike import Shapes, described
 from pipefit.stage.payload import is_plain
 
 Weigh = Callable[[Any], float]
@@ -24,6 +25,7 @@ class MicroBatch(NamedTuple):
         share: in the loss of its step; shares add up to 1 over a step.
         ordinal: its number since training began.
         signature: its shapes and plain values, and whether it trains.
+        batch: the shapes of its batch, which ranks compare; None: they are known to be the same.
     """
 
     input: Any
@@ -31,6 +33,7 @@ class MicroBatch(NamedTuple):
     share: float
     ordinal: int
     signature: str
+    batch: Shapes | None = None
 
 
 class Feed(Protocol):
@@ -68,7 +71,12 @@ def largest_part(batch: Any, num_microbatches: int) -> int:
 
 
 def feed_of(
-    batch: tuple[Any, Any], num_microbatches: int, first_ordinal: int, mode: str, weigh: Weigh | None = None
+    batch: tuple[Any, Any],
+    num_microbatches: int,
+    first_ordinal: int,
+    mode: str,
+    weigh: Weigh | None = None,
+    before: Shapes | None = None,
 ) -> list[MicroBatch]:
     """The data of a step, split into micro-batches.
 
@@ -78,6 +86,7 @@ def feed_of(
         first_ordinal: number of the first micro-batch since training began.
         mode: "train" or "eval"; a part of the signature for which shapes are agreed.
         weigh: from a target to the weight of its micro-batch.
+        before: shapes of the batch before it in the same pass.
 
     Raises:
         DataError: the batch cannot be split so, or all its micro-batches have weight 0.
@@ -87,19 +96,15 @@ def feed_of(
     total = sum(weights)
     if not total > 0:
         raise DataError(f"the micro-batches of a batch have weights {weights}; at least one must be more than 0")
+    shapes = Shapes.of(batch[0] if batch[0] is batch[1] else batch, first_ordinal, before)
     return [
-        MicroBatch(x, y, weight / total, first_ordinal + k, f"{mode} {_shapes(x)} {_shapes(y)}")
+        MicroBatch(x, y, weight / total, first_ordinal + k, f"{mode} {described(x)} {described(y)}", shapes)
         for k, (x, y, weight) in enumerate(zip(parts, wanted, weights, strict=True))
     ]
 
 
 def _num_samples(target: Any) -> int:
     return next(int(leaf.shape[0]) for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor))
-
-
-def _shapes(payload: Any) -> str:
-    leaves = [payload] if isinstance(payload, Tensor) else pytree.tree_leaves(payload)
-    return ",".join(f"{tuple(leaf.shape)}{leaf.dtype}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

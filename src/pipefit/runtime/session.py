@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from pipefit import errors
+from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.background import Background
 from pipefit.runtime.meeting import Start, meet
@@ -54,6 +59,7 @@ class Session:
     start: Start = field(default_factory=Start)
     group: Any = None
     background: Background = field(default_factory=Background)
+    _shared: Iterator[int] = field(default_factory=itertools.count)
 
     @property
     def is_distributed(self) -> bool:
@@ -83,6 +89,32 @@ class Session:
         if self.background.is_open:
             with self.at(SAVING):
                 self.background.settle(self.progress)
+
+    @contextlib.contextmanager
+    def sharing_errors(self) -> Iterator[None]:
+        """The context of a training: an error of one rank, which the others notice as a lost peer, is raised by all.
+
+        Every rank must enter it equally often.
+
+        Raises:
+            PipefitError: of this rank, or of another one.
+        """
+        key = f"pipefit/error/{next(self._shared)}"
+        try:
+            yield
+        except PipefitError as problem:
+            if self.is_distributed:
+                with contextlib.suppress(RuntimeError):
+                    _get_default_store().set(key, json.dumps([type(problem).__name__, str(problem)]))
+            raise
+        except RuntimeError:
+            kind, text = "", ""
+            with contextlib.suppress(RuntimeError, ValueError):
+                store = _get_default_store()
+                kind, text = json.loads(store.get(key)) if store.check([key]) else ("", "")
+            if kind:
+                raise getattr(errors, kind, PipefitError)(text) from None
+            raise
 
 
 _session: Session | None = None

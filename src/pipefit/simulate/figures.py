@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from pipefit.cost import CostModel, unit
+from pipefit.ir.collector import collector_paused
 from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program, WeightRule
-from pipefit.simulate.simulate import collector_paused, simulate
+from pipefit.simulate.simulate import simulate
 from pipefit.timeline import Timeline
 
 _ROUNDS = 4
@@ -70,7 +71,8 @@ def steady_period_s(program: Program, cost: CostModel, *, contention: bool = Fal
     """
     is_synchronous = program.header.weights is WeightRule.FLUSH
     repeats = -(-_ROUNDS // program.header.num_steps) if is_synchronous else 1
-    timeline = simulate(program, cost, repeats=repeats, contention=contention, rendezvous=rendezvous, memory=False)
+    options = {"contention": contention, "rendezvous": rendezvous, "memory": False, "messages": False}
+    timeline = simulate(program, cost, repeats=repeats, **options)
     if is_synchronous or timeline.is_steady:
         return timeline.period_s
     return max(timeline.busy_s(rank) for rank in range(len(program.ranks))) / program.header.num_steps

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import pairwise, repeat
+from collections.abc import Callable
+from functools import partial
+from itertools import compress, pairwise, repeat
 
 from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.blocking import Blocking
+from pipefit.ir.collector import collector_paused
 from pipefit.ir.graph import Graph, collective_members
-from pipefit.ir.op import Op
+from pipefit.ir.op import OP_SPEC, Lane, Op
 from pipefit.ir.program import Program
 from pipefit.simulate.event_engine import EventEngine
 from pipefit.simulate.flat_program import FlatProgram, flat_program
@@ -30,6 +30,7 @@ def simulate(
     contention: bool = False,
     rendezvous: bool = True,
     memory: bool = True,
+    messages: bool = True,
 ) -> Timeline:
     """Times of each instruction's start and end.
 
@@ -56,6 +57,7 @@ def simulate(
         rendezvous: False: a message starts when it is sent, even if its receive is not posted yet, as the closed forms
             of the papers assume.
         memory: whether to record the memory of each rank.
+        messages: whether the timeline has events of messages and reductions too.
 
     Raises:
         InvalidProgramError: an instruction waits for something that never happens; the message names both.
@@ -81,22 +83,7 @@ def simulate(
     with collector_paused():
         engine = _run(program, cost, repeats, contention, rendezvous)
         samples = memory_over_time(program, cost, engine) if memory else ()
-        return Timeline(program, _events(engine), samples, num_repeats=repeats, notes=notes)
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pauses Python's garbage collector.
-
-    It would repeatedly traverse all the small tuples made here and find no cycle; the pause halves the time.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+        return Timeline(program, _events(engine, messages), samples, num_repeats=repeats, notes=notes)
 
 
 def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rendezvous: bool) -> EventEngine:
@@ -137,15 +124,20 @@ def _check(layout: FlatProgram) -> None:
             raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
 
 
-def _events(engine: EventEngine) -> tuple[Event, ...]:
-    starts = engine.layout.graph.starts
+# `Event._make` without a call of Python for each of millions.
+_new_event: Callable[[tuple[object, ...]], Event] = partial(tuple.__new__, Event)
+
+
+def _events(engine: EventEngine, messages: bool) -> tuple[Event, ...]:
+    starts, instructions = engine.layout.graph.starts, engine.layout.graph.instructions
+    shown = [messages or OP_SPEC[i.op].lane is not Lane.COMM for i in instructions]
     size = starts[-1]
     events: list[Event] = []
     for rank, (first, last) in enumerate(pairwise(starts)):
         for lap in range(engine.repeats):
             a, b = lap * size + first, lap * size + last
             rows = zip(repeat(rank), range(b - a), repeat(lap), engine.start[a:b], engine.end[a:b], strict=False)
-            events += map(Event._make, rows)
+            events += map(_new_event, compress(rows, shown[first:last]))
     return tuple(events)
 
 

@@ -116,7 +116,8 @@ class Timeline:
         size, total = header.num_microbatches, header.total_microbatches
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
         ranks = self.program.ranks
-        stepped = [event for event in self.events if ranks[event[0]][event[1]].op is Op.HOST_STEP]
+        spills = header.spill is not None
+        stepped = [event for event in self.events if ranks[event[0]][event[1]].op is Op.HOST_STEP] if spills else []
         for rank, position, repeat, _, end in (*self._work, *stepped):
             i = ranks[rank][position]
             if i.mb >= 0:
@@ -154,11 +155,12 @@ class Timeline:
 
     def _steady_steps(self) -> int:
         last_forward: dict[int, float] = {}
-        for event in self._work:
-            i = self.program.ranks[event.rank][event.position]
+        ranks, frozen = self.program.ranks, self.program.header.frozen
+        for rank, position, _, _, end in self._work:
+            i = ranks[rank][position]
             # Nothing holds frozen stages back: their last forward is no sign that the pipeline drains.
-            if i.op is Op.FWD and i.stage >= self.program.header.frozen:
-                last_forward[event.rank] = max(event.end_s, last_forward.get(event.rank, event.end_s))
+            if i.op is Op.FWD and i.stage >= frozen:
+                last_forward[rank] = max(end, last_forward.get(rank, end))
         drain = min(last_forward.values(), default=0)
         return sum(end <= drain for end in self.step_ends_s)
 

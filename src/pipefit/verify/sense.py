@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace
+
 from pipefit.errors import InvalidProgramError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, STEP_OPS, WHOLE_OF, Kind, Op, Reduction
@@ -28,9 +30,13 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
     header = program.header
     kept: list[list[int]] = [[] for _ in range(max(header.num_ranks, len(program.ranks)))]
     findings: list[Finding] = []
+    known: dict[tuple[object, ...], tuple[range, range]] = {}
     for rank, index, i in program:
-        problem = next(_problems(header, i, rank), None)
-        if problem is None:
+        key = i.op, i.stage, i.kind, i.peer, i.tier, i.slot, rank
+        mbs, versions = known.get(key) or known.setdefault(key, _ranges(header, i, rank))
+        if i.mb in mbs and i.version in versions:
+            kept[rank].append(index)
+        elif (problem := next(_problems(header, i, rank), None)) is None:
             kept[rank].append(index)
         else:
             findings.append(Finding(problem[0], rank, index, problem[1]))
@@ -42,6 +48,21 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
         return program, None, findings
     kept = kept[: header.num_ranks]
     return program.with_ranks([[program.ranks[rank][n] for n in own] for rank, own in enumerate(kept)]), kept, findings
+
+
+def _ranges(header: Header, i: Instruction, rank: int) -> tuple[range, range]:
+    """Micro-batches and versions with which an instruction is well-formed, its other operands being as they are.
+
+    Both are empty where it never is, and for copies, whose versions have several meanings.
+    """
+    fields = OP_SPEC[i.op].fields
+    first = replace(i, mb=0 if "mb" in fields else i.mb, version=0 if "version" in fields else i.version)
+    if "tier" in fields or any(_problems(header, first, rank)):
+        return range(0), range(0)
+    mbs = range(header.total_microbatches) if "mb" in fields else range(i.mb, i.mb + 1)
+    if "version" not in fields:
+        return mbs, range(i.version, i.version + 1)
+    return mbs, range(_updates(header, i) + (i.op is not Op.REDUCE and i.op not in STEP_OPS))
 
 
 def refuse_malformed(program: Program) -> None:
@@ -103,14 +124,19 @@ def _message(header: Header, i: Instruction, rank: int) -> Problems:
 
 def _version(header: Header, i: Instruction) -> Problems:
     """Checks that the version exists, or the update where its gradients are meant."""
-    stages = range(header.num_stages) if i.kind == Reduction.NORM else (i.stage,)
-    updates = max(header.num_updates(stage) for stage in stages)
+    updates = _updates(header, i)
     if i.op is Op.REDUCE and not 0 <= i.version < updates:
         yield "collectives", f"there is no update {i.version}: there are {updates}"
     if (i.op in STEP_OPS or i.kind == Kind.WGRAD) and not 0 <= i.version < updates:
         yield "complete", f"there is no update {i.version}: stage {i.stage} makes {updates} updates"
     if not 0 <= i.version <= updates:
         yield "versions", f"there is no such version: stage {i.stage} has versions 0 to {updates}"
+
+
+def _updates(header: Header, i: Instruction) -> int:
+    """Number of updates that a stage makes, or for the norm of all gradients any stage."""
+    stages = range(header.num_stages) if i.kind == Reduction.NORM else (i.stage,)
+    return max(header.num_updates(stage) for stage in stages)
 
 
 def _tier(header: Header, i: Instruction) -> Problems:

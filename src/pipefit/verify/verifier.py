@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipefit.errors import PipefitError
+from pipefit.ir.collector import collector_paused
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 from pipefit.verify.collective_rules import collectives
@@ -36,6 +37,7 @@ _MOST_GRIDS = 1000
 """Violations that are shown in the grid; more have their place and message only."""
 
 
+@collector_paused()
 def verify(
     program: Program,
     *,

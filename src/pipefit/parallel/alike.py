@@ -1,0 +1,95 @@
+"""Comparison of the batches of different processes: each takes the shapes of what it receives from its own batch.
+
+A message of another size than its buffer would abort the process, or fill the buffer in part. So shapes are compared
+before values of a batch are used:
+
+    link of a pipeline               a line about each batch goes ahead of its first activation, and messages of batches
+                                     that differ have different tags (`runtime.distributed`)
+    processes that share a rank      gather a line about each batch before it enters the first layer (`Mesh.check`)
+    replicas, which send no data     add a checksum to the losses of their step (`pipeline.losses`)
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipefit.errors import DataError
+
+LINE = 512  # bytes
+
+CURE = (
+    "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
+    "DistributedSampler, no drop_last on some ranks only, and no random numbers that depend on the rank"
+)
+
+
+class Shapes(NamedTuple):
+    """The shapes of a batch.
+
+    Attributes:
+        first: number of its first micro-batch since training began.
+        text: types and shapes of its tensors, and its plain values.
+        checksum: of the batch and those before it in the same pass: 14 bits, so that sums of squares are exact.
+    """
+
+    first: int
+    text: str
+    checksum: int
+
+    @classmethod
+    def of(cls, batch: Any, first: int = 0, before: Shapes | None = None) -> Shapes:
+        """The shapes of a batch that comes after another."""
+        text = described(batch)
+        return cls(first, text, zlib.crc32(text.encode(), before.checksum if before else 0) & 0x3FFF)
+
+    @property
+    def line(self) -> Tensor:
+        """What processes compare, (LINE,) bytes: the checksum, and as much of the text as there is room for."""
+        return torch.frombuffer(
+            bytearray(f"{self.checksum} {self.text}".encode().ljust(LINE)[:LINE]), dtype=torch.uint8
+        )
+
+
+def described(batch: Any) -> str:
+    """Types and shapes of the tensors of a batch, and its plain values: "float32[8, 4], int64[8]"."""
+    leaves = [batch] if isinstance(batch, Tensor) else pytree.tree_leaves(batch)
+    return ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        for leaf in leaves
+    )
+
+
+def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
+    """Compares the lines of two processes.
+
+    Raises:
+        DataError: they differ.
+    """
+    if not torch.equal(line, other):
+        (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
+        before = " now, and had others before" if one == two else ""
+        raise DataError(f"batches of different shapes: rank {low} has {one}, rank {high} has {two}{before}; {CURE}")
+
+
+def _text(line: Tensor) -> str:
+    return bytes(line.tolist()).decode(errors="replace").rstrip().partition(" ")[2]
+
+
+def compare(shapes: Shapes, group: Any = None) -> None:
+    """Compares the batches of all processes of a group (None: of the run).
+
+    Raises:
+        DataError: on every one of them with the same message: two differ.
+    """
+    mine = shapes.line
+    lines = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(lines, mine, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, line in zip(ranks, lines, strict=True):
+        check(ranks[0], lines[0], rank, line)
