@@ -16,17 +16,15 @@ NOT_CODE = {
 
 
 def code_lines(path: Path) -> int:
-    """Lines that hold code: neither blank nor comments nor docstrings."""
+    """Lines that hold code: neither blank nor comments nor docstrings, also those of attributes (PEP 257)."""
     source = path.read_text()
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NOT_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(
-            node
-        ):
-            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
     return len(lines)
 
 
