@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waits import chain
 
 from pipefit.cost import CostModel, unit
 from pipefit.errors import PipefitError, ScheduleError
@@ -23,7 +24,7 @@ from pipefit.simulate import simulate
 from pipefit.simulate.event_engine import EventEngine
 from pipefit.simulate.flat_program import flat_program
 from pipefit.spec import Tier
-from pipefit.timeline import critical_path, from_chrome_trace, to_chrome_trace
+from pipefit.timeline import from_chrome_trace, to_chrome_trace
 from pipefit.verify import verify
 
 WO = ("weights", "optim")
@@ -190,7 +191,7 @@ def test_the_critical_path_leads_through_the_copies_that_were_waited_for(name, p
     chunks = 3 if name == "interleaved" else 1
     program = generate(name, Shape(2, 4, num_chunks=chunks, spill=Spill.of(2 * chunks, slots=1), prefetch=prefetch))
     timeline = simulate(program, unit(program.header, 4, 8, copy=40), rendezvous=False)
-    path = critical_path(timeline)
+    path = chain(timeline)
     assert path[0].start_s == timeline.start_s and path[-1].end_s == timeline.end_s
     work = [event for event in path if timeline.instruction(event).op not in (Op.SEND, Op.RECV)]
     gaps = [later.start_s - event.end_s for event, later in pairwise(work)]

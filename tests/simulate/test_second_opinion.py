@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tests.waits import chain
 
 from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError
@@ -15,7 +16,7 @@ from pipefit.ir.values import makes, needs
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import simulate
 from pipefit.spec import Level, Topology
-from pipefit.timeline import critical_path, waited_for
+from pipefit.timeline import waited_for
 
 
 class HangError(Exception):
@@ -263,7 +264,7 @@ def test_the_critical_path_is_without_gaps_and_as_long_as_the_makespan(program, 
         timeline = simulate(program, cost, **options)
     except InvalidProgramError:
         assume(False)
-    path = critical_path(timeline)
+    path = chain(timeline)
     assert path[-1].end_s == timeline.end_s
     assert waited_for(timeline, path[0]).reason == "start"
     covered = path[0].end_s

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.waits import chain
 
 from pipefit.cost import CostModel, unit
 from pipefit.errors import PipefitError
@@ -18,7 +19,6 @@ from pipefit.timeline import (
     Timeline,
     by_kind,
     compare,
-    critical_path,
     from_chrome_trace,
     load_trace,
     save_trace,
@@ -52,7 +52,7 @@ def test_an_empty_timeline_has_figures_too():
     timeline = Timeline(generate("1f1b", Shape(2, 2)), ())
     figures = timeline.makespan_s, timeline.period_s, timeline.bubble_fraction, timeline.bubble_over_ideal
     assert figures == (0, 0, 0, 0)
-    assert critical_path(timeline) == []
+    assert chain(timeline) == []
     assert timeline.peak_bytes(0) == timeline.utilisation(0) == 0
 
 
@@ -86,7 +86,7 @@ def test_neither_fill_nor_drain_counts_in_the_period():
 
 def test_the_critical_path_of_gpipe_goes_down_to_the_last_rank_and_back():
     timeline = run("gpipe", 3, 2, c=5, ahead=9)
-    assert shown(timeline, critical_path(timeline)) == [
+    assert shown(timeline, chain(timeline)) == [
         "0:fwd s0 m0 w0", "0:send s0 m0 act >1", "1:recv s0 m0 act <0", "1:fwd s1 m0 w0", "1:send s1 m0 act >2",
         "2:recv s1 m0 act <1", "2:fwd s2 m0 w0", "2:fwd s2 m1 w0", "2:bwd s2 m1 w0", "2:send s1 m1 grad >1",
         "1:recv s1 m1 grad <2", "1:bwd s1 m1 w0", "1:send s0 m1 grad >0", "0:recv s0 m1 grad <1", "0:bwd s0 m1 w0",

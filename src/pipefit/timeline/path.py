@@ -1,4 +1,4 @@
-"""Reasons of start times: the binding predecessor of each event, and the critical path."""
+"""Reasons of start times: the binding predecessor of each event."""
 
 from __future__ import annotations
 
@@ -39,23 +39,6 @@ def waited_for(timeline: Timeline, event: Event) -> Wait:
     if timeline.lane(event) is Lane.COPY:
         return _copy_waited_for(timeline, event)
     return _message_waited_for(timeline, event)
-
-
-def critical_path(timeline: Timeline) -> list[Event]:
-    """The chain of events that determines the makespan, in the order of time.
-
-    It is followed backwards from the work or the copy that ends last, through the event that each one waited for. A
-    message appears as its receive, and also as its send where the sender issued last.
-    """
-    lanes = (Lane.COMPUTE, Lane.COPY) if timeline.program.header.spill else (Lane.COMPUTE,)
-    ending = (event for event in timeline.events if timeline.lane(event) in lanes)
-    current: Event | None = max(ending, key=_end, default=None)
-    path: list[Event] = []
-    # A path has at most as many steps as there are events, so inconsistent measured clocks cannot loop for ever.
-    while current is not None and len(path) <= len(timeline.events):
-        path.append(current)
-        current = waited_for(timeline, current).by
-    return path[::-1]
 
 
 def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
