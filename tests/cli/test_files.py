@@ -87,6 +87,14 @@ def test_a_simulation_is_drawn(files, capsys):
     assert data["output"] == "t.svg" and (files / "t.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.parametrize("name", ["t.html", "t.txt"])
+def test_a_simulation_is_drawn_in_seconds_where_there_is_a_profile(files, capsys, name):
+    answered(capsys, "simulate", "plan.json", "--profile", "profile.json", "-o", name)
+    assert {"t.html": '"unit":"s"', "t.txt": " ms\n"}[name] in (files / name).read_text()
+    answered(capsys, "simulate", "a.pipe", "-o", name)
+    assert {"t.html": '"unit":""', "t.txt": "column: 0.3333\n"}[name] in (files / name).read_text()
+
+
 def test_a_slower_link_takes_longer(files, capsys):
     fast = answered(capsys, "simulate", "a.pipe")["makespan"]
     slow = Topology((Level("host", 2, 1e9, 0.5),)).save(files / "slow.toml")

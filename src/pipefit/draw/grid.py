@@ -28,7 +28,7 @@ _ANSI = {
 Paint = Callable[[Box | None, str], str]
 
 
-def grid(timeline: Timeline, width: int | None = None, color: bool | None = None) -> str:
+def grid(timeline: Timeline, width: int | None = None, color: bool | None = None, seconds: bool | None = None) -> str:
     """The timeline as text.
 
     Cells hold the letter of their instruction and, where there is room, its micro-batch; a long timeline is scaled
@@ -38,11 +38,12 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
         timeline: simulated or measured.
         width: columns to use; None: those of the terminal.
         color: with ANSI colours; None: when standard output is a terminal and NO_COLOR is not set.
+        seconds: whether times are real seconds; None: when the timeline was measured.
     """
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
-    scene, width, paint = scene_of(timeline), max(columns, 40), _painted if color else _plain
+    scene, width, paint = scene_of(timeline, seconds), max(columns, 40), _painted if color else _plain
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
     gutter = max(len(name) for name in names) + 2
     peaks = [peak_words(scene, rank) for rank in range(scene.num_ranks)]

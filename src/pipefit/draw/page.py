@@ -22,6 +22,7 @@ def html(
     timelines: Timelines,
     *,
     title: str | None = None,
+    seconds: bool = False,
     compare: bool | None = None,
     more: Sequence[Stored] = (),
 ) -> str:
@@ -31,6 +32,7 @@ def html(
         timelines: one or several; a mapping or pairs also name them. Several of one name are distinguished by their
             shape: the page has a choice for each of p, m, v and, where programs spill, of the slots.
         title: of the page.
+        seconds: whether times are real seconds; they also are where one timeline was measured.
         compare: whether it opens with two drawings; None: with exactly two timelines it does.
         more: drawings encoded before, as further choices; of one name and shape the first counts.
 
@@ -39,7 +41,7 @@ def html(
     """
     named = _named(timelines)
     # A timeline next to a measured one predicts it.
-    real = any(timeline.source == "measured" for _, timeline in named)
+    real = seconds or any(timeline.source == "measured" for _, timeline in named)
     entries = [(name, scene_of(timeline, real)) for name, timeline in named]
     if not entries:
         raise PipefitError("a page needs at least one timeline, got none")
