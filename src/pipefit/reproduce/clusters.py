@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipefit.reproduce.entry import Bench, Made, curves, drawn
+from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn
 from pipefit.reproduce.predicted import falls, memory_gb, rate, sent, stalls
 from pipefit.reproduce.steps import Draw, Largest, Planned
 
@@ -115,13 +115,15 @@ def _stage_gb(run: Bench, model: str, stage: int) -> float:
     return peaks[stage] / 1e9 if stage < len(peaks) else 0.0
 
 
-def _sends_less(run: Bench, model: str) -> bool:
-    return _least_sent(run, model) < _plain_sent(model)
-
-
 def stall_share(run: Bench, model: str, devices: int) -> float:
     """The share of time that data parallelism waits for messages, on servers of four GPUs and 10 Gbit/s."""
     return stalls(run, parallel(model, "pcie-4" if devices == 4 else f"pcie-{devices // 4}x4"))
+
+
+def _bars(
+    title: str, unit: str, lines: Mapping[str, Callable[[Bench, Any], float]], models: Sequence[str] = MODELS
+) -> Callable[[Bench], Picture]:
+    return curves(title, "model", unit, models, lines, kind="bar")
 
 
 MADE: Mapping[str, Made] = {
@@ -135,38 +137,28 @@ MADE: Mapping[str, Made] = {
         )
     ),
     "intra-batch": Made(
-        tuple(
-            claim
-            for model in MODELS
-            for claim in [lambda run, model=model: rate(run, straight(model)) > _one_by_one(run, model)]
-        ),
+        tuple(lambda run, model=model: rate(run, straight(model)) > _one_by_one(run, model) for model in MODELS),
         (
-            curves(
+            _bars(
                 "Four GPUs on PCIe",
-                "model",
                 "samples/s",
-                MODELS,
                 {
                     "model parallelism": _one_by_one,
                     "with pipelining": lambda run, model: rate(run, straight(model)),
                     "PipeDream": lambda run, model: rate(run, _best(model)),
                 },
-                kind="bar",
             ),
         ),
     ),
     "memory-per-worker": Made(
         tuple(
-            make
+            lambda run, model=model: memory_gb(run, straight(model)) / memory_gb(run, parallel(model))
             for model in MODELS[:2]
-            for make in [lambda run, model=model: memory_gb(run, straight(model)) / memory_gb(run, parallel(model))]
         ),
         (
-            curves(
+            _bars(
                 "Memory of a worker",
-                "model",
                 "GB",
-                MODELS[:2],
                 {
                     **{
                         f"stage {stage}": lambda run, model, stage=stage: _stage_gb(run, model, stage)
@@ -174,24 +166,20 @@ MADE: Mapping[str, Made] = {
                     },
                     "data parallelism": lambda run, model: memory_gb(run, parallel(model)),
                 },
-                kind="bar",
+                MODELS[:2],
             ),
         ),
     ),
     "bytes-per-sample": Made(
-        (
-            lambda run: _sends_less(run, "vgg16"),
-            lambda run: _sends_less(run, "gnmt"),
-            lambda run: _sends_less(run, "resnet50"),
+        tuple(
+            lambda run, model=model: _least_sent(run, model) < _plain_sent(model)
+            for model in ("vgg16", "gnmt", "resnet50")
         ),
         (
-            curves(
+            _bars(
                 "Bytes per sample on four GPUs",
-                "model",
                 "MB",
-                MODELS,
                 {"data parallelism": lambda run, model: _plain_sent(model), "pipeline": _least_sent},
-                kind="bar",
             ),
         ),
     ),

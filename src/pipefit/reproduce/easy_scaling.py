@@ -27,14 +27,8 @@ def _kept(run: Bench, layers: int, microbatches: int, stages: int, recompute: bo
 
 def _slow(run: Bench, stages: int) -> float:
     """Samples per second of a Transformer under GPipe over PCIe, without NVLink."""
-    return rate(
-        run,
-        Planned(
-            transformer(stages, 32).places[0],
-            f"pcie-1x{stages}" if stages <= 4 else "pcie-2x4",
-            **transformer(stages, 32).options,
-        ),
-    )
+    plan, machine = transformer(stages, 32), f"pcie-1x{stages}" if stages <= 4 else "pcie-2x4"
+    return rate(run, Planned(plan.places[0], machine, **plan.options))
 
 
 def _rate(run: Bench, strategy: str, microbatches: int) -> float:

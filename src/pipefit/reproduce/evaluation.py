@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from pipefit.reproduce.entry import Bench, Made, curves
+from pipefit.reproduce.entry import Bench, Made, Picture, curves
 from pipefit.reproduce.predicted import falls, gpt_plan, rate, tflops
 from pipefit.reproduce.steps import Planned
 
@@ -63,6 +64,30 @@ def _large(batch: int, t: int, p: int) -> Planned:
     return gpt_plan(*_LARGE, 64, batch, t, p)
 
 
+def _chart(
+    title: str, x_label: str, over: Sequence[Any], plans: Mapping[str, Callable[[Any], Planned]], **options: Any
+) -> Callable[[Bench], Picture]:
+    """TFLOP/s per GPU of plans, each a function of x; options as for `curves`."""
+    lines = {name: lambda run, x, plan=plan: tflops(run, plan(x)) for name, plan in plans.items()}
+    return curves(title, x_label, "TFLOP/s per GPU", over, lines, **options)
+
+
+def _against_copies(width: str, x_label: str) -> Made:
+    """The throughput over one width, where all other GPUs hold copies: it falls."""
+    return Made(
+        tuple(falls(tflops, [_small(b, **{width: n}) for n in _WIDTHS], 1.005) for b in _BATCHES),
+        (
+            _chart(
+                "5.9 billion parameters on 64 GPUs",
+                x_label,
+                _WIDTHS,
+                {f"batch {b}": lambda n, b=b: _small(b, **{width: n}) for b in _BATCHES},
+                log_x=True,
+            ),
+        ),
+    )
+
+
 def _best_pair(run: Bench, batch: int) -> str:
     found = {pair: tflops(run, _large(batch, *pair)) for pair in _PAIRS if run.fits(_large(batch, *pair))}
     t, p = max(found, key=lambda pair: found[pair])
@@ -72,6 +97,11 @@ def _best_pair(run: Bench, batch: int) -> str:
 def _weak(batch: int, p: int) -> Planned:
     """Three layers of hidden size 20480 for each stage of eight GPUs."""
     return gpt_plan(3 * p, 20480, 128, 8 * p, batch, 8, p)
+
+
+def _kept(run: Bench, batch: int) -> float:
+    """The share of one stage's throughput per GPU that eight stages keep."""
+    return tflops(run, _weak(batch, 8)) / tflops(run, _weak(batch, 1))
 
 
 def _gpt3(batch: int, schedule: str, **more: Any) -> Planned:
@@ -121,59 +151,24 @@ MADE: Mapping[str, Made] = {
     "tensor-versus-pipeline": Made(
         tuple(lambda run, b=b: _best_pair(run, b) for b in (32, 128)),
         (
-            curves(
+            _chart(
                 "161 billion parameters on 64 GPUs",
                 "t, p",
-                "TFLOP/s per GPU",
                 [f"{t}, {p}" for t, p in _PAIRS],
-                {
-                    f"batch {b}": lambda run, pair, b=b: tflops(run, _large(b, *map(int, pair.split(", "))))
-                    for b in (32, 128)
-                },
+                {f"batch {b}": lambda pair, b=b: _large(b, *map(int, pair.split(", "))) for b in (32, 128)},
             ),
         ),
     ),
-    "data-versus-pipeline": Made(
-        tuple(falls(tflops, [_small(b, p=p) for p in _WIDTHS], 1.005) for b in _BATCHES),
-        (
-            curves(
-                "5.9 billion parameters on 64 GPUs",
-                "depth p, copies 64/p",
-                "TFLOP/s per GPU",
-                _WIDTHS,
-                {f"batch {b}": lambda run, p, b=b: tflops(run, _small(b, p=p)) for b in _BATCHES},
-                log_x=True,
-            ),
-        ),
-    ),
-    "data-versus-tensor": Made(
-        tuple(falls(tflops, [_small(b, t=t) for t in _WIDTHS], 1.005) for b in _BATCHES),
-        (
-            curves(
-                "5.9 billion parameters on 64 GPUs",
-                "tensor width t, copies 64/t",
-                "TFLOP/s per GPU",
-                _WIDTHS,
-                {f"batch {b}": lambda run, t, b=b: tflops(run, _small(b, t=t)) for b in _BATCHES},
-                log_x=True,
-            ),
-        ),
-    ),
+    "data-versus-pipeline": _against_copies("p", "depth p, copies 64/p"),
+    "data-versus-tensor": _against_copies("t", "tensor width t, copies 64/t"),
     "weak-scaling": Made(
+        (lambda run: _kept(run, 128) > _kept(run, 8), lambda run: _kept(run, 8)),
         (
-            lambda run: (
-                tflops(run, _weak(128, 8)) / tflops(run, _weak(128, 1))
-                > tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1))
-            ),
-            lambda run: tflops(run, _weak(8, 8)) / tflops(run, _weak(8, 1)),
-        ),
-        (
-            curves(
+            _chart(
                 "Weak scaling, t = 8",
                 "depth p",
-                "TFLOP/s per GPU",
                 (1, 2, 4, 8),
-                {f"batch {b}": lambda run, p, b=b: tflops(run, _weak(b, p)) for b in (8, 128)},
+                {f"batch {b}": lambda p, b=b: _weak(b, p) for b in (8, 128)},
                 log_x=True,
             ),
         ),
@@ -181,27 +176,22 @@ MADE: Mapping[str, Made] = {
     "interleaved-gain": Made(
         (lambda run: _gain(run, 12) > 1, lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60)),
         (
-            curves(
+            _chart(
                 "175 billion parameters on 96 GPUs",
                 "batch",
-                "TFLOP/s per GPU",
                 (12, 24, 36, 48, 60),
-                {
-                    "interleaved": lambda run, batch: tflops(run, _gpt3(batch, "interleaved")),
-                    "1F1B": lambda run, batch: tflops(run, _gpt3(batch, "1f1b")),
-                },
+                {"interleaved": partial(_gpt3, schedule="interleaved"), "1F1B": partial(_gpt3, schedule="1f1b")},
             ),
         ),
     ),
     "microbatch-size": Made(
         (_best_size,),
         (
-            curves(
+            _chart(
                 "91 billion parameters on 64 GPUs",
                 "micro-batch size",
-                "TFLOP/s per GPU",
                 (1, 2, 4, 8),
-                {f"batch {b}": lambda run, size, b=b: tflops(run, _sized(b, size)) for b in (128, 512)},
+                {f"batch {b}": partial(_sized, b) for b in (128, 512)},
                 log_x=True,
             ),
         ),
@@ -209,13 +199,12 @@ MADE: Mapping[str, Made] = {
     "end-to-end": Made(
         tuple(lambda run, row=row: tflops(run, row.step) for row in TABLE_1),
         (
-            curves(
+            _chart(
                 "PTD-P, table 1",
                 "billion parameters",
-                "TFLOP/s per GPU",
                 [row.billions for row in TABLE_1],
-                {"ours": lambda run, x: tflops(run, next(row.step for row in TABLE_1 if row.billions == x))},
-                {"PTD-P": [row.published for row in TABLE_1]},
+                {"ours": {row.billions: row.step for row in TABLE_1}.__getitem__},
+                published={"PTD-P": [row.published for row in TABLE_1]},
                 log_x=True,
             ),
         ),
@@ -231,14 +220,13 @@ MADE: Mapping[str, Made] = {
     "scatter-gather": Made(
         (lambda run: _scattered(run, 60) - 1, lambda run: _scattered(run, 60) > _scattered(run, 12)),
         (
-            curves(
+            _chart(
                 "175 billion parameters on 96 GPUs, interleaved",
                 "batch",
-                "TFLOP/s per GPU",
                 (12, 24, 36, 48, 60),
                 {
-                    "scatter/gather": lambda run, batch: tflops(run, _gpt3(batch, "interleaved")),
-                    "whole messages": lambda run, batch: tflops(run, _gpt3(batch, "interleaved", whole_messages=True)),
+                    "scatter/gather": partial(_gpt3, schedule="interleaved"),
+                    "whole messages": partial(_gpt3, schedule="interleaved", whole_messages=True),
                 },
             ),
         ),

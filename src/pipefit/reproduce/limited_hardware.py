@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from pipefit.reproduce.clusters import NAIVE_1, stall_share
@@ -74,20 +75,15 @@ _GPT = {
 }
 
 
-def _coalesced(size: str, machines: int, batch: int, depth: int | None = None, **more: Any) -> Planned:
-    """A GPT under 2BW on servers of eight V100s."""
-    options = {"microbatch_sizes": [1, 2, 4, 8], "depths": [depth] if depth else [4, 8, 16]} | more
-    return Planned(_GPT[size], f"nvlink-{machines}x8", method="2bw", global_batch=batch, **options)
+def _pipelined(method: str, size: str, batch: int, *depths: int, **more: Any) -> Planned:
+    """A GPT on eight servers of eight V100s, at one of some depths."""
+    options = {"microbatch_sizes": [1, 2, 4, 8], "depths": depths or [4, 8, 16]} | more
+    return Planned(_GPT[size], "nvlink-8x8", method=method, global_batch=batch, **options)
 
 
-def _flushed(size: str, machines: int, batch: int) -> Planned:
-    options = {"microbatch_sizes": [1, 2, 4, 8], "depths": [4, 8, 16]}
-    return Planned(_GPT[size], f"nvlink-{machines}x8", method="gpipe", global_batch=batch, **options)
-
-
-def _tensor_only(size: str, machines: int, batch: int) -> Planned:
+def _tensor_only(size: str, batch: int) -> Planned:
     options = {"tensors": [16], "depths": [1], "schedules": ["1f1b"], "microbatch_sizes": [1, 2, 4]}
-    return Planned(_GPT[size], f"nvlink-{machines}x8", global_batch=batch, **options)
+    return Planned(_GPT[size], "nvlink-8x8", global_batch=batch, **options)
 
 
 _SCHEDULES = ("gpipe", "pipedream", "pipedream-2bw", "1f1b")
@@ -99,9 +95,14 @@ def _period(run: Bench, step: Draw) -> float:
     return float(run(step).metrics["period"])
 
 
-def _held(run: Bench, name: str, depth: int, what: str) -> float:
-    count = 48 if name == "pipedream" else 16
-    return float(run(Draw(name, depth, count)).metrics[what][0])
+def _at_first_stage(title: str, y_label: str, figure: str) -> Callable[[Bench], Picture]:
+    """A figure of each rank, here of the first, over the depth."""
+
+    def held(run: Bench, depth: int, name: str) -> float:
+        return float(run(Draw(name, depth, 48 if name == "pipedream" else 16)).metrics[figure][0])
+
+    lines = {name: partial(held, name=name) for name in _SCHEDULES}
+    return curves(title, "depth d", y_label, (2, 4, 8, 16), lines)
 
 
 def _machines(model: str) -> Planned:
@@ -181,27 +182,17 @@ MADE: Mapping[str, Made] = {
     "2bw-memory": Made(
         (),
         (
-            curves(
-                "Versions of the weights at the first stage",
-                "depth d",
-                "versions",
-                (2, 4, 8, 16),
-                {name: lambda run, d, name=name: _held(run, name, d, "weight_versions") for name in _SCHEDULES},
-            ),
-            curves(
-                "In flight at the first stage, 16 micro-batches per update",
-                "depth d",
-                "micro-batches",
-                (2, 4, 8, 16),
-                {name: lambda run, d, name=name: _held(run, name, d, "peak_inflight") for name in _SCHEDULES},
+            _at_first_stage("Versions of the weights at the first stage", "versions", "weight_versions"),
+            _at_first_stage(
+                "In flight at the first stage, 16 micro-batches per update", "micro-batches", "peak_inflight"
             ),
         ),
     ),
     "2bw-throughput": Made(
         (
-            lambda run: rate(run, _coalesced("2.2B", 8, 512)) / rate(run, _flushed("2.2B", 8, 512)),
-            lambda run: rate(run, _coalesced("3.8B", 8, 512)) / rate(run, _tensor_only("3.8B", 8, 512)),
-            falls(rate, [_coalesced("2.2B", 8, batch) for batch in (1024, 512, 256, 128)]),
+            lambda run: rate(run, _pipelined("2bw", "2.2B", 512)) / rate(run, _pipelined("gpipe", "2.2B", 512)),
+            lambda run: rate(run, _pipelined("2bw", "3.8B", 512)) / rate(run, _tensor_only("3.8B", 512)),
+            falls(rate, [_pipelined("2bw", "2.2B", batch) for batch in (1024, 512, 256, 128)]),
         ),
         (
             curves(
@@ -210,9 +201,9 @@ MADE: Mapping[str, Made] = {
                 "samples/s",
                 (64, 128, 256, 512),
                 {
-                    "2BW": lambda run, batch: rate(run, _coalesced("2.2B", 8, batch)),
-                    "GPipe": lambda run, batch: rate(run, _flushed("2.2B", 8, batch)),
-                    "tensor parallelism, 16": lambda run, batch: rate(run, _tensor_only("2.2B", 8, batch)),
+                    "2BW": lambda run, batch: rate(run, _pipelined("2bw", "2.2B", batch)),
+                    "GPipe": lambda run, batch: rate(run, _pipelined("gpipe", "2.2B", batch)),
+                    "tensor parallelism, 16": lambda run, batch: rate(run, _tensor_only("2.2B", batch)),
                 },
                 log_x=True,
             ),
@@ -220,9 +211,9 @@ MADE: Mapping[str, Made] = {
     ),
     "2bw-planner": Made(
         (
-            falls(rate, [_coalesced("2.2B", 8, 512, depth) for depth in (4, 8, 16)], 1.02),
-            falls(memory_gb, [_coalesced("2.2B", 8, 512, depth, microbatch_sizes=[1]) for depth in (4, 8, 16)]),
-            lambda run: run.fits(_coalesced("2.2B", 8, 512, 1)),
+            falls(rate, [_pipelined("2bw", "2.2B", 512, depth) for depth in (4, 8, 16)], 1.02),
+            falls(memory_gb, [_pipelined("2bw", "2.2B", 512, depth, microbatch_sizes=[1]) for depth in (4, 8, 16)]),
+            lambda run: run.fits(_pipelined("2bw", "2.2B", 512, 1)),
         ),
         (
             curves(
@@ -230,7 +221,7 @@ MADE: Mapping[str, Made] = {
                 "depth",
                 "samples/s",
                 (2, 4, 8, 16),
-                {"2BW": lambda run, depth: rate(run, _coalesced("2.2B", 8, 512, depth))},
+                {"2BW": lambda run, depth: rate(run, _pipelined("2bw", "2.2B", 512, depth))},
                 log_x=True,
             ),
             curves(
@@ -238,7 +229,7 @@ MADE: Mapping[str, Made] = {
                 "depth",
                 "GB",
                 (2, 4, 8, 16),
-                {"2BW": lambda run, depth: memory_gb(run, _coalesced("2.2B", 8, 512, depth, microbatch_sizes=[1]))},
+                {"2BW": lambda run, depth: memory_gb(run, _pipelined("2bw", "2.2B", 512, depth, microbatch_sizes=[1]))},
                 log_x=True,
             ),
         ),
@@ -249,9 +240,8 @@ MADE: Mapping[str, Made] = {
     ),
     "stalls": Made(
         tuple(
-            make
+            lambda run, model=model: stall_share(run, model, 32) > stall_share(run, model, 4)
             for model in ("vgg16", "gnmt")
-            for make in [lambda run, model=model: stall_share(run, model, 32) > stall_share(run, model, 4)]
         ),
         (
             curves(
