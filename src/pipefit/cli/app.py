@@ -40,7 +40,7 @@ _LONG: Final = {
 }
 """What the verbs do that report no progress of their own."""
 
-_FINDINGS = (NonFiniteLossError, InfeasibleError)
+_FINDINGS = (NonFiniteLossError, InfeasibleError, CommunicationError)
 
 
 def make_app(tokens: list[str], config: Any = None) -> App:
@@ -84,10 +84,8 @@ def run(arguments: list[str] | None = None) -> int:
         verb = " ".join(problem.command_chain or ())
         help_line = f"Try: {' '.join(filter(None, ('pipefit', verb, '--help')))}"
         return _complain(verb, f"{str(problem).strip()}\n{help_line}", USAGE)
-    except PipefitError as problem:
+    except (PipefitError, CommunicationError) as problem:
         return _complain(_verb(tokens), str(problem), FINDING if _is_finding(problem) else USAGE)
-    except CommunicationError as problem:
-        return _complain(_verb(tokens), str(problem), FINDING)
     except BrokenPipeError:
         # The reader (head, less) has ended: no message, now or when Python flushes at exit.
         _close_stdout()
@@ -172,8 +170,8 @@ def _write(text: str) -> None:
         raise PipefitError(f"cannot write to standard output: {problem.strerror}") from None
 
 
-def _is_finding(problem: PipefitError) -> bool:
-    """Returns whether a run found the problem: a loss that is not finite, a plan that does not fit, a dead rank."""
+def _is_finding(problem: Exception) -> bool:
+    """Returns whether a run found it: a loss that is not finite, a plan that does not fit, a dead rank or link."""
     outcomes = sys.modules.get("pipefit.runtime.outcomes")
     return isinstance(problem, (*_FINDINGS, outcomes.LaunchError) if outcomes else _FINDINGS)
 

@@ -16,22 +16,6 @@ _LOOK_S, _FIRST_S, _NEXT_S = 0.1, 0.6, 5.0
 """Seconds between looks at what a run does, until a line names it, and between two lines."""
 
 
-class Quiet:
-    """Shows nothing."""
-
-    def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
-        """Takes the plan."""
-
-    def doing(self, what: str) -> None:
-        """Another part of the run begins."""
-
-    def counted(self, flop: Any) -> None:
-        """The FLOP of model and devices are known."""
-
-    def step(self, record: Any) -> None:
-        """A step's loss is known."""
-
-
 class Watcher:
     """Shows a run to people, on rank 0: a progress line in a terminal, plain lines in a file; never silent for long.
 

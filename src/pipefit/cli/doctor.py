@@ -9,12 +9,10 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -22,6 +20,7 @@ from cyclopts import Parameter
 import pipefit
 from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Count, Json
+from pipefit.cli.version import version_of
 from pipefit.errors import CommunicationError, PipefitError
 from pipefit.units import columns, format_bytes, format_seconds
 
@@ -129,18 +128,11 @@ def _software() -> Iterator[_Check]:
     fix = f"install an official build of torch with {' and '.join(lacks)}" if lacks else ""
     facts = {"backends": backends}
     yield _Check("backends", ", ".join(backends) or "none", "bad" if lacks else "good", fix, facts)
-    extras = {name: _version_of(name) for name in _OPTIONAL}
+    extras = {name: version_of(name) for name in _OPTIONAL}
     missing = ",".join(_OPTIONAL[name] for name, number in extras.items() if number is None)
     known = ", ".join(f"{name} {number}" for name, number in extras.items() if number) or "none"
     fix = f'optional: pip install "pipefit[{missing}]"' if missing else ""
     yield _Check("extras", known, fix=fix, facts={"extras": extras})
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _machine() -> Iterator[_Check]:
@@ -204,10 +196,10 @@ def _start_ranks(num_ranks: int) -> list[dict[str, Any]]:
 def _deadline(seconds: int) -> Iterator[None]:
     """Raises TimeoutError in the body after some seconds, so that ranks that hang do not block the doctor."""
 
-    def late(number: int, frame: FrameType | None) -> None:
+    def late(*_: object) -> None:
         raise TimeoutError
 
-    before: Callable[..., Any] | int | None = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
     try:
         yield

@@ -24,9 +24,9 @@ def run_rank(script: str, arguments: Sequence[str]) -> None:
 
 def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     """Trains as this rank; rank 0 shows the progress unless `quiet`."""
-    from pipefit.cli.display import Quiet, Watcher
+    from pipefit.cli.display import Watcher
     from pipefit.run.claim import claimed
-    from pipefit.run.whole_run import run
+    from pipefit.run.whole_run import Observer, run
     from pipefit.runtime.session import current
     from pipefit.runtime.signals import listen
 
@@ -35,6 +35,6 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
             stack.callback(listen(current().stop, None, ctrl_c=True))
         stack.enter_context(claimed(config.output, current()))
         if current().rank > 0 or quiet:
-            return run(config, Quiet())
+            return run(config, Observer())
         with Watcher(config.steps, config.batch) as watcher:
             return run(config, watcher)

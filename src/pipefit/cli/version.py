@@ -7,18 +7,23 @@ import contextlib
 import pipefit
 
 
+def version_of(package: str) -> str | None:
+    """The version of an installed package, without loading it; None: there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    with contextlib.suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
 def version_text() -> str:
     """Versions, commit and devices, without loading torch."""
     import platform
-    from importlib.metadata import PackageNotFoundError, version
 
     from pipefit.run.config import num_cores, num_gpus
     from pipefit.units import counted
 
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = "not installed"
+    torch = version_of("torch") or "not installed"
     devices = counted(num_gpus(), "GPU") if num_gpus() else "no GPU"
     return (
         f"pipefit {pipefit.__version__} ({_commit()})\nPython {platform.python_version()}, torch {torch}\n"

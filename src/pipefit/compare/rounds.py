@@ -99,10 +99,6 @@ def compare_on_ranks(
     _repeat(cells, task, session, say, left)
     gc.unfreeze()
     updates = min(len(cell.losses) for cell in cells)
-    rows = []
-    for cell in cells:
-        predicted = _predicted(cell, task, topology, runtime)
-        rows.append(_row(cell, predicted, updates, config, session))
     return Comparison(
         model=task.description,
         data=task.source,
@@ -111,7 +107,7 @@ def compare_on_ranks(
         samples=config.batch * updates,
         repeats=len(cells[0].seconds),
         layer_counts=tuple(len(stage.layers) for stage in task.partition.stages),
-        rows=rows,
+        rows=[_row(cell, _predicted(cell, task, topology, runtime), updates, config, session) for cell in cells],
         refused=refused + late,
     ).with_speedups()
 

@@ -134,7 +134,7 @@ class CostModel:
         if instruction.op is Op.EVICT:
             return own + self.check_s(instruction)
         copies = instruction.op is Op.SEND and self.copy_s_per_byte
-        return own + self.copy_s_per_byte * self._message_bytes(instruction) if copies else own
+        return own + self.copy_s_per_byte * self.size_bytes(instruction) if copies else own
 
     def link(self, source: int, target: int) -> tuple[float, float]:
         """Bandwidth (bytes per second) and latency (seconds) from one rank to another."""
@@ -188,7 +188,7 @@ class CostModel:
             rank: the sender.
         """
         bandwidth, latency = self.link(rank, send.peer)
-        return latency + over(self._message_bytes(send), bandwidth)
+        return latency + over(self.size_bytes(send), bandwidth)
 
     def reduce_s(self, instruction: Instruction, members: Sequence[int]) -> float:
         """Seconds of a reduction or barrier from the moment its last member has issued it.
@@ -220,12 +220,12 @@ class CostModel:
             return self.host_step_s[instruction.stage]
         tier = self.tier_of(instruction)
         rate = tier.read_bytes_per_s if instruction.op is Op.FETCH else tier.write_bytes_per_s
-        return tier.latency_s + over(self._copied_bytes(instruction), rate)
+        return tier.latency_s + over(self.size_bytes(instruction), rate)
 
     def check_s(self, copy: Instruction) -> float:
         """Seconds that a rank spends on the checksum of a copy: before an evict, and after a fetch."""
         rate = next((tier.check_bytes_per_s for tier in self.tiers if tier.name == copy.tier), 0)
-        return self._copied_bytes(copy) / rate if rate else 0
+        return self.size_bytes(copy) / rate if rate else 0
 
     def tier_of(self, copy: Instruction) -> Tier:
         """The tier of a fetch or evict.
@@ -238,13 +238,10 @@ class CostModel:
                 return tier
         raise PlanError(f"cost.tiers: {copy} needs tier {copy.tier!r}; add it with its rates")
 
-    def _copied_bytes(self, copy: Instruction) -> float:
-        return self.size_bytes(Value(copy.kind, copy.stage, copy.version))
-
     # --------------------------------------------------------------------------------------------------------- bytes
 
-    def size_bytes(self, value: Value) -> float:
-        """Bytes of a value: the size law that liveness, memory over time and messages share."""
+    def size_bytes(self, value: Value | Instruction) -> float:
+        """Bytes of a value, or of that of a message or copy: one law for liveness, memory over time and messages."""
         return _SIZE[value.kind](self, value.stage)
 
     def held_bytes(self, value: Value) -> float:
@@ -274,9 +271,6 @@ class CostModel:
         figures = [getattr(self, name) for name in OP_SPEC[instruction.op].seconds]
         work: float = sum(figure[instruction.stage] if isinstance(figure, tuple) else figure for figure in figures)
         return work
-
-    def _message_bytes(self, message: Instruction) -> float:
-        return self.size_bytes(Value(message.kind, message.stage, message.mb))
 
     def _reduced_bytes(self, instruction: Instruction) -> float:
         if instruction.op is Op.BARRIER or instruction.kind == Reduction.NORM:

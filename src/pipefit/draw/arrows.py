@@ -22,7 +22,8 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
     """
     followed = [box for box in scene.boxes if box.mb == microbatch]
     if not followed:
-        raise PipefitError(f"follow: expected a micro-batch of the picture, 0 to {_last(scene)}; got {microbatch}")
+        last = max((box.mb for box in scene.boxes), default=0)
+        raise PipefitError(f"follow: expected a micro-batch of the picture, 0 to {last}; got {microbatch}")
     for rank in range(scene.num_ranks):
         y = plan.y(rank) + plan.cell_height
         births = {(stage, 0): 0.0 for stage in scene.stages[rank]}
@@ -37,10 +38,6 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
         for box in followed:
             if box.rank == rank:
                 yield from _arrow(box, births[box.stage, box.version], plan, y)
-
-
-def _last(scene: Scene) -> int:
-    return max((box.mb for box in scene.boxes), default=0)
 
 
 def _arrow(box: Box, birth_s: float, plan: Layout, y: float) -> Iterator[str]:

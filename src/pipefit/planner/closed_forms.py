@@ -82,16 +82,11 @@ def estimate_s(problem: Problem, config: Config, partition: Partition, cost: Cos
     stages = _stage_seconds(problem, config, partition, cost)
     sends = [Instruction(Op.SEND, stage, 0, kind="act", peer=ranks[0]) for stage, ranks in enumerate(placement[1:])]
     hops = [cost.message_s(send, ranks[0]) for send, ranks in zip(sends, placement, strict=False)]
-    tails = [reduce_s(cost, stage, ranks) + cost.step_s[stage] for stage, ranks in enumerate(placement)]
+    tails = [cost.reduce_s(reduction_of(stage), ranks) + cost.step_s[stage] for stage, ranks in enumerate(placement)]
     update_s = closed_form_s(config, _times(config, stages, hops))
     if config.schedule == "1f1b" and not config.replicas and config.depth > 1:
         update_s = max(update_s, _flush_s(config.per_pipeline, stages, hops))
     return update_s + exposed_s(tails, _until_end(config, stages, hops))
-
-
-def reduce_s(cost: CostModel, stage: int, ranks: tuple[int, ...]) -> float:
-    """Seconds of the reduction of a stage's gradients over its copies."""
-    return cost.reduce_s(reduction_of(stage), list(ranks))
 
 
 def reduction_of(stage: int) -> Instruction:

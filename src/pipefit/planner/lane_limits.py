@@ -18,7 +18,6 @@ from pipefit.cost.model import CostModel
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.program import Program
 from pipefit.ir.residency import kept_fetches
-from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier
 
 
@@ -72,7 +71,7 @@ def limit_of(program: Program, rank: int, cost: CostModel, tier: Tier, times: fl
             if not moved:
                 continue
         if i.op in (Op.FETCH, Op.EVICT):
-            (read if i.op is Op.FETCH else written)[i.kind] += cost.size_bytes(Value(i.kind, i.stage, i.version))
+            (read if i.op is Op.FETCH else written)[i.kind] += cost.size_bytes(i)
             check += cost.check_s(i)
         elif i.op is Op.HOST_STEP:
             host += cost.local_s(i, rank)

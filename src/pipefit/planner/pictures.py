@@ -51,30 +51,19 @@ def explore(
     *,
     method: str = "auto",
     global_batch: int | None = None,
-    microbatch_sizes: Sequence[int] | None = None,
-    schedules: Sequence[str] | None = None,
-    recompute: str | None = None,
-    tensors: Sequence[int] | None = None,
     state_per_weight: float | None = None,
+    **choices: Any,
 ) -> tuple[Point, ...]:
     """Every configuration with its throughput and memory, whether it fits or not.
 
-    Arguments as for `plan`; times are those of the closed forms.
+    Arguments as for `plan`; choices are those of `pipefit.planner.methods.space_of`. Times are those of closed forms.
     """
     problem = problem_of(profile, topology, global_batch, state_per_weight)
     if method == "pipedream":
         raise PipefitError("pipedream plans one partition by its own recurrence; there is nothing to explore")
-    space = space_of(
-        problem,
-        method,
-        microbatch_sizes=microbatch_sizes,
-        schedules=schedules,
-        recompute=recompute,
-        tensors=tensors,
-    )
     estimates = [
         estimate(problem, config)
-        for config in configs(problem, space)
+        for config in configs(problem, space_of(problem, method, **choices))
         if config.recompute != "some" and config.partitioner != "links"
     ]
     return tuple(_point(problem, each) for each in estimates if each.partition is not None)

@@ -17,7 +17,7 @@ import msgspec
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
-from pipefit.planner.closed_forms import reduce_s, reduction_of
+from pipefit.planner.closed_forms import reduction_of
 from pipefit.planner.holdings import filling, small_program
 from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
@@ -144,7 +144,7 @@ def _counts(config: Config) -> tuple[int, int]:
 
 def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]:
     """Seconds of each stage's reduction; with those that leave through the same port, where there are such."""
-    alone = [reduce_s(cost, stage, ranks) for stage, ranks in enumerate(placement)]
+    alone = [cost.reduce_s(reduction_of(stage), ranks) for stage, ranks in enumerate(placement)]
     ports = [cost.reduction_ports(reduction_of(stage), ranks) for stage, ranks in enumerate(placement)]
     busy_s: Counter[object] = Counter()
     for used, own_s in zip(ports, alone, strict=True):

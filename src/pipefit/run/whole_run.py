@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -53,8 +53,8 @@ _BYTES_PER_TOKEN = 4
 """Of text, about."""
 
 
-class Observer(Protocol):
-    """An observer of a run and callback of its training, such as the display of the command line.
+class Observer:
+    """An observer of a run and callback of its training, such as the display of the command line; this one is silent.
 
     Only rank 0 has one that does anything.
     """
