@@ -105,13 +105,11 @@ def run(arguments: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def _saying(what: str) -> Iterator[None]:
     """Says on stderr what the command does, if that takes long; "": it says nothing."""
-    if what and int(os.environ.get("RANK", 0)) == 0:
-        from pipefit.cli.display import Watcher
+    with contextlib.ExitStack() as stack:
+        if what and int(os.environ.get("RANK", 0)) == 0:
+            from pipefit.cli.display import Watcher
 
-        with Watcher(0, 0, sys.stderr) as watcher:
-            watcher.doing(what)
-            yield
-    else:
+            stack.enter_context(Watcher(0, 0, sys.stderr)).doing(what)
         yield
 
 

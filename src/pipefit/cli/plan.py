@@ -276,10 +276,8 @@ def _answer(
     lines = [*training_lines(found), f"planned in {format_seconds(round(made.plan_seconds, 2))}"]
     if command:
         width = shutil.get_terminal_size((100, 24)).columns
-        lines += [
-            "",
-            f"to run it, on each machine (HOST is one of them{'' if path else '; -o plan.json writes the plan'}):",
-        ]
+        hint = "" if path else "; -o plan.json writes the plan"
+        lines += ["", f"to run it, on each machine (HOST is one of them{hint}):"]
         lines.append(" \\\n".join(wrapped(f"  {command}", width - 2, "    ")))
     return Answer(data, lambda: "\n".join([explain(made, profile, every=every), "", *lines]), output=written)
 

@@ -79,19 +79,16 @@ def command(
         profile.save(output)
     total = Layer("total", **{name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS})
     data = {
-        "model": profile.model,
-        "microbatch_size": profile.microbatch_size,
+        **{name: getattr(profile, name) for name in _SAME},
         "microbatch_sizes": [one.microbatch_size for one in (profile, *profile.others)],
         "num_layers": len(profile),
-        "device": profile.device,
-        "step_s": profile.step_s,
-        "loss_s": profile.loss_s,
-        "optimizer_s": profile.optimizer_s,
         **{name: getattr(total, name) for name in _COLUMNS},
-        "layers": profile.layers,
     }
     return Answer(data, lambda: _table(profile, total), output=output)
 
+
+_SAME = ("model", "microbatch_size", "device", "step_s", "loss_s", "optimizer_s", "layers")
+"""Fields of a profile that the JSON object contains unchanged."""
 
 _COLUMNS = {
     "forward_s": "forward",

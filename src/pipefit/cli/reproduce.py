@@ -69,7 +69,6 @@ def _page(outcomes: Sequence[Outcome], folder: Path) -> Path:
     from pipefit.reproduce.lectures_page import lectures_page
     from pipefit.spec.files import write_atomically
 
-    folder.mkdir(parents=True, exist_ok=True)
     return write_atomically(folder / "index.html", lectures_page(outcomes))
 
 

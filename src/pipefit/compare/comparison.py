@@ -173,7 +173,6 @@ class Comparison:
             The paths, by kind.
         """
         place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
         paths = {"json": write_json(place / "compare.json", self.as_dict())}
         if self.rows and can_plot():
             picture = self.chart()

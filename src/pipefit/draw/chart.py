@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+MISSING = "a chart needs matplotlib, which is not installed; pip install 'pipefit[plot]'"
+
 Points = Sequence[tuple[float | str, float]]
 Series = Mapping[str, Points]
 
@@ -116,7 +118,7 @@ def plotted(draw: Callable[[Figure], None], width: int, height: int, title: str)
         from matplotlib import style
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise PipefitError("a chart needs matplotlib, which is not installed; pip install 'pipefit[plot]'") from None
+        raise PipefitError(MISSING) from None
     text = StringIO()
     with style.context(_STYLE, after_reset=True):
         figure = Figure((width / 72, height / 72), layout="constrained")

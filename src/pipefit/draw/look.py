@@ -54,17 +54,13 @@ INKS: dict[str, tuple[str, str]] = {
 }
 
 
-def _channels(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
 def mix(first: str, last: str, share: float) -> str:
     """A colour between two.
 
     >>> mix("#000000", "#ffffff", 0.5)
     '#808080'
     """
-    pairs = zip(_channels(first), _channels(last), strict=True)
+    pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(last[1:]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
 
 

@@ -52,7 +52,7 @@ def svg(
         f"<desc>{escape(measures(scene))}</desc>",
         f"<style>{_style(scope, chunks)}</style>",
         f'<rect class="paper" width="{plan.width:.0f}" height="{plan.height:.0f}"/>',
-        *_header(scene, plan, name),
+        *_header(scene, name),
         *_axis(scene, plan),
     ]
     for rank in range(scene.num_ranks):
@@ -76,7 +76,7 @@ def _style(scope: str, num_chunks: int) -> str:
     return base + cell_rules(root, num_chunks, False) + dark
 
 
-def _header(scene: Scene, plan: Layout, name: str) -> list[str]:
+def _header(scene: Scene, name: str) -> list[str]:
     facts = scene.facts
     factor, unit = time_scale(scene.scale_s, scene.unit)
     times = f"makespan {label_number(facts.makespan_s * factor)} {unit}".strip()

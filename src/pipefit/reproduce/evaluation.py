@@ -49,19 +49,18 @@ TABLE_1 = (
     Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1),
 )
 
-_SMALL, _LARGE = (32, 3840, 32), (32, 20480, 128)
 _BATCHES, _WIDTHS = (32, 128, 512), (2, 4, 8, 16, 32)
 _PAIRS = ((2, 32), (4, 16), (8, 8), (16, 4), (32, 2))
 
 
 def _small(batch: int, t: int = 1, p: int = 1) -> Planned:
     """5.9 billion parameters on 64 GPUs."""
-    return gpt_plan(*_SMALL, 64, batch, t, p)
+    return gpt_plan(32, 3840, 32, 64, batch, t, p)
 
 
 def _large(batch: int, t: int, p: int) -> Planned:
     """161 billion parameters on 64 GPUs."""
-    return gpt_plan(*_LARGE, 64, batch, t, p)
+    return gpt_plan(32, 20480, 128, 64, batch, t, p)
 
 
 def _chart(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.resources import files
 
+from pipefit.draw.chart import MISSING
 from pipefit.reproduce.entry import KINDS
 from pipefit.reproduce.lectures import DECKS
-from pipefit.reproduce.outcome import MISSING, Outcome, picture_svg, row_of
+from pipefit.reproduce.outcome import Outcome, picture_svg, row_of
 
 
 def lectures_page(outcomes: Sequence[Outcome]) -> str:

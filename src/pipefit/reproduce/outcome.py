@@ -15,8 +15,6 @@ from pipefit.reproduce.lectures import deck_of
 from pipefit.spec.files import write_atomically
 from pipefit.units import columns
 
-MISSING = "a chart needs matplotlib, which is not installed; pip install 'pipefit[plot]'"
-
 
 @dataclass(frozen=True)
 class Compared:
@@ -107,11 +105,9 @@ class Outcome:
             PipefitError: a chart, and matplotlib is not installed.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        names = [self.entry.name, *(f"{self.entry.name}-{number}" for number in range(2, len(self.pictures) + 1))]
-        return [
-            write_atomically(folder / f"{name}.svg", picture.svg())
-            for name, picture in zip(names, self.pictures, strict=False)
-        ]
+        ends = ["", *(f"-{number}" for number in range(2, len(self.pictures) + 1))]
+        each = zip(ends, self.pictures, strict=False)
+        return [write_atomically(folder / f"{self.entry.name}{end}.svg", picture.svg()) for end, picture in each]
 
 
 def row_of(each: Compared) -> list[str]:

@@ -106,8 +106,9 @@ class Planned(Step):
             machine = replace(machine, device=replace(machine.device, memory_bytes=parse_quantity(memory, "bytes")))
         bandwidth = options.pop("bandwidth", None)
         question = Question(model, machine, options)
-        rate = {"bandwidth_bytes_per_s": parse_quantity(bandwidth, "bytes/s")} if bandwidth else {}
-        return question.outermost(**rate) if rate else question
+        if bandwidth is None:
+            return question
+        return question.outermost(bandwidth_bytes_per_s=parse_quantity(bandwidth, "bytes/s"))
 
     def _words(self) -> list[str]:
         return ["--profile", self.places[0], "--topology", self.places[1], *super()._words()]

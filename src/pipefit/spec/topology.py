@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any, Final
@@ -271,11 +272,11 @@ def _quantity(key: str, item: Any, place: str) -> Any:
 
 
 def _as_toml(topology: Topology) -> str:
-    """The topology in TOML; numbers in base units, infinities left out (they are the defaults)."""
+    """The topology in TOML, whose values look as in JSON; numbers in base units, infinities left out: the defaults."""
     data = msgspec.to_builtins(topology)
     lines = ['format = "pipefit.topology/1"']
     if topology.name:
-        lines.append(f'name = "{topology.name}"')
+        lines.append(f"name = {json.dumps(topology.name, ensure_ascii=False)}")
     tables = [("[device]", data["device"])]
     tables += [("[[levels]]", level) for level in data["levels"]]
     tables += [("[[devices]]", device) for device in data["devices"]]
@@ -283,12 +284,6 @@ def _as_toml(topology: Topology) -> str:
     for title, table in tables:
         lines += ["", title]
         for key, value in table.items():
-            if isinstance(value, bool):
-                lines += [f"{key} = true"] * value
-            elif isinstance(value, str):
-                lines.append(f'{key} = "{value}"')
-            elif isinstance(value, list | tuple):
-                lines.append(f"{key} = {list(value)}")
-            elif value is not None and math.isfinite(value):
-                lines.append(f"{key} = {value!r}")
+            if value is not None and value is not False and value != math.inf:
+                lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}")
     return "\n".join(lines) + "\n"
