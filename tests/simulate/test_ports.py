@@ -116,3 +116,8 @@ def test_a_topology_with_a_port_comes_back_from_its_file(tmp_path):
     rack = Topology((Level("server", 2, 9.0, 0.0), Level("rack", 2, 1.0, 0.0, one_port=True)))
     assert Topology.load(rack.save(tmp_path / "rack.toml")) == rack
     assert (tmp_path / "rack.toml").read_text().count("one_port") == 1
+
+
+def test_a_topology_comes_back_from_its_file_whatever_its_name(tmp_path):
+    named = Topology((Level('the "fast" one \\ ü', 2, 1e9),), name='a "name"')
+    assert Topology.load(named.save(tmp_path / "named.toml")) == named

@@ -83,11 +83,12 @@ def command(
         "microbatch_sizes": [one.microbatch_size for one in (profile, *profile.others)],
         "num_layers": len(profile),
         **{name: getattr(total, name) for name in _COLUMNS},
+        "layers": profile.layers,
     }
     return Answer(data, lambda: _table(profile, total), output=output)
 
 
-_SAME = ("model", "microbatch_size", "device", "step_s", "loss_s", "optimizer_s", "layers")
+_SAME = ("model", "microbatch_size", "device", "step_s", "loss_s", "optimizer_s")
 """Fields of a profile that the JSON object contains unchanged."""
 
 _COLUMNS = {
