@@ -148,8 +148,7 @@ def _facts(pipeline: Trained, extra: dict[str, Any] | None, keep: int | None) ->
         json.dumps(extra)
     except (TypeError, ValueError) as problem:
         raise PipefitError(f"extra: expected JSON data (numbers, text, lists, dicts): {problem}") from None
-    facts: dict[str, Any] = msgspec.to_builtins(manifest_of(pipeline, [], extra or {}))
-    return facts
+    return facts_of(pipeline, extra or {})
 
 
 def _free_name(place: Path, step: int) -> str:
@@ -265,9 +264,9 @@ def _alive(session: Session, values: Iterable[Tensor]) -> Iterator[Tensor]:
         yield value
 
 
-def manifest_of(pipeline: Trained, reports: Sequence[dict[str, Any]], extra: dict[str, Any]) -> Manifest:
-    """The manifest of a training, between two steps, with the facts about the files."""
-    data = {
+def facts_of(pipeline: Trained, extra: dict[str, Any]) -> dict[str, Any]:
+    """The facts for the manifest of a training, between two steps, that no part has."""
+    return {
         "step": pipeline.num_updates,
         "ordinal": pipeline.loop.next_ordinal,
         "world": pipeline.plan.placement.num_ranks,
@@ -278,10 +277,10 @@ def manifest_of(pipeline: Trained, reports: Sequence[dict[str, Any]], extra: dic
         "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
         "position": pipeline.position.state(),
     }
-    return _with_files(data, reports)
 
 
-def _with_files(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Manifest:
+def manifest_of(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Manifest:
+    """The manifest with `facts_of` the training and the facts about the files."""
     of_files = {
         "files": [entry for report in reports for entry in report["files"]],
         "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
@@ -292,7 +291,7 @@ def _with_files(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Man
 
 def _commit(order: _Order, temporary: Path, reports: list[dict[str, Any]]) -> None:
     """On rank 0: writes the manifest and renames the directory."""
-    manifest = seal(encode("checkpoint", _with_files(order.facts, reports)), indent=1)
+    manifest = seal(encode("checkpoint", manifest_of(order.facts, reports)), indent=1)
     try:
         write_file(temporary / MANIFEST, [manifest.encode()])
         sync_folder(temporary)
