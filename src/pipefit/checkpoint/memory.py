@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from pipefit.checkpoint.commit import facts_of, manifest_of, write_ranks
+from pipefit.checkpoint.commit import facts_of, manifest_of, parts_of, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
 from pipefit.checkpoint.optim import OPTIM, parameter_and_key
 from pipefit.checkpoint.restore import Saved, contents, take
@@ -79,7 +79,7 @@ class Memory:
 
     def _write(self, place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
-        report = write_ranks(self._pipeline, place, self._among)
+        report = write_parts(self._pipeline._session, parts_of(self._pipeline, self._among), place)
         if report["files"]:
             data = encode("checkpoint", manifest_of(facts_of(self._pipeline, {}), [report]))
             write_sealed(place / f"rank-{self._pipeline.workers[0].rank}.json", data, durable=False)

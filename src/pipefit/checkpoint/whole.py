@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipefit.checkpoint.commit import explained, make_folder
+from pipefit.checkpoint.commit import explaining, make_folder
 from pipefit.checkpoint.state import aliases_of, saved_stages, tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
@@ -97,13 +97,12 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
 def _write(path: Path, forms: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterator[Tensor]) -> None:
     temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
     try:
-        if path.is_dir():
-            raise PipefitError(f"{path}: expected a file to write, found a directory")
-        make_folder(path.parent)
-        write_tensors(temporary, forms, metadata, values)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as problem:
-        raise explained(problem, path) from None
+        with explaining(path):
+            if path.is_dir():
+                raise PipefitError(f"{path}: expected a file to write, found a directory")
+            make_folder(path.parent)
+            write_tensors(temporary, forms, metadata, values)
+            temporary.replace(path)
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)

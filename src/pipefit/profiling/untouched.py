@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
 from pipefit.stage.split import NamedLayer
 
@@ -29,7 +29,7 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
 
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(device))
-        stack.enter_context(_no_collection())
+        stack.enter_context(collector_paused())
         stack.enter_context(in_train_mode(roots))
         try:
             for parameter, data, _ in parameters:
@@ -77,18 +77,6 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         if numpy:
             numpy.random.set_state(numpy_state)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """The context of a measured pass, without garbage collection."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

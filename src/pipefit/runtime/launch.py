@@ -160,16 +160,15 @@ def _start(process: Any, asked: list[int]) -> None:
 @contextlib.contextmanager
 def _removed_unless_logs_matter(place: Path | None) -> Iterator[None]:
     """Removes a temporary folder at the end, unless the message of a failure names the logs in it."""
+    doomed = place
     try:
         yield
     except LaunchError:
+        doomed = None
         raise
-    except BaseException:
-        if place is not None:
-            shutil.rmtree(place, ignore_errors=True)
-        raise
-    if place is not None:
-        shutil.rmtree(place, ignore_errors=True)
+    finally:
+        if doomed is not None:
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextlib.contextmanager
