@@ -30,7 +30,7 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(device))
         stack.enter_context(collector_paused())
-        stack.enter_context(in_train_mode(roots))
+        stack.enter_context(in_mode(True, roots))
         try:
             for parameter, data, _ in parameters:
                 parameter.grad = None
@@ -52,15 +52,16 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
 
 
 @contextmanager
-def in_train_mode(root: nn.Module) -> Iterator[None]:
-    """The context with all modules in train mode."""
-    modes = [(module, module.training) for module in root.modules()]
-    root.train()
+def in_mode(training: bool, *roots: nn.Module) -> Iterator[None]:
+    """The context with all modules in training or evaluation mode; each one's own mode is restored afterwards."""
+    modes = [(module, module.training) for root in roots for module in root.modules()]
     try:
+        for root in roots:
+            root.train(training)
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager
