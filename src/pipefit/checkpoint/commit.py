@@ -148,18 +148,15 @@ def _facts(pipeline: Trained, extra: dict[str, Any] | None, keep: int | None) ->
         json.dumps(extra)
     except (TypeError, ValueError) as problem:
         raise PipefitError(f"extra: expected JSON data (numbers, text, lists, dicts): {problem}") from None
-    facts: dict[str, Any] = msgspec.to_builtins(manifest_of(pipeline, [], extra or {}))
-    return facts
+    return facts_of(pipeline, extra or {})
 
 
 def _free_name(place: Path, step: int) -> str:
     """The name of a new checkpoint; a second one of a step replaces nothing."""
     taken = 0
-    try:
+    with explaining(place):
         while (place / step_name(step, taken)).exists():
             taken += 1
-    except OSError as problem:
-        raise explained(problem, place) from None
     return step_name(step, taken)
 
 
@@ -189,16 +186,13 @@ def _written(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str
 
 def _begin(order: _Order) -> str:
     """Makes the temporary directory and removes those of killed runs."""
-    place = order.path.parent
-    try:
+    place, name = order.path.parent, f"{_TEMPORARY}{order.path.name}-{uuid.uuid4().hex[:8]}"
+    with explaining(place):
         make_folder(place)
         for path in place.iterdir():
             if path.name.startswith((_TEMPORARY, _TRASH)):
                 shutil.rmtree(path, ignore_errors=True)
-        name = f"{_TEMPORARY}{order.path.name}-{uuid.uuid4().hex[:8]}"
         (place / name).mkdir()
-    except OSError as problem:
-        raise explained(problem, place) from None
     return name
 
 
@@ -234,11 +228,6 @@ def _copied(part: Part) -> Part:
     return part._replace(forms=dict(zip(part.forms, values, strict=False)), values=values)
 
 
-def write_ranks(pipeline: Trained, temporary: Path, among: Container[int] | None = None) -> dict[str, Any]:
-    """Writes the parts of this process's ranks; see `parts_of` and `write_parts`."""
-    return write_parts(pipeline._session, parts_of(pipeline, among), temporary)
-
-
 def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dict[str, Any]:
     """Writes the files of parts into a folder; returns the facts about them for the manifest."""
     report: dict[str, Any] = {"files": [], "aliases": {}, "optimization": []}
@@ -246,11 +235,10 @@ def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dic
         path, values = temporary / part.name, _alive(session, part.values)
         try:
             if part.name:
-                report["files"].append(msgspec.to_builtins(write_tensors(path, part.forms, _METADATA, values)))
+                with explaining(path, sum(form.nbytes for form in part.forms.values())):
+                    report["files"].append(msgspec.to_builtins(write_tensors(path, part.forms, _METADATA, values)))
                 report["aliases"] |= part.facts["aliases"]
                 report["optimization"] += part.facts["optimization"]
-        except OSError as problem:
-            raise explained(problem, path, sum(form.nbytes for form in part.forms.values())) from None
         finally:
             # The processes of a rank wait for each other at each value: all are walked, even when the disk is full.
             for _ in values:
@@ -265,9 +253,9 @@ def _alive(session: Session, values: Iterable[Tensor]) -> Iterator[Tensor]:
         yield value
 
 
-def manifest_of(pipeline: Trained, reports: Sequence[dict[str, Any]], extra: dict[str, Any]) -> Manifest:
-    """The manifest of a training, between two steps, with the facts about the files."""
-    data = {
+def facts_of(pipeline: Trained, extra: dict[str, Any]) -> dict[str, Any]:
+    """The facts for the manifest of a training, between two steps, that no part has."""
+    return {
         "step": pipeline.num_updates,
         "ordinal": pipeline.loop.next_ordinal,
         "world": pipeline.plan.placement.num_ranks,
@@ -278,10 +266,10 @@ def manifest_of(pipeline: Trained, reports: Sequence[dict[str, Any]], extra: dic
         "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
         "position": pipeline.position.state(),
     }
-    return _with_files(data, reports)
 
 
-def _with_files(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Manifest:
+def manifest_of(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Manifest:
+    """The manifest with `facts_of` the training and the facts about the files."""
     of_files = {
         "files": [entry for report in reports for entry in report["files"]],
         "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
@@ -292,14 +280,12 @@ def _with_files(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Man
 
 def _commit(order: _Order, temporary: Path, reports: list[dict[str, Any]]) -> None:
     """On rank 0: writes the manifest and renames the directory."""
-    manifest = seal(encode("checkpoint", _with_files(order.facts, reports)), indent=1)
-    try:
+    manifest = seal(encode("checkpoint", manifest_of(order.facts, reports)), indent=1)
+    with explaining(order.path.parent):
         write_file(temporary / MANIFEST, [manifest.encode()])
         sync_folder(temporary)
         temporary.rename(order.path)
         sync_folder(order.path.parent)
-    except OSError as problem:
-        raise explained(problem, order.path.parent) from None
 
 
 def _retain(order: _Order) -> None:
@@ -316,8 +302,20 @@ def _retain(order: _Order) -> None:
             _log.warning("an old checkpoint could not be removed: %s", problem)
 
 
-def explained(problem: OSError, path: Path, num_bytes: int | None = None) -> PipefitError:
-    """A failure of the file system in words."""
+@contextlib.contextmanager
+def explaining(path: Path, num_bytes: int = 0) -> Iterator[None]:
+    """The context of writing a file or folder, of that many bytes if they are known.
+
+    Raises:
+        PipefitError: the file system has failed; in words.
+    """
+    try:
+        yield
+    except OSError as problem:
+        raise _explained(problem, path, num_bytes) from None
+
+
+def _explained(problem: OSError, path: Path, num_bytes: int) -> PipefitError:
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
         needed = f"; this file needs {num_bytes} bytes" if num_bytes else ""
         with contextlib.suppress(OSError):

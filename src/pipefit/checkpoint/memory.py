@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
-from pipefit.checkpoint.commit import manifest_of, write_ranks
+from pipefit.checkpoint.commit import facts_of, manifest_of, parts_of, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
 from pipefit.checkpoint.optim import OPTIM, parameter_and_key
-from pipefit.checkpoint.restore import Saved, contents, take, wanted_of
+from pipefit.checkpoint.restore import Saved, contents, take
 from pipefit.checkpoint.sharded_optimizer import whole_states
-from pipefit.checkpoint.state import weights_of
+from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import broadcast, exchange, sum_table
@@ -40,26 +39,6 @@ from pipefit.spec.sealed import read_sealed, write_sealed
 EVERY = "PIPEFIT_MEMORY_EVERY"
 _KEPT = 3
 _log = logging.getLogger("pipefit.checkpoint")
-
-
-class Sent(NamedTuple):
-    """A saved tensor that another machine has sent; see `Saved`."""
-
-    tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Its type."""
-        return self.tensor.dtype
-
-    def read(self) -> Tensor:
-        """Its values."""
-        return self.tensor
 
 
 class Memory:
@@ -100,9 +79,9 @@ class Memory:
 
     def _write(self, place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
-        report = write_ranks(self._pipeline, place, self._among)
+        report = write_parts(self._pipeline._session, parts_of(self._pipeline, self._among), place)
         if report["files"]:
-            data = encode("checkpoint", manifest_of(self._pipeline, [report], {}))
+            data = encode("checkpoint", manifest_of(facts_of(self._pipeline, {}), [report]))
             write_sealed(place / f"rank-{self._pipeline.workers[0].rank}.json", data, durable=False)
 
 
@@ -157,9 +136,9 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
         names = {step: _names(found) for step, found in here.items()} if session.rank == first else {}
         # JSON has text as keys.
         of_all = [{int(step): set(held) for step, held in own.items()} for own in exchange(session, names)]
-        wanted = wanted_of(pipeline).keys()
         steps = sorted({step for own in of_all for step in own}, reverse=True)
-        whole = (step for step in steps if wanted <= set[str]().union(*(own.get(step, ()) for own in of_all)))
+        held_at = {step: set[str]().union(*(own.get(step, ()) for own in of_all)) for step in steps}
+        whole = (step for step in steps if tensors_of(pipeline.layers).keys() <= held_at[step])
         chosen = next(whole, None)
         if session.rank == first:
             for place in candidates(folder):
@@ -215,7 +194,7 @@ def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
     take(pipeline, merged, lambda: found)
 
 
-def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Sent]:
+def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Saved]:
     """The tensors that some machine lacks, sent to all by the first that has them; each rank keeps those it needs."""
     session = pipeline._session
     own = {saved for worker in pipeline.workers for s in worker.stages for _, saved, _ in weights_of(worker, s)}
@@ -233,5 +212,6 @@ def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking:
         tensor = broadcast(session, here.saved[name].read() if source[name] == session.rank else empty, source[name])
         weight = parameter_and_key(name)[0] if name.startswith(OPTIM) else name
         if name not in here.saved:
-            found[name] = Sent(tensor if weight in own else tensor.to("meta"))
+            needed = tensor if weight in own else tensor.to("meta")
+            found[name] = Saved(tuple(tensor.shape), tensor.dtype, lambda tensor=needed: tensor)
     return found

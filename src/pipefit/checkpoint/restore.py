@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
 from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
-from pipefit.checkpoint.state import weights_of
+from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import DTYPES
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import ModelError, PipefitError
@@ -141,17 +141,16 @@ def _verify(session: Session, path: Path) -> None:
 
 
 class Saved(NamedTuple):
-    """A tensor in a file: its place, and its entry in the file's header."""
+    """A saved tensor: its shape and type, and the function that returns its values."""
 
-    path: Path
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    read: Read
 
-    def read(self) -> Tensor:
-        """Its values."""
-        with safe_open(self.path, framework="pt") as file:
-            return file.get_tensor(self.name)
+
+def _read(path: Path, name: str) -> Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor(name)
 
 
 def contents(path: Path, manifest: Manifest) -> dict[str, Saved]:
@@ -162,7 +161,8 @@ def contents(path: Path, manifest: Manifest) -> dict[str, Saved]:
             with safe_open(path / entry.name, framework="pt") as file:
                 for name in file.keys():
                     part = file.get_slice(name)
-                    result[name] = Saved(path / entry.name, name, tuple(part.get_shape()), DTYPES[part.get_dtype()])
+                    read = partial(_read, path / entry.name, name)
+                    result[name] = Saved(tuple(part.get_shape()), DTYPES[part.get_dtype()], read)
         except (SafetensorError, OSError) as problem:
             raise PipefitError(f"{path / entry.name}: {problem}") from None
     return result
@@ -210,19 +210,9 @@ def _reader(mesh: Mesh, name: str, saved: Saved) -> Read:
     return lambda: mesh.part(name, saved.read())
 
 
-def wanted_of(pipeline: Trained) -> dict[str, Tensor]:
-    """Weights and buffers of the whole model by name; those of other ranks have no values."""
-    return {
-        name: value
-        for layer in pipeline.layers
-        for name, value in layer.module.state_dict(prefix=layer.dotted).items()
-        if isinstance(value, Tensor)
-    }
-
-
 def _compare(pipeline: Trained, weights: dict[str, Saved], weights_only: bool) -> None:
     """Compares names, shapes and types of the whole model, also of tensors on other ranks."""
-    wanted = wanted_of(pipeline)
+    wanted = tensors_of(pipeline.layers)
     whole_shape = pipeline.workers[0].mesh.whole_shape
     if missing := [name for name in wanted if name not in weights]:
         raise ModelError(_other_model("the model has", missing, "that the checkpoint lacks", weights))

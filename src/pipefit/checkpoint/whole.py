@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipefit.checkpoint.commit import explained, make_folder
+from pipefit.checkpoint.commit import explaining, make_folder
 from pipefit.checkpoint.state import aliases_of, saved_stages, tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
@@ -53,7 +52,7 @@ def export(pipeline: Trained, path: str | Path) -> Path:
         aliases = dict(row for rows in exchange(session, own) for row in rows)
         forms = {name: form for name, form in _forms(pipeline).items() if name not in aliases}
         values, first = _whole_tensors(pipeline, forms), session.rank == 0
-        outcome = attempt(lambda: _write(path, forms, {"format": "pt"} | aliases, values) if first else None)
+        outcome = attempt(lambda: write_whole(path, forms, aliases, values) if first else None)
         # The processes wait for each other at each value, so the loop always runs to its end.
         rest = attempt(lambda: [None for _ in values] and None)
         agree(session, outcome if "error" in outcome else rest)
@@ -94,16 +93,21 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
                 yield row.view(value.shape)
 
 
-def _write(path: Path, forms: Mapping[str, Tensor], metadata: Mapping[str, str], values: Iterator[Tensor]) -> None:
-    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
+def write_whole(path: Path, forms: Mapping[str, Tensor], aliases: Mapping[str, str], values: Iterator[Tensor]) -> None:
+    """Writes a model to a file, or nothing; see `write_tensors`.
+
+    Raises:
+        PipefitError: the path is a directory, the disk is full, …
+    """
+    temporary = path.parent / f".{path.name}.writing"
     try:
-        if path.is_dir():
-            raise PipefitError(f"{path}: expected a file to write, found a directory")
-        make_folder(path.parent)
-        write_tensors(temporary, forms, metadata, values)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    except OSError as problem:
-        raise explained(problem, path) from None
+        with explaining(path):
+            if path.is_dir():
+                raise PipefitError(f"{path}: expected a file to write, found a directory")
+            make_folder(path.parent)
+            temporary.unlink(missing_ok=True)
+            write_tensors(temporary, forms, {"format": "pt"} | aliases, values)
+            temporary.replace(path)
+            sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)

@@ -96,8 +96,9 @@ def graph_of_messages(program: Program) -> Graph:
 def _link_rank(
     program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
 ) -> None:
-    makers: dict[Value, tuple[int, ...]] = {value: () for value in _resident_at_start(program, rank)}
     waits, header = copy_waits(program, rank), program.header
+    there = (stage for stage in header.stages_of(rank) if not header.is_spilled(stage))
+    makers: dict[Value, tuple[int, ...]] = {Value(WEIGHTS, stage, 0): () for stage in there}
     # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
     sent: dict[int, list[int]] = defaultdict(list)
     instructions, frozen = program.ranks[rank], header.frozen
@@ -123,11 +124,6 @@ def _link_rank(
             # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
             others = makers.get(value, ()) if value.kind == WGRAD and op in _COMPUTING else ()
             makers[value] = (*[n for n in others if instructions[n - start].op not in _COMPUTING], number)
-
-
-def _resident_at_start(program: Program, rank: int) -> list[Value]:
-    header = program.header
-    return [Value(WEIGHTS, stage, 0) for stage in header.stages_of(rank) if not header.is_spilled(stage)]
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:

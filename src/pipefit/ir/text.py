@@ -185,20 +185,15 @@ class _Operands(dict[str, int | str]):
         self._field, self._prefix = field, prefix
 
     def __missing__(self, text: str) -> int | str:
-        return self.setdefault(text, _operand(self._field, self._prefix, text))
-
-
-def _operand(field: str, prefix: str, text: str) -> int | str:
-    if field == "kind":
-        if text not in _KINDS:
+        if self._field == "kind" and text not in _KINDS:
             raise ProgramError(f"unknown kind {text!r}; {nearest(text, _KINDS)}")
-        return text
-    if field == "tier":
-        return text
-    match = re.fullmatch(re.escape(prefix) + rf"({_NUMBER}|\*)", text)
-    if match is None or (match.group(1) == "*" and field == "peer"):
-        raise ProgramError(f"expected {field} as {prefix}0, {prefix}1, …, got {text!r}")
-    return -1 if match.group(1) == "*" else int(match.group(1))
+        return self.setdefault(text, self._number(text) if self._prefix else text)
+
+    def _number(self, text: str) -> int:
+        match = re.fullmatch(re.escape(self._prefix) + rf"({_NUMBER}|\*)", text)
+        if match is None or (match.group(1) == "*" and self._field == "peer"):
+            raise ProgramError(f"expected {self._field} as {self._prefix}0, {self._prefix}1, …, got {text!r}")
+        return -1 if match.group(1) == "*" else int(match.group(1))
 
 
 _FIELDS = Instruction.__struct_fields__[1:]

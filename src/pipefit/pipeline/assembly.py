@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.resume import agree_on_step, identified
 from pipefit.runtime.engine import Engine
+from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
@@ -157,11 +157,9 @@ def _host_share(
         layers = [whole[layer].module for stage in stages for layer in partition.stages[stage].layers]
         return sum(p.nbytes for p in {id(p): p for layer in layers for p in layer.parameters()}.values())
 
-    first, count = 0, header.num_ranks
-    if session.is_distributed:
-        first = rank - int(os.environ.get("LOCAL_RANK", rank))
-        count = int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    total = sum(spilled_bytes(of) for of in range(first, first + count))
+    # The processes of a tensor-parallel rank have a part of its weights each.
+    processes = processes_here(session) if session.is_distributed else range(header.num_ranks)
+    total = sum(spilled_bytes(process // header.tensor) for process in processes)
     return spilled_bytes(rank) / total if total else 1.0
 
 

@@ -21,8 +21,6 @@ from pipefit.runtime.session import Session
 
 _KEPT_STEPS = 4
 _MOST_IN_FLIGHT = 256
-_SHAPES = "shapes of the first batch"
-_CONTENT = "checksum of the first batch"
 
 
 class DataComparison:
@@ -46,14 +44,7 @@ class DataComparison:
         if not self._is_due:
             return batches
         first = list(islice(batches, 1))
-        self._compare(
-            {
-                "batches": number,
-                "steps": steps,
-                _SHAPES: described(first[0]) if first else None,
-                _CONTENT: _checksum(first[0]) if first else None,
-            }
-        )
+        self._compare({"batches": number, "steps": steps} | (_facts_of(first[0]) if first else {}))
         return chain(first, batches)
 
     def batch(self, batch: Any) -> None:
@@ -63,17 +54,22 @@ class DataComparison:
             DataError: on every rank with the same message: it differs.
         """
         if self._is_due:
-            self._compare({_SHAPES: described(batch), _CONTENT: _checksum(batch)})
+            self._compare(_facts_of(batch))
 
-    def _compare(self, facts: dict[str, int | str | None]) -> None:
+    def _compare(self, facts: dict[str, Any]) -> None:
         self._is_due = False
         found = exchange(self._session, facts)
-        for what in facts:
+        for what in dict.fromkeys(name for other in found for name in other):
             values = [other.get(what) for other in found]
             rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
             if rank is not None:
                 each = [f"rank {r} has {'none' if values[r] is None else values[r]}" for r in (0, rank)]
                 raise DataError(f"{what}: {', '.join(each)}; {CURE}")
+
+
+def _facts_of(batch: Any) -> dict[str, Any]:
+    """Of a first batch."""
+    return {"shapes of the first batch": described(batch), "checksum of the first batch": _checksum(batch)}
 
 
 def samples_of(batch: Any) -> int | None:

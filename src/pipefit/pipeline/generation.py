@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipefit.cutting.caches import Past, caching, count, not_filled_once
 from pipefit.cutting.own import is_transformers, without_adapters
 from pipefit.cutting.shell import CutLayer, Shell
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
+from pipefit.profiling.untouched import in_mode
 from pipefit.runtime.collectives import broadcast, exchange
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.microbatches import MicroBatch
@@ -106,7 +107,7 @@ def generate(
 
     silent = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
     # Ranks of one process have copies where they share weights.
-    with _evaluation([layers[0].shell.model for layers in _stages(engine)]):
+    with in_mode(False, *(layers[0].shell.model for layers in _stages(engine))):
         return model.generate(
             ids.long().cpu(), attention_mask=mask, custom_generate=loop, **_USUAL, **silent, **options
         )
@@ -138,19 +139,6 @@ def _stages(engine: Engine) -> list[list[CutLayer]]:
     """The layers of each stage of this process."""
     stages = [stage for worker in engine.workers for stage in worker.stages.values()]
     return [[layer.module for layer in stage.layers] for stage in stages]
-
-
-@contextlib.contextmanager
-def _evaluation(models: Sequence[nn.Module]) -> Iterator[None]:
-    """The context with models in evaluation mode; each module's own mode is restored afterwards."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ def json_log(path: str | Path) -> Logger:
     place = Path(path)
 
     def begin(first: int) -> Write:
-        write_atomically(place, "".join(line for line in _whole_lines(place) if int(json.loads(line)["step"]) < first))
+        write_atomically(place, "".join(line for line in whole_lines(place) if int(json.loads(line)["step"]) < first))
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
             with place.open("a", encoding="utf-8") as file:
@@ -89,7 +89,7 @@ def csv_log(path: str | Path) -> Logger:
     place = Path(path)
 
     def begin(first: int) -> Write:
-        before = [row for row in csv.DictReader(_whole_lines(place)) if int(row["step"]) < first]
+        before = [row for row in csv.DictReader(whole_lines(place)) if int(row["step"]) < first]
         columns: list[str] = []
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def csv_log(path: str | Path) -> Logger:
     return Logger(begin, place)
 
 
-def _whole_lines(path: Path) -> list[str]:
+def whole_lines(path: Path) -> list[str]:
     """The complete lines of a file, with their ends; none where there is no file."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]

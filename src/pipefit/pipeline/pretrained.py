@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipefit.checkpoint.commit import explained
+from pipefit.checkpoint.commit import explaining
 from pipefit.checkpoint.state import saved_stages, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
@@ -57,7 +57,7 @@ def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder:
 
 
 def _begin(folder: Path, source: Path | None) -> None:
-    try:
+    with explaining(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for stale in folder.glob(".new-*.safetensors"):
             stale.unlink()
@@ -65,8 +65,6 @@ def _begin(folder: Path, source: Path | None) -> None:
             for path in source.iterdir():
                 if path.is_file() and not any(path.match(pattern) for pattern in _NOT_COPIED):
                     shutil.copy(path, folder)
-    except OSError as problem:
-        raise explained(problem, folder) from None
 
 
 def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, str]:
@@ -89,7 +87,8 @@ def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, st
                 file = f".new-{stage + 1:05d}-of-{num_stages:05d}.safetensors"
                 try:
                     state = revert_weight_conversion(model, held)
-                    _write(folder / file, state)
+                    with explaining(folder / file):
+                        write_tensors(folder / file, state, {"format": "pt"})
                     written |= dict.fromkeys(state, file)
                 except Exception as problem:  # raised after the last stage: others wait for this process's parts
                     failed = problem
@@ -98,16 +97,9 @@ def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, st
     return written
 
 
-def _write(path: Path, state: dict[str, Tensor]) -> None:
-    try:
-        write_tensors(path, state, {"format": "pt"})
-    except OSError as problem:
-        raise explained(problem, path) from None
-
-
 def _end(folder: Path, model: Any, index: dict[str, str]) -> None:
     """Replaces the old files by the new ones, the index last."""
-    try:
+    with explaining(folder):
         for old in folder.glob("model*.safetensors*"):
             old.unlink()
         names = {file: file.replace(".new", "model", 1) for file in set(index.values())}
@@ -123,5 +115,3 @@ def _end(folder: Path, model: Any, index: dict[str, str]) -> None:
             weight_map = {name: names[file] for name, file in sorted(index.items())}
             text = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2)
             (folder / "model.safetensors.index.json").write_text(text + "\n")
-    except OSError as problem:
-        raise explained(problem, folder) from None

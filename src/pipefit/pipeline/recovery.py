@@ -24,7 +24,7 @@ from pipefit.checkpoint.memory import memory_of, recall
 from pipefit.errors import PipefitError
 from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.loaders import number_of
-from pipefit.pipeline.loggers import Logger, json_log
+from pipefit.pipeline.loggers import Logger, json_log, whole_lines
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import note, noted
 from pipefit.runtime.meeting import can_restart
@@ -63,8 +63,7 @@ def begin_fit(pipe: Any, batches: Iterable[Any], steps: int | None, callbacks: S
     if not can_restart():
         return Fit([], False, batches, steps, callbacks)
     recovery = pipe.loop.recovery = pipe.loop.recovery or Recovery(pipe)
-    done, batches, is_done = recovery.begin(callbacks, batches, steps)
-    return Fit(done, is_done, batches, steps and steps - len(done), [recovery, *callbacks])
+    return recovery.begin(Fit([], False, batches, steps, [recovery, *callbacks]))
 
 
 class Recovery:
@@ -98,18 +97,13 @@ class Recovery:
 
     # ---- resuming --------------------------------------------------------------------------------------------------
 
-    def begin(
-        self, callbacks: Sequence[Any], batches: Iterable[Any], steps: int | None
-    ) -> tuple[list[float], Iterable[Any], bool]:
-        """Begins a `fit`: the first one of a run that was started again resumes. Every rank must call it.
-
-        Returns:
-            The losses of those of its steps that are done, its batches without theirs, and whether it is done.
-        """
-        self._resume(callbacks)
+    def begin(self, asked: Fit) -> Fit:
+        """Begins a `fit`, of which nothing is known to be done; see `begin_fit`."""
+        self._resume(asked.callbacks)
+        batches, steps = asked.batches, asked.steps
         most = len(self._losses) if steps is None else min(steps, len(self._losses))
         if not most:
-            return [], batches, False
+            return asked
         if self._pipe.position.counts(batches):
             # The checkpoint holds the position in them.
             most = min(most, number_of(batches) or most) if steps is None else most
@@ -120,8 +114,8 @@ class Recovery:
             is_done = most == steps
         done, self._losses = self._losses[:most], self._losses[most:]
         if is_done and not self._losses:
-            self._end(callbacks, done[-1])
-        return done, batches, is_done
+            self._end(asked.callbacks, done[-1])
+        return Fit(done, is_done, batches, steps and steps - len(done), asked.callbacks)
 
     def _end(self, callbacks: Sequence[Any], loss: float) -> None:
         """Saves the checkpoint of a `fit` that had ended before the fault, if it is missing."""
@@ -216,10 +210,5 @@ def _checkpoints(folder: Path | None) -> list[Path]:
 
 def _losses(path: Path | None) -> dict[int, float]:
     """The losses in a log, by step; a line that is not whole is left out."""
-    found: dict[int, float] = {}
-    if path is not None and path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            entry = json.loads(line) if line.endswith("\n") else {}
-            if "loss" in entry:
-                found[entry["step"]] = entry["loss"]
-    return found
+    entries = map(json.loads, whole_lines(path) if path else ())
+    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}

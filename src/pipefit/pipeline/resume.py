@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,16 +184,11 @@ def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> Non
             if found == {least}:
                 return
             least = min(found)
-            agree(session, attempt(partial(_resume_from, own, least)), TierError)
+            agree(session, attempt(lambda at=least: [spilling.resume_from(at) for spilling in own]), TierError)
     except TierError:
         for spilling in own:
             spilling.tier.close()
         raise
-
-
-def _resume_from(spillings: Sequence[Spilling], step: int) -> None:
-    for spilling in spillings:
-        spilling.resume_from(step)
 
 
 def _check_all(spillings: Sequence[Spilling | None]) -> None:

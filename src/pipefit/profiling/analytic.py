@@ -20,7 +20,7 @@ from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.counting import Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, num_bytes, tensors_of
-from pipefit.profiling.untouched import in_train_mode, random_state_kept
+from pipefit.profiling.untouched import in_mode, random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.payload import sent
@@ -166,7 +166,7 @@ _PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
 
 def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
     """Evaluates one layer on fake tensors: forward, input gradient only, all gradients."""
-    with in_train_mode(layer), pretended(), torch.enable_grad():
+    with in_mode(True, layer), pretended(), torch.enable_grad():
         state = _pretended_state(layer, dtype)
         given = _like(form)
         # A copy, which a layer may change in place, unlike a leaf of the graph.

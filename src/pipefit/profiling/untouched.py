@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
 from pipefit.stage.split import NamedLayer
 
@@ -29,8 +29,8 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
 
     with ExitStack() as stack:
         stack.enter_context(random_state_kept(device))
-        stack.enter_context(_no_collection())
-        stack.enter_context(in_train_mode(roots))
+        stack.enter_context(collector_paused())
+        stack.enter_context(in_mode(True, roots))
         try:
             for parameter, data, _ in parameters:
                 parameter.grad = None
@@ -52,15 +52,16 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
 
 
 @contextmanager
-def in_train_mode(root: nn.Module) -> Iterator[None]:
-    """The context with all modules in train mode."""
-    modes = [(module, module.training) for module in root.modules()]
-    root.train()
+def in_mode(training: bool, *roots: nn.Module) -> Iterator[None]:
+    """The context with all modules in training or evaluation mode; each one's own mode is restored afterwards."""
+    modes = [(module, module.training) for root in roots for module in root.modules()]
     try:
+        for root in roots:
+            root.train(training)
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        for module, mode in modes:
+            module.training = mode
 
 
 @contextmanager
@@ -77,18 +78,6 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         if numpy:
             numpy.random.set_state(numpy_state)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """The context of a measured pass, without garbage collection."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import platform
 import uuid
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipefit.errors import PipefitError
+from pipefit.spec.lock import locked
 
 if TYPE_CHECKING:
     from pipefit.runtime.session import Session
@@ -65,18 +65,13 @@ def _lock(folder: Path, mark: str, stack: contextlib.ExitStack) -> str:
         file = stack.enter_context((folder / LOCK).open("a+", encoding="utf-8"))
     except OSError as problem:
         raise PipefitError(f"{folder}: cannot be written: {problem.strerror or problem}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not locked(file):
         file.seek(0)
         host, process = [*file.read().split(), "?", "?"][:2]
         raise PipefitError(
             f"{folder}: another run writes into this folder (process {process} on {host}): wait for its end, or give "
             f"another folder with -o"
-        ) from None
-    except OSError:
-        # A file system without locks: the mark alone remains.
-        pass
+        )
     file.truncate(0)
     file.write(mark)
     file.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -84,17 +85,12 @@ def server_of(folder: Path, port: int) -> ThreadingHTTPServer:
 
 def _cached(folder: Path) -> Callable[[], str]:
     """The page, made again only when one of the run's files has changed."""
-    made: dict[tuple[int, ...], str] = {}
 
-    def page() -> str:
-        state = tuple(_state(folder / name) for name in (METRICS, MEASURED, RESULT))
-        if state not in made:
-            text = page_of(folder, follows=True)
-            made.clear()
-            made[state] = text
-        return made[state]
+    @functools.lru_cache(maxsize=1)
+    def page_at(state: tuple[int, ...]) -> str:
+        return page_of(folder, follows=True)
 
-    return page
+    return lambda: page_at(tuple(_state(folder / name) for name in (METRICS, MEASURED, RESULT)))
 
 
 def _state(path: Path) -> int:

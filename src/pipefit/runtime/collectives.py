@@ -26,16 +26,13 @@ def exchange(session: Session, data: Any) -> list[Any]:
         return exchange_in_group(data, session.group)
 
 
-def exchange_in_group(data: Any, group: Any = None, device: torch.device | str = "cpu") -> list[Any]:
-    """Returns the JSON data of every process of a process group, by number; None: the default group.
-
-    The tensors that carry it are on `device`, which the group's backend must serve.
-    """
+def exchange_in_group(data: Any, group: Any = None) -> list[Any]:
+    """Returns the JSON data of every process of a process group, by number; None: the default group."""
     text = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
-    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     sizes[dist.get_rank(group)] = len(text)
     dist.all_reduce(sizes, group=group)
-    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=device)
+    mine = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     mine[: len(text)] = text
     parts = [torch.empty_like(mine) for _ in sizes]
     dist.all_gather(parts, mine, group=group)

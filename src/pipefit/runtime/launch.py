@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from pipefit.errors import PipefitError
 from pipefit.runtime.faults import forget, note
 from pipefit.runtime.meeting import FULL, MEMORY, RESTART
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
-from pipefit.runtime.signals import ENDING, PASSED_ON, die_with, die_with_parent, leaving
+from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, leaving
 
 _log = logging.getLogger("pipefit.launch")
 _MOST_ADDRESS = 107
@@ -160,16 +160,15 @@ def _start(process: Any, asked: list[int]) -> None:
 @contextlib.contextmanager
 def _removed_unless_logs_matter(place: Path | None) -> Iterator[None]:
     """Removes a temporary folder at the end, unless the message of a failure names the logs in it."""
+    doomed = place
     try:
         yield
     except LaunchError:
+        doomed = None
         raise
-    except BaseException:
-        if place is not None:
-            shutil.rmtree(place, ignore_errors=True)
-        raise
-    if place is not None:
-        shutil.rmtree(place, ignore_errors=True)
+    finally:
+        if doomed is not None:
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -238,9 +237,7 @@ def _main(
     """Runs a rank's process; one that hides writes only to its log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
-    die_with_parent()
-    if (launcher := mp.parent_process()) is not None:
-        die_with(launcher.sentinel, environment.get(MEMORY))
+    die_with_launcher(environment.get(MEMORY))
     import torch
 
     os.environ.clear()
@@ -268,8 +265,13 @@ def _end(processes: Sequence[Any], place: Path) -> None:
         (place / ENDING).touch()
     for process in alive:
         process.terminate()
-    deadline = time.monotonic() + GRACE_S / 2
-    for process in alive:
+    wait_or_kill(alive, GRACE_S / 2)
+
+
+def wait_or_kill(processes: Iterable[Any], grace_s: float) -> None:
+    """Waits for the ends of processes, and kills those that are still there after some seconds."""
+    deadline = time.monotonic() + grace_s
+    for process in processes:
         process.join(max(deadline - time.monotonic(), 0))
         if process.is_alive():
             process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import multiprocessing as mp
 import os
 import shutil
 import signal
@@ -85,16 +86,18 @@ def die_with_parent() -> None:
         os._exit(TERMINATED)
 
 
-def die_with(sentinel: int, folder: str | None = None) -> None:
-    """Ends this process when the launcher's end of a pipe closes, because its kernel parent is the fork server.
+def die_with_launcher(folder: str | None = None) -> None:
+    """Ends this process with its launcher, also where its parent in the kernel is the fork server.
 
     Args:
-        sentinel: of the launcher.
         folder: of the launcher in the machine's memory, removed then, because nothing else will.
     """
+    die_with_parent()
+    if (launcher := mp.parent_process()) is None:
+        return
 
     def watch() -> None:
-        wait([sentinel])
+        wait([launcher.sentinel])
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(TERMINATED)

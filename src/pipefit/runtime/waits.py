@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipefit.ir.graph import dependency_graph
@@ -32,7 +32,7 @@ def waits_for(program: Program | None, rank: int, positions: Mapping[int, Positi
         return {}
     row, part = divmod(rank, program.header.tensor)
     instructions = program.ranks[row]
-    if program_ended(here, instructions):
+    if here.index >= len(instructions):
         awaits = compile_rank(program, row).awaited_at_end
     elif 0 <= here.index:
         awaits = compile_rank(program, row).awaits[here.index]
@@ -65,11 +65,6 @@ def waits_for(program: Program | None, rank: int, positions: Mapping[int, Positi
             found[instructions[here.index].peer * program.header.tensor + part] = "its receives"
         found = found or _partners(program, rank, positions)
     return found or sent
-
-
-def program_ended(here: Position, instructions: Sequence[object]) -> bool:
-    """Returns whether a rank waits behind the last instruction of its list."""
-    return here.index >= len(instructions)
 
 
 def _partners(program: Program, rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
@@ -108,7 +103,8 @@ def where(program: Program | None, rank: int, position: Position) -> str:
         return f"{PLACES[position.index]}, after pass {position.passes}"
     if program is None:
         return f"at instruction {position.index} of pass {position.passes}"
-    if program_ended(position, own := program.ranks[rank // program.header.tensor]):
+    own = program.ranks[rank // program.header.tensor]
+    if position.index >= len(own):
         return f"at the end of pass {position.passes}"
     return f"at '{own[position.index]}' (instruction {position.index}, pass {position.passes})"
 

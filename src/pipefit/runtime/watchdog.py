@@ -32,11 +32,6 @@ _KEPT_PASSES = 31
 _ANSWER_S = 0.2
 
 
-def hang_file(folder: Path, rank: int | str) -> Path:
-    """The file to which a rank writes its page; "*": the pattern of all."""
-    return folder / f"rank-{rank}.hang"
-
-
 def deadline_from_environment() -> float | None:
     """The step deadline in PIPEFIT_DEADLINE_S; None where it is not set.
 
@@ -127,7 +122,7 @@ class Watchdog:
         return position.index != OUTSIDE or position.waits
 
     def _end(self, position: Position, stood_s: float, positions: dict[int, Position]) -> None:
-        if self._folder is not None and any(self._folder.glob(hang_file(Path(), "*").name)):
+        if self._folder is not None and any(self._folder.glob("rank-*.hang")):
             os._exit(HANG_EXIT)  # another rank was first, and is gone now
         page = hang_report(
             self._rank,
@@ -140,7 +135,7 @@ class Watchdog:
         )
         if self._folder is not None:
             with contextlib.suppress(PipefitError):
-                write_atomically(hang_file(self._folder, self._rank), page)
+                write_atomically(self._folder / f"rank-{self._rank}.hang", page)
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.write(page)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import mmap
 import os
 import shutil
@@ -27,6 +26,7 @@ import torch
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import sync_folder
+from pipefit.spec.lock import locked
 from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.spill.tiers import ALIGNMENT, WEIGHTS, Key
 from pipefit.units import format_bytes
@@ -313,10 +313,8 @@ def _open(path: Path, direct: bool) -> int:
 
 
 def _lock(handle: int, path: Path) -> None:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise TierError(f"{path}: another run uses it; give each run its own --disk folder") from None
+    if not locked(handle):
+        raise TierError(f"{path}: another run uses it; give each run its own --disk folder")
 
 
 def check_unused(folder: Path, name: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import multiprocessing as mp
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ import torch
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.runtime.malloc import give_back_freed
-from pipefit.runtime.signals import die_with, die_with_parent
+from pipefit.runtime.signals import die_with_launcher
 from pipefit.study.execute import runner
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.simulation import TimedTurn
@@ -109,9 +108,7 @@ def _settle(settings: Settings) -> None:
     """Leaves signals to the study; the worker ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # batch systems send it to every process of a job
-    die_with_parent()
-    if (parent := mp.parent_process()) is not None:
-        die_with(parent.sentinel)
+    die_with_launcher()
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     handle = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(handle, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -13,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from pipefit.spec.lock import locked
 from pipefit.spec.options import in_bytes
 from pipefit.spec.sealed import write_sealed
 from pipefit.study.results import reread
@@ -48,7 +48,7 @@ class StudyFolder:
         if resume and not self._file.exists():
             raise StudyError(f"{self.path} holds no study to resume")
         _make(self.path)
-        self._lock = _locked(self.path)
+        self._lock = _lock(self.path)
         try:
             self._open(spec, resume)
         except BaseException:
@@ -67,8 +67,8 @@ class StudyFolder:
             raise StudyError(f"{self.path} holds a study already: resume it (--resume), or give another output")
         elif spec.tier == "disk" and self.state.exists():
             raise StudyError(f"{self.state} is there already, and belongs to no study: give another output")
-        else:
-            _forget_own(self.state)
+        elif _is_own(self.state):
+            self.forget()
         write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.as_dict()}, indent=1)
         _make(self.logs)
         _make_private(self.state, fresh=not resume)
@@ -152,30 +152,19 @@ def _is_own(place: Path) -> bool:
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
-def _forget_own(place: Path) -> None:
-    if _is_own(place):
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _locked(path: Path) -> IO[Any]:
-    """A locked file; the lock ends with the process in any case."""
+def _lock(path: Path) -> IO[Any]:
+    """A locked file."""
     try:
         file = (path / ".lock").open("a")
     except OSError as problem:
         raise StudyError(f"{path}: cannot be written: {problem.strerror}") from None
     deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                file.close()
-                raise StudyError(f"{path}: another process is running this study; give another output") from None
-            time.sleep(0.05)
-            continue
-        except OSError:
-            pass  # a file system that cannot lock
-        return file
+    while not locked(file):
+        if time.monotonic() > deadline:
+            file.close()
+            raise StudyError(f"{path}: another process is running this study; give another output")
+        time.sleep(0.05)
+    return file
 
 
 def _state_folder(spec: StudySpec, folder: Path) -> Path:

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from pipefit.errors import PipefitError
-from pipefit.runtime.launch import fork_server
+from pipefit.runtime.launch import fork_server, wait_or_kill
 from pipefit.runtime.waits import state_of
 from pipefit.runtime.watchdog import deadline_from_environment
 from pipefit.study.execute.device_worker import Answer, Settings, work
@@ -123,10 +123,6 @@ class Pool:
         """Ends all workers; those that are busy get a little time."""
         for number in self._workers:
             self.give(number, Job("close"))
-        deadline = time.monotonic() + _GRACE_S
-        for process, pipe in self._workers.values():
-            process.join(max(deadline - time.monotonic(), 0))
-            if process.is_alive():
-                process.kill()
-                process.join()
+        wait_or_kill([process for process, _ in self._workers.values()], _GRACE_S)
+        for _, pipe in self._workers.values():
             pipe.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipefit.checkpoint.tensor_files import write_tensors
+from pipefit.checkpoint.whole import write_whole
 from pipefit.errors import NonFiniteLossError, PipefitError
 from pipefit.ir.op import Op
 from pipefit.pipeline.losses import PendingLosses, evaluate
@@ -159,15 +159,7 @@ def export(opened: OpenTrial, path: str) -> None:
         opened.load_resident(stage)
         opened.spilling.stores[stage].hold(opened.step)
         stand_ins |= module.state_dict()
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f"{target.name}.writing")
-    temporary.unlink(missing_ok=True)
-    try:
-        write_tensors(temporary, stand_ins, {"format": "pt"}, _weights(opened.worker))
-        temporary.replace(target)
-    except OSError as problem:
-        raise PipefitError(f"{target}: cannot be written: {problem.strerror}") from None
+    write_whole(Path(path), stand_ins, {}, _weights(opened.worker))
     opened.release()
 
 
