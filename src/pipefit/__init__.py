@@ -8,24 +8,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from pipefit import draw, study
-    from pipefit.cutting.cut import cut
-    from pipefit.errors import PipefitError
-    from pipefit.ir import Instruction, Program, bwd, bwd_input, bwd_weight, fwd
-    from pipefit.models.hub import pretrained
-    from pipefit.pipeline.callbacks import EMA, STOP, Checkpoints, EarlyStopping
-    from pipefit.pipeline.loggers import csv_log, json_log, tensorboard_log, wandb_log
-    from pipefit.pipeline.pipeline import Pipeline
-    from pipefit.pipeline.plan_model import plan
-    from pipefit.pipeline.resume import committed_step
-    from pipefit.schedules import Shape, schedule
-    from pipefit.spec import Partition, Placement, Plan, Profile, Topology
-    from pipefit.spec.options import Parallelism, Precision, Spilled, Updates
-    from pipefit.study.api import Study
-    from pipefit.study.trial import Trial
-    from pipefit.timeline import Timeline
-    from pipefit.verify import Report
+if TYPE_CHECKING:  # `as`: checkers of types take a name for public only so
+    from pipefit import draw as draw
+    from pipefit import study as study
+    from pipefit.cutting.cut import cut as cut
+    from pipefit.errors import PipefitError as PipefitError
+    from pipefit.ir import Instruction as Instruction
+    from pipefit.ir import Program as Program
+    from pipefit.ir import bwd as bwd
+    from pipefit.ir import bwd_input as bwd_input
+    from pipefit.ir import bwd_weight as bwd_weight
+    from pipefit.ir import fwd as fwd
+    from pipefit.models.hub import pretrained as pretrained
+    from pipefit.pipeline.callbacks import EMA as EMA
+    from pipefit.pipeline.callbacks import STOP as STOP
+    from pipefit.pipeline.callbacks import Checkpoints as Checkpoints
+    from pipefit.pipeline.callbacks import EarlyStopping as EarlyStopping
+    from pipefit.pipeline.loggers import csv_log as csv_log
+    from pipefit.pipeline.loggers import json_log as json_log
+    from pipefit.pipeline.loggers import tensorboard_log as tensorboard_log
+    from pipefit.pipeline.loggers import wandb_log as wandb_log
+    from pipefit.pipeline.pipeline import Pipeline as Pipeline
+    from pipefit.pipeline.plan_model import plan as plan
+    from pipefit.pipeline.resume import committed_step as committed_step
+    from pipefit.schedules import Shape as Shape
+    from pipefit.schedules import schedule as schedule
+    from pipefit.spec import Partition as Partition
+    from pipefit.spec import Placement as Placement
+    from pipefit.spec import Plan as Plan
+    from pipefit.spec import Profile as Profile
+    from pipefit.spec import Topology as Topology
+    from pipefit.spec.options import Parallelism as Parallelism
+    from pipefit.spec.options import Precision as Precision
+    from pipefit.spec.options import Spilled as Spilled
+    from pipefit.spec.options import Updates as Updates
+    from pipefit.study.api import Study as Study
+    from pipefit.study.trial import Trial as Trial
+    from pipefit.timeline import Timeline as Timeline
+    from pipefit.verify import Report as Report
 
 __version__ = "0.1.0"
 
@@ -51,46 +71,7 @@ _NAMES_OF = {
 }
 _HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}
 
-__all__ = [
-    "EMA",
-    "STOP",
-    "Checkpoints",
-    "EarlyStopping",
-    "Instruction",
-    "Parallelism",
-    "Partition",
-    "PipefitError",
-    "Pipeline",
-    "Placement",
-    "Plan",
-    "Precision",
-    "Profile",
-    "Program",
-    "Report",
-    "Shape",
-    "Spilled",
-    "Study",
-    "Timeline",
-    "Topology",
-    "Trial",
-    "Updates",
-    "__version__",
-    "bwd",
-    "bwd_input",
-    "bwd_weight",
-    "committed_step",
-    "csv_log",
-    "cut",
-    "draw",
-    "fwd",
-    "json_log",
-    "plan",
-    "pretrained",
-    "schedule",
-    "study",
-    "tensorboard_log",
-    "wandb_log",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

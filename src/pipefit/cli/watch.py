@@ -9,13 +9,7 @@ from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json
 
 
-def command(
-    folder: Path,
-    /,
-    *,
-    port: int = 0,
-    json: Json = False,
-) -> Answer:
+def command(folder: Path, /, *, port: int = 0, json: Json = False) -> Answer:
     """Follow a run in the browser: its curves and its latest timeline, on a page of this machine alone.
 
     Example: pipefit watch runs/first

@@ -11,14 +11,7 @@ import torch
 
 from pipefit.compare.comparison import Refusal
 from pipefit.compare.settings import ALL, STRATEGIES, WHOLE, CompareConfig
-from pipefit.compare.strategies import (
-    Batch,
-    DataParallel,
-    OneProcess,
-    ScheduledPipeline,
-    Trainer,
-    plan_of,
-)
+from pipefit.compare.strategies import Batch, DataParallel, OneProcess, ScheduledPipeline, Trainer, plan_of
 from pipefit.compare.torch_pipeline import TorchPipeline
 from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipefit.spec.options import MOST_SEED, check_least, setting
+from pipefit.spec.options import MOST_SEED, Checked, setting
 
 STRATEGIES = {
     "one-thread": "single",
@@ -37,7 +37,7 @@ WHOLE = ("one-thread", "all-threads")
 
 
 @dataclass(frozen=True)
-class CompareConfig:
+class CompareConfig(Checked):
     """A comparison.
 
     Attributes:
@@ -73,9 +73,6 @@ class CompareConfig:
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     lr: float = setting(1e-3, least=0.0)
     seed: int = setting(0, least=0, most=MOST_SEED)
-
-    def __post_init__(self) -> None:
-        check_least(self)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -21,12 +21,7 @@ class Within(NamedTuple):
     limits: list[float]
 
 
-def cut(
-    problem: Problem,
-    config: Config,
-    recomputed: set[int],
-    within: Within | None = None,
-) -> Partition | None:
+def cut(problem: Problem, config: Config, recomputed: set[int], within: Within | None = None) -> Partition | None:
     """The stages of a candidate; None when no cut fits the memory.
 
     Args:

@@ -60,8 +60,15 @@ def setting(
     return field(default_factory=dict, metadata=facts) if default is dict else field(default=default, metadata=facts)
 
 
+class Checked:
+    """A group of options that is checked when it is made; see `check_least`."""
+
+    def __post_init__(self) -> None:
+        check_least(self)
+
+
 @dataclass(frozen=True)
-class Parallelism:
+class Parallelism(Checked):
     """The distribution of a model over processes.
 
     Attributes:
@@ -93,7 +100,7 @@ class Parallelism:
     device: Any = setting(None, typed=str)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        super().__post_init__()
         object.__setattr__(self, "recompute", recompute_kind(self.recompute))
 
     @property
@@ -112,7 +119,7 @@ class Parallelism:
 
 
 @dataclass(frozen=True)
-class Precision:
+class Precision(Checked):
     """How layers compute: in which type, while weights stay as they are, and whether they are compiled.
 
     Attributes:
@@ -133,7 +140,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Updates:
+class Updates(Checked):
     """Settings of a weight update in addition to its optimizer: clipping, learning-rate schedule, seed.
 
     Attributes:
@@ -155,12 +162,9 @@ class Updates:
     scheduler: Any = setting(None, hidden=True)
     weigh: Any = setting(None, hidden=True)
 
-    def __post_init__(self) -> None:
-        check_least(self)
-
 
 @dataclass(frozen=True)
-class Saves:
+class Saves(Checked):
     """The checkpoints of a training.
 
     Attributes:
@@ -173,12 +177,9 @@ class Saves:
     share: float = setting(0.03, "--checkpoint-share", least=0.001, most=1.0)
     keep: int = setting(3, "--keep-checkpoints", least=0)
 
-    def __post_init__(self) -> None:
-        check_least(self)
-
 
 @dataclass(frozen=True)
-class Spilled:
+class Spilled(Checked):
     """Spilling of stages to the host's memory or to disk: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
 
     Attributes:
@@ -214,7 +215,7 @@ class Spilled:
     about: Mapping[str, Any] = setting(dict, hidden=True)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        super().__post_init__()
         for name in ("device_memory", "host_memory"):
             size = in_bytes(getattr(self, name), name)
             if size is not None and not size > 0:
@@ -238,7 +239,7 @@ class Spilled:
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Checked):
     """The pipeline that a user asks for; `pipefit.pipeline.request` turns it into a plan.
 
     Attributes:
@@ -258,9 +259,6 @@ class Request:
     plan: Any = setting(None, typed=str)
     parallelism: Parallelism = field(default_factory=Parallelism)
     spill: Spilled | None = None
-
-    def __post_init__(self) -> None:
-        check_least(self)
 
     @property
     def num_microbatches(self) -> int:
