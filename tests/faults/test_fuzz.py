@@ -102,7 +102,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def _started(*_):
+def _started(*_, **options):
     raise PipefitError("the run would start now")
 
 

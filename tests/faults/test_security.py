@@ -229,6 +229,9 @@ def test_text_in_place_of_a_learning_rate_is_refused():
 
     with pytest.raises(ModelError, match=r"the checkpoint has 'x' where the optimizer or its schedule has 0\.1"):
         _like("x", 0.1)
+    for other in ({"things": []}, {"items": 3}, {"items": [[1]]}):
+        with pytest.raises(ModelError, match="where the optimizer or its schedule has"):
+            _like(other, {})
 
 
 # ---- who can reach what ------------------------------------------------------------------------------------------

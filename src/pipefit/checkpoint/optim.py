@@ -139,13 +139,18 @@ def _like(value: Any, template: Any) -> Any:
     """Saved JSON data in the type of the current value.
 
     Raises:
-        ModelError: it is text where the current value is a number.
+        ModelError: it is text where the current value is a number, or no such data.
     """
     if isinstance(value, str) and isinstance(template, int | float | Tensor):
         raise ModelError(f"the checkpoint has {value[:40]!r} where the optimizer or its schedule has {template}")
     if isinstance(value, dict):
         known = template if isinstance(template, dict) else {}
-        items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}
+        try:
+            items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}
+        except (KeyError, TypeError, ValueError):
+            raise ModelError(
+                f"the checkpoint has {value!s:.40} where the optimizer or its schedule has {template}"
+            ) from None
         result = {k: _like(v, known.get(k)) for k, v in items.items()}
         return Counter(result) if isinstance(template, Counter) else result
     if isinstance(value, list):
