@@ -40,7 +40,7 @@ def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
     factor = _unit_factor(match.group(2), kind) if match else None
     if match is None or factor is None:
         examples = {"bytes": "16 GiB", "bytes/s": "12 GB/s", "s": "5 us", "flops": "312 TFLOP/s"}
-        raise PipefitError(f"{place}expected a quantity in {kind} such as {examples[kind]!r}, got {value!r}")
+        raise PipefitError(f"{place}expected a quantity in {kind} such as {examples[kind]!r}, got {value!r:.80}")
     # Dividing by a power of ten is exact where multiplying by its inverse is not.
     return float(match.group(1)) / round(1 / factor) if factor < 1 else float(match.group(1)) * factor
 

@@ -17,10 +17,14 @@ from tests.faults.test_flips import written
 from pipefit.cli import main
 from pipefit.errors import PipefitError
 
+# The few cases of `make test` are the same each time; `make faults` looks for new ones.
 CASES = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=20,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-MANY = settings(CASES, max_examples=500)
+MANY = settings(CASES, max_examples=500, derandomize=False)
 
 SMALL = st.integers(-3, 9)
 NUMBERS = st.one_of(SMALL, st.sampled_from([2**31, 2**63, 2**64, 10**20, 10**400]), st.floats())

@@ -62,7 +62,7 @@ class StudyFolder:
             for key in ("trials", "stop", "tier"):
                 if before.get(key) != given[key]:
                     raise StudyError(f"{self.path} holds another study: its {key} differ; give another output")
-            _check_cut(in_bytes(before["device_memory"], "device_memory") or 0.0, spec.device_bytes)
+            _check_cut(in_bytes(before.get("device_memory"), f"{self._file}: device_memory") or 0.0, spec.device_bytes)
         elif self._file.exists():
             raise StudyError(f"{self.path} holds a study already: resume it (--resume), or give another output")
         elif spec.tier == "disk" and self.state.exists():
