@@ -90,8 +90,10 @@ def test_the_version_is_known_without_torch():
 
 def test_a_verb_that_takes_long_says_what_it_does(a_verb_that, monkeypatch, capsys):
     said = threading.Event()
-    monkeypatch.setattr("pipefit.cli.display.Watcher._write", lambda self, text: said.set() if text == "x …\n" else 0)
-    monkeypatch.setitem(cli_app._LONG, "schedules", "x")
+    monkeypatch.setattr(
+        "pipefit.cli.heartbeat.Heartbeat._write", lambda self, text: said.set() if text == "x …\n" else 0
+    )
+    monkeypatch.setitem(cli_app._WORK, "schedules", "x")
     monkeypatch.setattr(sys, "argv", ["pipefit", "schedules"])
     a_verb_that(lambda: Answer({}, str(said.wait(300))))
     assert main() == 0

@@ -35,7 +35,7 @@ def die_at(call: int, half: int = 0) -> None:
 
 
 def in_a_fork(work: Callable[..., object], *args: object) -> int:
-    """What a forked process came to: −signal, or its exit code."""
+    """The end of a forked process: −signal, or its exit code."""
     child = os.fork()
     if not child:
         code = 1

@@ -95,7 +95,7 @@ def signal_at(pipe: Pipeline, place: Place, number: int) -> None:
             os.kill(os.getpid(), number)
 
     if current().rank == place.rank:
-        progress.at = at  # type: ignore[method-assign]
+        progress.at = at
 
 
 def digest(pipe: Pipeline) -> str:

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from pipefit.errors import ProfileError
 from pipefit.planner import gpt_profile, plan
 from pipefit.planner.computed_profile import profile_at
 from pipefit.planner.machines import load_topology
@@ -79,6 +80,12 @@ def test_elements_of_four_bytes_double_what_a_gpt_keeps_and_are_part_of_its_name
     again = profile_at(full, 1, 2, BASE)
     assert again.layers[1].output_bytes == full.layers[1].output_bytes
     assert again.model == full.model
+
+
+@pytest.mark.parametrize("size", [0, 1, 8])
+def test_elements_of_other_bytes_are_refused(size):
+    with pytest.raises(ProfileError, match=f"bytes: expected 2 or 4, got {size}"):
+        gpt_profile(2, 512, 8, device=BASE.device, bytes=size)
 
 
 def test_reductions_of_stages_that_leave_a_server_share_its_port():

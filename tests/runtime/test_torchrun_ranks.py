@@ -69,7 +69,7 @@ def _two_machines(place, words, **more):
 
 
 def test_a_machine_that_is_lost_costs_no_step_where_the_others_have_copies(tmp_path):
-    """The agent and the ranks of one of two machines die; the pipeline of the other one goes on from its memory."""
+    """The agent and the ranks of one of two machines die; the pipeline of the other one resumes from its memory."""
     first, begin_second = _two_machines(tmp_path / "run", ["3", "5", "agent"])
     second = begin_second()
     losses, ranks = _printed(first)

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of batches that differ: functions that a rank can import by name."""
+"""Functions that ranks run in the tests of batches that differ, importable by name."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -99,13 +100,12 @@ def write_whole(path: Path, forms: Mapping[str, Tensor], aliases: Mapping[str, s
     Raises:
         PipefitError: the path is a directory, the disk is full, …
     """
-    temporary = path.parent / f".{path.name}.writing"
+    temporary = path.parent / f".{path.name}.{uuid.uuid4().hex[:8]}"
     try:
         with explaining(path):
             if path.is_dir():
                 raise PipefitError(f"{path}: expected a file to write, found a directory")
             make_folder(path.parent)
-            temporary.unlink(missing_ok=True)
             write_tensors(temporary, forms, {"format": "pt"} | aliases, values)
             temporary.replace(path)
             sync_folder(path.parent)

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import os
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, Final
 
@@ -25,7 +24,7 @@ VERBS: Final = (
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 
-_LONG: Final = {
+_WORK: Final = {
     "check": "training by a pipeline and by one process",
     "cut": "building the model, and proving its cut",
     "doctor": "looking at the machine",
@@ -38,7 +37,7 @@ _LONG: Final = {
     "synthesize": "searching for the best schedule",
     "verify": "verifying",
 }
-"""What the verbs do that report no progress of their own."""
+"""The work of the verbs that report no progress of their own."""
 
 _FINDINGS = (NonFiniteLossError, InfeasibleError, CommunicationError)
 
@@ -78,7 +77,7 @@ def run(arguments: list[str] | None = None) -> int:
     """Parses, runs and prints; every failure becomes a message on stderr and an exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        with _saying(_LONG.get(_verb(tokens), "") if arguments is None else ""):
+        with _saying(_WORK.get(_verb(tokens), "") if arguments is None else ""):
             return _dispatch(tokens)
     except CycloptsError as problem:
         verb = " ".join(problem.command_chain or ())
@@ -94,23 +93,19 @@ def run(arguments: list[str] | None = None) -> int:
         return _complain(_verb(tokens), f"interrupted{'; ' * bool(str(problem))}{problem}", 130)
     except Exception as problem:  # an unexpected error: a mistake of pipefit, which is reported with its traceback
         path = _keep_evidence(problem, tokens)
-        text = f"{type(problem).__name__}: {problem}".rstrip(": ")
-        return _complain(
-            _verb(tokens),
-            f"this is a mistake of pipefit itself: {text}\nPlease report it with the file {path}",
-            INTERNAL_ERROR,
-        )
+        text = f"this is a mistake of pipefit itself: {type(problem).__name__}: {problem}".rstrip(": ")
+        return _complain(_verb(tokens), f"{text}\nPlease report it with the file {path}", INTERNAL_ERROR)
 
 
-@contextlib.contextmanager
-def _saying(what: str) -> Iterator[None]:
-    """Says on stderr what the command does, if that takes long; "": it says nothing."""
-    with contextlib.ExitStack() as stack:
-        if what and int(os.environ.get("RANK", 0)) == 0:
-            from pipefit.cli.display import Watcher
+def _saying(what: str) -> contextlib.AbstractContextManager[object]:
+    """The context of a command, which says on stderr what it does, if that takes long; "": it says nothing."""
+    if not what or int(os.environ.get("RANK", 0)):
+        return contextlib.nullcontext()
+    from pipefit.cli.heartbeat import Heartbeat
 
-            stack.enter_context(Watcher(0, 0, sys.stderr)).doing(what)
-        yield
+    heartbeat = Heartbeat(sys.stderr)
+    heartbeat.doing(what)
+    return heartbeat
 
 
 def _keep_evidence(problem: BaseException, arguments: list[str]) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
+from pipefit.cli.heartbeat import NEXT_S
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, verb
 from pipefit.compare.settings import WHOLE, CompareConfig
@@ -26,8 +27,6 @@ from pipefit.units import columns, counted
 
 if TYPE_CHECKING:
     from pipefit.compare.comparison import Comparison, Row
-
-_PATIENCE_S = 5.0
 
 
 @verb()
@@ -108,7 +107,7 @@ def _reporter() -> Callable[[str], None]:
             sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}" + "\n" * (not is_detail))
             sys.stderr.flush()
             return
-        if not is_detail or time.monotonic() - reported_s > _PATIENCE_S:
+        if not is_detail or time.monotonic() - reported_s > NEXT_S:
             reported_s = time.monotonic()
             print(line, file=sys.stderr, flush=True)
 

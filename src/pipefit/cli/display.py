@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import sys
-import threading
 import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from pipefit.cli.heartbeat import NEXT_S, Heartbeat
 from pipefit.units import columns, format_bytes, format_count, format_seconds
 
-_LOOK_S, _FIRST_S, _NEXT_S = 0.1, 0.6, 5.0
-"""Seconds between looks at what a run does, until a line names it, and between two lines."""
 
-
-class Watcher:
+class Watcher(Heartbeat):
     """Shows a run to people, on rank 0: a progress line in a terminal, plain lines in a file; never silent for long.
 
     Args:
@@ -26,39 +22,15 @@ class Watcher:
     """
 
     def __init__(self, num_steps: int, batch: int, stream: TextIO | None = None) -> None:
-        self._num_steps, self._batch, self._stream = num_steps, batch, stream or sys.stdout
+        super().__init__(stream or sys.stdout)
+        self._num_steps, self._batch = num_steps, batch
         self._tokens, self._last_s, self._width, self._first = 0, 0.0, 0, 0
         self._flop: Any = None
-        # What the run does, since when, when the last line was written, and whether one of them names it.
-        self._what, self._since_s, self._said_s, self._is_named = "", 0.0, time.monotonic(), True
-        self._ended = threading.Event()
-
-    def __enter__(self) -> Watcher:
-        threading.Thread(target=self._watch, name="pipefit-watcher", daemon=True).start()
-        return self
 
     def __exit__(self, *_: object) -> None:
-        self._ended.set()
+        super().__exit__()
         if self._width:
             self._write("\n")
-
-    def _watch(self) -> None:
-        while not self._ended.wait(_LOOK_S):
-            self.beat(time.monotonic())
-
-    def doing(self, what: str) -> None:
-        """Notes what the run does now; a line says so if it takes more than a moment."""
-        self._what, self._since_s, self._is_named = what, time.monotonic(), False
-
-    def beat(self, now: float) -> None:
-        """Says what the run is doing if it has been silent for long.
-
-        Args:
-            now: seconds of `time.monotonic`.
-        """
-        if self._what and now - max(self._said_s, self._since_s) >= (_NEXT_S if self._is_named else _FIRST_S):
-            self._print(f"{self._what}: {now - self._since_s:.0f} s so far" if self._is_named else f"{self._what} …")
-            self._said_s, self._is_named = now, True
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
         """Prints the plan, without the candidates that lost."""
@@ -83,10 +55,9 @@ class Watcher:
         step, seconds = record.step, record.seconds
         self._first = self._first or step
         moving, last = self._stream.isatty(), step >= self._num_steps
-        what = "ending the training" if last else f"step {step + 1}"
-        self._what, self._since_s, self._is_named = what, time.monotonic(), True
+        self.doing("ending the training" if last else f"step {step + 1}", is_named=True)
         is_tenth = step % max(self._num_steps // 10, 1) == 0
-        due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= _NEXT_S
+        due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= NEXT_S
         if not (due or last):
             return
         self._last_s = seconds
@@ -108,14 +79,8 @@ class Watcher:
             self._print(line)
 
     def _print(self, text: str) -> None:
-        self._write("\n" * bool(self._width) + text + "\n")
-        self._width, self._said_s = 0, time.monotonic()
-
-    def _write(self, text: str) -> None:
-        # A reader that ends does not stop the training.
-        with contextlib.suppress(BrokenPipeError):
-            self._stream.write(text)
-            self._stream.flush()
+        super()._print("\n" * bool(self._width) + text)
+        self._width = 0
 
 
 def printable(text: str) -> str:

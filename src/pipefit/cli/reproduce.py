@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.display import Watcher
+from pipefit.cli.heartbeat import Heartbeat
 from pipefit.cli.options import Json
 from pipefit.errors import PipefitError
 
@@ -50,8 +50,8 @@ def command(
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
     if name is not None:
-        with Watcher(0, 0, sys.stderr) as watcher:
-            watcher.doing(name)
+        with Heartbeat(sys.stderr) as heartbeat:
+            heartbeat.doing(name)
             found = run_entry(find_entry(name))
         return Answer(found.as_dict(), found.text, output=found.save(output) if output else None)
     if not all:
@@ -59,8 +59,8 @@ def command(
             raise PipefitError("-o: expected a name, or --all")
         return _listed()
     chosen = [entry for entry in ENTRIES.values() if measured or entry.kind != "measured"]
-    with Watcher(0, 0, sys.stderr) as watcher:
-        outcomes = run_all(chosen, watcher.doing)
+    with Heartbeat(sys.stderr) as heartbeat:
+        outcomes = run_all(chosen, heartbeat.doing)
     written = [_page(outcomes, output)] if output else None
     return Answer({"entries": [each.as_dict() for each in outcomes]}, lambda: _summary(outcomes), output=written)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.heartbeat import NEXT_S
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json
 from pipefit.study.results import loss_text
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from pipefit.study.trial_progress import TrialProgress
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
-_PATIENCE_S = 5.0
 _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "waiting": 4, "stopped": 5}
 """Priority of the trials in a table without room for all."""
 
@@ -104,7 +104,7 @@ class _Lines:
                 self._said.add(key)
                 _say(line)
         tenths, now = int(10 * board.done), time.monotonic()
-        if (tenths > self._tenths or now - self._last_s >= _PATIENCE_S) and not board.is_over:
+        if (tenths > self._tenths or now - self._last_s >= NEXT_S) and not board.is_over:
             self._tenths, self._last_s = tenths, now
             _say(_standing(board))
 

@@ -130,14 +130,16 @@ def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[i
     waiting: dict[tuple[object, ...], list[int]] = {}
     partner: dict[int, int] = {}
     unmatched = []
-    for number, i in enumerate(flat):
+    # The first send of a message that is sent twice is the last of its list.
+    for number in reversed(range(len(flat))):
+        i = flat[number]
         if i.op is Op.SEND:
             waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
     for number, i in enumerate(flat):
         if i.op is Op.RECV:
             sends = waiting.get((i.peer, rank_of[number], i.kind, i.stage, i.mb))
             if sends:
-                send = sends.pop(0)
+                send = sends.pop()
                 partner[send], partner[number] = number, send
             else:
                 unmatched.append(number)

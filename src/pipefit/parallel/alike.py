@@ -4,7 +4,7 @@ A message of another size than its buffer would abort the process, or fill the b
 before values of a batch are used:
 
     link of a pipeline               a line about each batch goes ahead of its first activation, and messages of batches
-                                     that differ have different tags (`runtime.distributed`)
+                                     that differ have different tags (`runtime.batch_lines`)
     processes that share a rank      gather a line about each batch before it enters the first layer (`Mesh.check`)
     replicas, which send no data     add a checksum to the losses of their step (`pipeline.losses`)
 """
@@ -50,10 +50,9 @@ class Shapes(NamedTuple):
 
     @property
     def line(self) -> Tensor:
-        """What processes compare, (LINE,) bytes: the checksum, and as much of the text as there is room for."""
-        return torch.frombuffer(
-            bytearray(f"{self.checksum} {self.text}".encode().ljust(LINE)[:LINE]), dtype=torch.uint8
-        )
+        """The line that processes compare, (LINE,) bytes: the checksum, and as much of the text as fits."""
+        text = f"{self.checksum} {self.text}".encode()
+        return torch.frombuffer(bytearray(text.ljust(LINE)[:LINE]), dtype=torch.uint8)
 
 
 def described(batch: Any) -> str:

@@ -68,7 +68,7 @@ class DataComparison:
 
 
 def _facts_of(batch: Any) -> dict[str, Any]:
-    """Of a first batch."""
+    """The facts of a first batch that ranks compare."""
     return {"shapes of the first batch": described(batch), "checksum of the first batch": _checksum(batch)}
 
 

@@ -94,10 +94,8 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
     for copies in _fewer_copies([len(ranks) for ranks in plan.placement.ranks], count // plan.tensor):
         if plan.num_chunks == 1 and sum(copies) * plan.tensor == count:
             own = replace(spread, replicas=copies, shard_optimizer=plan.sharded_optimizer and max(copies) > 1)
-            yield (
-                f"copies of the stages {', '.join(map(str, copies))}",
-                replace(request, stages=stages, parallelism=own),
-            )
+            what = f"copies of the stages {', '.join(map(str, copies))}"
+            yield what, replace(request, stages=stages, parallelism=own)
     one = replace(request, stages=None, parallelism=spread)
     yield f"{plan.schedule} with one copy of each stage", one
     plain = replace(spread, chunks=1, options={})

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402  (signals are the launcher's to answer, also while this is loading)
 import gc
+import importlib
 import signal
 
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -12,7 +13,7 @@ import torch
 import torch.distributed
 import torch.optim
 
-import pipefit.pipeline.pipeline  # noqa: F401
+importlib.import_module("pipefit.pipeline.pipeline")
 
 # Forked ranks must not inherit a thread pool: its threads do not survive the fork.
 torch.set_num_threads(1)

@@ -55,19 +55,22 @@ def gpt_profile(
         sequence: s.
         microbatch: b, or several sizes.
         device: with `flops`, and for more than the FLOP of the products its other figures.
-        bytes: of an element of weights and activations.
+        bytes: of an element of weights and activations: 2 (Adam then has a master copy), or 4.
         tensor: t: the profile is that of one of so many devices that share every layer, with their all-reduces.
         topology: whose innermost devices share a layer, and whose slowest device sets the pace; None: all-reduces are
             free, and devices alike.
 
     Raises:
-        ProfileError: a size below 1, heads that do not divide the hidden size, or a device without FLOP/s.
+        ProfileError: a size below 1, other bytes, heads that do not divide the hidden size, or a device without
+            FLOP/s.
     """
     sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "sequence": sequence}
-    sizes["bytes"] = bytes
     for name, value in sizes.items():
         if value < 1:
             raise ProfileError(f"gpt: {name}: expected at least 1, got {value}")
+    if bytes not in (2, 4):
+        raise ProfileError(f"gpt: bytes: expected 2 or 4, got {bytes}")
+    sizes["bytes"] = bytes
     if hidden % heads:
         raise ProfileError(f"gpt: heads: expected a divisor of the hidden size {hidden}, got {heads}")
     device = device or Device(flops=312e12)

@@ -8,14 +8,14 @@ from typing import Any
 from pipefit.reproduce.clusters import ROOM
 from pipefit.reproduce.entry import Bench, Made, drawn, figure
 from pipefit.reproduce.pipedream_gpipe import same_version
-from pipefit.reproduce.predicted import replicas, speedup
+from pipefit.reproduce.predicted import period, replicas, speedup
 from pipefit.reproduce.steps import Draw, Planned, Python
 
 _CELLS = [(model, machine) for model in ("resnet50", "vgg16") for machine in ("pcie-4x4", "nvlink-2x8")]
 _CELLS += [("gnmt", "pcie-3x4"), ("gnmt", "nvlink-2x8")]
 """Models and servers × devices of the table."""
 _LINKS = {"nvlink-2x8": {"bandwidth": "1.25 GB/s"}}
-"""What a connection carries, where that is less than the port."""
+"""Rate of one connection, where that is less than the port's."""
 
 
 def _planned(model: str, machine: str, **link: str) -> Planned:
@@ -61,7 +61,7 @@ def _weights_per_second(model: str) -> float:
 
 MADE: Mapping[str, Made] = {
     "model-and-pipeline": Made(
-        (lambda run: run(Draw("naive", 4, 1)).metrics["period"] / run(Draw("pipedream", 4, 12)).metrics["period"],),
+        (lambda run: period(run, Draw("naive", 4, 1)) / period(run, Draw("pipedream", 4, 12)),),
         (drawn(Draw("naive", 4, 2)), drawn(Draw("pipedream", 4, 8))),
     ),
     "active-batches": Made(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn
-from pipefit.reproduce.predicted import falls, memory_gb, rate, sent, stalls
+from pipefit.reproduce.predicted import falls, memory_gb, period, rate, sent, stalls
 from pipefit.reproduce.steps import Draw, Largest, Planned
 
 ROOM = {"memory": "64 GB"}
@@ -128,13 +129,7 @@ def _bars(
 
 MADE: Mapping[str, Made] = {
     "pipedream-over-gpipe": Made(
-        (
-            lambda run: (
-                run(Draw("gpipe", 4, 4, recompute=True)).metrics["period"]
-                / 4
-                / run(Draw("pipedream", 4, 12)).metrics["period"]
-            ),
-        )
+        (lambda run: period(run, Draw("gpipe", 4, 4, recompute=True)) / 4 / period(run, Draw("pipedream", 4, 12)),)
     ),
     "intra-batch": Made(
         tuple(lambda run, model=model: rate(run, straight(model)) > _one_by_one(run, model) for model in MODELS),
@@ -160,10 +155,7 @@ MADE: Mapping[str, Made] = {
                 "Memory of a worker",
                 "GB",
                 {
-                    **{
-                        f"stage {stage}": lambda run, model, stage=stage: _stage_gb(run, model, stage)
-                        for stage in range(4)
-                    },
+                    **{f"stage {stage}": partial(_stage_gb, stage=stage) for stage in range(4)},
                     "data parallelism": lambda run, model: memory_gb(run, parallel(model)),
                 },
                 MODELS[:2],
@@ -185,7 +177,7 @@ MADE: Mapping[str, Made] = {
     ),
     "pipeline-depth": Made(
         (
-            falls(lambda run, step: run(step).metrics["period"], [_more_in_flight(warmup) for warmup in range(3)]),
+            falls(period, [_more_in_flight(warmup) for warmup in range(3)]),
             lambda run: run(_more_in_flight(2)).metrics["peak_inflight"][0],
         ),
         (drawn(_more_in_flight(1), "As many in flight as workers"), drawn(_more_in_flight(2), "Twice as many")),

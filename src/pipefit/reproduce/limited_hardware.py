@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from pipefit.reproduce.clusters import NAIVE_1, stall_share
+from pipefit.reproduce.clusters import MODELS, NAIVE_1, stall_share
 from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn, figure
 from pipefit.reproduce.measured import study_file
 from pipefit.reproduce.pipedream_gpipe import same_version, versions_used
-from pipefit.reproduce.predicted import falls, memory_gb, rate, speedup
+from pipefit.reproduce.predicted import falls, memory_gb, period, rate, speedup
 from pipefit.reproduce.steps import Draw, Planned, Python, Verb
 
 _ONE, _TWO = Draw("spilled", 4, 2, slots=1), Draw("spilled", 4, 2, slots=2)
@@ -67,6 +67,18 @@ def _sharp_picture(run: Bench) -> Picture:
     return Picture("SHARP", lambda: picture(found, names, _DEVICES, "SHARP: 12 models on 8 devices"), text)
 
 
+_MAKESPANS: Mapping[str, Callable[[Bench], float]] = {
+    "SHARP": lambda run: _study(run).makespan_s,
+    "whole models": lambda run: _study(run, "whole-task").makespan_s,
+    **{f"GPipe, m = {m}": lambda run, m=m: _one_by_one(run, m) for m in (8, 4)},
+    "naive": lambda run: _one_by_one(run, 1),
+}
+
+
+def _over_sharp(run: Bench, name: str) -> float:
+    return _MAKESPANS[name](run) / _MAKESPANS["SHARP"](run)
+
+
 # ------------------------------------------------------------------------------------------ PipeDream-2BW: throughput
 
 _GPT = {
@@ -81,6 +93,14 @@ def _pipelined(method: str, size: str, batch: int, *depths: int, **more: Any) ->
     return Planned(_GPT[size], "nvlink-8x8", method=method, global_batch=batch, **options)
 
 
+def _over_depth(
+    title: str, y_label: str, figure: Callable[[Bench, Planned], float], **more: Any
+) -> Callable[[Bench], Picture]:
+    """A figure of 2BW's plans over the depth."""
+    lines = {"2BW": lambda run, depth: figure(run, _pipelined("2bw", "2.2B", 512, depth, **more))}
+    return curves(title, "depth", y_label, (2, 4, 8, 16), lines, log_x=True)
+
+
 def _tensor_only(size: str, batch: int) -> Planned:
     options = {"tensors": [16], "depths": [1], "schedules": ["1f1b"], "microbatch_sizes": [1, 2, 4]}
     return Planned(_GPT[size], "nvlink-8x8", global_batch=batch, **options)
@@ -89,10 +109,6 @@ def _tensor_only(size: str, batch: int) -> Planned:
 _SCHEDULES = ("gpipe", "pipedream", "pipedream-2bw", "1f1b")
 _HYBRID = Draw("pipedream", 3, 8, replicas=(2, 1, 1), stage_work=(4, 2, 2), forward=1, backward=1)
 _PIPELINE_1 = NAIVE_1.but(num_microbatches=32, recompute="stage")
-
-
-def _period(run: Bench, step: Draw) -> float:
-    return float(run(step).metrics["period"])
 
 
 def _at_first_stage(title: str, y_label: str, figure: str) -> Callable[[Bench], Picture]:
@@ -123,15 +139,15 @@ MADE: Mapping[str, Made] = {
         (drawn(_ONE, "Spilled execution, one slot"),),
     ),
     "double-buffering": Made(
-        (lambda run: _period(run, _TWO) < _period(run, _ONE), lambda run: _period(run, _ONE) / _period(run, _TWO)),
+        (lambda run: period(run, _TWO) < period(run, _ONE), lambda run: period(run, _ONE) / period(run, _TWO)),
         (drawn(_TWO, "Double buffering"),),
     ),
     "sharp": Made(
         (
-            lambda run: 1 - _study(run).makespan_s / _one_by_one(run, 1),
-            lambda run: 1 - _study(run).makespan_s / _one_by_one(run, 8),
-            lambda run: _one_by_one(run, 1) / _study(run).makespan_s,
-            lambda run: _study(run, "whole-task").makespan_s / _study(run).makespan_s,
+            lambda run: 1 - 1 / _over_sharp(run, "naive"),
+            lambda run: 1 - 1 / _over_sharp(run, "GPipe, m = 8"),
+            lambda run: _over_sharp(run, "naive"),
+            lambda run: _over_sharp(run, "whole models"),
         ),
         (
             _sharp_picture,
@@ -139,16 +155,8 @@ MADE: Mapping[str, Made] = {
                 "Twelve models on eight devices",
                 "",
                 "time",
-                ("SHARP", "whole models", "GPipe, m = 8", "GPipe, m = 4", "naive"),
-                {
-                    "time": lambda run, name: {
-                        "SHARP": lambda: _study(run).makespan_s,
-                        "whole models": lambda: _study(run, "whole-task").makespan_s,
-                        "GPipe, m = 8": lambda: _one_by_one(run, 8),
-                        "GPipe, m = 4": lambda: _one_by_one(run, 4),
-                        "naive": lambda: _one_by_one(run, 1),
-                    }[name]()
-                },
+                tuple(_MAKESPANS),
+                {"time": lambda run, name: _MAKESPANS[name](run)},
                 kind="bar",
             ),
         ),
@@ -216,22 +224,8 @@ MADE: Mapping[str, Made] = {
             lambda run: run.fits(_pipelined("2bw", "2.2B", 512, 1)),
         ),
         (
-            curves(
-                "2.2 billion parameters on 64 V100s, batch 512",
-                "depth",
-                "samples/s",
-                (2, 4, 8, 16),
-                {"2BW": lambda run, depth: rate(run, _pipelined("2bw", "2.2B", 512, depth))},
-                log_x=True,
-            ),
-            curves(
-                "Memory with micro-batches of 1",
-                "depth",
-                "GB",
-                (2, 4, 8, 16),
-                {"2BW": lambda run, depth: memory_gb(run, _pipelined("2bw", "2.2B", 512, depth, microbatch_sizes=[1]))},
-                log_x=True,
-            ),
+            _over_depth("2.2 billion parameters on 64 V100s, batch 512", "samples/s", rate),
+            _over_depth("Memory with micro-batches of 1", "GB", memory_gb, microbatch_sizes=[1]),
         ),
     ),
     "gpipe-one-accelerator": Made((lambda run: run(_PIPELINE_1) / run(NAIVE_1),)),
@@ -249,10 +243,7 @@ MADE: Mapping[str, Made] = {
                 "GPUs",
                 "share of time",
                 (4, 8, 16, 32),
-                {
-                    model: lambda run, n, model=model: stall_share(run, model, n)
-                    for model in ("vgg16", "resnet50", "gnmt")
-                },
+                {model: lambda run, n, model=model: stall_share(run, model, n) for model in MODELS},
                 log_x=True,
             ),
         ),

@@ -1,4 +1,4 @@
-"""Figures of plans that several lectures ask for."""
+"""Figures of plans and drawings that several lectures ask for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipefit.reproduce.entry import Bench
-from pipefit.reproduce.steps import Planned, Step
+from pipefit.reproduce.steps import Draw, Planned, Step
 
 
 def gpt_plan(layers: int, hidden: int, heads: int, devices: int, batch: int, t: int, p: int, **more: Any) -> Planned:
@@ -16,6 +16,11 @@ def gpt_plan(layers: int, hidden: int, heads: int, devices: int, batch: int, t: 
     wishes |= {"recompute": "layer", "blocking": True} | ({"method": "ptdp"} if t <= 8 else {})
     name = f"gpt:layers={layers},hidden={hidden},heads={heads}"
     return Planned(name, f"dgx-a100-{devices}", global_batch=batch, tensors=[t], depths=[p], **wishes)
+
+
+def period(run: Bench, step: Draw) -> float:
+    """Time from update to update of a drawn schedule, in forwards."""
+    return float(run(step).metrics["period"])
 
 
 def rate(run: Bench, step: Step) -> float:

@@ -3,7 +3,7 @@
 Every send and receive is asynchronous. Shapes are agreed on once: the first activation of each shape on a link is
 announced by its contract, from which both ends know the shapes of all later ones. Nothing is negotiated again until the
 shapes of the data change (a smaller last batch, another sequence length). A line about each batch goes ahead of its
-first activation on a link, so that ranks with different batches find out (`pipefit.parallel.alike`).
+first activation on a link, so that ranks with different batches find out (`pipefit.runtime.batch_lines`).
 
 With tensor parallelism a rank is several processes:
 
@@ -29,8 +29,8 @@ from pipefit.errors import ModelError
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
-from pipefit.parallel.alike import LINE, check
 from pipefit.parallel.mesh import Mesh
+from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
 from pipefit.stage.payload import Contract
@@ -77,9 +77,7 @@ class DistributedTransport:
         self._told: set[tuple[int, int, str]] = set()
         # The peers that have received an announcement in this pass.
         self._learning: set[int] = set()
-        # By peer and the batch's first micro-batch: lines sent, and lines that are being received (None: compared).
-        self._described: set[tuple[int, int]] = set()
-        self._lines: dict[tuple[int, int], tuple[Tensor, Any] | None] = {}
+        self._lines = BatchLines(self._process, self._world, _MAX_TAG - 1)
         self._num_tags = _MICROBATCHES * num_stages * 4 * _MAX_LEAVES
         self._num_marks = max((_MAX_TAG - 2 * num_stages - 1) // self._num_tags, 1)
         self._feed: Feed = []
@@ -127,8 +125,8 @@ class DistributedTransport:
         self._feed = feed
         self._parity ^= 1
         self.bytes_sent = 0
-        for seen in (self._learning, self._described, self._lines):
-            seen.clear()
+        self._learning.clear()
+        self._lines.begin(feed)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 
@@ -138,7 +136,9 @@ class DistributedTransport:
         kind, to = WHOLE_OF.get(i.kind, i.kind), self._peer(i)
         sent = _Sent(i.stage, i.mb, [], [])
         if kind == Kind.ACT:
-            self._describe(i.mb, to, sent)
+            if (line := self._lines.send(i.mb, to)) is not None:
+                sent.held.append(line[0])
+                sent.works.append(line[1])
             self._agree(i, to, message, sent)
         leaves = message.leaves if kind == i.kind else [self._piece(leaf) for leaf in message.leaves]
         first = self._tag(i, kind)
@@ -154,34 +154,6 @@ class DistributedTransport:
         # both ends wait for each other.
         while len(queue) > self.max_open_sends and to not in self._learning:
             queue.popleft().finish()
-
-    def _describe(self, mb: int, to: int, sent: _Sent) -> None:
-        """Sends a line about a batch, ahead of its first activation."""
-        batch = self._feed[mb].batch
-        if batch is not None and (to, batch.first) not in self._described:
-            self._described.add((to, batch.first))
-            sent.held.append(batch.line)
-            sent.works.append(self._world.send([sent.held[-1]], to, _MAX_TAG - 1))
-
-    def _expect(self, receive: _Receive) -> None:
-        """Posts the receive of the line that goes ahead of an activation."""
-        batch = self._feed[receive.instruction.mb].batch
-        if batch is not None and (receive.peer, batch.first) not in self._lines:
-            line = torch.empty(LINE, dtype=torch.uint8)
-            self._lines[receive.peer, batch.first] = line, self._world.recv([line], receive.peer, _MAX_TAG - 1)
-
-    def _compare(self, receive: _Receive) -> None:
-        """Compares a batch with the sender's.
-
-        Raises:
-            DataError: they have different shapes.
-        """
-        batch = self._feed[receive.instruction.mb].batch
-        if batch is not None and (expected := self._lines[receive.peer, batch.first]) is not None:
-            self._lines[receive.peer, batch.first] = None
-            line, work = expected
-            work.wait()
-            check(self._process, batch.line, receive.peer, line)
 
     def _agree(self, i: Instruction, to: int, message: Message, sent: _Sent) -> None:
         """Checks an activation by its contract, and announces the contract to a receiver that has not seen it."""
@@ -217,7 +189,7 @@ class DistributedTransport:
         i = instruction
         receive = _Receive(i, WHOLE_OF.get(i.kind, i.kind), self._peer(i), deliver)
         if receive.kind == Kind.ACT:
-            self._expect(receive)
+            self._lines.expect(i.mb, receive.peer)
         self._deferred.setdefault(receive.peer, deque()).append(receive)
         self._post_known()
         return partial(self._arrive, receive)
@@ -253,7 +225,7 @@ class DistributedTransport:
     def _arrive(self, receive: _Receive) -> bool:
         """Waits for a message; receives the shapes of those before it on its link, where they are not known."""
         if receive.kind == Kind.ACT:
-            self._compare(receive)
+            self._lines.compare(receive.instruction.mb, receive.peer)
         while receive.message is None:
             self._learn(self._deferred[receive.peer][0])
             self._post_known()

@@ -19,6 +19,9 @@ from pipefit.units import parse_quantity
 MOST_SEED: Final = 2**63 - 1
 """Largest seed of random numbers."""
 
+LARGEST_LOSS_SCALE: Final = 2.0**126
+"""Largest scale of a loss: twice that is still a number of float32."""
+
 MOST_THREADS: Final = 1024
 """Most CPU threads of a process."""
 
@@ -130,7 +133,7 @@ class Precision(Checked):
     """
 
     dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "--precision")
-    loss_scale: float | None = setting(None, least=ABOVE_0)
+    loss_scale: float | None = setting(None, least=ABOVE_0, most=LARGEST_LOSS_SCALE)
     compile: bool | str = setting(False, typed=bool)
 
     @classmethod
@@ -352,4 +355,5 @@ def check_least(group: Any) -> None:
         if type(value) not in kinds or not least <= value <= most or math.isinf(value):
             noun = "a whole number" if kinds == (int,) else "a number"
             limit = f"from {least} to {most}" if most < math.inf else f"of at least {least:g}"
+            limit = f"above 0 and at most {most:g}" if least == ABOVE_0 else limit
             raise PlanError(f"{key_of(one)}: expected {noun} {limit}, got {value!r}")

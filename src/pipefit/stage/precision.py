@@ -17,12 +17,12 @@ from torch import Tensor
 from pipefit.errors import PipefitError, nearest
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
+from pipefit.spec.options import LARGEST_LOSS_SCALE
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of a name; None: the model's own."""
 
 _FIRST_SCALE = 2.0**16
-_LARGEST_SCALE = 2.0**126
 
 
 def half_of(name: str) -> torch.dtype | None:
@@ -37,13 +37,7 @@ def half_of(name: str) -> torch.dtype | None:
 
 
 def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
-    """The first scale of the loss: the one given, or the usual one for a type that needs it.
-
-    Raises:
-        PipefitError: it is not positive.
-    """
-    if scale is not None and not 0 < scale <= _LARGEST_SCALE:
-        raise PipefitError(f"loss_scale: expected a positive number that float32 can hold, got {scale}")
+    """The first scale of the loss: the one given, or the usual one for a type that needs it."""
     return _FIRST_SCALE if scale is None and half is torch.float16 else scale
 
 
@@ -132,7 +126,7 @@ class LossScale:
                 self.scale *= 0.5
             elif self.streak == self.interval:
                 self.streak = 0
-                self.scale = min(2.0 * self.scale, _LARGEST_SCALE)
+                self.scale = min(2.0 * self.scale, LARGEST_LOSS_SCALE)
             self._after.append(self.scale)
         return self._finite[update]
 

@@ -1,0 +1,65 @@
+"""Lines that say what a program is doing, where it would be silent for long."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Self, TextIO
+
+_LOOK_S, _FIRST_S, NEXT_S = 0.1, 0.6, 5.0
+"""Seconds between looks at what is done, until a line names it, and between two lines."""
+
+
+class Heartbeat:
+    """The context of work that is never silent for long.
+
+    Args:
+        stream: for the lines.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        # What is done, since when, when the last line was written, and whether one of them names it.
+        self._what, self._since_s, self._said_s, self._is_named = "", 0.0, time.monotonic(), True
+        self._ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="pipefit-heartbeat", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_LOOK_S):
+            self.beat(time.monotonic())
+
+    def doing(self, what: str, is_named: bool = False) -> None:
+        """Notes what is done now; a line says so if it takes more than a moment.
+
+        Args:
+            what: in words.
+            is_named: whether other lines name it.
+        """
+        self._what, self._since_s, self._is_named = what, time.monotonic(), is_named
+
+    def beat(self, now: float) -> None:
+        """Says what is done if there was no line for long.
+
+        Args:
+            now: seconds of `time.monotonic`.
+        """
+        if self._what and now - max(self._said_s, self._since_s) >= (NEXT_S if self._is_named else _FIRST_S):
+            self._print(f"{self._what}: {now - self._since_s:.0f} s so far" if self._is_named else f"{self._what} …")
+            self._said_s, self._is_named = now, True
+
+    def _print(self, text: str) -> None:
+        self._write(text + "\n")
+        self._said_s = time.monotonic()
+
+    def _write(self, text: str) -> None:
+        # A reader that ends does not stop the work.
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(text)
+            self._stream.flush()
