@@ -42,14 +42,6 @@ def test_a_killed_rank_is_named_with_its_last_instruction(program):
     assert "SIGKILL" in str(failure.value)
 
 
-def test_a_rank_killed_at_any_instruction_ends_the_run_and_is_named(program):
-    for rank in range(2):
-        for index, instruction in enumerate(program.ranks[rank]):
-            with pytest.raises(LaunchError, match="SIGKILL") as failure:
-                launch(jobs.die_at, 2, rank, index, quiet=True)
-            assert f"rank {rank} failed at '{instruction}'" in str(failure.value)
-
-
 def test_a_layer_that_fails_on_one_rank_is_the_callers_error():
     with pytest.raises(ModelError) as failure:
         launch(jobs.train_broken_layer, 2, quiet=True)

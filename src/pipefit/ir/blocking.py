@@ -11,6 +11,15 @@ from pipefit.ir.graph import Graph
 from pipefit.ir.op import Op
 
 
+def _awaited(graph: Graph) -> list[tuple[int, ...]]:
+    """For each instruction, the sends of the messages that it needs; for a send, its receive."""
+    came = {n: send for n, send in graph.partner.items() if graph.instructions[n].op is Op.RECV}
+    awaited = [tuple(came[n] for n in preds if n in came) if preds else () for preds in graph.preds]
+    for receive, send in came.items():
+        awaited[send] += (receive,)
+    return awaited
+
+
 class Blocking:
     """A run without times. Messages without a partner, missing members and values never made are ignored.
 
@@ -24,6 +33,7 @@ class Blocking:
         self.at = list(graph.starts[:-1])
         self.posted_early: dict[int, int] = {}
         self._done = bytearray(len(graph.instructions))
+        self._awaited = _awaited(graph)
         self._absent = [len(group) for group in graph.collectives]
         self._asleep: dict[int, list[int]] = {}
 
@@ -34,15 +44,14 @@ class Blocking:
         return {rank: number for rank, number in enumerate(self.at) if number < starts[rank + 1]}
 
     def _advance(self, awake: list[int]) -> None:
-        graph, done, asleep = self._graph, self._done, self._asleep
+        graph, done, asleep, awaited = self._graph, self._done, self._asleep, self._awaited
         asleep.clear()
         while awake:
             rank = awake.pop()
             number, end = self.at[rank], graph.starts[rank + 1]
             while number < end:
-                blocker = self._blocker(number)
-                op = graph.instructions[number].op
-                if blocker < 0 and (op is Op.REDUCE or op is Op.BARRIER) and not self._arrive(number, awake):
+                blocker = self._blocker(number) if awaited[number] else -1
+                if blocker < 0 and number in graph.collective_of and not self._arrive(number, awake):
                     blocker = number
                 if blocker >= 0:
                     asleep.setdefault(blocker, []).append(rank)
@@ -55,16 +64,9 @@ class Blocking:
 
     def _blocker(self, number: int) -> int:
         """The send that must happen or the receive that must be posted before an instruction can run, else −1."""
-        graph, done = self._graph, self._done
-        for pred in graph.preds[number]:
-            if graph.instructions[pred].op is Op.RECV:
-                send = graph.partner.get(pred, -1)
-                if send >= 0 and not done[send]:
-                    return send
-        if graph.instructions[number].op is Op.SEND:
-            receive = graph.partner.get(number, -1)
-            if receive >= 0 and not done[receive]:
-                return receive
+        for other in self._awaited[number]:
+            if not self._done[other]:
+                return other
         return -1
 
     def _arrive(self, number: int, awake: list[int]) -> bool:

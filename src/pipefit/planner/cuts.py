@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -98,7 +98,7 @@ def _link_spans(problem: Problem, config: Config) -> Array:
 
 def least_bytes(problem: Problem, config: Config) -> float:
     """The smallest memory in which a candidate of one stage per rank fits, with the best cut for memory."""
-    needs = _needs(problem, config, holdings_of(config)[config.recompute in ("stage", "some")])
+    needs = _needs(problem, config, holdings_of(config, range(config.depth)))
     counts = divide(needs)
     if counts is None:
         return float("inf")
@@ -119,20 +119,18 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
     if config.inside != "none":
         always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
     result = []
-    for stage, holding in enumerate(holdings):
-        half = sums["kept_bytes"] if stage else leaving
-        sizes = {"weights": weights, "wgrad": weights, "saved": saved, "half": half}
-        need = 0 * weights
-        for row in holding.rows:
-            total = always
-            for count, (kind, owner) in zip(row, holding.keys, strict=True):
-                if kind in ("act", "grad"):
-                    total = total + count * (leaving if owner == stage else entering)
-                elif kind in sizes:
-                    total = total + count * sizes[kind]
-            need = np.maximum(need, total)
-        result.append(need)
+    for stage, (keys, rows) in enumerate(holdings):
+        sizes = np.stack([leaving, entering, weights, saved, sums["kept_bytes"] if stage else leaving])
+        counts = np.zeros((len(rows), len(sizes)))
+        for column, (kind, owner) in enumerate(keys):
+            if kind in _SIZED:
+                counts[:, _SIZED[kind] + (kind in ("act", "grad") and owner != stage)] += rows[:, column]
+        result.append(always + np.tensordot(counts, sizes, axes=1).max(axis=0))
     return result
+
+
+_SIZED: Final = {"act": 0, "grad": 0, "weights": 2, "wgrad": 2, "saved": 3, "half": 4}
+"""The place, among the sizes of `_needs`, of each kind of value; that of another stage's is the next."""
 
 
 def _largest(figures: list[float]) -> Array:

@@ -7,7 +7,7 @@ from pipefit.ir.op import Kind
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cuts import Within, cut
-from pipefit.planner.holdings import holdings_of, mixed, peaks
+from pipefit.planner.holdings import holdings_of, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.schedules.registry import NO_HALVES
@@ -19,19 +19,18 @@ def estimate(problem: Problem, config: Config) -> Estimate:
     """Cuts the model for a candidate and counts time and memory."""
     if config.spill is not None:
         return estimate_spilled(problem, config)
-    return problem.once(("estimate", config), lambda: _estimate(problem, config))
+    try:
+        return problem.once(("estimate", config), lambda: _estimate(problem, config))
+    except ScheduleError as refusal:
+        return Estimate(config, None, why=str(refusal))
 
 
 def _estimate(problem: Problem, config: Config) -> Estimate:
     """The first cut that fits; where none does, the last one that was made for time only."""
-    try:
-        holdings = holdings_of(config)
-    except ScheduleError as refusal:
-        return Estimate(config, None, why=str(refusal))
     limits = problem.memory_of(config)
     every = set(range(config.num_stages))
     recomputed = every if config.recompute == "stage" else set()
-    if config.inside == "layer" and any(kind == Kind.HALF for holding in holdings[0] for kind, _ in holding.keys):
+    if config.inside == "layer" and any(kind == Kind.HALF for held in holdings_of(config, ()) for kind, _ in held.keys):
         return Estimate(config, None, why=f"recompute layer: {NO_HALVES}")
 
     def measured(recomputed: set[int]) -> Estimate:
@@ -50,7 +49,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
             found = measured(recomputed)
     if not found.fits and config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.layers:
         for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
-            tight = cut(problem, config, again, Within(mixed(holdings, again), limits))
+            tight = cut(problem, config, again, Within(holdings_of(config, again), limits))
             if tight is not None:
                 return _measure(problem, config, tight, again, limits)
     return found
@@ -64,10 +63,10 @@ def _measure(
     limits: list[float],
 ) -> Estimate:
     timing, sizes = costs_of(problem, config, partition)
-    both = holdings_of(config, problem.profile.num_frozen(partition))
+    held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
     owner = positions(config)
     stages_of = [tuple(s for s, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
-    needed = peaks(mixed(both, recomputed), sizes, stages_of)
+    needed = peaks(held, sizes, stages_of)
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / limits[rank])
     overflow = needed[worst] / limits[worst]
     where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"

@@ -8,6 +8,7 @@ recompute) and multiplied by the sizes of every cut that is tried.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from pipefit.schedules import Shape, find, generate
 _SMALL = 600
 # Micro-batches of a program on four ranks that shows how many are in flight.
 _SHOWN = 12
+# Micro-batches after which a rank that holds all of them holds as much more with each, however many ranks there are.
+_GROWING = 4
 
 
 class Holding(NamedTuple):
@@ -42,14 +45,17 @@ class Holding(NamedTuple):
     rows: Array
 
 
-Both = tuple[tuple[Holding, ...], tuple[Holding, ...]]
-"""Live values of each rank without and with recompute."""
+def holdings_of(config: Config, recomputed: Collection[int], frozen: int = 0) -> tuple[Holding, ...]:
+    """Live values of each rank when some of them recompute; without frozen stages, at least as many as with some.
 
-
-def holdings_of(config: Config, frozen: int = 0) -> Both:
-    """Live values of the ranks without and with recompute; if no stages are frozen, at least as many as if some are."""
+    Raises:
+        ScheduleError: the schedule has no such program.
+    """
     plain = _held_in(config, config.recompute == "stage", frozen)
-    return plain, _held_in(config, True, frozen) if config.recompute == "some" else plain
+    if config.recompute != "some" or not recomputed:
+        return plain
+    replaying = _held_in(config, True, frozen)
+    return tuple((replaying if rank in recomputed else plain)[rank] for rank in range(len(plain)))
 
 
 def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...]:
@@ -77,12 +83,11 @@ def replayed(config: Config) -> tuple[float, ...]:
     """
     if config.replicas:
         return (1.0,) * len(config.replicas)
-    return _replays(config.schedule, config.depth, _counted(config), config.chunks)
-
-
-def mixed(both: Both, recomputed: set[int]) -> tuple[Holding, ...]:
-    """Live values of each rank when some of them recompute."""
-    return tuple(both[rank in recomputed][rank] for rank in range(len(both[0])))
+    counted = _counted(config)
+    once = _run_once(config.schedule, config.depth, counted, config.chunks)
+    # At the end of a flush it is as many, whatever the number of micro-batches.
+    of = config.per_pipeline if holds_all(config.schedule, config.chunks) else counted
+    return tuple(1 - count / of for count in once)
 
 
 @lru_cache(maxsize=8)
@@ -118,15 +123,18 @@ def _counted(config: Config) -> int:
     """Micro-batches of the program that is counted."""
     if config.num_stages * config.per_pipeline <= _SMALL:
         return config.per_pipeline
+    if config.chunks == 1 and holds_all(config.schedule, 1):
+        return min(config.per_pipeline, _GROWING)
     enough = filling(config.schedule, config.depth, config.chunks) + (2 if config.chunks == 1 else 0)
     return min(config.per_pipeline, enough)
 
 
 @lru_cache(maxsize=512)
-def _replays(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
+def _run_once(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
+    """Of each stage the forwards per update that are not replayed, if all stages keep only their input."""
     program = small_program(schedule, depth, counted, chunks, None, (), 0)
-    count = Counter(stage for stage, _ in program.recomputed)
-    return tuple(count[stage] / program.header.total_microbatches for stage in range(depth * chunks))
+    header, count = program.header, Counter(stage for stage, _ in program.recomputed)
+    return tuple((header.total_microbatches - count[stage]) / header.num_steps for stage in range(depth * chunks))
 
 
 @lru_cache(maxsize=512)
@@ -172,14 +180,15 @@ def _rows(lives: list[Lifetime]) -> Holding:
     """Counts at every moment at which a value ends, without those that another moment covers."""
     keys = sorted({(life.value.kind, life.value.stage) for life in lives})
     column = {key: index for index, key in enumerate(keys)}
-    length = max(life.dies for life in lives) + 3
-    changes = np.zeros((length, len(keys)))
+    changes = np.zeros((max(life.dies for life in lives) + 3, len(keys)), np.int32)
     born = np.array([life.born + 1 for life in lives])
     after = np.array([max(life.dies, life.born) + 2 for life in lives])
     which = np.array([column[life.value.kind, life.value.stage] for life in lives])
-    np.add.at(changes, (born, which), 1.0)
-    np.add.at(changes, (after, which), -1.0)
-    return Holding(tuple(keys), _highest(np.unique(np.cumsum(changes, axis=0), axis=0)))
+    np.add.at(changes, (born, which), 1)
+    np.add.at(changes, (after, which), -1)
+    before_an_end = np.flatnonzero((changes < 0).any(axis=1)) - 1
+    distinct = {row.tobytes(): row for row in np.cumsum(changes, axis=0)[before_an_end]}
+    return Holding(tuple(keys), _highest(np.array(list(distinct.values()))))
 
 
 def _highest(rows: Array) -> Array:
