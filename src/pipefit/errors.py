@@ -71,6 +71,10 @@ class CommunicationError(RuntimeError):
     """A peer died, hung or sent something unexpected: not the user's mistake, but never silent."""
 
 
+LOST_PEER: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+"""Words of torch's errors where a peer is gone."""
+
+
 def check_figures(of: object, error: type[PipefitError], place: str = "", **least: float) -> None:
     """Refuses figures that are too small; None is no figure.
 

@@ -163,6 +163,6 @@ def test_a_network_that_fails_for_good_ends_the_run_which_resumes_to_the_bit(fau
         [spoken, again],
         well=all(codes(spoken)) and codes(again) == [0, 0],
         # Of a closed connection torch says that it was closed, and not whose: there is no name to check.
-        named="rank 1" in said if fault == "the link cut for good" else None,
+        named=("rank 1" if fault == "the link cut for good" else "lost a dead or unreachable peer") in said,
         resumed=is_whole(tmp_path, whole),
     )

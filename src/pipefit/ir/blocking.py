@@ -83,11 +83,9 @@ class Blocking:
 
     def waits_for(self, number: int) -> int:
         """The instruction of another rank that a stuck instruction waits for, else −1."""
-        graph = self._graph
         blocker = self._blocker(number)
-        if blocker < 0 and number in graph.collective_of:
-            members = graph.collectives[graph.collective_of[number]]
-            blocker = next((member for member in members if not self._done[member]), -1)
+        if blocker < 0 and number in self._graph.collective_of:
+            blocker = next((other for other in self._graph.sides(number) if not self._done[other]), -1)
         return blocker
 
     def cycles(self, stuck: dict[int, int]) -> list[list[int]]:

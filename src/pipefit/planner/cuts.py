@@ -49,8 +49,7 @@ def cut(problem: Problem, config: Config, recomputed: set[int], within: Within |
             )
         else:
             times = _time_spans(problem, config, recomputed, slow)
-            needs = _needs(problem, config, within.holdings)
-            each = zip(needs, within.limits, times, strict=True)
+            each = zip(_needs(problem, config, within.holdings), within.limits, times, strict=True)
             counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
     if counts is None:
         return None

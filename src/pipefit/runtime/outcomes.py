@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import CommunicationError, PipefitError
+from pipefit.errors import LOST_PEER, CommunicationError, PipefitError
 from pipefit.ir import text
 from pipefit.runtime.progress import positions_of
 from pipefit.runtime.signals import TERMINATED, leaving
@@ -28,8 +28,6 @@ _SETTLE_S = 0.2
 
 FINE = ("done", "stopped")
 """Outcomes that are not failures."""
-
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
 def program_file(folder: Path, number: int) -> Path:
@@ -75,7 +73,7 @@ def outcome_of(function: Callable[..., Any], args: Sequence[Any], log: Path) -> 
             traceback.print_exc(file=file)
         if isinstance(problem, PipefitError):
             return "refused", problem
-        secondary = isinstance(problem, CommunicationError) or any(words in str(problem) for words in _LOST_PEER)
+        secondary = isinstance(problem, CommunicationError) or any(words in str(problem) for words in LOST_PEER)
         return "later" if secondary else "failed", f"{type(problem).__name__}: {problem}"
 
 

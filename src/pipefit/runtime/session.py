@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipefit import errors
-from pipefit.errors import PipefitError
+from pipefit.errors import CommunicationError, PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.background import Background
 from pipefit.runtime.meeting import Start, meet
@@ -98,6 +98,7 @@ class Session:
 
         Raises:
             PipefitError: of this rank, or of another one.
+            CommunicationError: another rank died or cannot be reached.
         """
         key = f"pipefit/error/{next(self._shared)}"
         try:
@@ -107,13 +108,15 @@ class Session:
                 with contextlib.suppress(RuntimeError):
                     _get_default_store().set(key, json.dumps([type(problem).__name__, str(problem)]))
             raise
-        except RuntimeError:
+        except RuntimeError as problem:
             kind, text = "", ""
             with contextlib.suppress(RuntimeError, ValueError):
                 store = _get_default_store()
                 kind, text = json.loads(store.get(key)) if store.check([key]) else ("", "")
             if kind:
                 raise getattr(errors, kind, PipefitError)(text) from None
+            if any(words in str(problem) for words in errors.LOST_PEER):
+                raise CommunicationError(f"rank {self.rank} lost a dead or unreachable peer: {problem}") from None
             raise
 
 
@@ -165,15 +168,16 @@ def _leave_well() -> None:
 def leave() -> None:
     """Leaves the process group, once all ranks are done; without this a finished worker sometimes aborts at exit."""
     global _session
+    if _session is None:
+        return
     if dist.is_initialized():
-        if _session is not None:
-            _session.settle()
-        with _session.at(LEAVING) if _session else contextlib.nullcontext():
-            for finish in _session.before_leaving if _session else ():
+        _session.settle()
+        with _session.at(LEAVING):
+            for finish in _session.before_leaving:
                 finish()
-            with _session.progress.waiting() if _session else contextlib.nullcontext():
+            with _session.progress.waiting():
                 dist.barrier()
             dist.destroy_process_group()
-    if _session is not None and _session.watchdog is not None:
+    if _session.watchdog is not None:
         _session.watchdog.stop()
     _session = None
