@@ -17,12 +17,14 @@ BENCH_ARGS ?= --help
 PYTEST     := $(PY) -m pytest -q
 # Two workers; a file stays on one of them: what its tests share is made once.
 BY_FILE    := -n 2 --dist loadfile
+# Leaves out what has its own target; other marks may follow.
+TEST       := not faults and not long
 # The pure half: everything that never imports torch and whose docstrings are run as tests.
 PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
 	planner synthesize draw,src/pipefit/$(part)))
 
 .NOTPARALLEL:
-.PHONY: help venv demo test fast faults check format lint types imports doctest docs golden bench clean
+.PHONY: help venv demo test fast long faults check format lint types imports doctest docs golden bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -36,16 +38,19 @@ venv: .venv/stamp ## create the environment in .venv (done by every other target
 demo: .venv/stamp ## profile, plan and train a small language model over a pipeline of two processes
 	@scripts/demo $(DEMO_ARGS)
 
-test: .venv/stamp ## all tests
-	@$(PYTEST) $(BY_FILE) -m "not faults"
+test: .venv/stamp ## the tests
+	@$(PYTEST) -n 3 --dist loadfile -m "$(TEST)"
 
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
-	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and not faults"
+	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and $(TEST)"
+
+long: .venv/stamp ## tests that take long: benchmarks, several machines, killed runs, every mutant of a program
+	@$(PYTEST) $(BY_FILE) -m "long and not faults"
 
 faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes, random input; prints a table (PIPEFIT_TRIALS=all: every one)
 	@$(PYTEST) -n 2 --dist worksteal -m faults tests/faults
 
-check: lint types imports doctest docs test ## everything a change must pass
+check: lint types imports doctest docs test long ## everything a change must pass
 
 format: .venv/stamp ## rewrite the code in the house's form
 	@$(PY) -m ruff format .

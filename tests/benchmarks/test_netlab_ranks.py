@@ -19,6 +19,7 @@ from pipefit.errors import PipefitError
 REASON = netlab.why_not()
 pytestmark = [
     pytest.mark.dist,
+    pytest.mark.long,
     pytest.mark.skipif(REASON is not None, reason=f"no laboratory of network namespaces here: {REASON}"),
 ]
 
@@ -97,7 +98,8 @@ sys.modules["netlab"] = netlab = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(netlab)
 with netlab.laboratory(1) as lab:
     print(lab.name, flush=True)
-    time.sleep(60)
+    while True:
+        time.sleep(0.1)
 """
 
 

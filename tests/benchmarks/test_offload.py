@@ -17,7 +17,7 @@ from pipefit.spec import Tier
 from pipefit.spec.options import Request, Spilled
 from pipefit.stage.split import named_layers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 _NOTES_BYTES = 100 << 10
 TINY = bench.OffloadConfig("cpu", 4, 64, 2, 64, 32, cap_bytes=3 << 20, part=64, fsdp_part=64, steps=1)

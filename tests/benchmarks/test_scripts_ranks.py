@@ -10,7 +10,7 @@ from benchmarks.lean import lean
 
 from benchmarks import spill, study
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 
 
 def test_every_benchmark_is_listed(capsys):

@@ -37,8 +37,8 @@ def test_a_lock_of_a_run_that_has_ended_holds_nobody_up_and_a_refused_run_leaves
         assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
 @pytest.mark.dist
+@pytest.mark.long
 def test_nothing_is_written_outside_the_working_folder_and_the_temporary_one(tmp_path):
     home, work, temporary = tmp_path / "home", tmp_path / "work", tmp_path / "temporary"
     for folder in (home, work, temporary):

@@ -68,6 +68,7 @@ def _two_machines(place, words, **more):
     return first, lambda: _agent(options, words, place, **more)
 
 
+@pytest.mark.long
 def test_a_machine_that_is_lost_costs_no_step_where_the_others_have_copies(tmp_path):
     """The agent and the ranks of one of two machines die; the pipeline of the other one resumes from its memory."""
     first, begin_second = _two_machines(tmp_path / "run", ["3", "5", "agent"])
@@ -80,6 +81,7 @@ def test_a_machine_that_is_lost_costs_no_step_where_the_others_have_copies(tmp_p
     assert (recovery["resumed"], recovery["source"], recovery["lost"]) == (5, "memory", 0)
 
 
+@pytest.mark.long
 def test_a_machine_that_comes_later_joins_after_a_step(tmp_path):
     """One stage with two copies on the first machine; two stages with two copies each on both."""
     first, begin_second = _two_machines(tmp_path / "run", ["9", "5", "grows"], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")

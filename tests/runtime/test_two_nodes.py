@@ -11,7 +11,7 @@ import pytest
 from benchmarks.network.lab import Lab, laboratory, why_not
 from tests.runtime.nodes import ended, start
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow]
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 
 SIZE = "--ranks 2 --microbatches 2 --schedule 1f1b --steps 4 --batch 8"
 TRAIN = f"train --model convnet --data digits {SIZE} --json".split()

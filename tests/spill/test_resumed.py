@@ -518,7 +518,7 @@ def _every_call(place, how):
     ],
     ids=["disk", "split", "split-seldom", "aside"],
 )
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_is_killed_at_any_call_of_the_file_system_goes_on_to_the_bit(tmp_path, how, steps):
     assert ended(_every_call, tmp_path, how) == 0
     losses = [loss.hex() for loss in whole(**{key: how[key] for key in how if key == "optim_slots"})[0]]

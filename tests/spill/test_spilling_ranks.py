@@ -48,6 +48,7 @@ def weights(run: Path) -> dict[str, Tensor]:
     return {k: v for file in sorted(run.glob("checkpoints/*/*.safetensors")) for k, v in load_file(file).items()}
 
 
+@pytest.mark.long
 def test_processes_under_a_cap_of_which_one_was_killed_go_on_to_the_very_same_end(tmp_path: Path) -> None:
     tier, end, whole = (str(tmp_path / name) for name in ("tier", "end", "whole"))
     options = "layers=4,hidden=32,context=16,tied=false,dropout=0.1"

@@ -106,7 +106,7 @@ def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys, monkeypatch):
     from pipefit.study.trial_progress import TrialProgress
 
     entries = [TrialProgress(n, Trial(steps=50), f"trial-{n}") for n in range(2)]
-    monkeypatch.setattr("pipefit.cli.study._PATIENCE_S", math.inf)
+    monkeypatch.setattr("pipefit.cli.study.NEXT_S", math.inf)
     board, lines = Board(entries, 2, "lrtf"), _Lines()
     for _ in range(50):
         entries[0].losses.append(0.25)
@@ -116,7 +116,7 @@ def test_lines_tell_every_tenth_of_the_steps_and_every_end(capsys, monkeypatch):
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 6 and said[0] == "10% of the steps  0 of 2 trials over  lowest trial-0 0.2500"
     assert said[-1] == "trial-0 finished after 50 steps, loss 0.2500"
-    monkeypatch.setattr("pipefit.cli.study._PATIENCE_S", 0.0)  # the time has come at every turn
+    monkeypatch.setattr("pipefit.cli.study.NEXT_S", 0.0)  # the time has come at every turn
     for _ in range(2):
         lines(board)
     assert capsys.readouterr().out.splitlines() == ["50% of the steps  1 of 2 trials over  lowest trial-0 0.2500"] * 2

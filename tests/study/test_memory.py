@@ -138,7 +138,7 @@ def test_a_trial_that_has_ended_gives_its_memory_back_at_once(tmp_path):
         gc.enable()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_study_of_trials_larger_than_the_cap_keeps_it_and_can_be_interrupted(tmp_path):
     state = tmp_path / "out" / "state"
     grown, code = _studied(

@@ -148,7 +148,7 @@ def command(*words, cwd):
     return [sys.executable, "-m", "pipefit", "study", *words], {"cwd": cwd, "text": True}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_study_stopped_by_one_signal_and_then_another_goes_on_where_it_stood(tmp_path):
     (tmp_path / "s.toml").write_text(FILE)
     words, options = command("s.toml", "-o", "out", cwd=tmp_path)

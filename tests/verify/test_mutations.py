@@ -39,6 +39,7 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), CASES)
+@pytest.mark.long
 def test_every_mutant_is_refused_or_trains_the_same_model(name, shape):
     p = generate(name, shape)
     assert verify(p).ok and not difference(p, p, ADVERSARIES)
