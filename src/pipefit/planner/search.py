@@ -87,29 +87,29 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
     Raises:
         InfeasibleError: none fits.
     """
-    limit = _most_memory(problem)
     families: dict[str, Family] = {}
     for config in listed:
         families.setdefault(config.family, Family()).configs.append((quick_s(problem, config), config))
     for family in families.values():
         family.configs.sort()
-        family.narrow(problem, limit)
+        family.narrow(problem, _most_memory(problem))
     small = problem.topology.num_devices <= _SMALL
-    best_s = math.inf
-    for family in sorted(families.values(), key=lambda each: each.able[:1] or each.configs[:1]):
-        # Data parallelism is what others are compared with, so whether it fits must be known.
-        if not family.able or (
-            family.able[0][0] > (_HOPELESS if small else _CLOSE) * best_s
-            and family.configs[0][1].family != "data parallel"
-        ):
-            continue
-        few = keep or (3 if small else 2)
-        _estimate_best(problem, family, best_s, few, 40 if small else 10, _SLACK if small else 1.0)
-        best_s = min([best_s, *(estimated.period_s for estimated in family.feasible)])
-    fitting = sorted((each for family in families.values() for each in family.feasible), key=_speed)
-    if not fitting:
+    behind, tries, slack = (_HOPELESS, 40, _SLACK) if small else (_CLOSE, 10, 1.0)
+    waiting = sorted(families.values(), key=lambda each: each.able[:1] or each.configs[:1])
+    best_s, done, rest = math.inf, list[Estimate](), list[Estimate]()
+    # Where the best one takes longer than it was estimated, those far behind the estimate may be faster.
+    while ahead := [family for family in waiting if family.able and family.able[0][0] < best_s]:
+        for family in ahead:
+            # Data parallelism is what others are compared with, so whether it fits must be known.
+            if family.able[0][0] <= behind * best_s or family.configs[0][1].family == "data parallel":
+                waiting.remove(family)
+                _estimate_best(problem, family, best_s, keep or (3 if small else 2), tries, slack)
+                best_s = min([best_s, *(estimated.period_s for estimated in family.feasible)])
+        fitting = sorted((each for family in families.values() for each in family.feasible), key=_speed)
+        done, rest = simulate_best(problem, fitting, _CLOSE, _BUDGET, least=2)
+        best_s = min((each.period_s for each in done), default=best_s)
+    if not done and not rest:
         raise InfeasibleError(_nothing_fits(problem, list(families.values())))
-    done, rest = simulate_best(problem, fitting, _CLOSE, _BUDGET, least=2)
     outcomes = (*sorted(done, key=_speed), *rest)
     return SearchResult(outcomes, _candidates(problem, families, outcomes))
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -51,7 +52,7 @@ def simulate_best(
         is_close = round(each.period_s, 9) <= round(close * best_s, 9) if done else tried < 2 * least
         if is_close and (tried < least or spent + ahead <= budget):
             tried += 1
-            found = simulated(problem, each)
+            found = problem.once(("simulated", each.config, each.partition), partial(simulated, problem, each))
         if found is None:
             rest.append(each)
         else:
