@@ -15,10 +15,8 @@ PAGES = [
         "README.md",
         "docs/python.md",
         "docs/guarantees.md",
-        "docs/data-and-models.md",
         "docs/your-model.md",
         "docs/verifier.md",
-        "docs/coming-from.md",
     )
 ]
 

@@ -1,23 +1,13 @@
-"""The page of known answers prints what it says."""
-
-import contextlib
-import io
-import re
-from pathlib import Path
+"""The page of known answers shows what the code finds."""
 
 import pytest
 
+from docs import known_answers
+
 pytestmark = pytest.mark.slow
 
-PAGE = Path(__file__).parents[2] / "docs" / "known-answers.md"
 
-
-def test_every_figure_on_the_page_is_what_its_python_prints():
-    blocks = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 5
-    names: dict[str, object] = {}
-    for code, expected in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(code, names)
-        assert printed.getvalue() == expected
+def test_every_figure_on_the_page_is_what_the_code_finds():
+    shown = known_answers.PAGE.read_text()
+    assert shown.count("```text") == 5
+    assert known_answers.filled(shown) == shown, "bring it up to date with: python -m docs.known_answers"
