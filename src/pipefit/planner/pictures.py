@@ -64,7 +64,7 @@ def explore(
     estimates = [
         estimate(problem, config)
         for config in configs(problem, space_of(problem, method, **choices))
-        if config.recompute != "some" and config.partitioner != "links"
+        if config.recompute != "some"
     ]
     return tuple(_point(problem, each) for each in estimates if each.partition is not None)
 
@@ -85,7 +85,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto_svg(points: Sequence[Point], title: str = "") -> str:
-    """Throughput against memory per rank: a point for each configuration that fits, and a line through the front."""
+    """Estimated throughput against memory per rank: a point for each configuration that fits, a line through the front."""
     points = _fitting(points)
 
     def places(found: Sequence[Point]) -> list[tuple[float, float]]:
@@ -98,7 +98,7 @@ def pareto_svg(points: Sequence[Point], title: str = "") -> str:
         front=places(pareto(points)),
         title=title or "Throughput against memory",
         x_label="peak memory of a rank, GiB",
-        y_label="samples/s",
+        y_label="samples/s, estimated",
     )
 
 
@@ -119,7 +119,7 @@ def depth_svg(points: Sequence[Point], title: str = "") -> str:
         series,
         title=title or "Throughput against depth",
         x_label="depth of the pipeline",
-        y_label="samples/s",
+        y_label="samples/s, estimated",
         log_x=True,
     )
 
