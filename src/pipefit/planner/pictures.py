@@ -85,7 +85,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto_svg(points: Sequence[Point], title: str = "") -> str:
-    """Estimated throughput against memory per rank: a point for each configuration that fits, a line through the front."""
+    """Estimated throughput against memory per rank: points for the configurations that fit, and a line of the front."""
     points = _fitting(points)
 
     def places(found: Sequence[Point]) -> list[tuple[float, float]]:
