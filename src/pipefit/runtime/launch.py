@@ -107,12 +107,12 @@ def _once(
     """Starts all ranks once; returns their results."""
     for stale in (place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
         stale.unlink(missing_ok=True)
-    context = _server()
     sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     environment = {**os.environ, **environment, **sizes}  # the server's own environment is that of its start
     processes: list[Any] = []
     pipes: list[Any] = []
     with _passing_on(processes) as asked:
+        context = _server()
         try:
             for rank in range(num_ranks):
                 ours, theirs = context.Pipe(duplex=False)
