@@ -138,6 +138,13 @@ def test_a_plan_with_an_unknown_schedule_gets_the_nearest(files, capsys):
     assert "did you mean 1f1b?" in refused(capsys, "verify", "b.json")
 
 
+def test_a_plan_without_a_chunk_is_refused(files, capsys):
+    data = json.loads((files / "plan.json").read_text()) | {"num_chunks": 0}
+    (files / "b.json").write_text(json.dumps(data))
+    for verb in ("verify", "simulate"):
+        assert "num_chunks: expected at least 1, got 0" in refused(capsys, verb, "b.json")
+
+
 def test_a_layer_given_twice_or_lost_is_named(files, capsys):
     data = json.loads((files / "plan.json").read_text())
     data["partition"]["stages"][1]["layers"] = [1]

@@ -39,7 +39,8 @@ def get(url: str, host: str = "") -> tuple[int, str]:
         with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host} if host else {})) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as problem:
-        return problem.code, ""
+        with problem:
+            return problem.code, ""
 
 
 @pytest.fixture

@@ -271,7 +271,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        check_figures(self, PlanError, num_microbatches=1)
+        check_figures(self, PlanError, num_microbatches=1, num_chunks=1)
         if len(self.placement.ranks) != len(self.partition.stages):
             raise PlanError(
                 f"placement has ranks for {len(self.placement.ranks)} stages, "
