@@ -100,6 +100,28 @@ def test_a_verb_that_takes_long_says_what_it_does(a_verb_that, monkeypatch, caps
     assert capsys.readouterr().out == "True\n"
 
 
+@pytest.mark.parametrize(("schedule", "option"), [("1f1b", "--replicas"), ("spilled", "--slots")])
+def test_counts_that_no_memory_holds_take_none(schedule, option, capsys):
+    code = main(["draw", schedule, "-p", "2", "-m", "2", option, str(2**31)])
+    assert code == 0 if option == "--slots" else code == 2 and "from 1 to 4096" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("counts", [("-p", "2147483648", "-m", "2"), ("-p", "2", "-m", "2147483648")])
+def test_a_search_over_too_many_forwards_is_refused(counts, capsys):
+    assert main(["synthesize", *counts]) == 2
+    assert "forwards are too many" in capsys.readouterr().err
+
+
+def test_a_time_that_no_float_can_hold_is_a_users_mistake(capsys):
+    assert main(["draw", "pipedream", "-p", "2", "-m", "2", "--backward", "1" * 320]) == 2
+    assert "--backward: expected a time of 0 or more, below 1e30" in capsys.readouterr().err
+
+
+def test_a_file_name_that_is_too_long_is_a_users_mistake(capsys):
+    assert main(["report", ".", "-o", "1" * 300]) == 2
+    assert "the file name is too long" in capsys.readouterr().err
+
+
 def test_an_unknown_verb_gets_the_nearest_one_and_exit_2(capsys):
     assert main(["drwa"]) == 2
     shown = capsys.readouterr()

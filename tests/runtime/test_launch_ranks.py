@@ -140,7 +140,9 @@ def test_a_launcher_that_ends_while_its_server_loads_torch_leaves_no_process(num
     )
     with tempfile.TemporaryDirectory() as temporary:
         environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": temporary}
-        launcher = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, cwd=temporary, start_new_session=True
+        )
         _wait_until(lambda: list(Path(temporary).glob("pymp-*")), 300)
         os.killpg(launcher.pid, number) if number == signal.SIGTERM else launcher.kill()
         assert launcher.wait(300) == (143 if number == signal.SIGTERM else -number)

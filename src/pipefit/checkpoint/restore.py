@@ -64,7 +64,10 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
     session.settle()
     with session.at(SAVING):
         path, manifest, skipped = _choose(session, Path(directory))
-        take(pipeline, manifest, lambda: contents(path, manifest), weights_only)
+        try:
+            take(pipeline, manifest, lambda: contents(path, manifest), weights_only)
+        except PipefitError as problem:
+            raise type(problem)(f"{path}: {problem}") from None
     return Checkpoint(path, manifest.step, manifest.extra, tuple(skipped))
 
 

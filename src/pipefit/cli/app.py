@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import os
 import sys
@@ -92,6 +93,8 @@ def run(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as problem:  # with a hint for resuming, if there is one
         return _complain(_verb(tokens), f"interrupted{'; ' * bool(str(problem))}{problem}", 130)
     except Exception as problem:  # an unexpected error: a mistake of pipefit, which is reported with its traceback
+        if isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG:
+            return _complain(_verb(tokens), f"{str(problem.filename)[:40]}…: the file name is too long", USAGE)
         path = _keep_evidence(problem, tokens)
         text = f"this is a mistake of pipefit itself: {type(problem).__name__}: {problem}".rstrip(": ")
         return _complain(_verb(tokens), f"{text}\nPlease report it with the file {path}", INTERNAL_ERROR)

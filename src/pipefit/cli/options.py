@@ -6,7 +6,6 @@ Plain arguments of a verb are read by cyclopts: type, default, and help from the
 from __future__ import annotations
 
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -72,8 +71,8 @@ def _within(least: int, most: int) -> Callable[[Any, Sequence[Token]], Any]:
 
 
 _count = _number(int, lambda value: value >= 1, "at least 1")
-_time = _number(Number, lambda value: 0 <= value < math.inf, "a time of 0 or more")
-_figure = _number(Number, lambda value: 0 < value < math.inf, "numbers above 0")
+_time = _number(Number, lambda value: 0 <= value < 1e30, "a time of 0 or more, below 1e30")
+_figure = _number(Number, lambda value: 0 < value < 1e30, "numbers above 0, below 1e30")
 
 
 def _size(kind: Any, tokens: Sequence[Token]) -> float:
@@ -131,10 +130,6 @@ def _paired(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
     return pairs(tokens[0].keyword or "argument", [token.value for token in tokens])
 
 
-def _joined(kind: Any, tokens: Sequence[Token]) -> str:
-    return ",".join(token.value for token in tokens)
-
-
 Count = Annotated[int, Parameter(converter=_count)]
 Seed = Annotated[int, Parameter(converter=_within(0, MOST_SEED))]
 Threads = Annotated[int, Parameter(converter=_within(1, MOST_THREADS))]
@@ -147,7 +142,7 @@ ProfileName = Annotated[str | None, Parameter(help="Profile of the model: second
 TopologyName = Annotated[str | None, Parameter(help="Links and devices: a TOML file, local:N, or a name.")]
 
 _TYPED: Mapping[str, Any] = {
-    "words": Annotated[list[str], Parameter(converter=_joined)],
+    "words": Annotated[list[str], Parameter(converter=lambda _, tokens: ",".join(t.value for t in tokens))],
     "numbers": Counts,
     "pairs": Annotated[list[str], Parameter(converter=_paired)],
     "texts": Annotated[list[str], Parameter(consume_multiple=True)],

@@ -24,7 +24,7 @@ from pipefit.cli.options import (
     ending,
     verb,
 )
-from pipefit.cli.programs import figures, save_timeline, source_of, time_text
+from pipefit.cli.programs import check_forwards, figures, save_timeline, source_of, time_text
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def _shape(
     if path is None:
         if ranks is None or microbatches is None:
             raise PipefitError("expected -p ranks and -m micro-batches, or --plan with --profile")
+        check_forwards(ranks, chunks, microbatches)
         return header_of(ranks, microbatches, chunks, "wave" if placement == "v" else "loop"), None
     if ranks is not None or microbatches is not None or chunks != 1:
         raise PipefitError(f"{path} determines ranks, micro-batches and chunks; leave out -p, -m and -v")

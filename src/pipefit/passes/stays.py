@@ -74,7 +74,7 @@ def stays(
             coming[stage].append(index)
     here: dict[int, Stay] = {}
     found: list[Stay] = []
-    free: list[tuple[int, Stay | None]] = [(slot, None) for slot in range(num_slots)]
+    free: list[tuple[int, Stay | None]] = [(slot, None) for slot in range(min(num_slots, len(coming)))]
 
     def urgency(stage: int, index: int) -> tuple[int, int]:
         later = coming[stage]

@@ -240,7 +240,9 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
     measured, source = report.timeline, run.source
     held_out_loss = accuracy = None
     if source.counts_hits:
-        held_out_loss, accuracy = run.pipe.evaluate(source.held_out, _hits)
+        held_out_loss, accuracy = run.pipe.evaluate(
+            source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item()
+        )
     elif source.held_out:
         held_out_loss = run.pipe.evaluate(source.held_out)
     rate = len(losses) * run.config.batch / seconds if seconds else 0.0
@@ -263,10 +265,6 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
         held_bytes=report.held_bytes,
         compile_s=report.compile_s,
     )
-
-
-def _hits(output: torch.Tensor, y: torch.Tensor) -> float:
-    return (output.argmax(1) == y).float().mean().item()
 
 
 def _continued(run: ReadyRun) -> str:

@@ -7,7 +7,7 @@ from itertools import count as count_from
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
-from pipefit.ir.program import Header, WeightRule
+from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
 
 
@@ -136,8 +136,8 @@ def placement_of(
     if replicas and len(replicas) not in (1, depth):
         raise ScheduleError(f"replicas: expected one count per stage ({depth}), got {list(replicas)}")
     counts = list(replicas or (1,)) * depth if len(replicas) <= 1 else list(replicas[:depth])
-    if min(counts) < 1:
-        raise ScheduleError(f"replicas: expected counts of at least 1, got {list(replicas)}")
+    if min(counts) < 1 or max(counts) > MOST_STAGES:
+        raise ScheduleError(f"replicas: expected counts from 1 to {MOST_STAGES}, got {list(replicas)}")
     if layout == "single":
         if len(set(counts)) > 1:
             raise ScheduleError(f"replicas: expected the same number for all stages of a rank, got {list(replicas)}")

@@ -112,7 +112,7 @@ def synthesize(
     cost = cost or unit(header, 1, 2)
     limit = Limit(_each("in_flight", in_flight, header, 1), _each("capacity_bytes", capacity_bytes, header, 0))
     one_by_one = _one_by_one(header)
-    rivals = [program for program in _built_in(header) if split or not _has_halves(program)]
+    rivals = [p for p in _built_in(header) if split or not any(short[0] == "W" for order in p.order for short in order)]
     problem = OrderProblem.of(header, cost, limit, _static_bytes([one_by_one, *rivals], cost), split)
     fitting = {program.header.schedule: program for program in rivals if limit.keeps(program, cost)}
     starts = [problem.steps(program) for program in (*fitting.values(), one_by_one)]
@@ -192,10 +192,6 @@ def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
     header = programs[0].header
     states = [cost.resident_bytes(header.stages_of(rank)) for rank in range(header.num_ranks)]
     return [min(device_peak_bytes(p, rank, size, state)[0] for p in programs) for rank, state in enumerate(states)]
-
-
-def _has_halves(program: Program) -> bool:
-    return any(short[0] == "W" for order in program.order for short in order)
 
 
 def _split(problem: OrderProblem, order: Order) -> Order:
