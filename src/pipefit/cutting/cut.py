@@ -123,7 +123,7 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     if unknown:
         raise ModelError(f"cuts: the model has no module {min(unknown)!r}")
     example = random_batch(model, 3) if example is None else example
-    ways = (Call.of(model), result, Routers.of(model)) if own else (plain_arguments, lambda output: output, None)
+    ways = (Call.of(model), result, Routers.of(model)) if own else (plain_arguments, _as_it_is, None)
     with lent_weights(model):
         found = _cut(model, example, cuts, ways)
     if isinstance(found.shell, Traced):
@@ -155,6 +155,10 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
     if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
         return Layers(named_layers(model))
     return as_layers(cut(model, None if example is None else example[0]))
+
+
+def _as_it_is(output: Any) -> Any:
+    return output
 
 
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:

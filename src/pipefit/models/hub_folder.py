@@ -124,7 +124,8 @@ class FolderWeights:
         base = self._model.base_model_prefix
         groups: dict[str, _Group] = {}
         shown: dict[str, str] = {}
-        for name in sorted(self._file_of, key=_natural):
+        # Experts are joined in the order of their numbers.
+        for name in sorted(self._file_of, key=lambda n: [(0, int(p)) if p.isdigit() else (1, p) for p in n.split(".")]):
             target, pattern = rename_source_key(name, renamings, converters, base, state)
             if target not in state and name in state:
                 target, pattern = name, None
@@ -202,8 +203,3 @@ def weight_files(folder: Path) -> dict[str, str]:
 def _some(names: list[str]) -> str:
     rest = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key for names with numbers: experts are joined in this order."""
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in name.split(".")]
