@@ -17,7 +17,7 @@ BENCH_ARGS ?= --help
 PYTEST     := $(PY) -m pytest -q
 # Two workers; a file stays on one of them: what its tests share is made once.
 BY_FILE    := -n 2 --dist loadfile
-# Leaves out what has its own target; other marks may follow.
+# Of all tests, without those that have a target of their own.
 TEST       := not faults and not long
 # The pure half: everything that never imports torch and whose docstrings are run as tests.
 PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules verify simulate cost timeline partition \
@@ -39,7 +39,7 @@ demo: .venv/stamp ## profile, plan and train a small language model over a pipel
 	@scripts/demo $(DEMO_ARGS)
 
 test: .venv/stamp ## the tests
-	@$(PYTEST) -n 3 --dist loadfile -m "$(TEST)"
+	@$(PYTEST) $(BY_FILE) -n 3 -m "$(TEST)"  # one worker more: many tests wait
 
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
 	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and $(TEST)"

@@ -138,6 +138,15 @@ def test_a_plan_with_an_unknown_schedule_gets_the_nearest(files, capsys):
     assert "did you mean 1f1b?" in refused(capsys, "verify", "b.json")
 
 
+def test_an_order_without_a_forward_is_refused(files, capsys):
+    assert main(["draw", "1f1b", "-p", "2", "-m", "2", "-o", "mine.pipe"]) == 0
+    whole = (files / "mine.pipe").read_text()
+    (files / "mine.pipe").write_text(whole.replace("  fwd s0 m0 w0\n", ""))
+    assert "rank 0: 'bwd s0 m0 w0': its forward is missing" in refused(
+        capsys, "draw", "mine.pipe", "-p", "2", "-m", "2"
+    )
+
+
 def test_a_plan_without_a_chunk_is_refused(files, capsys):
     data = json.loads((files / "plan.json").read_text()) | {"num_chunks": 0}
     (files / "b.json").write_text(json.dumps(data))

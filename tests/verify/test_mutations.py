@@ -37,7 +37,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), CASES)
 @pytest.mark.long
 def test_every_mutant_is_refused_or_trains_the_same_model(name, shape):

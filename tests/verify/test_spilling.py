@@ -161,7 +161,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape"), CASES, ids=[f"{name}-{n}" for n, (name, _) in enumerate(CASES)])
 @pytest.mark.long
 def test_every_mutant_of_a_spilling_program_is_refused_or_trains_the_same_model(name, shape):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import mul
 from typing import Any
 
 from pipefit.cost.model import CostModel
@@ -83,7 +82,7 @@ def weighted(cost: CostModel, work: Sequence[float]) -> CostModel:
     if not all(0 < share < math.inf for share in work):
         raise PlanError(f"work of the stages: expected finite figures above 0, got {', '.join(map(str, work))}")
     names = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
-    each: dict[str, Any] = {name: tuple(map(mul, work, getattr(cost, name))) for name in names}
+    each: dict[str, Any] = {n: tuple(a * b for a, b in zip(work, getattr(cost, n), strict=True)) for n in names}
     return replace(cost, **each)
 
 

@@ -84,10 +84,9 @@ def replayed(config: Config) -> tuple[float, ...]:
     if config.replicas:
         return (1.0,) * len(config.replicas)
     counted = _counted(config)
-    once = _run_once(config.schedule, config.depth, counted, config.chunks)
-    # At the end of a flush it is as many, whatever the number of micro-batches.
+    # A rank that holds all of them runs only those at the end once: as many, whatever the number of micro-batches.
     of = config.per_pipeline if holds_all(config.schedule, config.chunks) else counted
-    return tuple(1 - count / of for count in once)
+    return tuple(1 - once / of for once in _run_once(config.schedule, config.depth, counted, config.chunks))
 
 
 @lru_cache(maxsize=8)

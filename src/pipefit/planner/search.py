@@ -17,7 +17,7 @@ from pipefit.planner.space import Config, Problem
 from pipefit.spec import Candidate, Partition, StageSpec
 from pipefit.units import format_bytes
 
-# Families whose bound is further behind the best estimate than this are not estimated.
+# Families whose bound is further behind the best estimate than this are estimated only if the simulation is slower.
 _HOPELESS = 1.3
 # Candidates whose estimate is further behind the best simulated one are not simulated.
 _CLOSE = 1.15

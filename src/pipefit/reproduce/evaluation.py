@@ -118,10 +118,6 @@ def _sized(batch: int, size: int) -> Planned:
     return gpt_plan(64, 10880, 128, 64, batch, 8, 8, microbatch_sizes=[size], memory="200 GB")
 
 
-def _best_size(run: Bench) -> int:
-    return max((1, 2, 4, 8), key=lambda size: rate(run, _sized(512, size)))
-
-
 def days(run: Bench, step: Planned, tokens: float) -> float:
     """Days of training on so many tokens of sequences of 2,048."""
     return tokens / 2048 / rate(run, step) / 86400
@@ -184,7 +180,7 @@ MADE: Mapping[str, Made] = {
         ),
     ),
     "microbatch-size": Made(
-        (_best_size,),
+        (lambda run: max((1, 2, 4, 8), key=lambda size: rate(run, _sized(512, size))),),
         (
             _chart(
                 "91 billion parameters on 64 GPUs",

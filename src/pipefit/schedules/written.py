@@ -88,11 +88,14 @@ def written(name: str, header: Header, orders: Sequence[Sequence[Instruction]]) 
     if len(orders) < num_ranks:
         raise ScheduleError(f"{name}: expected the orders of {num_ranks} ranks, got {len(orders)}")
     for rank in range(num_ranks):
+        forwards = {(i.stage, i.mb) for i in orders[rank] if i.op is Op.FWD}
         for i in orders[rank]:
             if i.stage not in header.stages_of(rank) or not 0 <= i.mb < header.num_microbatches:
                 raise ScheduleError(
                     f"{name}: rank {rank}: '{i}': it has no such stage, or there is no such micro-batch"
                 )
+            if (i.stage, i.mb) not in forwards:
+                raise ScheduleError(f"{name}: rank {rank}: '{i}': its forward is missing")
     by_stages = {header.stages_of(rank): tuple(orders[rank]) for rank in range(num_ranks)}
 
     def order(task: Task) -> Iterator[list[Instruction]]:
