@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import inspect
 import os
 import sys
@@ -77,6 +78,9 @@ def _flowing(text: str | None) -> str:
 def run(arguments: list[str] | None = None) -> int:
     """Parses, runs and prints; every failure becomes a message on stderr and an exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None and _verb(tokens) in ("draw", "simulate", "verify"):
+        # Of the millions of small objects of a large program no cycle is worth looking for: the process ends soon.
+        gc.disable()
     try:
         with _saying(_WORK.get(_verb(tokens), "") if arguments is None else ""):
             return _dispatch(tokens)

@@ -7,6 +7,8 @@ every interleaving: an instruction waits only for earlier events, so the order i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pipefit.ir.graph import Graph
 from pipefit.ir.op import Op
 
@@ -36,22 +38,22 @@ class Blocking:
         self._awaited = _awaited(graph)
         self._absent = [len(group) for group in graph.collectives]
         self._asleep: dict[int, list[int]] = {}
+        self._awake = list(range(len(self.at)))
 
     def run(self) -> dict[int, int]:
-        """Runs until all ranks are done or stuck; returns the number of each stuck rank's instruction."""
-        starts = self._graph.starts
-        self._advance([rank for rank, number in enumerate(self.at) if number < starts[rank + 1]])
-        return {rank: number for rank, number in enumerate(self.at) if number < starts[rank + 1]}
+        """Runs until all ranks are done or stuck; returns the number of the instruction where each rank got stuck.
 
-    def _advance(self, awake: list[int]) -> None:
-        graph, done, asleep, awaited = self._graph, self._done, self._asleep, self._awaited
-        asleep.clear()
+        Called again after `post`, it returns only ranks that were awake since.
+        """
+        graph, done, asleep, awaited, awake = self._graph, self._done, self._asleep, self._awaited, self._awake
+        ran: set[int] = set()
         while awake:
             rank = awake.pop()
+            ran.add(rank)
             number, end = self.at[rank], graph.starts[rank + 1]
             while number < end:
                 blocker = self._blocker(number) if awaited[number] else -1
-                if blocker < 0 and number in graph.collective_of and not self._arrive(number, awake):
+                if blocker < 0 and number in graph.collective_of and not self._arrive(number):
                     blocker = number
                 if blocker >= 0:
                     asleep.setdefault(blocker, []).append(rank)
@@ -61,6 +63,10 @@ class Blocking:
                     awake += asleep.pop(number)
                 number += 1
             self.at[rank] = number
+        return {rank: self.at[rank] for rank in sorted(ran) if self._is_stuck(rank)}
+
+    def _is_stuck(self, rank: int) -> bool:
+        return self.at[rank] < self._graph.starts[rank + 1]
 
     def _blocker(self, number: int) -> int:
         """The send that must happen or the receive that must be posted before an instruction can run, else −1."""
@@ -69,7 +75,7 @@ class Blocking:
                 return other
         return -1
 
-    def _arrive(self, number: int, awake: list[int]) -> bool:
+    def _arrive(self, number: int) -> bool:
         """Issues a collective; returns whether all its members have issued it."""
         graph, done = self._graph, self._done
         index = graph.collective_of[number]
@@ -78,7 +84,7 @@ class Blocking:
             self._absent[index] -= 1
             if not self._absent[index]:
                 for member in graph.collectives[index]:
-                    awake += self._asleep.pop(member, ())
+                    self._awake += self._asleep.pop(member, ())
         return not self._absent[index]
 
     def waits_for(self, number: int) -> int:
@@ -88,20 +94,21 @@ class Blocking:
             blocker = next((other for other in self._graph.sides(number) if not self._done[other]), -1)
         return blocker
 
-    def cycles(self, stuck: dict[int, int]) -> list[list[int]]:
-        """The cycles of stuck ranks that wait for each other, each once, starting at its first rank."""
+    def cycles(self, among: Iterable[int]) -> list[list[int]]:
+        """The cycles of stuck ranks that wait for each other and to which some ranks lead, each once."""
         found: list[list[int]] = []
         seen: set[int] = set()
-        for start in sorted(stuck):
+        for rank in among:
             path: list[int] = []
-            rank = start
-            while rank in stuck and rank not in seen:
+            while rank >= 0 and rank not in seen and self._is_stuck(rank):
                 seen.add(rank)
                 path.append(rank)
-                blocker = self.waits_for(stuck[rank])
+                blocker = self.waits_for(self.at[rank])
                 rank = self._graph.ranks[blocker] if blocker >= 0 else -1
             if rank in path:
-                found.append(path[path.index(rank) :])
+                cycle = path[path.index(rank) :]
+                first = cycle.index(min(cycle))
+                found.append(cycle[first:] + cycle[:first])
         return found
 
     def post(self, send: int) -> None:
@@ -109,3 +116,4 @@ class Blocking:
         receive = self._graph.partner[send]
         self._done[receive] = 1
         self.posted_early[receive] = self.at[self._graph.ranks[receive]]
+        self._awake += self._asleep.pop(receive, ())

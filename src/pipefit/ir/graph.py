@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Lane, Op, Reduction
+from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import CONSUMES, MAKES, NEEDS, WEIGHTS, WGRAD, Value, tied_stages
@@ -130,13 +130,12 @@ def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[i
     waiting: dict[tuple[object, ...], list[int]] = {}
     partner: dict[int, int] = {}
     unmatched = []
-    messages = [(number, i) for number, i in enumerate(flat) if i.op in MESSAGE_OPS]
+    send_op, receive_op = Op.SEND, Op.RECV
     # The first send of a message that is sent twice is the last of its list.
-    for number, i in reversed(messages):
-        if i.op is Op.SEND:
-            waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
-    for number, i in messages:
-        if i.op is Op.RECV:
+    for number, i in reversed([item for item in enumerate(flat) if item[1].op is send_op]):
+        waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
+    for number, i in enumerate(flat):
+        if i.op is receive_op:
             sends = waiting.get((i.peer, rank_of[number], i.kind, i.stage, i.mb))
             if sends:
                 send = sends.pop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from pipefit.ir.instruction import Instruction
@@ -56,26 +57,27 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     born = {Value(WEIGHTS, stage, 0): -1 for stage in header.stages_of(rank) if not header.is_spilled(stage)}
     dies: dict[Value, int] = {}
     done: list[Lifetime] = []
+    step, drop, evict = Op.STEP, Op.DROP, Op.EVICT
     for index, instruction in enumerate(instructions):
         op = instruction.op
         for value in NEEDS[op](instruction, program, rank):
             dies[value] = index
         spilled = spills and header.is_spilled(instruction.stage)
-        in_slot = spilled and op is Op.STEP
-        if in_slot or op is Op.EVICT or (spilled and op is Op.DROP):
+        in_slot = spilled and op is step
+        if in_slot or op is evict or (spilled and op is drop):
             gone = [value for value in CONSUMES[op](instruction, program, rank) if value in born]
             done += [Lifetime(value, born.pop(value), index) for value in gone]
         for value in MAKES[op](instruction, program, rank):
             if value in born and value.kind == WEIGHTS:
                 done.append(Lifetime(value, born.pop(value), dies.get(value, index)))
             if value not in born:
-                in_place = op is Op.STEP and is_in_place(instructions, index)
+                in_place = op is step and is_in_place(instructions, index)
                 born[value] = index + (1 if in_slot else 2 * in_place)
-    dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op in (Op.DROP, Op.EVICT)}
+    dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op is drop or i.op is evict}
     for value, start in born.items():
         forgotten = value.kind != WEIGHTS or value in dropped
         done.append(Lifetime(value, start, dies.get(value, start) if forgotten else len(instructions)))
-    return sorted(done, key=lambda life: (life.born, life.value))
+    return sorted(done, key=itemgetter(1, 0))
 
 
 def peak(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> float:

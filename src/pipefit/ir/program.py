@@ -224,7 +224,8 @@ class Program(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs whose forward saves nothing because a recompute follows."""
-        return frozenset((i.stage, i.mb) for _, _, i in self if i.op is Op.RECOMPUTE)
+        replay = Op.RECOMPUTE
+        return frozenset((i.stage, i.mb) for instructions in self.ranks for i in instructions if i.op is replay)
 
     @property
     def order(self) -> tuple[tuple[str, ...], ...]:

@@ -7,6 +7,7 @@ positions: the earliest first. `divide` also serves the planner, where stages di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,7 +141,12 @@ def divide(costs: Sequence[Array]) -> list[int] | None:
 
 def allowed(cost: Array) -> Array:
     """The costs, infinite where a is not before b."""
-    return np.where(np.triu(np.ones(cost.shape, dtype=bool), 1), cost, np.inf)
+    return np.where(_before(len(cost)), cost, np.inf)
+
+
+@lru_cache(maxsize=8)
+def _before(count: int) -> NDArray[np.bool_]:
+    return np.triu(np.ones((count, count), dtype=bool), 1)
 
 
 def _least_sum(costs: list[Array], scale: float) -> list[int]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
 
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import Graph, graph_of_messages
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import GRADIENT_OPS, Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Op
 from pipefit.ir.program import Header, Program
+from pipefit.ir.values import ACT, GRAD
 from pipefit.passes.places import computes_back, entering, inserted
 
 
@@ -28,7 +28,8 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
     for rank, after in enumerate(sends):
         for send in after.values():
             links[rank, send.peer].append(send)
-    needed = [{entering(i): index for index, i in reversed([*enumerate(own)])} for own in program.ranks]
+    computing = ([(n, i) for n, i in enumerate(own) if i.op in COMPUTE_OPS] for own in program.ranks)
+    needed = [{entering(i): index for index, i in reversed(own)} for own in computing]
     posts: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in program.ranks]
     for (source, target), messages in links.items():
         limit = len(program.ranks[target])
@@ -53,7 +54,7 @@ def _without_deadlock(program: Program) -> Program:
     run = Blocking(graph)
     while stuck := run.run():
         sends = [
-            next((stuck[rank] for rank in cycle if graph.instructions[stuck[rank]].op is Op.SEND), None)
+            next((run.at[rank] for rank in cycle if graph.instructions[run.at[rank]].op is Op.SEND), None)
             for cycle in run.cycles(stuck)
         ]
         if not any(send is not None for send in sends):
@@ -63,26 +64,28 @@ def _without_deadlock(program: Program) -> Program:
                 run.post(send)
     if not run.posted_early:
         return program
-    early: dict[int, list[int]] = defaultdict(list)
+    early: dict[int, list[Instruction]] = defaultdict(list)
     for receive, number in run.posted_early.items():
-        early[number].append(receive)
-    ranks = []
-    for own in pairwise(graph.starts):
-        staying = [(n, [] if n in run.posted_early else [n]) for n in range(*own)]
-        ranks.append([graph.instructions[n] for number, itself in staying for n in early.get(number, []) + itself])
+        early[number].append(graph.instructions[receive])
+    ranks: list[list[Instruction]] = [[] for _ in program.ranks]
+    for number, (rank, i) in enumerate(zip(graph.ranks, graph.instructions, strict=True)):
+        if number in early:
+            ranks[rank] += early[number]
+        if number not in run.posted_early:
+            ranks[rank].append(i)
     return program.with_ranks(ranks)
 
 
 def _messages(program: Program) -> Graph:
     """The dependency graph with only the edges from receives, to the first that needs each: all that ranks wait for."""
-    graph = graph_of_messages(program)
+    graph, receive = graph_of_messages(program), Op.RECV
     for rank, instructions in enumerate(program.ranks):
         came: dict[tuple[str, int, int], int] = {}
         for number, i in enumerate(instructions, graph.starts[rank]):
-            if i.op is Op.RECV:
+            if i.op is receive:
                 came[i.kind, i.stage, i.mb] = number
-            elif (receive := came.pop(entering(i), -1)) >= 0:
-                graph.preds[number] = (receive,)
+            elif i.op in COMPUTE_OPS and (arrival := came.pop(entering(i), -1)) >= 0:
+                graph.preds[number] = (arrival,)
     return graph
 
 
@@ -91,11 +94,11 @@ def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> di
     result: dict[int, Instruction] = {}
     for index, i in enumerate(instructions):
         if i.op is Op.FWD and i.stage < header.last_stage:
-            user, stage, kind = i.stage + 1, i.stage, Kind.ACT
+            user, stage, kind = i.stage + 1, i.stage, ACT
         elif i.op in GRADIENT_OPS and i.stage > header.frozen:
-            user, stage, kind = i.stage - 1, i.stage - 1, Kind.GRAD
+            user, stage, kind = i.stage - 1, i.stage - 1, GRAD
         else:
             continue
         if (peer := header.rank_of(user, i.mb)) != rank:
-            result[index] = Instruction(Op.SEND, stage, i.mb, kind=kind.value, peer=peer)
+            result[index] = Instruction(Op.SEND, stage, i.mb, kind=kind, peer=peer)
     return result

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op
+from pipefit.ir.op import COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Header
+from pipefit.ir.values import ACT, GRAD
 
 
 def inserted(listed: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
@@ -19,7 +20,7 @@ def entering(i: Instruction) -> tuple[str, int, int]:
     if i.op not in COMPUTE_OPS:
         return "", -1, -1
     forward = i.op is Op.FWD or i.op is Op.RECOMPUTE
-    return (Kind.ACT.value, i.stage - 1, i.mb) if forward else (Kind.GRAD.value, i.stage, i.mb)
+    return (ACT, i.stage - 1, i.mb) if forward else (GRAD, i.stage, i.mb)
 
 
 def last_backwards(header: Header, listed: Sequence[Instruction]) -> dict[tuple[int, int], int]:

@@ -11,7 +11,7 @@ from pipefit.cost import CostModel
 from pipefit.cost.rings import all_reduce_s, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.planner.holdings import holds_all, replayed
+from pipefit.planner.holdings import holds_all, in_flight, replayed
 from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition, Profile
 
@@ -255,17 +255,17 @@ def _shares(profile: Profile, num_stages: int) -> list[float]:
     return [float(size) for size in np.diff(ends)]
 
 
-def quick_bytes(problem: Problem, config: Config) -> float:
-    """Bytes that some rank needs at least, for any cut of the layers."""
+def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
+    """Bytes that some rank needs at least, for any cut of the layers; or about as many, to compare candidates."""
     total = _totals(problem, config)
     kept = total.saved_bytes if config.recompute not in ("stage", "some") else 0.0
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages)
-    return float(max((kept + fixed) / ranks for fixed, ranks in _room(problem, config)))
+    return float(max((kept + fixed) / ranks for fixed, ranks in _room(problem, config, at_least)))
 
 
-def _room(problem: Problem, config: Config) -> list[tuple[float, float]]:
+def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple[float, float]]:
     """Pairs (x, y): what the ranks keep of one micro-batch, in sum, and x are at most y times the memory of one.
 
     Rank r keeps k(r) micro-batches. The largest of its bytes over all r is at least any weighted mean of them: with
@@ -273,18 +273,19 @@ def _room(problem: Problem, config: Config) -> list[tuple[float, float]]:
     """
     total = _totals(problem, config)
     state = problem.state / (config.data if config.sharded else 1)
-    versions = 2 if config.schedule == "pipedream-2bw" else 1
-    fixed = total.weight_bytes + total.wgrad_bytes * (versions + state)
     p, m = config.depth, config.per_pipeline
+    versions = 2 if config.schedule == "pipedream-2bw" else 1
+    if at_least and config.chunks > 1 and (config.schedule != "interleaved" or m < 2 * p):
+        # When the most is held, only the last chunk has gradients.
+        versions = 0
+    fixed = total.weight_bytes + total.wgrad_bytes * (versions + state)
     if config.replicas or p == 1:
         return [(fixed, p)]
     if holds_all(config.schedule, config.chunks):
         return [(fixed / m, p / m)]
     if config.schedule not in ("1f1b", "interleaved"):
         return [(fixed, p)]
-    # Of each chunk of an interleaved rank: p micro-batches, or of the last one those that are in flight below it.
-    ahead = [p - r if config.chunks == 1 else min(p, 2 * (p - r) - 1) for r in range(p)]
-    each = [1 / min(k, m) for k in ahead]
+    each = [1 / k for k in in_flight(config)]
     return [(fixed, p), (fixed * min(each), sum(each))]
 
 

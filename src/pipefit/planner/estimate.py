@@ -7,7 +7,7 @@ from pipefit.ir.op import Kind
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.closed_forms import estimate_s
 from pipefit.planner.cuts import Within, cut
-from pipefit.planner.holdings import holdings_of, peaks
+from pipefit.planner.holdings import holdings_of, least_holdings, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.schedules.registry import NO_HALVES
@@ -23,6 +23,22 @@ def estimate(problem: Problem, config: Config) -> Estimate:
         return problem.once(("estimate", config), lambda: _estimate(problem, config))
     except ScheduleError as refusal:
         return Estimate(config, None, why=str(refusal))
+
+
+def may_fit(problem: Problem, config: Config) -> bool:
+    """Returns False where ranks have several stages and what they hold at least does not fit."""
+    if config.chunks == 1:
+        return True
+    partition = cut(problem, config, set(range(config.num_stages)) if config.recompute == "stage" else set())
+    assert partition is not None
+    needed = peaks(least_holdings(config), costs_of(problem, config, partition)[1], _stages_of(config))
+    fits = all(need <= limit for need, limit in zip(needed, problem.memory_of(config), strict=True))
+    return fits or problem.profile.num_frozen(partition) > 0
+
+
+def _stages_of(config: Config) -> list[tuple[int, ...]]:
+    owner = positions(config)
+    return [tuple(stage for stage, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
 
 
 def _estimate(problem: Problem, config: Config) -> Estimate:
@@ -64,9 +80,7 @@ def _measure(
 ) -> Estimate:
     timing, sizes = costs_of(problem, config, partition)
     held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
-    owner = positions(config)
-    stages_of = [tuple(s for s, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
-    needed = peaks(held, sizes, stages_of)
+    needed = peaks(held, sizes, _stages_of(config))
     worst = max(range(len(needed)), key=lambda rank: needed[rank] / limits[rank])
     overflow = needed[worst] / limits[worst]
     where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"

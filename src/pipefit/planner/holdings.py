@@ -112,6 +112,32 @@ def filling(schedule: str, depth: int, chunks: int) -> int:
     return (2 if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN else 1) * depth
 
 
+def in_flight(config: Config) -> list[int]:
+    """Micro-batches of which a rank holds the values of each of its stages at once, under synchronous schedules.
+
+    Of each chunk of an interleaved rank at least p, or of the last one those that are in flight below it.
+    """
+    p = config.depth
+    if holds_all(config.schedule, config.chunks):
+        return [config.per_pipeline] * p
+    ahead = (p - r if config.chunks == 1 else min(p, 2 * (p - r) - 1) for r in range(p))
+    return [min(k, config.per_pipeline) for k in ahead]
+
+
+def least_holdings(config: Config) -> tuple[Holding, ...]:
+    """Values that each rank holds at once where it has several stages, if not more: known without the program.
+
+    Where stages are replayed, the input of the newest micro-batch may be gone.
+    """
+    found, replays = [], config.recompute == "stage"
+    for rank, count in enumerate(in_flight(config)):
+        stages = range(rank, config.num_stages, config.depth)
+        kept = [("act", stage - 1) for stage in stages if stage] if replays else [("saved", stage) for stage in stages]
+        keys = (*kept, *(("weights", stage) for stage in stages))
+        found.append(Holding(keys, np.array([[count - replays] * len(kept) + [1] * len(stages)])))
+    return tuple(found)
+
+
 @lru_cache(maxsize=64)
 def _in_flight(schedule: str, chunks: int) -> float:
     """Maximum number of micro-batches that the first of four ranks holds at once."""
@@ -176,24 +202,27 @@ def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[
 
 
 def _rows(lives: list[Lifetime]) -> Holding:
-    """Counts at every moment at which a value ends, without those that another moment covers."""
-    keys = sorted({(life.value.kind, life.value.stage) for life in lives})
+    """Counts at the first end of a value after each birth of one, without those that another moment covers."""
+    values, born, dies = zip(*lives, strict=True)
+    kinds = [value[:2] for value in values]
+    keys = sorted(set(kinds))
     column = {key: index for index, key in enumerate(keys)}
-    changes = np.zeros((max(life.dies for life in lives) + 3, len(keys)), np.int32)
-    born = np.array([life.born + 1 for life in lives])
-    after = np.array([max(life.dies, life.born) + 2 for life in lives])
-    which = np.array([column[life.value.kind, life.value.stage] for life in lives])
-    np.add.at(changes, (born, which), 1)
+    which = np.array([column[kind] for kind in kinds])
+    after = np.maximum(born, dies) + 2
+    changes = np.zeros((max(after) + 1, len(keys)), np.int32)
+    np.add.at(changes, (np.array(born) + 1, which), 1)
     np.add.at(changes, (after, which), -1)
     before_an_end = np.flatnonzero((changes < 0).any(axis=1)) - 1
-    distinct = {row.tobytes(): row for row in np.cumsum(changes, axis=0)[before_an_end]}
-    return Holding(tuple(keys), _highest(np.array(list(distinct.values()))))
+    births = np.cumsum((changes > 0).any(axis=1))[before_an_end]
+    return Holding(tuple(keys), _highest(np.cumsum(changes, axis=0)[before_an_end[np.diff(births, prepend=-1) > 0]]))
 
 
 def _highest(rows: Array) -> Array:
-    """The rows that no other row covers in every count; of very many, the highest count of each in one row."""
-    if len(rows) > 400:
-        return np.asarray(rows.max(axis=0)[None, :])
-    covers = (rows[:, None, :] >= rows[None, :, :]).all(axis=2)
-    # Rows are distinct, so each one covers itself and no two cover each other.
-    return np.asarray(rows[covers.sum(axis=0) == 1])
+    """The rows that no other row covers in every count."""
+    columns = np.ascontiguousarray(rows[np.argsort(-rows.sum(axis=1), kind="stable")].T)
+    highest, uncovered = [], np.ones(len(rows), bool)
+    while uncovered.any():
+        # A row that covers this one has a larger sum, and has been found.
+        highest.append(columns[:, uncovered.argmax()])
+        uncovered &= (columns > highest[-1][:, None]).any(axis=0)
+    return np.array(highest)

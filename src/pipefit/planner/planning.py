@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from pipefit.errors import PlanError, nearest
+from pipefit.ir.collector import collector_paused
 from pipefit.planner.asynchronous import plan_pipedream
 from pipefit.planner.candidate import plan_of
 from pipefit.planner.methods import METHODS, problem_of, search_by, space_of
@@ -18,6 +19,7 @@ from pipefit.planner.under_cap import problem_under_cap, search_under_cap
 from pipefit.spec import Plan, Prediction, Profile, Topology
 
 
+@collector_paused()
 def plan(
     profile: Profile,
     topology: Topology,

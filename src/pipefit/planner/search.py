@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError
 from pipefit.planner.candidate import Estimate, plan_of
 from pipefit.planner.closed_forms import quick_bytes, quick_s
 from pipefit.planner.cuts import least_bytes
-from pipefit.planner.estimate import estimate
+from pipefit.planner.estimate import estimate, may_fit
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.simulated import simulate_best
 from pipefit.planner.space import Config, Problem
@@ -55,10 +56,10 @@ class Family:
             return
         # If even the most frugal one does not fit, none does, and its figures are the reason. Of equal bounds that of
         # the smallest micro-batch is the closest.
-        needs = [(quick_bytes(problem, item[1]), item[1].microbatch_size, item) for item in self.configs]
-        need, _, (_, self.frugal) = min(needs)
-        self.able = [item for need, _, item in needs if need <= limit]
+        self.frugal = min((config for _, config in self.configs), key=partial(_frugality, problem))
+        self.able = [item for item in self.configs if quick_bytes(problem, item[1]) <= limit]
         if not self.able:
+            need = quick_bytes(problem, self.frugal)
             self.closest = Estimate(self.frugal, None, (need,), why=_lacks(need, limit))
 
 
@@ -116,12 +117,15 @@ def search(problem: Problem, listed: list[Config], keep: int | None = None) -> S
 
 def some_fit(problem: Problem, listed: list[Config]) -> bool:
     """Returns whether any candidate fits, by those of each family that need the least memory."""
-    needs = [(quick_bytes(problem, config), config) for config in listed]
     frugal: dict[str, Config] = {}
-    for need, config in sorted(needs, key=lambda item: (item[0], item[1].microbatch_size)):
-        if need <= _most_memory(problem):
+    for config in sorted(listed, key=partial(_frugality, problem)):
+        if quick_bytes(problem, config) <= _most_memory(problem):
             frugal.setdefault(config.family, config)
     return any(estimate(problem, config).fits for config in frugal.values())
+
+
+def _frugality(problem: Problem, config: Config) -> tuple[float, int, Config]:
+    return quick_bytes(problem, config, at_least=False), config.microbatch_size, config
 
 
 def _speed(estimated: Estimate) -> tuple[float, Config]:
@@ -130,15 +134,17 @@ def _speed(estimated: Estimate) -> tuple[float, Config]:
 
 def _estimate_best(problem: Problem, family: Family, best_s: float, keep: int, tries: int, slack: float) -> None:
     """Estimates the members of a family, fastest first, until enough fit and the others' bounds are slower."""
-    first = None
+    first, tried = None, 0
     assert family.frugal is not None
-    for tried, (quick, config) in enumerate(family.able):
+    for quick, config in family.able:
         own_s = min((estimated.period_s for estimated in family.feasible), default=math.inf)
         # Only a family that may win needs more than its fastest member.
         enough = len(family.feasible) >= (keep if own_s <= _CLOSE * best_s else 1)
         if quick > (slack if enough else _HOPELESS) * own_s or tried >= tries:
             break
-        estimated = estimate(problem, config)
+        may = may_fit(problem, config)
+        tried += may
+        estimated = estimate(problem, config) if may else Estimate(config, None)
         if not estimated.fits and first is None:
             first = family.closest = estimate(problem, family.frugal)
             if not first.fits:

@@ -12,6 +12,7 @@ from pipefit.ir.program import Program, WeightRule
 from pipefit.simulate.simulate import simulate
 from pipefit.timeline import Timeline
 
+# Updates from which the period of a program with several follows, or of one that spills.
 _ROUNDS = 4
 
 
@@ -34,7 +35,7 @@ def metrics(
         cost: of the simulation, for the period; None: unit costs without latency.
         steady: the same schedule with more steps, for the period of an asynchronous one; see `steady_period_s`.
     """
-    header = program.header
+    header, send = program.header, Op.SEND
     ranks = range(len(program.ranks))
     ideal = header.total_microbatches * timeline.num_repeats * (forward + backward)
     makespan = timeline.makespan_s
@@ -58,7 +59,7 @@ def metrics(
         "peak_inflight": peaks,
         "kept_inputs": kept,
         "weight_versions": versions,
-        "messages": sum(i.op is Op.SEND for _, _, i in program),
+        "messages": sum(i.op is send for instructions in program.ranks for i in instructions),
         "order": [list(order) for order in program.order],
     }
 
@@ -66,13 +67,16 @@ def metrics(
 def steady_period_s(program: Program, cost: CostModel, *, contention: bool = False, rendezvous: bool = True) -> float:
     """Seconds per step in the steady state, without a barrier between steps.
 
-    A synchronous program is repeated. An asynchronous one fills and drains once, so it must hold enough steps for a
-    steady state; for a shorter one the result is the time of its busiest rank per step, a lower bound of the period.
+    A synchronous program is repeated; the second pass of a single step takes as long as all later ones. An asynchronous
+    one fills and drains once, so it must hold enough steps for a steady state; for a shorter one the result is the time
+    of its busiest rank per step, a lower bound of the period.
     """
-    is_synchronous = program.header.weights is WeightRule.FLUSH
-    repeats = -(-_ROUNDS // program.header.num_steps) if is_synchronous else 1
+    header = program.header
+    is_synchronous = header.weights is WeightRule.FLUSH
+    rounds = _ROUNDS if header.spill or header.num_steps > 1 else 2
+    repeats = -(-rounds // header.num_steps) if is_synchronous else 1
     options = {"contention": contention, "rendezvous": rendezvous, "memory": False, "messages": False}
     timeline = simulate(program, cost, repeats=repeats, **options)
     if is_synchronous or timeline.is_steady:
         return timeline.period_s
-    return max(timeline.busy_s(rank) for rank in range(len(program.ranks))) / program.header.num_steps
+    return max(timeline.busy_s(rank) for rank in range(len(program.ranks))) / header.num_steps

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Lane
 from pipefit.ir.program import Program
 
 
@@ -71,7 +71,7 @@ def _build(graph: Graph) -> FlatProgram:
         waits.append(needed)
         if computes[number]:
             codes.append(Code.WAIT if needed else Code.WORK)
-        elif (i.op is Op.SEND or i.op is Op.RECV) and not needed:
+        elif i.op in MESSAGE_OPS and not needed:
             codes.append(Code.MESSAGE)
         else:
             codes.append(Code.PENDING)

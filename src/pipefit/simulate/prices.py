@@ -8,7 +8,7 @@ from itertools import pairwise
 from pipefit.cost import CostModel
 from pipefit.ir.graph import Graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COPY_OPS, OP_SPEC, Op
+from pipefit.ir.op import COPY_OPS, Op
 from pipefit.ir.residency import copy_waits, kept_fetches
 from pipefit.simulate.flat_program import Code, FlatProgram
 
@@ -57,8 +57,9 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
         for number in group:
             travel[number] = seconds
             lanes[number] = ports
+    receive = Op.RECV
     for number, i in enumerate(graph.instructions):
-        if i.op is Op.RECV:
+        if i.op is receive:
             send, link = layout.partners[number], (i.peer, graph.ranks[number])
             travel[number] = travel[send] if rendezvous else 0
             lanes[number] = lanes[send] = (*cost.ports(*link), *([link] if contention else []))
@@ -123,11 +124,11 @@ def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
     These are reductions whose end no instruction waits for, such as gathers of new weights; steps on the host, because
     their optimizers may be read between two passes; and the operations in `more`.
     """
-    awaited = {number for needed in layout.waits for number in needed}
+    awaited, always = {number for needed in layout.waits for number in needed}, (Op.HOST_STEP, *more)
     result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
     for number, i in enumerate(layout.graph.instructions):
-        last = OP_SPEC[i.op].is_collective and number not in awaited
-        if last or i.op is Op.HOST_STEP or i.op in more:
+        last = number in layout.graph.collective_of and number not in awaited
+        if last or i.op in always:
             result[layout.graph.ranks[number]].append(number)
     return result
 

@@ -231,11 +231,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         layers = list(layers)
         if not any(self.layers[index].wgrad_bytes for index in layers):
             return 0.0
-        own = sum(layer.step_s for layer in self.layers)
+        own, weights = self._optimized
         if own:
             return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
-        weights = sum(layer.wgrad_bytes for layer in self.layers)
         return self.optimizer_s * sum(self.layers[index].wgrad_bytes for index in layers) / weights if weights else 0.0
+
+    @cached_property
+    def _optimized(self) -> tuple[float, float]:
+        """Seconds of all layers' own steps, and bytes of their gradients."""
+        return sum(layer.step_s for layer in self.layers), sum(layer.wgrad_bytes for layer in self.layers)
 
     def with_others(self, others: Iterable[Profile]) -> Profile:
         """This profile with those of other micro-batch sizes attached, by size."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, Kind, Lane, Op
@@ -39,7 +39,8 @@ def complete(s: Subject) -> Iterator[Finding]:
         due += [Op.LOAD] if stage in ends else []
         due += [Op.LOSS] if stage == header.last_stage else []
         for op in due:
-            yield from _exactly_one(s, op, stage, mb)
+            if len(numbers := s.places[op].get((stage, mb), ())) != 1:
+                yield from _not_one(s, op, stage, mb, numbers)
     for stage, mb, number in s.each(Op.BWD):
         if (stage, mb) in split:
             yield s.at("complete", number, f"the backward of s{stage} m{mb} is also there in its two halves")
@@ -56,8 +57,7 @@ def complete(s: Subject) -> Iterator[Finding]:
     yield from _accumulated(s)
 
 
-def _exactly_one(s: Subject, op: Op, stage: int, mb: int) -> Iterator[Finding]:
-    numbers = s.places[op].get((stage, mb), [])
+def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) -> Iterator[Finding]:
     what = f"{op.value} m{mb}" if op is Op.LOSS else f"{op.value} s{stage} m{mb}"
     if not numbers:
         yield Finding("complete", s.header.rank_of(stage, mb), -1, f"{what} is missing")
@@ -80,10 +80,12 @@ def _accumulated(s: Subject) -> Iterator[Finding]:
     """Gradients of a stage accumulate for one update at a time, between the step before and the step that uses them."""
     steps: dict[tuple[int, int], list[int]] = defaultdict(list)
     for number, (i, rank) in enumerate(zip(s.graph.instructions, s.graph.ranks, strict=True)):
-        done = steps[rank, i.stage]
         if i.op in STEP_OPS:
-            done.append(number)
-        elif i.op in WEIGHT_GRADIENT_OPS and (update := s.header.update_of(i.stage, i.mb)) != len(done):
+            steps[rank, i.stage].append(number)
+        elif i.op in WEIGHT_GRADIENT_OPS:
+            done, update = steps[rank, i.stage], s.header.update_of(i.stage, i.mb)
+            if update == len(done):
+                continue
             why = f"step s{i.stage} w{len(done)} has not used the gradients before"
             late = f"which is done: {s.where(done[update])}" if update < len(done) else f"but {why}"
             yield s.at("complete", number, f"its gradient belongs to update {update}, {late}")

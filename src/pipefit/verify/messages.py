@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import MESSAGE_OPS, WHOLE_OF, Kind, Op
+from pipefit.ir.op import MESSAGE_OPS, WHOLE_OF, Op
 from pipefit.ir.program import Header
+from pipefit.ir.values import ACT, GRAD
 from pipefit.verify.subject import Finding, Subject
 
 Owed = tuple[str, int, int]
@@ -55,9 +56,9 @@ def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
         for mb in range(header.total_microbatches):
             source, target = here[mb % len(here)], after[mb % len(after)]
             if source != target:
-                result[Kind.ACT.value, stage, mb] = source, target
+                result[ACT, stage, mb] = source, target
                 if stage >= header.frozen:
-                    result[Kind.GRAD.value, stage, mb] = target, source
+                    result[GRAD, stage, mb] = target, source
     return result
 
 
@@ -73,8 +74,9 @@ def _wrong_link(i: Instruction, rank: int, link: tuple[int, int] | None) -> str:
 def fifo(s: Subject) -> Iterator[Finding]:
     """On each link, receives in the order of their sends."""
     newest: dict[tuple[int, int], int] = {}
+    receive = Op.RECV
     for number, i in enumerate(s.graph.instructions):
-        if i.op is Op.RECV and number in s.graph.partner:
+        if i.op is receive and number in s.graph.partner:
             send = s.graph.partner[number]
             link = i.peer, s.graph.ranks[number]
             before = newest.get(link, -1)

@@ -56,10 +56,10 @@ class Subject:
         """The subject of a program."""
         graph = dependency_graph(program)
         places: dict[Op, defaultdict[tuple[int, int], list[int]]] = {op: defaultdict(list) for op in Op}
+        places[Op.HOST_STEP] = places[Op.STEP]
+        loss, last = Op.LOSS, program.header.last_stage
         for number, i in enumerate(graph.instructions):
-            op = Op.STEP if i.op is Op.HOST_STEP else i.op
-            stage = program.header.last_stage if op is Op.LOSS else i.stage
-            places[op][stage, i.mb if i.mb >= 0 else i.version].append(number)
+            places[i.op][last if i.op is loss else i.stage, i.mb if i.mb >= 0 else i.version].append(number)
         return cls(program, graph, kept, places)
 
     def each(self, *ops: Op) -> Iterator[tuple[int, int, int]]:
