@@ -62,11 +62,12 @@ def _weights_per_second(model: str) -> float:
 MADE: Mapping[str, Made] = {
     "model-and-pipeline": Made(
         (lambda run: period(run, Draw("naive", 4, 1)) / period(run, Draw("pipedream", 4, 12)),),
-        (drawn(Draw("naive", 4, 2)), drawn(Draw("pipedream", 4, 8))),
+        drawn(Draw("naive", 4, 2)),
+        drawn(Draw("pipedream", 4, 8)),
     ),
     "active-batches": Made(
         (lambda run: run(Draw("pipedream", 4, 12)).metrics["peak_inflight"][0], _in_flight(3, 2), _in_flight(4, 2)),
-        (drawn(Draw("pipedream", 2, 8, replicas=(2, 1)), "Round-robin over replicas"),),
+        drawn(Draw("pipedream", 2, 8, replicas=(2, 1)), "Round-robin over replicas"),
     ),
     "naive-pipelining": Made((_naive_pipelining,)),
     "stashing": Made(
@@ -74,7 +75,7 @@ MADE: Mapping[str, Made] = {
             lambda run: same_version(run, Draw("pipedream", 4, 8)),
             lambda run: " ".join(map(str, run(Draw("pipedream", 4, 8)).metrics["weight_versions"])),
         ),
-        (drawn(Draw("pipedream", 4, 8), "Weight stashing", follow=4),),
+        drawn(Draw("pipedream", 4, 8), "Weight stashing", follow=4),
     ),
     "pipedream-table": Made(
         tuple(
@@ -92,6 +93,6 @@ MADE: Mapping[str, Made] = {
     ),
     "question-other-workloads": Made(
         (figure(Draw("gpipe", 4, 32, backward=0), "bubble_fraction"),),
-        (drawn(Draw("gpipe", 4, 12, backward=0), "Forward only"),),
+        drawn(Draw("gpipe", 4, 12, backward=0), "Forward only"),
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn
+from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn, each
 from pipefit.reproduce.predicted import falls, memory_gb, period, rate, sent, stalls
 from pipefit.reproduce.steps import Draw, Largest, Planned
 
@@ -132,47 +132,35 @@ MADE: Mapping[str, Made] = {
         (lambda run: period(run, Draw("gpipe", 4, 4, recompute=True)) / 4 / period(run, Draw("pipedream", 4, 12)),)
     ),
     "intra-batch": Made(
-        tuple(lambda run, model=model: rate(run, straight(model)) > _one_by_one(run, model) for model in MODELS),
-        (
-            _bars(
-                "Four GPUs on PCIe",
-                "samples/s",
-                {
-                    "model parallelism": _one_by_one,
-                    "with pipelining": lambda run, model: rate(run, straight(model)),
-                    "PipeDream": lambda run, model: rate(run, _best(model)),
-                },
-            ),
+        each(lambda run, model: rate(run, straight(model)) > _one_by_one(run, model), MODELS),
+        _bars(
+            "Four GPUs on PCIe",
+            "samples/s",
+            {
+                "model parallelism": _one_by_one,
+                "with pipelining": lambda run, model: rate(run, straight(model)),
+                "PipeDream": lambda run, model: rate(run, _best(model)),
+            },
         ),
     ),
     "memory-per-worker": Made(
-        tuple(
-            lambda run, model=model: memory_gb(run, straight(model)) / memory_gb(run, parallel(model))
-            for model in MODELS[:2]
-        ),
-        (
-            _bars(
-                "Memory of a worker",
-                "GB",
-                {
-                    **{f"stage {stage}": partial(_stage_gb, stage=stage) for stage in range(4)},
-                    "data parallelism": lambda run, model: memory_gb(run, parallel(model)),
-                },
-                MODELS[:2],
-            ),
+        each(lambda run, model: memory_gb(run, straight(model)) / memory_gb(run, parallel(model)), MODELS[:2]),
+        _bars(
+            "Memory of a worker",
+            "GB",
+            {
+                **{f"stage {stage}": partial(_stage_gb, stage=stage) for stage in range(4)},
+                "data parallelism": lambda run, model: memory_gb(run, parallel(model)),
+            },
+            MODELS[:2],
         ),
     ),
     "bytes-per-sample": Made(
-        tuple(
-            lambda run, model=model: _least_sent(run, model) < _plain_sent(model)
-            for model in ("vgg16", "gnmt", "resnet50")
-        ),
-        (
-            _bars(
-                "Bytes per sample on four GPUs",
-                "MB",
-                {"data parallelism": lambda run, model: _plain_sent(model), "pipeline": _least_sent},
-            ),
+        each(lambda run, model: _least_sent(run, model) < _plain_sent(model), ("vgg16", "gnmt", "resnet50")),
+        _bars(
+            "Bytes per sample on four GPUs",
+            "MB",
+            {"data parallelism": lambda run, model: _plain_sent(model), "pipeline": _least_sent},
         ),
     ),
     "pipeline-depth": Made(
@@ -180,37 +168,34 @@ MADE: Mapping[str, Made] = {
             falls(period, [_more_in_flight(warmup) for warmup in range(3)]),
             lambda run: run(_more_in_flight(2)).metrics["peak_inflight"][0],
         ),
-        (drawn(_more_in_flight(1), "As many in flight as workers"), drawn(_more_in_flight(2), "Twice as many")),
+        drawn(_more_in_flight(1), "As many in flight as workers"),
+        drawn(_more_in_flight(2), "Twice as many"),
     ),
     "gpipe-largest": Made(
         (
-            *(lambda run, step=step: run(step) for step in _LAYERS.values()),
+            *each(lambda run, step: run(step), _LAYERS.values()),
             lambda run: run(_LAYERS["Pipeline-8"]) / run(_LAYERS["Pipeline-1"]),
             lambda run: run(_LAYERS["Pipeline-128"]) / run(_LAYERS["Pipeline-1"]),
         ),
-        (
-            curves(
-                "Layers of the largest Transformer",
-                "accelerators",
-                "layers",
-                (1, 8, 32, 128),
-                {"GPipe": lambda run, count: run(_fits(count))},
-                {"GPipe": (13, 103, 415, 1663)},
-                log_x=True,
-            ),
+        curves(
+            "Layers of the largest Transformer",
+            "accelerators",
+            "layers",
+            (1, 8, 32, 128),
+            {"GPipe": lambda run, count: run(_fits(count))},
+            {"GPipe": (13, 103, 415, 1663)},
+            log_x=True,
         ),
     ),
     "gpipe-throughput": Made(
         tuple(lambda run, k=k, m=m: normalized(run, k, m) for m in (1, 4, 32) for k in (2, 4, 8)),
-        (
-            curves(
-                "Throughput over that of K = 2, M = 1",
-                "partitions K",
-                "×",
-                (2, 4, 8),
-                {f"M = {m}": lambda run, k, m=m: normalized(run, k, m) for m in (1, 4, 32)},
-                {f"M = {m}": row for m, row in THROUGHPUT["Transformer"].items()},
-            ),
+        curves(
+            "Throughput over that of K = 2, M = 1",
+            "partitions K",
+            "×",
+            (2, 4, 8),
+            {f"M = {m}": lambda run, k, m=m: normalized(run, k, m) for m in (1, 4, 32)},
+            {f"M = {m}": row for m, row in THROUGHPUT["Transformer"].items()},
         ),
     ),
     "gpipe-overheads": Made(
@@ -218,31 +203,27 @@ MADE: Mapping[str, Made] = {
             lambda run: shares(run, transformer(8, 32))["recompute"] / shares(run, transformer(8, 32))["compute"],
             lambda run: shares(run, transformer(8, 32))["bubble"],
         ),
-        (
-            curves(
-                "Time of a step, 8 partitions",
-                "micro-batches",
-                "share",
-                ("M = 8", "M = 32", "M = 128"),
-                {
-                    name: lambda run, m, name=name: shares(run, transformer(8, int(m.split()[-1])))[name]
-                    for name in PURPOSES
-                },
-                kind="bar",
-            ),
+        curves(
+            "Time of a step, 8 partitions",
+            "micro-batches",
+            "share",
+            ("M = 8", "M = 32", "M = 128"),
+            {
+                name: lambda run, m, name=name: shares(run, transformer(8, int(m.split()[-1])))[name]
+                for name in PURPOSES
+            },
+            kind="bar",
         ),
     ),
     "microbatch-too-small": Made(
         (),
-        (
-            curves(
-                "A Transformer on 8 devices, 128 samples per update",
-                "micro-batches",
-                "samples/s",
-                (2, 4, 8, 16, 32, 64, 128),
-                {"GPipe": lambda run, m: rate(run, transformer(8, m))},
-                log_x=True,
-            ),
+        curves(
+            "A Transformer on 8 devices, 128 samples per update",
+            "micro-batches",
+            "samples/s",
+            (2, 4, 8, 16, 32, 64, 128),
+            {"GPipe": lambda run, m: rate(run, transformer(8, m))},
+            log_x=True,
         ),
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from pipefit.errors import InfeasibleError
 from pipefit.reproduce.clusters import normalized, transformer
-from pipefit.reproduce.entry import Bench, Made, curves, drawn, figure
+from pipefit.reproduce.entry import Bench, Made, curves, drawn, each, figure
 from pipefit.reproduce.predicted import rate
 from pipefit.reproduce.steps import Draw, Planned, Verb
 
@@ -42,66 +42,58 @@ def _rate(run: Bench, strategy: str, microbatches: int) -> float:
 MADE: Mapping[str, Made] = {
     "vanilla-waste": Made(
         tuple(figure(Draw("naive", k, 2), "bubble_fraction") for k in _COUNTS),
-        (
-            drawn(Draw("naive", 4, 1)),
-            curves(
-                "Wasted GPU time of model parallelism",
-                "GPUs K",
-                "share",
-                _COUNTS,
-                {"simulated": lambda run, k: run(Draw("naive", k, 2)).metrics["bubble_fraction"]},
-                {"(K − 1)/K": [(k - 1) / k for k in _COUNTS]},
-            ),
+        drawn(Draw("naive", 4, 1)),
+        curves(
+            "Wasted GPU time of model parallelism",
+            "GPUs K",
+            "share",
+            _COUNTS,
+            {"simulated": lambda run, k: run(Draw("naive", k, 2)).metrics["bubble_fraction"]},
+            {"(K − 1)/K": [(k - 1) / k for k in _COUNTS]},
         ),
     ),
     "gpipe-bubble": Made(
         tuple(figure(Draw("gpipe", 4, m), "bubble_fraction") for m in _COUNTS),
-        (
-            drawn(Draw("gpipe", 4, 4)),
-            curves(
-                "Bubble of GPipe, K = 4",
-                "micro-batches M",
-                "share",
-                _COUNTS,
-                {"simulated": lambda run, m: run(Draw("gpipe", 4, m)).metrics["bubble_fraction"]},
-                {"(K − 1)/(M + K − 1)": [3 / (m + 3) for m in _COUNTS]},
-            ),
+        drawn(Draw("gpipe", 4, 4)),
+        curves(
+            "Bubble of GPipe, K = 4",
+            "micro-batches M",
+            "share",
+            _COUNTS,
+            {"simulated": lambda run, m: run(Draw("gpipe", 4, m)).metrics["bubble_fraction"]},
+            {"(K − 1)/(M + K − 1)": [3 / (m + 3) for m in _COUNTS]},
         ),
     ),
     "checkpointing-memory": Made(
         (lambda run: _kept(run, 32, 8, 4, False), lambda run: _kept(run, 32, 8, 4, True)),
-        (
-            curves(
-                "Activations of a device, N = 32, K = 4, M = 8",
-                "layers L",
-                "samples × layers",
-                (8, 16, 32, 64, 128),
-                {
-                    "without": lambda run, layers: _kept(run, layers, 8, 4, False),
-                    "with checkpointing": lambda run, layers: _kept(run, layers, 8, 4, True),
-                },
-                {
-                    "N·L/K": [32 * layers / 4 for layers in (8, 16, 32, 64, 128)],
-                    "N + L/K·N/M": [32 + layers / 4 * 32 / 8 for layers in (8, 16, 32, 64, 128)],
-                },
-            ),
-            drawn(Draw("gpipe", 4, 8, recompute=True)),
+        curves(
+            "Activations of a device, N = 32, K = 4, M = 8",
+            "layers L",
+            "samples × layers",
+            (8, 16, 32, 64, 128),
+            {
+                "without": lambda run, layers: _kept(run, layers, 8, 4, False),
+                "with checkpointing": lambda run, layers: _kept(run, layers, 8, 4, True),
+            },
+            {
+                "N·L/K": [32 * layers / 4 for layers in (8, 16, 32, 64, 128)],
+                "N + L/K·N/M": [32 + layers / 4 * 32 / 8 for layers in (8, 16, 32, 64, 128)],
+            },
         ),
+        drawn(Draw("gpipe", 4, 8, recompute=True)),
     ),
     "slow-links": Made(
-        tuple(lambda run, k=k: _slow(run, k) / _slow(run, 2) for k in (2, 4, 8)),
-        (
-            curves(
-                "Throughput over that of K = 2, M = 32",
-                "partitions K",
-                "×",
-                (2, 4, 8),
-                {
-                    "slow links": lambda run, k: _slow(run, k) / _slow(run, 2),
-                    "fast links": lambda run, k: normalized(run, k, 32) / normalized(run, 2, 32),
-                },
-                {"slow links": (1, 1.8, 3.3), "fast links": (1, 3.4 / 1.8, 6.3 / 1.8)},
-            ),
+        each(lambda run, k: _slow(run, k) / _slow(run, 2), (2, 4, 8)),
+        curves(
+            "Throughput over that of K = 2, M = 32",
+            "partitions K",
+            "×",
+            (2, 4, 8),
+            {
+                "slow links": lambda run, k: _slow(run, k) / _slow(run, 2),
+                "fast links": lambda run, k: normalized(run, k, 32) / normalized(run, 2, 32),
+            },
+            {"slow links": (1, 1.8, 3.3), "fast links": (1, 3.4 / 1.8, 6.3 / 1.8)},
         ),
     ),
     "microbatch-ablation": Made(
@@ -109,14 +101,12 @@ MADE: Mapping[str, Made] = {
             lambda run: _rate(run, "gpipe", 4) > _rate(run, "gpipe", 1),
             lambda run: _rate(run, "gpipe", 4) > _rate(run, "naive", 4),
         ),
-        (
-            curves(
-                "A small Transformer on two processes",
-                "micro-batches",
-                "samples/s",
-                (1, 2, 4, 8),
-                {name: lambda run, m, name=name: _rate(run, name, m) for name in ("accumulate", "naive", "gpipe")},
-            ),
+        curves(
+            "A small Transformer on two processes",
+            "micro-batches",
+            "samples/s",
+            (1, 2, 4, 8),
+            {name: lambda run, m, name=name: _rate(run, name, m) for name in ("accumulate", "naive", "gpipe")},
         ),
     ),
 }

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipefit.errors import InfeasibleError
 
@@ -93,7 +93,7 @@ class Picture:
     text: str
 
 
-class Made(NamedTuple):
+class Made:
     """How an entry is made again; nothing here reads a published value.
 
     Attributes:
@@ -101,8 +101,8 @@ class Made(NamedTuple):
         pictures: draw.
     """
 
-    values: tuple[Callable[[Bench], Scalar], ...] = ()
-    pictures: tuple[Callable[[Bench], Picture], ...] = ()
+    def __init__(self, values: Sequence[Callable[[Bench], Scalar]] = (), *pictures: Callable[[Bench], Picture]) -> None:
+        self.values, self.pictures = values, pictures
 
 
 _NOT_MADE = Made()
@@ -144,9 +144,14 @@ def drawn(step: Draw, title: str = "", **options: Any) -> Callable[[Bench], Pict
     return make
 
 
-def figure(step: Draw, name: str) -> Callable[[Bench], Any]:
-    """A figure of a schedule by its name in `pipefit draw --json`."""
-    return lambda run: run(step).metrics[name]
+def figure(step: Draw, name: str, of: Callable[[Any], Any] = lambda found: found) -> Callable[[Bench], Any]:
+    """A figure of a schedule by its name in `pipefit draw --json`; of figures of every rank, one, such as the max."""
+    return lambda run: of(run(step).metrics[name])
+
+
+def each(value: Callable[[Bench, Any], Scalar], over: Iterable[Any]) -> list[Callable[[Bench], Scalar]]:
+    """The same value at several points."""
+    return [lambda run, x=x: value(run, x) for x in over]
 
 
 def curves(

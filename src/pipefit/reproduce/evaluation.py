@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from pipefit.reproduce.entry import Bench, Made, Picture, curves
+from pipefit.reproduce.entry import Bench, Made, Picture, curves, each
 from pipefit.reproduce.predicted import falls, gpt_plan, rate, tflops
 from pipefit.reproduce.steps import Planned
 
@@ -75,14 +75,12 @@ def _against_copies(width: str, x_label: str) -> Made:
     """The throughput over one width, where all other GPUs hold copies: it falls."""
     return Made(
         tuple(falls(tflops, [_small(b, **{width: n}) for n in _WIDTHS], 1.005) for b in _BATCHES),
-        (
-            _chart(
-                "5.9 billion parameters on 64 GPUs",
-                x_label,
-                _WIDTHS,
-                {f"batch {b}": lambda n, b=b: _small(b, **{width: n}) for b in _BATCHES},
-                log_x=True,
-            ),
+        _chart(
+            "5.9 billion parameters on 64 GPUs",
+            x_label,
+            _WIDTHS,
+            {f"batch {b}": lambda n, b=b: _small(b, **{width: n}) for b in _BATCHES},
+            log_x=True,
         ),
     )
 
@@ -144,86 +142,69 @@ def _alone(run: Bench) -> float:
 
 MADE: Mapping[str, Made] = {
     "tensor-versus-pipeline": Made(
-        tuple(lambda run, b=b: _best_pair(run, b) for b in (32, 128)),
-        (
-            _chart(
-                "161 billion parameters on 64 GPUs",
-                "t, p",
-                [f"{t}, {p}" for t, p in _PAIRS],
-                {f"batch {b}": lambda pair, b=b: _large(b, *map(int, pair.split(", "))) for b in (32, 128)},
-            ),
+        each(_best_pair, (32, 128)),
+        _chart(
+            "161 billion parameters on 64 GPUs",
+            "t, p",
+            [f"{t}, {p}" for t, p in _PAIRS],
+            {f"batch {b}": lambda pair, b=b: _large(b, *map(int, pair.split(", "))) for b in (32, 128)},
         ),
     ),
     "data-versus-pipeline": _against_copies("p", "depth p, copies 64/p"),
     "data-versus-tensor": _against_copies("t", "tensor width t, copies 64/t"),
     "weak-scaling": Made(
         (lambda run: _kept(run, 128) > _kept(run, 8), lambda run: _kept(run, 8)),
-        (
-            _chart(
-                "Weak scaling, t = 8",
-                "depth p",
-                (1, 2, 4, 8),
-                {f"batch {b}": lambda p, b=b: _weak(b, p) for b in (8, 128)},
-                log_x=True,
-            ),
+        _chart(
+            "Weak scaling, t = 8",
+            "depth p",
+            (1, 2, 4, 8),
+            {f"batch {b}": lambda p, b=b: _weak(b, p) for b in (8, 128)},
+            log_x=True,
         ),
     ),
     "interleaved-gain": Made(
         (lambda run: _gain(run, 12) > 1, lambda run: _gain(run, 12) > _gain(run, 36) > _gain(run, 60)),
-        (
-            _chart(
-                "175 billion parameters on 96 GPUs",
-                "batch",
-                (12, 24, 36, 48, 60),
-                {"interleaved": partial(_gpt3, schedule="interleaved"), "1F1B": partial(_gpt3, schedule="1f1b")},
-            ),
+        _chart(
+            "175 billion parameters on 96 GPUs",
+            "batch",
+            (12, 24, 36, 48, 60),
+            {"interleaved": partial(_gpt3, schedule="interleaved"), "1F1B": partial(_gpt3, schedule="1f1b")},
         ),
     ),
     "microbatch-size": Made(
         (lambda run: max((1, 2, 4, 8), key=lambda size: rate(run, _sized(512, size))),),
-        (
-            _chart(
-                "91 billion parameters on 64 GPUs",
-                "micro-batch size",
-                (1, 2, 4, 8),
-                {f"batch {b}": partial(_sized, b) for b in (128, 512)},
-                log_x=True,
-            ),
+        _chart(
+            "91 billion parameters on 64 GPUs",
+            "micro-batch size",
+            (1, 2, 4, 8),
+            {f"batch {b}": partial(_sized, b) for b in (128, 512)},
+            log_x=True,
         ),
     ),
     "end-to-end": Made(
-        tuple(lambda run, row=row: tflops(run, row.step) for row in TABLE_1),
-        (
-            _chart(
-                "PTD-P, table 1",
-                "billion parameters",
-                [row.billions for row in TABLE_1],
-                {"ours": {row.billions: row.step for row in TABLE_1}.__getitem__},
-                published={"PTD-P": [row.published for row in TABLE_1]},
-                log_x=True,
-            ),
+        each(lambda run, row: tflops(run, row.step), TABLE_1),
+        _chart(
+            "PTD-P, table 1",
+            "billion parameters",
+            [row.billions for row in TABLE_1],
+            {"ours": {row.billions: row.step for row in TABLE_1}.__getitem__},
+            published={"PTD-P": [row.published for row in TABLE_1]},
+            log_x=True,
         ),
     ),
     "training-days": Made(
-        (
-            lambda run: days(run, _GPT3, 300000000000.0),
-            lambda run: days(run, _NEXT, 450000000000.0),
-            _by_formula,
-            _alone,
-        )
+        (lambda run: days(run, _GPT3, 300e9), lambda run: days(run, _NEXT, 450e9), _by_formula, _alone)
     ),
     "scatter-gather": Made(
         (lambda run: _scattered(run, 60) - 1, lambda run: _scattered(run, 60) > _scattered(run, 12)),
-        (
-            _chart(
-                "175 billion parameters on 96 GPUs, interleaved",
-                "batch",
-                (12, 24, 36, 48, 60),
-                {
-                    "scatter/gather": partial(_gpt3, schedule="interleaved"),
-                    "whole messages": partial(_gpt3, schedule="interleaved", whole_messages=True),
-                },
-            ),
+        _chart(
+            "175 billion parameters on 96 GPUs, interleaved",
+            "batch",
+            (12, 24, 36, 48, 60),
+            {
+                "scatter/gather": partial(_gpt3, schedule="interleaved"),
+                "whole messages": partial(_gpt3, schedule="interleaved", whole_messages=True),
+            },
         ),
     ),
 }

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pipefit.reproduce.clusters import MODELS, NAIVE_1, stall_share
-from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn, figure
+from pipefit.reproduce.entry import Bench, Made, Picture, curves, drawn, each, figure
 from pipefit.reproduce.measured import study_file
 from pipefit.reproduce.pipedream_gpipe import same_version, versions_used
 from pipefit.reproduce.predicted import falls, memory_gb, period, rate, speedup
@@ -22,10 +22,6 @@ def _version_rule(run: Bench) -> bool:
     """Whether micro-batch k, from 1, uses version max(⌊(k − 1)/m⌋ − 1, 0) at every stage."""
     places = [(stage, k) for stage in range(4) for k in range(1, 25)]
     return all(versions_used(run, _DOUBLE, stage, k - 1)["fwd"] == max((k - 1) // 4 - 1, 0) for stage, k in places)
-
-
-def _most_versions(run: Bench, step: Draw) -> int:
-    return max(run(step).metrics["weight_versions"])
 
 
 # ---------------------------------------------------------------------------------------------- Hydra: many models
@@ -136,11 +132,11 @@ def _measured(run: Bench, policy: str) -> float:
 MADE: Mapping[str, Made] = {
     "spilled-execution": Made(
         (lambda run: sum((i.op.value == "fetch" and i.kind == "weights" for _, _, i in run(_ONE).program)),),
-        (drawn(_ONE, "Spilled execution, one slot"),),
+        drawn(_ONE, "Spilled execution, one slot"),
     ),
     "double-buffering": Made(
         (lambda run: period(run, _TWO) < period(run, _ONE), lambda run: period(run, _ONE) / period(run, _TWO)),
-        (drawn(_TWO, "Double buffering"),),
+        drawn(_TWO, "Double buffering"),
     ),
     "sharp": Made(
         (
@@ -149,52 +145,44 @@ MADE: Mapping[str, Made] = {
             lambda run: _over_sharp(run, "naive"),
             lambda run: _over_sharp(run, "whole models"),
         ),
-        (
-            _sharp_picture,
-            curves(
-                "Twelve models on eight devices",
-                "",
-                "time",
-                tuple(_MAKESPANS),
-                {"time": lambda run, name: _MAKESPANS[name](run)},
-                kind="bar",
-            ),
+        _sharp_picture,
+        curves(
+            "Twelve models on eight devices",
+            "",
+            "time",
+            tuple(_MAKESPANS),
+            {"time": lambda run, name: _MAKESPANS[name](run)},
+            kind="bar",
         ),
     ),
     "sharp-measured": Made(
-        tuple(
-            lambda run, name=name: _measured(run, name) / _measured(run, "lrtf")
-            for name in ("whole-task", "gpipe", "naive")
-        )
+        each(lambda run, name: _measured(run, name) / _measured(run, "lrtf"), ("whole-task", "gpipe", "naive"))
     ),
-    "pipedream-hybrid": Made((figure(_HYBRID, "period"),), (drawn(_HYBRID),)),
+    "pipedream-hybrid": Made((figure(_HYBRID, "period"),), drawn(_HYBRID)),
     "vertical-sync": Made(
         (
             lambda run: same_version(run, _VERTICAL),
             lambda run: all(
                 len({versions_used(run, _VERTICAL, stage, mb)["fwd"] for stage in range(4)}) == 1 for mb in range(12)
             ),
-            lambda run: _most_versions(run, _VERTICAL),
+            figure(_VERTICAL, "weight_versions", max),
         ),
-        (drawn(_VERTICAL),),
+        drawn(_VERTICAL),
     ),
     "2bw-versions": Made(
         (
             _version_rule,
-            lambda run: _most_versions(run, _DOUBLE),
-            lambda run: _most_versions(run, Draw("pipedream", 4, 12)),
-            lambda run: _most_versions(run, Draw("1f1b", 4, 8)),
+            figure(_DOUBLE, "weight_versions", max),
+            figure(Draw("pipedream", 4, 12), "weight_versions", max),
+            figure(Draw("1f1b", 4, 8), "weight_versions", max),
         ),
-        (drawn(_DOUBLE), drawn(Draw("1f1b", 4, 4, num_steps=2), "PipeDream-Flush")),
+        drawn(_DOUBLE),
+        drawn(Draw("1f1b", 4, 4, num_steps=2), "PipeDream-Flush"),
     ),
     "2bw-memory": Made(
         (),
-        (
-            _at_first_stage("Versions of the weights at the first stage", "versions", "weight_versions"),
-            _at_first_stage(
-                "In flight at the first stage, 16 micro-batches per update", "micro-batches", "peak_inflight"
-            ),
-        ),
+        _at_first_stage("Versions of the weights at the first stage", "versions", "weight_versions"),
+        _at_first_stage("In flight at the first stage, 16 micro-batches per update", "micro-batches", "peak_inflight"),
     ),
     "2bw-throughput": Made(
         (
@@ -202,19 +190,17 @@ MADE: Mapping[str, Made] = {
             lambda run: rate(run, _pipelined("2bw", "3.8B", 512)) / rate(run, _tensor_only("3.8B", 512)),
             falls(rate, [_pipelined("2bw", "2.2B", batch) for batch in (1024, 512, 256, 128)]),
         ),
-        (
-            curves(
-                "2.2 billion parameters on 64 V100s",
-                "batch",
-                "samples/s",
-                (64, 128, 256, 512),
-                {
-                    "2BW": lambda run, batch: rate(run, _pipelined("2bw", "2.2B", batch)),
-                    "GPipe": lambda run, batch: rate(run, _pipelined("gpipe", "2.2B", batch)),
-                    "tensor parallelism, 16": lambda run, batch: rate(run, _tensor_only("2.2B", batch)),
-                },
-                log_x=True,
-            ),
+        curves(
+            "2.2 billion parameters on 64 V100s",
+            "batch",
+            "samples/s",
+            (64, 128, 256, 512),
+            {
+                "2BW": lambda run, batch: rate(run, _pipelined("2bw", "2.2B", batch)),
+                "GPipe": lambda run, batch: rate(run, _pipelined("gpipe", "2.2B", batch)),
+                "tensor parallelism, 16": lambda run, batch: rate(run, _tensor_only("2.2B", batch)),
+            },
+            log_x=True,
         ),
     ),
     "2bw-planner": Made(
@@ -223,29 +209,20 @@ MADE: Mapping[str, Made] = {
             falls(memory_gb, [_pipelined("2bw", "2.2B", 512, depth, microbatch_sizes=[1]) for depth in (4, 8, 16)]),
             lambda run: run.fits(_pipelined("2bw", "2.2B", 512, 1)),
         ),
-        (
-            _over_depth("2.2 billion parameters on 64 V100s, batch 512", "samples/s", rate),
-            _over_depth("Memory with micro-batches of 1", "GB", memory_gb, microbatch_sizes=[1]),
-        ),
+        _over_depth("2.2 billion parameters on 64 V100s, batch 512", "samples/s", rate),
+        _over_depth("Memory with micro-batches of 1", "GB", memory_gb, microbatch_sizes=[1]),
     ),
     "gpipe-one-accelerator": Made((lambda run: run(_PIPELINE_1) / run(NAIVE_1),)),
-    "pipedream-speedups": Made(
-        tuple(lambda run, model=model: speedup(run, _machines(model)) for model in ("vgg16", "resnet50"))
-    ),
+    "pipedream-speedups": Made(each(lambda run, model: speedup(run, _machines(model)), ("vgg16", "resnet50"))),
     "stalls": Made(
-        tuple(
-            lambda run, model=model: stall_share(run, model, 32) > stall_share(run, model, 4)
-            for model in ("vgg16", "gnmt")
-        ),
-        (
-            curves(
-                "Stalls of data parallelism, servers of four GPUs, 10 Gbit/s",
-                "GPUs",
-                "share of time",
-                (4, 8, 16, 32),
-                {model: lambda run, n, model=model: stall_share(run, model, n) for model in MODELS},
-                log_x=True,
-            ),
+        each(lambda run, model: stall_share(run, model, 32) > stall_share(run, model, 4), ("vgg16", "gnmt")),
+        curves(
+            "Stalls of data parallelism, servers of four GPUs, 10 Gbit/s",
+            "GPUs",
+            "share of time",
+            (4, 8, 16, 32),
+            {model: lambda run, n, model=model: stall_share(run, model, n) for model in MODELS},
+            log_x=True,
         ),
     ),
 }

@@ -78,7 +78,7 @@ MADE: Mapping[str, Made] = {
                 < _time_to(run, "digits", "data parallelism")
             ),
         ),
-        tuple(
+        *(
             curves(
                 f"Held-out loss on {data}, every {_EVERY} updates",
                 "seconds",

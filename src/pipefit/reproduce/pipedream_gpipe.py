@@ -85,23 +85,22 @@ def _two_levels(run: Bench) -> bool:
 MADE: Mapping[str, Made] = {
     "hardware-pipeline": Made(
         (figure(Draw("gpipe", 5, 5, backward=0), "makespan"), figure(Draw("naive", 5, 5, backward=0), "makespan")),
-        (drawn(Draw("gpipe", 5, 5, backward=0), "A pipeline of five steps"),),
+        drawn(Draw("gpipe", 5, 5, backward=0), "A pipeline of five steps"),
     ),
-    "naive": Made(
-        (figure(_NAIVE, "bubble_fraction"), lambda run: max(run(_NAIVE).metrics["peak_inflight"])), (drawn(_NAIVE),)
-    ),
-    "gpipe-flushes": Made((figure(_GPIPE, "bubble_fraction"), bubble(16), bubble(32)), (drawn(_GPIPE),)),
+    "naive": Made((figure(_NAIVE, "bubble_fraction"), figure(_NAIVE, "peak_inflight", max)), drawn(_NAIVE)),
+    "gpipe-flushes": Made((figure(_GPIPE, "bubble_fraction"), bubble(16), bubble(32)), drawn(_GPIPE)),
     "pipedream-steady": Made(
         (
             figure(_STEADY, "period"),
             lambda run: run(_STEADY).metrics["peak_inflight"][0],
             figure(Draw("naive", 4, 1), "period"),
         ),
-        (drawn(_STEADY), drawn(Draw("gpipe", 4, 4, num_steps=3))),
+        drawn(_STEADY),
+        drawn(Draw("gpipe", 4, 4, num_steps=3)),
     ),
     "1f1b-rr": Made(
         (figure(_ROUND_ROBIN, "period"), _one_worker_each, lambda run: run(_ROUND_ROBIN).metrics["peak_inflight"][0]),
-        (drawn(_ROUND_ROBIN, "1F1B-RR"),),
+        drawn(_ROUND_ROBIN, "1F1B-RR"),
     ),
     "weight-stashing": Made(
         (
@@ -110,25 +109,24 @@ MADE: Mapping[str, Made] = {
             lambda run: run(_STASH).metrics["weight_versions"][0],
             lambda run: run(_STASH).metrics["weight_versions"][2],
         ),
-        (drawn(_STASH, "Weight stashing", follow=4),),
+        drawn(_STASH, "Weight stashing", follow=4),
     ),
-    "two-level-topology": Made((_two_levels,), (topology_picture,)),
+    "two-level-topology": Made((_two_levels,), topology_picture),
     "gpipe-timeline": Made(
         (lambda run: run(Draw("naive", 4, 4)).metrics["makespan"] / run(Draw("gpipe", 4, 4)).metrics["makespan"],),
-        (drawn(Draw("naive", 4, 4)), drawn(Draw("gpipe", 4, 4))),
+        drawn(Draw("naive", 4, 4)),
+        drawn(Draw("gpipe", 4, 4)),
     ),
     "microbatches": Made(
         (bubble(8, 2), bubble(8, 8), bubble(32, 8)),
-        (
-            curves(
-                "Bubble of GPipe",
-                "micro-batches M",
-                "idle share",
-                (1, 2, 4, 8, 16, 32, 64),
-                {f"K = {k}": lambda run, m, k=k: bubble(m, k)(run) for k in (2, 4, 8)},
-                {f"K = {k}": [(k - 1) / (m + k - 1) for m in (1, 2, 4, 8, 16, 32, 64)] for k in (2, 4, 8)},
-                log_x=True,
-            ),
+        curves(
+            "Bubble of GPipe",
+            "micro-batches M",
+            "idle share",
+            (1, 2, 4, 8, 16, 32, 64),
+            {f"K = {k}": lambda run, m, k=k: bubble(m, k)(run) for k in (2, 4, 8)},
+            {f"K = {k}": [(k - 1) / (m + k - 1) for m in (1, 2, 4, 8, 16, 32, 64)] for k in (2, 4, 8)},
+            log_x=True,
         ),
     ),
     "rematerialization": Made(
@@ -138,6 +136,6 @@ MADE: Mapping[str, Made] = {
                 / sum((i.op.value == "fwd" for _, _, i in run(Draw("gpipe", 4, 4, recompute=True)).program))
             ),
         ),
-        (drawn(Draw("gpipe", 4, 4, recompute=True)),),
+        drawn(Draw("gpipe", 4, 4, recompute=True)),
     ),
 }

@@ -76,7 +76,7 @@ MADE: Mapping[str, Made] = {
     ),
     "question-1f1b": Made(
         (figure(Draw("1f1b", 4, 8), "bubble_fraction"), figure(Draw("zb-v", 4, 8, num_chunks=2), "bubble_fraction")),
-        (drawn(Draw("zb-v", 4, 8, num_chunks=2)),),
+        drawn(Draw("zb-v", 4, 8, num_chunks=2)),
     ),
     "question-large-layer": Made((lambda run: run.fits(_wide(1)), lambda run: run.fits(_wide(8)))),
     "question-mixed-devices": Made(
@@ -86,7 +86,7 @@ MADE: Mapping[str, Made] = {
             lambda run: _layers_on_mixed(run)[1] > _layers_on_mixed(run)[0],
         )
     ),
-    "question-spark": Made((lambda run: len(list(run(Draw("1f1b", 4, 8)).program)),), (drawn(Draw("1f1b", 4, 8)),)),
+    "question-spark": Made((lambda run: len(list(run(Draw("1f1b", 4, 8)).program)),), drawn(Draw("1f1b", 4, 8))),
     "question-node-failure": Made(
         (lambda run: run(Python("Pipeline(…).save(folder); Pipeline(…).load(folder)", _interrupted)) == 0.0,)
     ),

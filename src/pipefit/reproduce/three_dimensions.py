@@ -31,17 +31,15 @@ MADE: Mapping[str, Made] = {
             lambda run: memory_gb(run, _EIGHT),
         )
     ),
-    "inter-layer": Made((figure(Draw("naive", 4, 1), "bubble_fraction"),), (drawn(Draw("naive", 4, 1)),)),
+    "inter-layer": Made((figure(Draw("naive", 4, 1), "bubble_fraction"),), drawn(Draw("naive", 4, 1))),
     "bubble-fraction": Made(
         (_ratio("gpipe", 8), _ratio("1f1b", 8), _ratio("gpipe", 16), figure(Draw("gpipe", 2, 8), "bubble_over_ideal")),
-        (drawn(Draw("gpipe", 4, 8)),),
+        drawn(Draw("gpipe", 4, 8)),
     ),
     "1f1b-memory": Made(
-        (
-            lambda run: max(run(Draw("gpipe", 4, 8)).metrics["peak_inflight"]),
-            lambda run: max(run(Draw("1f1b", 4, 8)).metrics["peak_inflight"]),
-        ),
-        (drawn(Draw("gpipe", 4, 8)), drawn(Draw("1f1b", 4, 8))),
+        [figure(Draw(name, 4, 8), "peak_inflight", max) for name in ("gpipe", "1f1b")],
+        drawn(Draw("gpipe", 4, 8)),
+        drawn(Draw("1f1b", 4, 8)),
     ),
     "interleaved-bubble": Made(
         (
@@ -52,7 +50,8 @@ MADE: Mapping[str, Made] = {
                 / run(Draw("1f1b", 4, 8)).metrics["messages"]
             ),
         ),
-        (drawn(Draw("1f1b", 4, 8)), drawn(Draw("interleaved", 4, 8, num_chunks=2))),
+        drawn(Draw("1f1b", 4, 8)),
+        drawn(Draw("interleaved", 4, 8, num_chunks=2)),
     ),
     "tensor-and-pipeline-bubble": Made(
         tuple(figure(Draw("1f1b", 16 // t, 16), "bubble_over_ideal") for t in (1, 2, 4, 8))
