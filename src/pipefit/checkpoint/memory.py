@@ -179,16 +179,9 @@ def _names(here: _Here) -> list[str]:
 def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
     """Loads a step, of which each machine's first process holds some tensors."""
     session = pipeline._session
-    manifests = [
-        msgspec.convert(one, Manifest)
-        for own in exchange(session, msgspec.to_builtins(here.manifests) if session.rank in held else [])
-        for one in own
-    ]
-    merged = msgspec.structs.replace(
-        manifests[0],
-        aliases={alias: owner for one in manifests for alias, owner in one.aliases.items()},
-        optimization=[record for one in manifests for record in one.optimization],
-    )
+    mine = msgspec.to_builtins(here.manifests) if session.rank in held else []
+    manifests = [one for own in exchange(session, mine) for one in own]
+    merged = manifest_of(manifests[0], manifests)
     lacking = set().union(*held.values()) - reduce(set.intersection, held.values()) - merged.aliases.keys()
     found = {**here.saved, **_sent(pipeline, here, held, sorted(lacking))}
     take(pipeline, merged, lambda: found)

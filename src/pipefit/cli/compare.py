@@ -72,17 +72,15 @@ def command(
 @contextlib.contextmanager
 def _ending_early(asked: Path) -> Iterator[Path]:
     """The context in which Ctrl-C makes the file that asks the ranks for the end; a second one ends them at once."""
+    from pipefit.runtime.signals import handling
 
     def ask(*_: object) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         asked.touch()
         print("\nending with the rows measured so far; Ctrl-C again ends at once", file=sys.stderr, flush=True)
 
-    before = signal.signal(signal.SIGINT, ask)
-    try:
+    with handling(ask, signal.SIGINT):
         yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def compare_rank(

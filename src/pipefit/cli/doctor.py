@@ -195,14 +195,14 @@ def _start_ranks(num_ranks: int) -> list[dict[str, Any]]:
 @contextmanager
 def _deadline(seconds: int) -> Iterator[None]:
     """Raises TimeoutError in the body after some seconds, so that ranks that hang do not block the doctor."""
+    from pipefit.runtime.signals import handling
 
     def late(*_: object) -> None:
         raise TimeoutError
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+    with handling(late, signal.SIGALRM):
+        signal.alarm(seconds)
+        try:
+            yield
+        finally:
+            signal.alarm(0)

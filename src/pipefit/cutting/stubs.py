@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
+from pipefit.stage.stage import in_mode
 
 
 def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
@@ -78,13 +79,10 @@ class Stub:
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An output on the meta device, by a run there."""
         forward: Callable[..., Any] = self.module.__dict__.pop("forward")
-        modes = [(module, module.training) for module in self.module.modules()]
-        # A batch norm would update its statistics.
-        self.module.eval()
         try:
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
             moved, options = _to_meta((args, kwargs))
-            with torch.no_grad():
+            with torch.no_grad(), in_mode(False, self.module):  # a batch norm would update its statistics
                 return torch.func.functional_call(self.module, _to_meta(dict(tensors)), moved, options)
         except Exception as problem:
             kind = type(self.module).__name__
@@ -94,8 +92,6 @@ class Stub:
             ) from problem
         finally:
             self.module.__dict__["forward"] = forward
-            for module, mode in modes:
-                module.training = mode
 
 
 def _to_meta(tree: Any) -> Any:

@@ -15,13 +15,13 @@ from pipefit.cutting.own import is_transformers, without_adapters
 from pipefit.cutting.shell import CutLayer, Shell
 from pipefit.errors import DataError, ModelError
 from pipefit.ir.program import Header
-from pipefit.profiling.untouched import in_mode
 from pipefit.runtime.collectives import broadcast, exchange
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.microbatches import MicroBatch
 from pipefit.runtime.progress import TOKEN
 from pipefit.schedules.forward import forward_only
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.stage import in_mode
 
 _USUAL = {
     "num_beams": 1,

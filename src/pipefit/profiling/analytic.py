@@ -20,12 +20,13 @@ from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.counting import Roofline, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, num_bytes, tensors_of
-from pipefit.profiling.untouched import in_mode, random_state_kept
+from pipefit.profiling.untouched import random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.payload import sent
 from pipefit.stage.replay import AttentionCores, replayed, replayed_module
 from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.stage import in_mode
 from pipefit.stage.training import Loss, with_metrics
 
 # Adam on float32 reads weight, gradient and two states, and writes all but the gradient: seven passes of 4 bytes.

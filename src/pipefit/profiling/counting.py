@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pipefit.cost.roofline import flops_s, product_s
+from pipefit.profiling.tensors import num_bytes, tensors_of
 from pipefit.spec.topology import Device
 
 _ATEN = torch.ops.aten
@@ -44,7 +44,8 @@ class Roofline(TorchDispatchMode):
                 size = result.element_size() if isinstance(result, Tensor) else args[0].element_size()
                 self.seconds += sum(product_s(self.device, m, n, k, count, size) for count, m, n, k in products)
             else:
-                self.seconds += flops_s(self.device, _flops(func, args, kwargs, result), _bytes((args, kwargs, result)))
+                moved_bytes = num_bytes(tensors_of((args, kwargs, result)))
+                self.seconds += flops_s(self.device, _flops(func, args, kwargs, result), moved_bytes)
         return result
 
 
@@ -81,10 +82,6 @@ def _outputs(args: tuple[Any, ...]) -> list[int]:
 def _convolution(source: Tensor, kernel: Tensor, groups: int, places: Any) -> tuple[int, int, int, int]:
     inner = kernel.shape[1] * math.prod(kernel.shape[2:])
     return groups, source.shape[0] * math.prod(places), kernel.shape[0] // groups, inner
-
-
-def _bytes(values: Any) -> float:
-    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(values) if isinstance(t, Tensor))
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

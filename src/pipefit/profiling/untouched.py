@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.stage import in_mode
 
 
 @contextmanager
@@ -27,10 +28,7 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
     buffers = [(module, dict(module._buffers)) for module in roots.modules()]
     copies: dict[int, Tensor] = {}
 
-    with ExitStack() as stack:
-        stack.enter_context(random_state_kept(device))
-        stack.enter_context(collector_paused())
-        stack.enter_context(in_mode(True, roots))
+    with random_state_kept(device), collector_paused(), in_mode(True, roots):
         try:
             for parameter, data, _ in parameters:
                 parameter.grad = None
@@ -49,19 +47,6 @@ def untouched(chain: Sequence[NamedLayer], device: torch.device, dtype: torch.dt
             for module, kept in buffers:
                 module._buffers.clear()
                 module._buffers.update(kept)
-
-
-@contextmanager
-def in_mode(training: bool, *roots: nn.Module) -> Iterator[None]:
-    """The context with all modules in training or evaluation mode; each one's own mode is restored afterwards."""
-    modes = [(module, module.training) for root in roots for module in root.modules()]
-    try:
-        for root in roots:
-            root.train(training)
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @contextmanager

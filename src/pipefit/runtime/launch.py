@@ -24,7 +24,7 @@ from pipefit.errors import PipefitError
 from pipefit.runtime.faults import forget, note
 from pipefit.runtime.meeting import FULL, MEMORY, RESTART
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
-from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, leaving
+from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handling, leaving
 
 _log = logging.getLogger("pipefit.launch")
 _MOST_ADDRESS = 107
@@ -194,13 +194,8 @@ def _passing_on(processes: list[Any]) -> Iterator[list[int]]:
     usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     main = threading.current_thread() is threading.main_thread()
     taken = [number for number, handler in usual.items() if main and signal.getsignal(number) is handler]
-    for number in taken:
-        signal.signal(number, pass_on)
-    try:
+    with handling(pass_on, *taken):
         yield asked
-    finally:
-        for number in taken:
-            signal.signal(number, usual[number])
 
 
 def fork_server() -> Any:

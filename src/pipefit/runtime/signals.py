@@ -11,7 +11,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -30,6 +30,17 @@ TERMINATED = 128 + signal.SIGTERM
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 10.0
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[int, object], None], *numbers: int) -> Iterator[None]:
+    """The context with another handler for signals, in a main thread; the handlers before are restored afterwards."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual)
 
 
 @dataclass

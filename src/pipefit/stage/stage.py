@@ -45,6 +45,19 @@ def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
                 module.__dict__["forward"] = forward
 
 
+@contextlib.contextmanager
+def in_mode(training: bool, *roots: nn.Module) -> Iterator[None]:
+    """The context with all modules in training or evaluation mode; each one's own mode is restored afterwards."""
+    modes = [(module, module.training) for root in roots for module in root.modules()]
+    try:
+        for root in roots:
+            root.train(training)
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 class Stage:
     """The layers of one stage on one rank.
 

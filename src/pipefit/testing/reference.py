@@ -100,11 +100,7 @@ def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any
 
 def _split(batch: Any, count: int) -> list[Any]:
     """A pytree of tensors split along the first dimension: sizes differ by at most one, the larger ones first."""
-    size = int(pytree.tree_leaves(batch)[0].shape[0])
-    ends = [0]
-    for index in range(count):
-        ends.append(ends[-1] + size // count + (index < size % count))
-    return [pytree.tree_map(lambda leaf, a=start, b=end: leaf[a:b], batch) for start, end in itertools.pairwise(ends)]
+    return [pytree.tree_map(lambda leaf, part=part: leaf.tensor_split(count)[part], batch) for part in range(count)]
 
 
 def weighted_loss(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import DamageError, PipefitError, TierError
+from pipefit.runtime.signals import handling
 from pipefit.spec.files import write_json
 from pipefit.study.board import Board, Observer
 from pipefit.study.execute.device_worker import Answer, Settings, reason_of
@@ -295,12 +296,8 @@ class StudyRun:
                 raise KeyboardInterrupt
             self.stopped_by = number
 
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with handling(on_signal, signal.SIGINT, signal.SIGTERM):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _has_used_cuda() -> bool:
