@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Mapping
+from typing import Final, TypeVar
+
+T = TypeVar("T")
 
 ABOVE_0: Final = math.ulp(0.0)
 """The least number that is more than 0."""
@@ -100,3 +102,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     more = f", … ({len(known)} in all)" if len(known) > _MOST_NAMED else ""
     return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known[:_MOST_NAMED])}{more}"
+
+
+def look_up(name: object, table: Mapping[str, T], unknown: str, error: type[PipefitError] = PipefitError) -> T:
+    """What a table has under a name.
+
+    Args:
+        name: as the user gave it.
+        table: of all that there is, by name.
+        unknown: begins the message, such as "unknown schedule".
+        error: to raise.
+
+    Raises:
+        PipefitError: or `error`: the table has no such name; the nearest are suggested.
+    """
+    key = str(name)
+    if key not in table:
+        raise error(f"{unknown} {name!r}; {nearest(key, table)}")
+    return table[key]

@@ -5,6 +5,7 @@ One run of the model with an example shows the modules that are called, how ofte
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +16,6 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.shell import Enter
 from pipefit.errors import ModelError
 from pipefit.stage.stage import replaced_forwards
-
-
-class Call(NamedTuple):
-    """A call of a module: its path in the model, and the paths of the modules whose calls contain it."""
-
-    path: str
-    around: tuple[str, ...]
 
 
 class Anatomy(NamedTuple):
@@ -61,42 +55,29 @@ class Seen(NamedTuple):
     buffers: list[Tensor]
 
 
-def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Call]:
-    """The calls of a model's modules in one run, in order."""
-    found: list[Call] = []
-    around: list[str] = []
-    handles = []
-    for path, module in model.named_modules():
-
-        def before(module: nn.Module, given: Any, path: str = path) -> None:
-            found.append(Call(path, tuple(around)))
-            around.append(path)
-
-        def after(module: nn.Module, given: Any, output: Any) -> None:
-            around.pop()
-
-        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
-    try:
+def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """The modules that a model calls in one run, by their paths, in order."""
+    found: list[str] = []
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(lambda *_, path=path: found.append(path)))
         model(*args, **kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 
-def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | None = None) -> Iterator[Anatomy]:
+def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None = None) -> Iterator[Anatomy]:
     """The possible choices of blocks in a model, the most promising first.
 
     Args:
         model: of any kind.
-        calls: of one run.
+        calls: of one run, by paths.
         cuts: paths of modules before which it may be cut; None: found here.
 
     Raises:
         ModelError: a path of `cuts` names a module that is not called once.
     """
-    times = Counter(call.path for call in calls)
-    order = [call.path for call in calls if times[call.path] == 1]
+    times = Counter(calls)
+    order = [path for path in calls if times[path] == 1]
     modules = dict(model.named_modules())
     if cuts is not None:
         for path in cuts:
@@ -105,7 +86,7 @@ def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | Non
         yield _anatomy(model, [path for path in order if path in cuts])
         return
     kinds = [path for path in order if type(modules[path]).__mro__[1].__name__ == "GradientCheckpointingLayer"]
-    listed = [path for path in order if _is_listed(modules, path, order)]
+    listed = [path for path in order if _is_listed(modules, path)]
     children = [path for path, module in model.named_children() if path in order]
     last = children[-1:]
     known: set[tuple[str, ...]] = set()
@@ -118,9 +99,9 @@ def anatomies(model: nn.Module, calls: Sequence[Call], cuts: Sequence[str] | Non
                 yield _anatomy(model, blocks)
 
 
-def called_again(model: nn.Module, calls: Sequence[Call]) -> tuple[str, int] | None:
+def called_again(model: nn.Module, calls: Sequence[str]) -> tuple[str, int] | None:
     """The largest module with weights that one forward calls several times, with the number; None: there is none."""
-    times = Counter(call.path for call in calls)
+    times = Counter(calls)
     sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
     largest = max(
         (path for path in times if times[path] > 1 and sizes[path]), key=lambda path: sizes[path], default=None
@@ -128,7 +109,7 @@ def called_again(model: nn.Module, calls: Sequence[Call]) -> tuple[str, int] | N
     return None if largest is None else (largest, times[largest])
 
 
-def _is_listed(modules: Mapping[str, nn.Module], path: str, order: Sequence[str]) -> bool:
+def _is_listed(modules: Mapping[str, nn.Module], path: str) -> bool:
     """Returns whether a module is one of several children of a list that are all called once."""
     parent = modules.get(path.rpartition(".")[0])
     if not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not path:

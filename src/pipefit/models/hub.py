@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import random_batch, without_adapters
-from pipefit.errors import ModelError, nearest
+from pipefit.errors import ModelError, look_up, nearest
 from pipefit.models.examples import Example
 from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
@@ -184,8 +184,7 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
 
     known = {"r": "8", "alpha": "16", "dropout": "0", "target": "all-linear"}
     for name, value in parse_text(settings, "lora").items():
-        if name not in known:
-            raise ModelError(f"lora: unknown setting {name!r}; {nearest(name, known)}")
+        look_up(name, known, "lora: unknown setting", ModelError)
         known[name] = value
     try:
         target = known["target"]

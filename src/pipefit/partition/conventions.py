@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pipefit.errors import PlanError, nearest
+from pipefit.errors import PlanError, look_up
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ def convention_named(name: str) -> Convention:
     Raises:
         PlanError: no such convention.
     """
-    if name not in CONVENTIONS:
-        raise PlanError(f"unknown cost convention {name!r}; {nearest(name, CONVENTIONS)}")
-    return CONVENTIONS[name]
+    return look_up(name, CONVENTIONS, "unknown cost convention", PlanError)
 
 
 def stage_s(

@@ -8,7 +8,7 @@ from fractions import Fraction
 from importlib.resources import files
 from typing import Any
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import look_up
 from pipefit.reproduce import (
     challenges,
     clusters,
@@ -74,6 +74,4 @@ def find_entry(name: str) -> Entry:
     Raises:
         PipefitError: there is none; the message suggests the nearest.
     """
-    if name not in ENTRIES:
-        raise PipefitError(f"no figure, table or number is called {name!r}; {nearest(name, ENTRIES)}")
-    return ENTRIES[name]
+    return look_up(name, ENTRIES, "no figure, table or number is called")

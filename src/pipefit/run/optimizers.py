@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import look_up
 
 STATE_PER_WEIGHT = {"sgd": 1.0, "adam": 2.0, "adamw": 2.0}
 """Bytes of state for each byte of weights."""
@@ -21,15 +20,12 @@ def make_optimizer(name: str, lr: float) -> Callable[[list[nn.Parameter]], torch
     Raises:
         PipefitError: another name; the nearest is suggested.
     """
-    kinds: dict[str, Any] = {
+    kinds: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
         "sgd": lambda parameters: torch.optim.SGD(parameters, lr, momentum=0.9),
         "adam": lambda parameters: torch.optim.Adam(parameters, lr),
         "adamw": lambda parameters: torch.optim.AdamW(parameters, lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True),
     }
-    if name not in kinds:
-        raise PipefitError(f"unknown optimizer {name!r}; {nearest(name, kinds)}")
-    maker: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = kinds[name]
-    return maker
+    return look_up(name, kinds, "unknown optimizer")
 
 
 def warmed_cosine(warmup: int, num_steps: int) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LambdaLR]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from pipefit.errors import ScheduleError, nearest
+from pipefit.errors import ScheduleError, look_up
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.schedules import gpipe, looped, one_f_one_b, spilled, zero_bubble
@@ -34,9 +34,7 @@ def find(name: str) -> Schedule:
         for point in entry_points(group="pipefit.schedules"):
             if point.name == name:
                 point.load()
-    if name not in REGISTRY:
-        raise ScheduleError(f"unknown schedule {name!r}; {nearest(name, REGISTRY)}")
-    return REGISTRY[name]
+    return look_up(name, REGISTRY, "unknown schedule", ScheduleError)
 
 
 def generate(name: str, shape: Shape) -> Program:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict, Unpack, overload
 
-from pipefit.errors import ScheduleError, nearest
+from pipefit.errors import ScheduleError, look_up
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program, WeightRule
@@ -102,9 +102,8 @@ class Schedule:
         Raises:
             ScheduleError: the shape is not supported; the message names the nearest supported one.
         """
-        unknown = sorted(set(shape.options) - set(self.options))
-        if unknown:
-            raise ScheduleError(f"{self.name} has no option {unknown[0]!r}; {nearest(unknown[0], self.options)}")
+        for option in sorted(shape.options):
+            look_up(option, self.options, f"{self.name} has no option", ScheduleError)
         if shape.num_chunks > 1 and not self.chunks:
             raise ScheduleError(
                 f"{self.name} has one stage per rank, got {shape.num_chunks} chunks; use interleaved or breadth-first"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_type_hints
 
-from pipefit.errors import ABOVE_0, PlanError, nearest
+from pipefit.errors import ABOVE_0, PlanError, look_up
 from pipefit.spec.plan import recompute_kind
 from pipefit.units import parse_quantity
 
@@ -301,8 +301,7 @@ def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None 
     usual = kind() if usual is None else usual
     known = as_flat(usual)
     for name in values:
-        if name not in known:
-            raise PlanError(f"unknown option {name!r}; {nearest(name, known)}")
+        look_up(name, known, "unknown option", PlanError)
     return _with_values(usual, values)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import look_up
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.spec.options import LARGEST_LOSS_SCALE
@@ -31,9 +31,7 @@ def half_of(name: str) -> torch.dtype | None:
     Raises:
         PipefitError: another name; the nearest is suggested.
     """
-    if name not in PRECISIONS:
-        raise PipefitError(f"unknown precision {name!r}; {nearest(name, PRECISIONS)}")
-    return PRECISIONS[name]
+    return look_up(name, PRECISIONS, "unknown precision")
 
 
 def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:

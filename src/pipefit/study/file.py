@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import nearest
+from pipefit.errors import look_up, nearest
 from pipefit.spec.files import check_format, parse_toml, read_text
 from pipefit.spec.options import check_least
 from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Patience, Rule
@@ -85,9 +85,7 @@ def rule_of(data: Any) -> Rule:
     """
     if not isinstance(data, Mapping) or "rule" not in data:
         raise StudyError(f"expected a table with rule = {' or '.join(map(repr, RULES))}")
-    kind = RULES.get(str(data["rule"]))
-    if kind is None:
-        raise StudyError(f"unknown rule {data['rule']!r}; {nearest(str(data['rule']), RULES)}")
+    kind = look_up(data["rule"], RULES, "unknown rule", StudyError)
     numbers = {key: value for key, value in data.items() if key != "rule"}
     _check_keys(numbers, (f.name for f in fields(kind)))
     rule = kind(**numbers)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import PipefitError, look_up
 
 # ---- policies ------------------------------------------------------------------------------------------------------
 
@@ -214,9 +214,7 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
         raise PipefitError(f"a study needs at least 1 device, got {num_devices}")
     if any(not 0 <= s < float("inf") for cost in costs for s in (*cost.turns_s, cost.admission_s)):
         raise PipefitError("a study's turns need finite times of at least 0")
-    if policy not in POLICIES:
-        raise PipefitError(f"unknown policy {policy!r}; {nearest(policy, POLICIES)}")
-    choose, runs = POLICIES[policy], [_Run(cost) for cost in costs]
+    choose, runs = look_up(policy, POLICIES, "unknown policy"), [_Run(cost) for cost in costs]
     ready = {number for number, run in enumerate(runs) if run.turns}
     idle = list(range(num_devices))
     busy: list[tuple[float, int, int, float]] = []  # (end, device, trial, start)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pipefit.errors import PipefitError, nearest
+from pipefit.errors import PipefitError, look_up, nearest
 from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, in_bytes, setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
@@ -190,8 +190,7 @@ class StudySpec:
             *((key, vars(self)[key], isinstance(vars(self)[key], str), "text") for key in _TEXTS),
             ("tier", self.tier, self.tier in ("disk", "host"), "disk or host"),
         )
-        if str(self.policy) not in POLICIES:
-            raise StudyError(f"unknown policy {self.policy!r}; {nearest(str(self.policy), POLICIES)}")
+        look_up(self.policy, POLICIES, "unknown policy", StudyError)
         for key in ("device_memory", "memory"):
             size = in_bytes(vars(self)[key], key)
             if size is not None and not 0 < size < math.inf:
