@@ -43,7 +43,7 @@ def costs_on_ranks(
     return of_plan(profile, plan, topology, state_per_weight=state_per_weight, runtime=runtime)
 
 
-def prediction_of(plan: Plan, timeline: Timeline, batch: int) -> Prediction:
+def prediction_of(timeline: Timeline, batch: int) -> Prediction:
     """Returns a simulated timeline as a plan's prediction; `batch` samples per step."""
     period = timeline.period_s
     return Prediction(

@@ -41,7 +41,9 @@ def command(
         output: Folder for pictures, and for the page of --all.
     """
     from pipefit.reproduce.lectures import ENTRIES, find_entry
+    from pipefit.reproduce.lectures_page import lectures_page
     from pipefit.reproduce.outcome import run_all, run_entry
+    from pipefit.spec.files import write_atomically
 
     if all and name is not None:
         raise PipefitError(f"--all makes every entry: leave out {name}")
@@ -61,15 +63,8 @@ def command(
     chosen = [entry for entry in ENTRIES.values() if measured or entry.kind != "measured"]
     with Heartbeat(sys.stderr) as heartbeat:
         outcomes = run_all(chosen, heartbeat.doing)
-    written = [_page(outcomes, output)] if output else None
+    written = [write_atomically(output / "index.html", lectures_page(outcomes))] if output else None
     return Answer({"entries": [each.as_dict() for each in outcomes]}, lambda: _summary(outcomes), output=written)
-
-
-def _page(outcomes: Sequence[Outcome], folder: Path) -> Path:
-    from pipefit.reproduce.lectures_page import lectures_page
-    from pipefit.spec.files import write_atomically
-
-    return write_atomically(folder / "index.html", lectures_page(outcomes))
 
 
 def _listed() -> Answer:

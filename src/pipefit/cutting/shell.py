@@ -122,10 +122,6 @@ class Shell:
         """The block that is a layer; None: what runs before or after the blocks."""
         return self.blocks[number - 1] if 0 < number <= len(self.blocks) else None
 
-    def holds(self, layers: range, owners: frozenset[int]) -> bool:
-        """Returns whether one of some layers calls a module."""
-        return any(owner in layers for owner in owners)
-
 
 class _Passage:
     """One run of some layers."""
@@ -142,7 +138,7 @@ class _Passage:
         shell, inside = self.shell, range(self.first, self.last + 1)
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         for unit, owners in shell.units:
-            if unit in shell.stubs and not shell.holds(inside, owners):
+            if unit in shell.stubs and owners.isdisjoint(inside):
                 forwards[unit] = shell.stubs[unit]
         for number, block in enumerate(shell.blocks, 1):
             forwards[block] = self._forward_of(number, block)
@@ -198,14 +194,11 @@ class _Passage:
     def _carrying(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a block and keeps the outputs of the modules in it that are carried."""
         kept: list[Any] = []
-        modules = self.shell.carried[number - 1]
-        handles = [module.register_forward_hook(lambda _, given, output: kept.append(output)) for module in modules]
-        try:
+        self.carried.append(kept)
+        with contextlib.ExitStack() as hooks:
+            for module in self.shell.carried[number - 1]:
+                hooks.enter_context(module.register_forward_hook(lambda _, given, output: kept.append(output)))
             return forward(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-            self.carried.append(kept)
 
     def _skipped(self, number: int, stub: Stub, *args: Any, **kwargs: Any) -> Any:
         """The output of an earlier block, where the model's end runs: the model's own hooks get the carried outputs."""

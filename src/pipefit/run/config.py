@@ -168,9 +168,7 @@ def _saving(config: RunConfig) -> str:
 _FREE = (
     "output",
     "resume",
-    "checkpoint_every",
-    "checkpoint_share",
-    "keep_checkpoints",
+    *as_flat(Saves()),
     "evaluate_every",
     "patience",
     "log",

@@ -102,10 +102,9 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         raise stop.leaving
     observer.doing("evaluating, and writing the results")
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
-    result = _result(ready, losses, seconds, report)
+    result = _result(ready, losses, seconds, report, before)
     place = current().folder or (checkpoints_of(config.output) if config.output else None)
     result.faults = noted(place) if place else []
-    result.held_out_before = before
     # A model on a tier may be larger than the host's memory.
     state = {} if ready.plan.spill or is_folder(config.model) else pipe.state_dict()
     if config.output and is_folder(config.model):
@@ -205,7 +204,7 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
     else:
         steps = max(4, -(-32 // plan.num_microbatches))
         timeline = simulate(pipe.schedule(shape_of(plan, num_steps=steps)), cost)
-    prediction = prediction_of(plan, timeline, config.batch)
+    prediction = prediction_of(timeline, config.batch)
     if config.spill.cap_bytes is not None and plan.prediction is not None:
         # The bytes that were compared with the cap.
         prediction = msgspec.structs.replace(prediction, peak_bytes=plan.prediction.peak_bytes)
@@ -236,7 +235,7 @@ def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[An
     return [*found, EarlyStopping(pipe, config.patience, folder / "best" if folder else None)]
 
 
-def _result(run: ReadyRun, losses: list[float], seconds: float, report: PipelineReport) -> RunResult:
+def _result(run: ReadyRun, losses: list[float], seconds: float, report: PipelineReport, before: Any) -> RunResult:
     measured, source = report.timeline, run.source
     held_out_loss = accuracy = None
     if source.counts_hits:
@@ -255,7 +254,7 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
         held_out_loss=held_out_loss,
         held_out_accuracy=accuracy,
         held_out_metrics=dict(run.pipe.metrics) if source.held_out else {},
-        held_out_before=None,
+        held_out_before=before,
         predicted=run.plan.prediction,
         measured_period_s=measured.period_s,
         bubble=measured.bubble_fraction,

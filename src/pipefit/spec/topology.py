@@ -278,9 +278,7 @@ def _as_toml(topology: Topology) -> str:
     if topology.name:
         lines.append(f"name = {json.dumps(topology.name, ensure_ascii=False)}")
     tables = [("[device]", data["device"])]
-    tables += [("[[levels]]", level) for level in data["levels"]]
-    tables += [("[[devices]]", device) for device in data["devices"]]
-    tables += [("[[tiers]]", tier) for tier in data["tiers"]]
+    tables += [(f"[[{noun}]]", each) for noun in ("levels", "devices", "tiers") for each in data[noun]]
     for title, table in tables:
         lines += ["", title]
         for key, value in table.items():

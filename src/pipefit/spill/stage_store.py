@@ -143,7 +143,7 @@ class SpilledStore:
         states = [] if self.states is None or self.on_host else self.states.tensors()
         return {tensor.data_ptr() for tensor in (*self._moved, *states)}
 
-    def make_masters(self, trained: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    def make_masters(self, trained: Sequence[nn.Parameter]) -> None:
         """Makes the optimizer's parameters; they always share the memory of the live ones.
 
         Args:
@@ -156,7 +156,6 @@ class SpilledStore:
             where = {id(parameter): view for parameter, view in zip(self._moved, views, strict=True)}
         self.masters = [nn.Parameter(where.get(id(parameter), parameter.data)) for parameter in self._trained]
         self._master_of = {id(p): master for p, master in zip(self._trained, self.masters, strict=True)}
-        return self.masters
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
         """Sets the optimizer whose states it moves; states that exist already are moved to the tier."""
