@@ -44,7 +44,7 @@ test: .venv/stamp ## the tests
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
 	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and $(TEST)"
 
-long: .venv/stamp ## tests that take long: benchmarks, several machines, killed runs, every mutant of a program
+long: .venv/stamp ## the tests that take more than ten seconds each: benchmarks, several machines, compilers, whole examples
 	@$(PYTEST) $(BY_FILE) -m "long and not faults"
 
 faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes, random input; prints a table (PIPEFIT_TRIALS=all: every one)

@@ -65,6 +65,7 @@ def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, 
     assert found["held_out_loss"] == pytest.approx(min(held_out), rel=1e-6)
 
 
+@pytest.mark.long
 def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, capsys):
     found = trained(folder, "--lora", "r=4,alpha=8", "--lr", "1e-2", "-o", str(tmp_path / "run"), capsys=capsys)
     assert found["held_out_loss"] < found["held_out_before"]
@@ -72,6 +73,7 @@ def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, 
     assert not list((tmp_path / "run" / "model").glob("model*.safetensors"))
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_processes_that_share_the_folders_layers_learn_the_same(folder, tmp_path, capsys):
     """The prediction is made while the model has no weights yet."""
@@ -83,6 +85,7 @@ def test_processes_that_share_the_folders_layers_learn_the_same(folder, tmp_path
     assert (tmp_path / "model" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.long
 def test_a_resumed_fine_tuning_ends_where_a_straight_one_does(folder, tmp_path, capsys):
     words = ("--checkpoint-every", "3")
     straight = trained(folder, *words, "-o", str(tmp_path / "a"), capsys=capsys)

@@ -97,6 +97,7 @@ def test_a_training_goes_on_and_its_report_says_so(tmp_path, capsys):
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_a_spilled_training_goes_on_from_the_records_on_its_disk(tmp_path, capsys):
     words = "train --model gpt --option layers=3,hidden=32,context=16,tied=false,dropout=0.1 --data text --batch 4"
     words = [*words.split(), *"--microbatches 2 --steps 80 --ranks 2 --json".split()]

@@ -205,6 +205,7 @@ def writes(cases):
     return found, ""
 
 
+@pytest.mark.long
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("ranks", "cases"),

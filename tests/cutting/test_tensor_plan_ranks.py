@@ -11,7 +11,7 @@ from pipefit.testing import Outcome, compare, expected, tolerance_of
 from tests.cutting import tensor_plan_jobs as jobs
 from tests.tiny_models import save_model
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 ALL = {2: jobs.TWO, 4: jobs.FOUR}
 
 

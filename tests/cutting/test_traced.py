@@ -177,6 +177,7 @@ def test_a_model_without_blocks_trains_as_in_one_process(name, schedule):
         assert found.equal, found
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", ["unet", "odd", "recurrent"])
 def test_the_layers_of_a_graph_train_compiled_as_one_process_does_without(name):

@@ -14,7 +14,7 @@ from tests.tiny_models import llama_folder
 
 from pipefit.cli import main
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 TRAINING = ROOT / "examples/train_sequential.py"

@@ -32,6 +32,7 @@ def test_every_transcript_is_run_or_marked_as_taken_once(page):
 SLOW_PAGES = [page for page in NAMED if any(map(transcripts.is_slow, transcripts.blocks(page.values[0].read_text())))]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(600)

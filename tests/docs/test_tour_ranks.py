@@ -27,6 +27,7 @@ def test_the_notebook_is_kept_small_with_its_outputs_and_without_errors():
     assert not any(output.output_type == "error" for cell in code for output in cell.outputs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Jupyter warns about its own event loops and sockets
 def test_the_notebook_runs_from_top_to_bottom():

@@ -13,6 +13,7 @@ FIELDS = {
 MODEL = "transformers:LlamaForCausalLM"
 
 
+@pytest.mark.long
 def test_a_run_under_a_cap_and_a_trial_of_a_study_have_the_losses_of_a_run(capsys, tmp_path):
     options = ",".join(f"{name}={value}" for name, value in FIELDS.items())
     words = ("train", "--model", MODEL, "--option", options, "--ranks", "1", "--batch", "4", "--microbatches", "2",

@@ -282,6 +282,7 @@ def test_a_plan_for_several_machines_names_the_command_that_runs_it():
     assert said.endswith(f"-m pipefit train --plan plan.json --batch 64 {options}")
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_the_command_of_a_plan_runs_it(tmp_path, capsys):
     """As two machines of one device, which meet at a port of this one."""

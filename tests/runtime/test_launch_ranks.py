@@ -210,13 +210,17 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):
         "from pipefit.runtime.launch import launch\nfrom tests.runtime import jobs\n"
         f"if __name__ == '__main__':\n    launch(jobs.block, 2, {str(tmp_path / 'ready')!r}, quiet=True)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(temporary)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
     files = [tmp_path / f"ready-{rank}" for rank in range(2)]
     _wait_until(lambda: all(file.exists() and file.read_text() for file in files), 300)
+    assert list(temporary.glob("pipefit-*"))
     launcher.kill()
     launcher.wait()
     _wait_until(lambda: not any(map(_is_alive, files)), 60)
+    assert not [path for path in temporary.iterdir() if path.name.startswith(("pipefit", "pymp"))]
 
 
 def _wait_until(condition, seconds):

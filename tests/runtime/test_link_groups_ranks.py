@@ -124,6 +124,7 @@ def _dawdling(shape: dict[str, Any], seed: int) -> tuple[Pipeline, int]:
     return pipe, 2 * shape["microbatches"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_order_of_programs_and_delays_makes_four_ranks_stand_still(seed: int) -> None:

@@ -46,6 +46,7 @@ def _listens(port):
         return asking.connect_ex(("localhost", port)) == 0
 
 
+@pytest.mark.long
 def test_max_restarts_resumes_from_the_newest_checkpoint(tmp_path):
     process = _agent(["--standalone", "--max-restarts", "1", "--nproc-per-node", "2"], ["1", "5"], tmp_path / "run")
     assert _printed(process) == (_in_one_process(tmp_path / "one", ["0", "99"]), 2)

@@ -194,6 +194,7 @@ def agree(program, cost, repeats=1, **options):
         assert (event.start_s, event.end_s) == (start[key], end[key]), (key, timeline.instruction(event))
 
 
+@pytest.mark.long
 @given(shaken(), st.data(), st.integers(1, 2))
 def test_a_ticking_clock_gives_the_same_times(program, data, repeats):
     agree(program, data.draw(costs(program.header)), repeats)

@@ -28,6 +28,7 @@ def trained(num_ranks: int, spill: dict[str, Any] | None, leave: str = "", **set
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place", ["disk", "host"])
 def test_processes_under_a_cap_have_the_losses_of_one_and_keep_it(place: str, tmp_path: Path) -> None:
     where = {"disk": str(tmp_path / "tier")} if place == "disk" else {}

@@ -95,6 +95,7 @@ def test_under_autocast_only_dropout_is_rounded_elsewhere() -> None:
     assert check(gpt(), **options).equal
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
@@ -165,6 +166,7 @@ def test_layers_that_have_no_weights_yet_are_measured_compiled() -> None:
     assert CALLS["compilations"] == 3 and CALLS["runs"] > 3
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_ranks_that_are_processes_compile_for_themselves() -> None:
     options = grouped(compile="aot_eager", num_ranks=2, schedule="zb-h1", transport="distributed")

@@ -58,6 +58,7 @@ print(json.dumps([figures.parameters, figures.shards, admission, turns, memory("
 """
 
 
+@pytest.mark.long
 def test_a_trial_larger_than_its_cap_is_never_whole_in_memory(tmp_path):
     found = subprocess.run(
         [sys.executable, "-c", _LARGE, str(tmp_path)], capture_output=True, text=True, check=False,

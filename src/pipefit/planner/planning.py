@@ -51,7 +51,7 @@ def plan(
 
     Args:
         profile: seconds and bytes of the layers, at one or several micro-batch sizes.
-        topology: links and devices. A plan uses all devices.
+        topology: links and devices. A plan uses all devices; one of "pipedream" may leave some idle.
         method: "auto": all of depth, data width, tensor width (GPTs), chunks, micro-batch size, synchronous schedule,
             recompute, partition, replicas and sharded optimizer. "2bw", "ptdp", "gpipe" and "pipedream" follow these
             papers; "uniform" gives every stage the same number of layers.

@@ -28,6 +28,7 @@ from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handli
 
 _log = logging.getLogger("pipefit.launch")
 _MOST_ADDRESS = 107
+_TEMPORARY = "PIPEFIT_TEMPORARY"
 _LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
 
 
@@ -82,6 +83,7 @@ def launch(
     kept = _memory_folder() if recover else contextlib.nullcontext()
     with kept as memory, _removed_unless_logs_matter(place if folder is None else None):
         environment |= {} if memory is None else {MEMORY: memory}
+        environment[_TEMPORARY] = os.pathsep.join(filter(None, (memory, folder is None and str(place))))
         for restart in range(recover + 1):
             cores = threads or max(1, (os.cpu_count() or 1) // num_ranks)
             own = environment | {RESTART: str(restart), "OMP_NUM_THREADS": str(cores)}
@@ -232,7 +234,7 @@ def _main(
     """Runs a rank's process; one that hides writes only to its log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
-    die_with_launcher(environment.get(MEMORY))
+    die_with_launcher(*environment.pop(_TEMPORARY).split(os.pathsep), mp.util.get_temp_dir())
     import torch
 
     os.environ.clear()

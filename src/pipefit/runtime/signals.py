@@ -97,11 +97,11 @@ def die_with_parent() -> None:
         os._exit(TERMINATED)
 
 
-def die_with_launcher(folder: str | None = None) -> None:
+def die_with_launcher(*folders: str) -> None:
     """Ends this process with its launcher, also where its parent in the kernel is the fork server.
 
     Args:
-        folder: of the launcher in the machine's memory, removed then, because nothing else will.
+        folders: temporary ones of the launcher, removed then, because nothing else will.
     """
     die_with_parent()
     if (launcher := mp.parent_process()) is None:
@@ -109,7 +109,7 @@ def die_with_launcher(folder: str | None = None) -> None:
 
     def watch() -> None:
         wait([launcher.sentinel])
-        if folder:
+        for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(TERMINATED)
 
