@@ -78,7 +78,7 @@ LOST_PEER: Final = ("Connection closed by peer", "Connection reset by peer", "Br
 
 
 def check_figures(of: object, error: type[PipefitError], place: str = "", **least: float) -> None:
-    """Refuses figures that are too small; None is no figure.
+    """Refuses figures that are too small, and whole numbers of more than 63 bits; None is no figure.
 
     Args:
         of: the object whose attributes they are.
@@ -91,9 +91,11 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
         if value is not None and not value >= bound:
             expected = "more than 0" if bound == ABOVE_0 else f"at least {bound}"
             raise error(f"{place}{name}: expected {expected}, got {value}")
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise error(f"{place}{name}: expected at most 2^{_MOST_BITS}, got a number of {value.bit_length()} bits")
 
 
-_MOST_NAMED = 40
+_MOST_NAMED, _MOST_BITS = 40, 63
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

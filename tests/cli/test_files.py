@@ -147,6 +147,13 @@ def test_an_order_without_a_forward_is_refused(files, capsys):
     )
 
 
+def test_a_whole_number_beyond_all_use_is_refused(files, capsys):
+    data = json.loads((files / "profile.json").read_text()) | {"microbatch_size": 10**400}
+    (files / "b.json").write_text(json.dumps(data))
+    said = refused(capsys, "plan", "--profile", "b.json", "--topology", "local:2")
+    assert "microbatch_size: expected at most 2^63, got a number of 1329 bits" in said
+
+
 def test_a_plan_without_a_chunk_is_refused(files, capsys):
     data = json.loads((files / "plan.json").read_text()) | {"num_chunks": 0}
     (files / "b.json").write_text(json.dumps(data))
