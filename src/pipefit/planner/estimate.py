@@ -26,8 +26,8 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 
 
 def may_fit(problem: Problem, config: Config) -> bool:
-    """Returns False where ranks have several stages and what they hold at least does not fit."""
-    if config.chunks == 1:
+    """Returns False where what the ranks of a looped schedule hold at least does not fit: known without its program."""
+    if config.schedule not in ("interleaved", "breadth-first"):
         return True
     partition = cut(problem, config, set(range(config.num_stages)) if config.recompute == "stage" else set())
     assert partition is not None

@@ -113,7 +113,7 @@ def filling(schedule: str, depth: int, chunks: int) -> int:
 
 
 def in_flight(config: Config) -> list[int]:
-    """Micro-batches of which a rank holds the values of each of its stages at once, under synchronous schedules.
+    """Micro-batches of which each rank holds the values of each of its stages at once, under 1F1B and looped schedules.
 
     Of each chunk of an interleaved rank at least p, or of the last one those that are in flight below it.
     """
@@ -125,7 +125,7 @@ def in_flight(config: Config) -> list[int]:
 
 
 def least_holdings(config: Config) -> tuple[Holding, ...]:
-    """Values that each rank holds at once where it has several stages, if not more: known without the program.
+    """Values that each rank of a looped schedule holds at once, if not more.
 
     Where stages are replayed, the input of the newest micro-batch may be gone.
     """
