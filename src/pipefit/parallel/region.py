@@ -15,7 +15,6 @@ views of flat buckets, and messages are split into pieces, all of which need pla
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,12 +57,13 @@ class Region:
         """
         if self.sequence:
             return _Mirrored.apply(x, partial(self.gathered, dim=1), partial(self.scattered, dim=1))
-        version, known = getattr(x, "entered", (-1, None))
-        entered: Tensor | None = known() if known and version == x._version else None
-        if entered is None:
-            entered = _Mirrored.apply(x, _unchanged, self.sum)
-            # It is a view of x: if x held it they would hold each other, and with them all that was saved for backward.
-            x.entered = x._version, weakref.ref(entered)
+        known = getattr(x, "entered", None)
+        if known is not None and known[0] == x._version:
+            return known[1]
+        # No view of x, which x would hold and which would hold x, and with it all that was saved for the backward.
+        entered = _Mirrored.apply(x, Tensor.detach, self.sum)
+        if entered.requires_grad and not x.is_leaf:  # a leaf and its graph would hold each other
+            x.entered = x._version, entered
         return entered
 
     def leave(self, x: Tensor) -> Tensor:
