@@ -107,7 +107,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def look_up(name: object, table: Mapping[str, T], unknown: str, error: type[PipefitError] = PipefitError) -> T:
-    """What a table has under a name.
+    """Looks a name up in a table.
 
     Args:
         name: as the user gave it.

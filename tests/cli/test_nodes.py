@@ -49,4 +49,6 @@ def test_one_process_of_a_launcher_compares_itself(tmp_path):
         command, env={**os.environ, **alone}, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "\n1 machine" in f"\n{done.stdout}" and not list(tmp_path.iterdir())
+    # Gloo of torch 2.10 says on stdout that it is connected.
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert lines[0].startswith("1 machine") and not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""What the processes of a rank share, seen by one of them."""
+"""Inputs that enter the processes of a tensor-parallel rank."""
 
 import weakref
 

@@ -5,7 +5,7 @@ import pytest
 
 from pipefit.planner.closed_forms import quick_bytes
 from pipefit.planner.estimate import estimate
-from pipefit.planner.holdings import holdings_of, in_flight, least_holdings
+from pipefit.planner.holdings import holdings_of, least_holdings, least_in_flight
 from pipefit.planner.space import Config, Problem
 from pipefit.spec import Layer, Profile, Topology
 
@@ -50,7 +50,7 @@ def test_1f1b_holds_as_many_as_there_are_ranks_below(depth):
     saved = [
         max(count for (kind, _), count in held.items() if kind == "saved") for held in highest(holdings_of(each, ()))
     ]
-    assert saved == in_flight(each) == list(range(depth, 0, -1))
+    assert saved == least_in_flight(each) == list(range(depth, 0, -1))
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])

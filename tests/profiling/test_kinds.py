@@ -103,7 +103,9 @@ def test_what_does_not_fit_is_scaled_as_the_others_turned_out():
     # What torch notes beside tensors is known nevertheless: the least room that works depends on it.
     again = [one.saved_bytes for one in measured.layers]
     assert [one.saved_bytes for one in none] == pytest.approx(again, abs=2048)
-    assert sum(one.saved_bytes for one in none) > sum(plain.saved_bytes for plain in computed.layers)
+    noted = [one.saved_bytes - plain.saved_bytes for one, plain in zip(none, computed.layers, strict=True)]
+    # Whole kilobytes by the allocator's count, which may hide those of one layer.
+    assert min(noted) >= 0 and sum(bytes_ > 0 for bytes_ in noted) >= len(noted) - 1
 
 
 def test_a_layer_that_cannot_run_by_itself_keeps_its_computed_seconds():

@@ -414,3 +414,21 @@ def test_the_period_is_simulated_the_way_the_timeline_was():
         answer = metrics(program, timeline, 1, 2, cost=cost)
         assert answer["period"] == answer["makespan"] == timeline.makespan_s
     assert timeline.makespan_s == (4 + 3 - 1) * 3 + 2 * 2
+
+
+@pytest.mark.parametrize("latency", [0, 0.5, 3])
+@pytest.mark.parametrize(
+    "schedule, chunks",
+    [("naive", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 3), ("breadth-first", 2)],
+)
+def test_the_second_pass_of_a_step_takes_as_long_as_all_later_ones(schedule, chunks, latency):
+    program = generate(schedule, Shape(3, 6, chunks))
+    stages = range(3 * chunks)
+    uneven = {
+        "forward_s": tuple(1 + stage % 3 for stage in stages),
+        "step_s": tuple(5 * (stage % 2) for stage in stages),
+    }
+    cost = replace(unit(program.header, 1, 2, latency=latency), **uneven)
+    for contention in (False, True):
+        later = simulate(program, cost, repeats=8, contention=contention).step_ends_s
+        assert later[7] - later[6] == pytest.approx(steady_period_s(program, cost, contention=contention))

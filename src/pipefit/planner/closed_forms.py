@@ -11,7 +11,7 @@ from pipefit.cost import CostModel
 from pipefit.cost.rings import all_reduce_s, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.planner.holdings import holds_all, in_flight, replayed
+from pipefit.planner.holdings import holds_all, least_in_flight, replayed
 from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition, Profile
 
@@ -285,7 +285,7 @@ def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple
         return [(fixed / m, p / m)]
     if config.schedule not in ("1f1b", "interleaved"):
         return [(fixed, p)]
-    each = [1 / k for k in in_flight(config)]
+    each = [1 / k for k in least_in_flight(config)]
     return [(fixed, p), (fixed * min(each), sum(each))]
 
 

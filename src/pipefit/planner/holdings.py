@@ -18,7 +18,7 @@ from pipefit.cost import CostModel
 from pipefit.ir.collector import collector_paused
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.program import Program
-from pipefit.ir.values import Value
+from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Shape, find, generate
@@ -112,7 +112,7 @@ def filling(schedule: str, depth: int, chunks: int) -> int:
     return (2 if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN else 1) * depth
 
 
-def in_flight(config: Config) -> list[int]:
+def least_in_flight(config: Config) -> list[int]:
     """Micro-batches of which each rank holds the values of each of its stages at once, under 1F1B and looped schedules.
 
     Of each chunk of an interleaved rank at least p, or of the last one those that are in flight below it.
@@ -130,10 +130,10 @@ def least_holdings(config: Config) -> tuple[Holding, ...]:
     Where stages are replayed, the input of the newest micro-batch may be gone.
     """
     found, replays = [], config.recompute == "stage"
-    for rank, count in enumerate(in_flight(config)):
+    for rank, count in enumerate(least_in_flight(config)):
         stages = range(rank, config.num_stages, config.depth)
-        kept = [("act", stage - 1) for stage in stages if stage] if replays else [("saved", stage) for stage in stages]
-        keys = (*kept, *(("weights", stage) for stage in stages))
+        kept = [(ACT, stage - 1) for stage in stages if stage] if replays else [(SAVED, stage) for stage in stages]
+        keys = (*kept, *((WEIGHTS, stage) for stage in stages))
         found.append(Holding(keys, np.array([[count - replays] * len(kept) + [1] * len(stages)])))
     return tuple(found)
 

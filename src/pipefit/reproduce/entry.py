@@ -150,7 +150,7 @@ def figure(step: Draw, name: str, of: Callable[[Any], Any] = lambda found: found
 
 
 def each(value: Callable[[Bench, Any], Scalar], over: Iterable[Any]) -> list[Callable[[Bench], Scalar]]:
-    """The same value at several points."""
+    """The value of an entry at each of several points."""
     return [lambda run, x=x: value(run, x) for x in over]
 
 

@@ -109,7 +109,7 @@ def die_with_launcher(*folders: str) -> None:
 
     def watch() -> None:
         wait([launcher.sentinel])
-        for folder in folders:
+        for folder in filter(None, folders):
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(TERMINATED)
 

@@ -12,8 +12,8 @@ from pipefit.ir.versions import required_versions
 from pipefit.verify.subject import Finding, Subject
 
 _WAITED_FOR = COMPUTE_OPS | {Op.STEP}
-_CHANGE = {Op.STEP, Op.DROP}
-_ENDS = {Op.DROP, Op.EVICT}
+_MAKE_OR_DROP = {Op.STEP, Op.DROP}
+_DROP_OR_EVICT = {Op.DROP, Op.EVICT}
 _MOST = {WeightRule.FLUSH: 1, WeightRule.DOUBLE: 2}
 _ASKS = {
     WeightRule.FLUSH: "a flush asks for the version its update starts from",
@@ -54,7 +54,7 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
             busy.append(index)
             if i.op is Op.STEP:
                 newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
-        elif i.op in _ENDS and (i.op is Op.DROP or i.kind == Kind.WEIGHTS):
+        elif i.op in _DROP_OR_EVICT and (i.op is Op.DROP or i.kind == Kind.WEIGHTS):
             gone[i.stage, i.version] = index
     next_busy = dict(pairwise(busy))
     for (stage, version), index in gone.items():
@@ -81,7 +81,7 @@ def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
     instructions = s.program.ranks[rank]
     alive = {stage: 1 for stage in s.header.stages_of(rank)}
     for index, i in enumerate(instructions):
-        if i.op not in _CHANGE or s.header.is_spilled(i.stage):
+        if i.op not in _MAKE_OR_DROP or s.header.is_spilled(i.stage):
             continue
         if i.op is Op.STEP:
             alive[i.stage] = alive.get(i.stage, 0) + 1
