@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from tests.waits import chain
 
 from pipefit.cost import CostModel, unit
@@ -59,7 +60,7 @@ def test_an_empty_timeline_has_figures_too():
 def test_a_clock_that_does_not_start_at_zero_changes_no_figure():
     here = run(m=4, repeats=3)
     there = Timeline(
-        here.program, tuple(e._replace(start_s=e.start_s + 100, end_s=e.end_s + 100) for e in here.events),
+        here.program, tuple(replace(e, start_s=e.start_s + 100, end_s=e.end_s + 100) for e in here.events),
         source="measured", num_repeats=3,
     )  # fmt: skip
     assert (there.makespan_s, there.period_s, there.bubble_fraction) == (
@@ -138,7 +139,7 @@ def test_times_by_kind_count_every_event():
 
 def test_a_measurement_twice_as_slow_is_an_error_of_one():
     predicted = run("1f1b", 2, 4, c=1)
-    twice = [e._replace(start_s=2 * e.start_s, end_s=2 * e.end_s) for e in predicted.events]
+    twice = [replace(e, start_s=2 * e.start_s, end_s=2 * e.end_s) for e in predicted.events]
     rows = compare(predicted, Timeline(predicted.program, tuple(twice), source="measured"))
     by_name = {row.name: row for row in rows}
     assert [row.name for row in rows[:3]] == ["makespan", "period", "bubble"]

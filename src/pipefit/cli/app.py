@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import gc
@@ -81,6 +82,7 @@ def run(arguments: list[str] | None = None) -> int:
     if arguments is None and _verb(tokens) in ("draw", "simulate", "verify"):
         # Of the millions of small objects of a large program no cycle is worth looking for: the process ends soon.
         gc.disable()
+        atexit.register(gc.freeze)
     try:
         with _saying(_WORK.get(_verb(tokens), "") if arguments is None else ""):
             return _dispatch(tokens)

@@ -15,8 +15,9 @@ from pipefit.ir.op import Op
 
 def _awaited(graph: Graph) -> list[tuple[int, ...]]:
     """For each instruction, the sends of the messages that it needs; for a send, its receive."""
-    came = {n: send for n, send in graph.partner.items() if graph.instructions[n].op is Op.RECV}
-    awaited = [tuple(came[n] for n in preds if n in came) if preds else () for preds in graph.preds]
+    receive_op = Op.RECV
+    came = {n: send for n, send in graph.partner.items() if graph.instructions[n].op is receive_op}
+    awaited = [tuple([came[n] for n in preds if n in came]) if preds else () for preds in graph.preds]
     for receive, send in came.items():
         awaited[send] += (receive,)
     return awaited
@@ -46,6 +47,7 @@ class Blocking:
         Called again after `post`, it returns only ranks that were awake since.
         """
         graph, done, asleep, awaited, awake = self._graph, self._done, self._asleep, self._awaited, self._awake
+        collective_of = graph.collective_of
         ran: set[int] = set()
         while awake:
             rank = awake.pop()
@@ -53,7 +55,7 @@ class Blocking:
             number, end = self.at[rank], graph.starts[rank + 1]
             while number < end:
                 blocker = self._blocker(number) if awaited[number] else -1
-                if blocker < 0 and number in graph.collective_of and not self._arrive(number):
+                if blocker < 0 and number in collective_of and not self._arrive(number):
                     blocker = number
                 if blocker >= 0:
                     asleep.setdefault(blocker, []).append(rank)

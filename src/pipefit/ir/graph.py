@@ -8,7 +8,7 @@ collectives cross ranks.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from pipefit.ir.instruction import Instruction
@@ -79,7 +79,14 @@ def dependency_graph(program: Program) -> Graph:
 
 
 def graph_of_messages(program: Program) -> Graph:
-    """A graph without dependencies inside ranks: only what crosses ranks."""
+    """A new graph without dependencies inside ranks: only what crosses ranks, which is kept with the program."""
+    cached: Graph | None = program.__dict__.get("_messages")
+    if cached is None:
+        cached = program.__dict__["_messages"] = _graph_of_messages(program)
+    return replace(cached, preds=[()] * len(cached.instructions), missing=[])
+
+
+def _graph_of_messages(program: Program) -> Graph:
     starts: list[int] = [0]
     flat: list[Instruction] = []
     rank_of: list[int] = []
@@ -90,7 +97,7 @@ def graph_of_messages(program: Program) -> Graph:
     partner, unmatched = _match_messages(flat, rank_of)
     collectives = _collectives(program, flat, rank_of)
     members = {number: index for index, group in enumerate(collectives) for number in group}
-    return Graph(program, starts, flat, rank_of, [()] * len(flat), [], partner, unmatched, collectives, members)
+    return Graph(program, starts, flat, rank_of, [], [], partner, unmatched, collectives, members)
 
 
 def _link_rank(
@@ -104,7 +111,7 @@ def _link_rank(
     instructions, frozen = program.ranks[rank], header.frozen
     for number, instruction in enumerate(instructions, start):
         op = instruction.op
-        found = tuple(start + earlier for earlier in waits[number - start]) if number - start in waits else ()
+        found = tuple(start + earlier for earlier in waits.get(number - start, ())) if waits else ()
         if 0 <= instruction.stage < frozen:
             if op is Op.SEND:
                 sent[instruction.peer].append(number)
@@ -119,11 +126,13 @@ def _link_rank(
         preds[number] = found
         for value in CONSUMES[op](instruction, program, rank):
             makers.pop(value, None)
+        this = (number,)
         for value in MAKES[op](instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's. The compute lane
             # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
-            others = makers.get(value, ()) if value.kind == WGRAD and op in _COMPUTING else ()
-            makers[value] = (*[n for n in others if instructions[n - start].op not in _COMPUTING], number)
+            others = makers.get(value) if value.kind == WGRAD and op in _COMPUTING else None
+            awaited = [n for n in others if instructions[n - start].op not in _COMPUTING] if others else None
+            makers[value] = (*awaited, number) if awaited else this
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:

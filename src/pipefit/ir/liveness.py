@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import itemgetter
-from typing import NamedTuple
+from operator import attrgetter
+
+import msgspec
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
@@ -19,7 +20,7 @@ from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import ACT, CONSUMES, INPUT, MAKES, NEEDS, OPTIM, SAVED, WEIGHTS, WGRAD, Value
 
 
-class Lifetime(NamedTuple):
+class Lifetime(msgspec.Struct, gc=False):
     """A value of a rank, and the indices in the rank's list between which it is held.
 
     Attributes:
@@ -54,30 +55,32 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
     header, spills = program.header, program.header.spill is not None
-    born = {Value(WEIGHTS, stage, 0): -1 for stage in header.stages_of(rank) if not header.is_spilled(stage)}
-    dies: dict[Value, int] = {}
-    done: list[Lifetime] = []
+    there = (Value(WEIGHTS, stage, 0) for stage in header.stages_of(rank) if not header.is_spilled(stage))
+    lives = {value: Lifetime(value, -1, -1) for value in there}
+    ended: list[Lifetime] = []
     step, drop, evict = Op.STEP, Op.DROP, Op.EVICT
     for index, instruction in enumerate(instructions):
         op = instruction.op
         for value in NEEDS[op](instruction, program, rank):
-            dies[value] = index
-        spilled = spills and header.is_spilled(instruction.stage)
-        in_slot = spilled and op is step
-        if in_slot or op is evict or (spilled and op is drop):
-            gone = [value for value in CONSUMES[op](instruction, program, rank) if value in born]
-            done += [Lifetime(value, born.pop(value), index) for value in gone]
+            if value in lives:
+                lives[value].dies = index
+        spilled, birth = spills and header.is_spilled(instruction.stage), index
+        if spills and (op is evict or (spilled and (op is step or op is drop))):
+            gone = [lives.pop(value) for value in CONSUMES[op](instruction, program, rank) if value in lives]
+            ended += [Lifetime(life.value, life.born, index) for life in gone]
+        if op is step:
+            birth += 1 if spilled else 2 * is_in_place(instructions, index)
         for value in MAKES[op](instruction, program, rank):
-            if value in born and value.kind == WEIGHTS:
-                done.append(Lifetime(value, born.pop(value), dies.get(value, index)))
-            if value not in born:
-                in_place = op is step and is_in_place(instructions, index)
-                born[value] = index + (1 if in_slot else 2 * in_place)
+            if value not in lives:
+                lives[value] = Lifetime(value, birth, birth)
+            elif value.kind == WEIGHTS:
+                ended.append(lives[value])
+                lives[value] = Lifetime(value, birth, birth)
     dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op is drop or i.op is evict}
-    for value, start in born.items():
-        forgotten = value.kind != WEIGHTS or value in dropped
-        done.append(Lifetime(value, start, dies.get(value, start) if forgotten else len(instructions)))
-    return sorted(done, key=itemgetter(1, 0))
+    for value in lives.keys() - dropped:
+        if value.kind == WEIGHTS:
+            lives[value].dies = len(instructions)
+    return sorted([*ended, *lives.values()], key=attrgetter("born"))
 
 
 def peak(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> float:

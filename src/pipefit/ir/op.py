@@ -14,6 +14,9 @@ from typing import Final, NamedTuple
 class Op(enum.StrEnum):
     """An operation."""
 
+    # Enum's own hash is a function of Python, called millions of times for the tables of a large program.
+    __hash__ = str.__hash__
+
     LOAD = "load"
     FWD = "fwd"
     LOSS = "loss"
@@ -304,6 +307,9 @@ def _ops(fact: Callable[[OpSpec], bool]) -> frozenset[Op]:
 
 COMPUTE_OPS: Final = _ops(lambda spec: spec.fields == _VERSIONED)
 """The operations of the model's computation, which schedules order. They use a version of a stage's weights."""
+
+FORWARD_OPS: Final = _ops(lambda spec: spec.needs == _FORWARD_NEEDS)
+"""Forwards and their replays."""
 
 BACKWARD_OPS: Final = _ops(lambda spec: "saved[s,m]" in spec.needs)
 """Backwards and their halves."""

@@ -43,6 +43,7 @@ def parse(text: str, where: str = "program") -> Program:
     fields: dict[str, Any] = {"ties": ()}
     named: set[str] = set()
     ranks: list[list[Instruction]] = []
+    this: list[Instruction] = []
     lines = text.splitlines()
     if not lines or lines[0].strip() != _FORMAT:
         raise ProgramError(f"{where}:1: expected {_FORMAT!r}, got {lines[0].strip() if lines else 'nothing'!r}")
@@ -54,9 +55,9 @@ def parse(text: str, where: str = "program") -> Program:
             if words[0] == "rank":
                 if words[1:] != [str(len(ranks))]:
                     raise ProgramError(f"expected 'rank {len(ranks)}', got {line.strip()!r}")
-                ranks.append([])
+                ranks.append(this := [])
             elif ranks:
-                ranks[-1].append(_instruction(words))
+                this.append(_instruction(words))
             elif words[0] in named and words[0] != "tie":
                 raise ProgramError(f"the header has a line {words[0]!r} already")
             elif words[0] in _LINES:
@@ -157,17 +158,17 @@ def parse_instruction(text: str) -> Instruction:
 
 
 def _instruction(words: list[str]) -> Instruction:
-    word, *operands = words
+    word = words[0]
     if word not in _FORMS:
         raise ProgramError(f"unknown operation {word!r}; {nearest(word, [op.value for op in Op])}")
-    op, places = _FORMS[word]
-    if len(operands) != len(places):
-        fields = OP_SPEC[op].fields
-        raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(operands) or 'none'!r}")
+    op, operands = _FORMS[word]
+    if len(words) != len(operands) + 1:
+        fields, given = OP_SPEC[op].fields, words[1:]
+        raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(given) or 'none'!r}")
     values = _ABSENT.copy()
     try:
-        for (place, known), operand in zip(places, operands, strict=True):
-            values[place] = known[operand]
+        for number, field, known in operands:
+            values[field] = known[words[number]]
     except ProgramError as problem:
         raise ProgramError(f"{word}: {problem}") from None
     return Instruction(op, *values)
@@ -199,11 +200,11 @@ class _Operands(dict[str, int | str]):
 _FIELDS = Instruction.__struct_fields__[1:]
 _ABSENT = list(Instruction.__struct_defaults__)
 _READ = {name: _Operands(name, PREFIX.get(name, "")) for name in _FIELDS if name != "peer"}
-# Each operation by its word, with the place of each operand among the fields of an instruction, and its reader.
-_FORMS: dict[str, tuple[Op, tuple[tuple[int, _Operands], ...]]] = {}
+# Each operation by its word, with the number of each operand's word, the place of its field, and its reader.
+_FORMS: dict[str, tuple[Op, tuple[tuple[int, int, _Operands], ...]]] = {}
 for _op, _spec in OP_SPEC.items():
     _readers = _READ | {"peer": _Operands("peer", ">" if _op is Op.SEND else "<")}
-    _FORMS[_op.value] = _op, tuple((_FIELDS.index(name), _readers[name]) for name in _spec.fields)
+    _FORMS[_op.value] = _op, tuple((n, _FIELDS.index(name), _readers[name]) for n, name in enumerate(_spec.fields, 1))
 
 
 def save(program: Program, path: str | Path) -> Path:

@@ -9,8 +9,9 @@ the update for gradients of weights.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, reduce
-from typing import NamedTuple
+from functools import reduce
+
+import msgspec
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, PIECE_OF, WHOLE_OF, Kind, Reduction
@@ -21,7 +22,7 @@ WGRAD, WEIGHTS, NORM, OPTIM = Kind.WGRAD.value, Kind.WEIGHTS.value, Kind.NORM.va
 SHARDS = Kind.SHARDS.value
 
 
-class Value(NamedTuple):
+class Value(msgspec.Struct, frozen=True, order=True, gc=False):
     """A value on a rank; `at` is its micro-batch, version or update; for the optimizer's states a version."""
 
     kind: str
@@ -110,43 +111,38 @@ def _in_slots(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     return (*own, *_states(i, program, rank))
 
 
-# `Value(…)` without a call of Python for each of millions.
-_value: Callable[[tuple[str, int, int]], Value] = partial(tuple.__new__, Value)
-
 _VALUES: dict[str, Rule] = {
-    "input[s,m]": lambda i, program, rank: (_value((INPUT, i.stage, i.mb)),),
-    "input[last,m]": lambda i, program, rank: (_value((INPUT, program.header.last_stage, i.mb)),),
-    "act[s-1,m]": lambda i, program, rank: (
-        _value((ACT, i.stage - 1, i.mb)) if i.stage > 0 else _value((INPUT, 0, i.mb)),
-    ),
-    "act[s,m]": lambda i, program, rank: (_value((ACT, i.stage, i.mb)),),
-    "act[last,m]": lambda i, program, rank: (_value((ACT, program.header.last_stage, i.mb)),),
+    "input[s,m]": lambda i, program, rank: (Value(INPUT, i.stage, i.mb),),
+    "input[last,m]": lambda i, program, rank: (Value(INPUT, program.header.last_stage, i.mb),),
+    "act[s-1,m]": lambda i, program, rank: (Value(ACT, i.stage - 1, i.mb) if i.stage > 0 else Value(INPUT, 0, i.mb),),
+    "act[s,m]": lambda i, program, rank: (Value(ACT, i.stage, i.mb),),
+    "act[last,m]": lambda i, program, rank: (Value(ACT, program.header.last_stage, i.mb),),
     "grad[s-1,m]": lambda i, program, rank: (
-        (_value((GRAD, i.stage - 1, i.mb)),) if i.stage > program.header.frozen else ()
+        (Value(GRAD, i.stage - 1, i.mb),) if i.stage > program.header.frozen else ()
     ),
-    "grad[s,m]": lambda i, program, rank: (_value((GRAD, i.stage, i.mb)),),
-    "grad[last,m]": lambda i, program, rank: (_value((GRAD, program.header.last_stage, i.mb)),),
-    "saved[s,m]": lambda i, program, rank: (_value((SAVED, i.stage, i.mb)),),
+    "grad[s,m]": lambda i, program, rank: (Value(GRAD, i.stage, i.mb),),
+    "grad[last,m]": lambda i, program, rank: (Value(GRAD, program.header.last_stage, i.mb),),
+    "saved[s,m]": lambda i, program, rank: (Value(SAVED, i.stage, i.mb),),
     "saved[s,m] unless replayed": lambda i, program, rank: (
         ()
         if i.stage < program.header.frozen or (i.stage, i.mb) in program.recomputed
-        else (_value((SAVED, i.stage, i.mb)),)
+        else (Value(SAVED, i.stage, i.mb),)
     ),
-    "half[s,m]": lambda i, program, rank: (_value((HALF, i.stage, i.mb)),),
-    "weights[s,w]": lambda i, program, rank: (_value((WEIGHTS, i.stage, i.version)),),
+    "half[s,m]": lambda i, program, rank: (Value(HALF, i.stage, i.mb),),
+    "weights[s,w]": lambda i, program, rank: (Value(WEIGHTS, i.stage, i.version),),
     "stepped[s,w+1]": _stepped,
-    "wgrad[s,w]": lambda i, program, rank: (_value((WGRAD, i.stage, i.version)),),
-    "wgrad[s,u]": lambda i, program, rank: (_value((WGRAD, i.stage, program.header.update_of(i.stage, i.mb))),),
+    "wgrad[s,w]": lambda i, program, rank: (Value(WGRAD, i.stage, i.version),),
+    "wgrad[s,u]": lambda i, program, rank: (Value(WGRAD, i.stage, program.header.update_of(i.stage, i.mb)),),
     "optim[s,w]": _states,
     "optim[s,w+1]": _new_states,
     "in slots[s,w]": _in_slots,
-    "norm[w]": lambda i, program, rank: (_value((NORM, -1, i.version)),) if program.header.clip else (),
+    "norm[w]": lambda i, program, rank: (Value(NORM, -1, i.version),) if program.header.clip else (),
     "terms[s,w]": _terms,
     "result[s,w]": _result,
-    "kind[s,m]": lambda i, program, rank: (_value((i.kind, i.stage, i.mb)),),
-    "kind[s,w]": lambda i, program, rank: (_value((i.kind, i.stage, i.version)),),
-    "whole kind[s,m]": lambda i, program, rank: (_value((WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb)),),
-    "piece of kind[s,m]": lambda i, program, rank: (_value((PIECE_OF[i.kind], i.stage, i.mb)),),
+    "kind[s,m]": lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),
+    "kind[s,w]": lambda i, program, rank: (Value(i.kind, i.stage, i.version),),
+    "whole kind[s,m]": lambda i, program, rank: (Value(WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb),),
+    "piece of kind[s,m]": lambda i, program, rank: (Value(PIECE_OF[i.kind], i.stage, i.mb),),
 }
 
 

@@ -92,8 +92,9 @@ def _messages(program: Program) -> Graph:
 def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[int, Instruction]:
     """For the index of each instruction whose result another rank needs: the send that follows it."""
     result: dict[int, Instruction] = {}
+    forward = Op.FWD
     for index, i in enumerate(instructions):
-        if i.op is Op.FWD and i.stage < header.last_stage:
+        if i.op is forward and i.stage < header.last_stage:
             user, stage, kind = i.stage + 1, i.stage, ACT
         elif i.op in GRADIENT_OPS and i.stage > header.frozen:
             user, stage, kind = i.stage - 1, i.stage - 1, GRAD

@@ -12,15 +12,15 @@ def with_data(program: Program) -> Program:
 
     With one stage, one load serves both.
     """
-    last = program.header.last_stage
+    last, forward = program.header.last_stage, Op.FWD
     ranks = []
     for instructions in program.ranks:
         listed: list[Instruction] = []
         for i in instructions:
-            if i.op is Op.FWD and i.stage == 0:
+            if i.op is forward and i.stage == 0:
                 listed.append(Instruction(Op.LOAD, 0, i.mb))
             listed.append(i)
-            if i.op is Op.FWD and i.stage == last:
+            if i.op is forward and i.stage == last:
                 if last > 0:
                     listed.append(Instruction(Op.LOAD, last, i.mb))
                 listed.append(Instruction(Op.LOSS, mb=i.mb))

@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, WEIGHT_GRADIENT_OPS, Op
+from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WEIGHT_GRADIENT_OPS
 from pipefit.ir.program import Header
 from pipefit.ir.values import ACT, GRAD
 
 
 def inserted(listed: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
     """The list with instructions inserted before some indices."""
-    return [i for index in range(len(listed) + 1) for i in (*before.get(index, ()), *listed[index : index + 1])]
+    result: list[Instruction] = []
+    done = 0
+    for index in sorted(before):
+        result += (*listed[done:index], *before[index])
+        done = index
+    return [*result, *listed[done:]]
 
 
 def entering(i: Instruction) -> tuple[str, int, int]:
     """The value, by kind, stage and micro-batch, that a compute instruction may need from another rank."""
-    if i.op not in COMPUTE_OPS:
-        return "", -1, -1
-    forward = i.op is Op.FWD or i.op is Op.RECOMPUTE
-    return (ACT, i.stage - 1, i.mb) if forward else (GRAD, i.stage, i.mb)
+    if i.op in FORWARD_OPS:
+        return ACT, i.stage - 1, i.mb
+    return (GRAD, i.stage, i.mb) if i.op in COMPUTE_OPS else ("", -1, -1)
 
 
 def last_backwards(header: Header, listed: Sequence[Instruction]) -> dict[tuple[int, int], int]:

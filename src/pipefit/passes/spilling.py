@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
+from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import reduced_stages
@@ -127,7 +127,7 @@ def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Inst
     result: list[Instruction] = []
     for index, i in enumerate(listed):
         stay = stay_of.get((index, i.stage), -1)
-        if i.op in (Op.FWD, Op.RECOMPUTE):
+        if i.op in FORWARD_OPS:
             kept[i.stage, i.mb] = stay
         elif i.op in GRADIENT_OPS and kept.get((i.stage, i.mb), stay) != stay:
             result.append(Instruction(Op.RECOMPUTE, i.stage, i.mb, i.version))

@@ -79,14 +79,14 @@ def with_drops(program: Program) -> Program:
 
     Versions of spilled stages are fetched and evicted with their slots (`with_spilling`).
     """
-    ranks = []
+    ranks, step = [], Op.STEP
     for instructions in program.ranks:
         last_use: dict[tuple[int, int], int] = {}
         newest: dict[int, int] = {}
         for index, i in enumerate(instructions):
-            if i.op in COMPUTE_OPS or i.op is Op.STEP:
+            if i.op in COMPUTE_OPS or i.op is step:
                 last_use[i.stage, i.version] = index
-            if i.op is Op.STEP:
+            if i.op is step:
                 newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
         dead: dict[int, list[Instruction]] = defaultdict(list)
         for (stage, version), index in sorted(last_use.items()):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from msgspec.structs import replace
 
 from pipefit.errors import DataError, NonFiniteLossError, PipefitError
 from pipefit.ir.program import Program
@@ -317,6 +318,6 @@ class TrainingLoop:
             for position, (start, end) in enumerate(zip(starts, ends, strict=True))
         ]
         origin = min((event.start_s for event in events if event.start_s), default=0.0)
-        shifted = [e._replace(start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
+        shifted = [replace(e, start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
         shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))
         return Timeline(self._newest, tuple(shifted), source="measured", num_repeats=len(passes))

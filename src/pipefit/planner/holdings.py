@@ -203,8 +203,8 @@ def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[
 
 def _rows(lives: list[Lifetime]) -> Holding:
     """Counts at the first end of a value after each birth of one, without those that another moment covers."""
-    values, born, dies = zip(*lives, strict=True)
-    kinds = [value[:2] for value in values]
+    born, dies = [life.born for life in lives], [life.dies for life in lives]
+    kinds = [(life.value.kind, life.value.stage) for life in lives]
     keys = sorted(set(kinds))
     column = {key: index for index, key in enumerate(keys)}
     which = np.array([column[kind] for kind in kinds])

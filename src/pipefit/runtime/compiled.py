@@ -10,7 +10,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import is_in_place, lifetimes
 from pipefit.ir.op import OP_SPEC, WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Program
-from pipefit.ir.values import ACT, GRAD, INPUT, Value
+from pipefit.ir.values import ACT, GRAD, INPUT
 
 SUMMED = (Reduction.REPLICAS.value, Reduction.SCATTER.value)
 """Reductions of gradients over the replicas of a stage."""
@@ -27,7 +27,7 @@ class CompiledRank:
         awaits: for each instruction, the earlier receives, reductions and fetches it must wait for (each is waited for
             once).
         awaited_at_end: those that only the next pass waits for, such as gathers of new weights.
-        frees: for each instruction, the values that the rank does not need after it.
+        frees: for each instruction, the values that the rank does not need after it: kind, stage and micro-batch.
         in_place: the steps that may overwrite their weights.
         early: reductions over replicas that may begin inside an update's last backward of their stage, by its index.
     """
@@ -37,7 +37,7 @@ class CompiledRank:
     instructions: tuple[Instruction, ...]
     awaits: tuple[tuple[int, ...], ...]
     awaited_at_end: tuple[int, ...]
-    frees: tuple[tuple[Value, ...], ...]
+    frees: tuple[tuple[tuple[str, int, int], ...], ...]
     in_place: frozenset[int]
     early: Mapping[int, Instruction]
 
@@ -81,10 +81,10 @@ def _compile(program: Program, rank: int) -> CompiledRank:
         awaits.append(mine)
     under_way = (index for index, i in enumerate(instructions) if OP_SPEC[i.op].is_awaited)
     at_end = tuple(index for index in under_way if index not in waited)
-    frees: list[list[Value]] = [[] for _ in instructions]
+    frees: list[list[tuple[str, int, int]]] = [[] for _ in instructions]
     for life in lifetimes(program, rank):
         if life.value.kind in (INPUT, ACT, GRAD) and life.dies < len(instructions):
-            frees[life.dies].append(life.value)
+            frees[life.dies].append((life.value.kind, life.value.stage, life.value.at))
     steps = (index for index, i in enumerate(instructions) if i.op is Op.STEP)
     in_place = frozenset(index for index in steps if is_in_place(instructions, index))
     early = _early_reductions(program, rank)

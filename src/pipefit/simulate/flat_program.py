@@ -58,23 +58,22 @@ def flat_program(program: Program) -> FlatProgram:
 
 
 def _build(graph: Graph) -> FlatProgram:
-    on_compute = {op: spec.lane is Lane.COMPUTE for op, spec in OP_SPEC.items()}
-    computes = [on_compute[i.op] for i in graph.instructions]
+    computing = frozenset(op for op, spec in OP_SPEC.items() if spec.lane is Lane.COMPUTE)
+    computes = [i.op in computing for i in graph.instructions]
+    waits = [tuple([p for p in preds if not computes[p]]) if preds else () for preds in graph.preds]
+    work, wait, message, pending = map(int, Code)
     codes: list[int] = []
-    waits: list[tuple[int, ...]] = []
     users: dict[int, list[int]] = {}
     costs: list[int] = []
     kinds: list[tuple[Instruction, int]] = []
     index: dict[tuple[object, ...], int] = {}
-    for number, (i, rank, preds) in enumerate(zip(graph.instructions, graph.ranks, graph.preds, strict=True)):
-        needed = tuple(p for p in preds if not computes[p]) if preds else ()
-        waits.append(needed)
+    for number, (i, rank, needed) in enumerate(zip(graph.instructions, graph.ranks, waits, strict=True)):
         if computes[number]:
-            codes.append(Code.WAIT if needed else Code.WORK)
+            codes.append(wait if needed else work)
         elif i.op in MESSAGE_OPS and not needed:
-            codes.append(Code.MESSAGE)
+            codes.append(message)
         else:
-            codes.append(Code.PENDING)
+            codes.append(pending)
             for pred in needed:
                 users.setdefault(pred, []).append(number)
         # Micro-batch and version change no cost.
@@ -87,6 +86,6 @@ def _build(graph: Graph) -> FlatProgram:
     partners = [-1] * len(codes)
     for number, partner in graph.partner.items():
         partners[number] = partner
-        if codes[partner] == Code.PENDING or number in users or partner in users:
-            codes[number] = codes[partner] = Code.PENDING
+        if codes[partner] == pending or number in users or partner in users:
+            codes[number] = codes[partner] = pending
     return FlatProgram(graph, codes, waits, users, costs, kinds, partners)

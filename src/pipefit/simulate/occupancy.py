@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 from pipefit.cost.model import CostModel
 from pipefit.ir.liveness import arena_bytes, lies_in_slot, lifetimes
 from pipefit.ir.op import OP_SPEC, Lane
 from pipefit.ir.program import Program
+from pipefit.ir.values import Value
 
 if TYPE_CHECKING:
     from pipefit.simulate.event_engine import EventEngine
@@ -30,7 +32,8 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
     first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
     header = program.header
     lives = [life for life in lifetimes(program, rank) if header.spill is None or not lies_in_slot(header, life.value)]
-    sized = [(life.born, life.dies, cost.held_bytes(life.value)) for life in lives]
+    held_bytes = cache(lambda kind, stage: cost.held_bytes(Value(kind, stage, 0)))
+    sized = [(life.born, life.dies, held_bytes(life.value.kind, life.value.stage)) for life in lives]
     sized = [item for item in sized if item[2]]
     computes = [OP_SPEC[i.op].lane is Lane.COMPUTE for i in program.ranks[rank]]
     last = max((index for index in range(count) if computes[index]), default=-1)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
+
+from msgspec.structs import replace
 
 from pipefit.cost import CostModel
 from pipefit.ir.graph import Graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COPY_OPS, Op
+from pipefit.ir.op import COPY_OPS, MESSAGE_OPS, Op
 from pipefit.ir.residency import copy_waits, kept_fetches
 from pipefit.simulate.flat_program import Code, FlatProgram
 
 Key = tuple[object, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +50,10 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
     """The prices of a program; for `contention` and `rendezvous` see `simulate`."""
     graph = layout.graph
     hold_of = [cost.duration_s(i, rank) for i, rank in layout.kinds]
-    travel_of = [_travel_s(cost, i, rank) for i, rank in layout.kinds]
-    travel = [travel_of[index] for index in layout.costs]
-    lanes: dict[int, tuple[Key, ...]] = {}
-    channels: dict[int, Key] = {}
+    travel_of = [_travel_s(cost, i, rank, rendezvous) for i, rank in layout.kinds]
+    lanes_of = [_lanes(cost, i, rank, contention) for i, rank in layout.kinds]
+    channel_of = [_channel(cost, i, rank) for i, rank in layout.kinds]
+    travel, lanes = [travel_of[index] for index in layout.costs], _by_number(layout, lanes_of)
     for group in graph.collectives:
         first = graph.instructions[group[0]]
         members = sorted(graph.ranks[number] for number in group)
@@ -57,16 +61,6 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
         for number in group:
             travel[number] = seconds
             lanes[number] = ports
-    receive = Op.RECV
-    for number, i in enumerate(graph.instructions):
-        if i.op is receive:
-            send, link = layout.partners[number], (i.peer, graph.ranks[number])
-            travel[number] = travel[send] if rendezvous else 0
-            lanes[number] = lanes[send] = (*cost.ports(*link), *([link] if contention else []))
-        elif i.op in COPY_OPS:
-            lanes[number] = ((graph.ranks[number], i.op, i.tier),)
-            if i.op is not Op.HOST_STEP and cost.tier_of(i).one_channel:
-                channels[number] = graph.ranks[number], i.tier
     kept, kept_later = _kept(graph, later=False), _kept(graph, later=True)
     between, closing = cost.pass_s, _closing(layout)
     spill = graph.program.header.spill
@@ -78,18 +72,39 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
         [hold_of[index] for index in layout.costs],
         (_without(travel, kept), _without(travel, kept_later)),
         lanes,
-        _copies(graph, kept_later),
+        _copies(graph, kept_later) if any(i.op in COPY_OPS for i, _ in layout.kinds) else {},
         (_arrivals(layout, cost, kept), _arrivals(layout, cost, kept_later)),
-        channels,
+        _by_number(layout, channel_of),
         closing,
         between,
     )
 
 
-def _travel_s(cost: CostModel, i: Instruction, rank: int) -> float:
+def _by_number(layout: FlatProgram, of_kind: list[T]) -> dict[int, T]:
+    """What each instruction has by its cost's kind, where it is not empty."""
+    return {number: of_kind[kind] for number, kind in enumerate(layout.costs) if of_kind[kind]} if any(of_kind) else {}
+
+
+def _travel_s(cost: CostModel, i: Instruction, rank: int, rendezvous: bool) -> float:
     if i.op is Op.SEND:
         return cost.message_s(i, rank)
+    if i.op is Op.RECV:
+        return cost.message_s(replace(i, op=Op.SEND, peer=rank), i.peer) if rendezvous else 0
     return cost.local_s(i, rank) if i.op is Op.GATHER or i.op in COPY_OPS else 0
+
+
+def _lanes(cost: CostModel, i: Instruction, rank: int, contention: bool) -> tuple[Key, ...]:
+    if i.op in COPY_OPS:
+        return ((rank, i.op, i.tier),)
+    if i.op not in MESSAGE_OPS:
+        return ()
+    link = (rank, i.peer) if i.op is Op.SEND else (i.peer, rank)
+    return (*cost.ports(*link), *([link] if contention else []))
+
+
+def _channel(cost: CostModel, i: Instruction, rank: int) -> Key:
+    one = i.op in COPY_OPS and i.op is not Op.HOST_STEP and cost.tier_of(i).one_channel
+    return (rank, i.tier) if one else ()
 
 
 def _kept(graph: Graph, later: bool) -> frozenset[int]:
@@ -124,12 +139,14 @@ def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
     These are reductions whose end no instruction waits for, such as gathers of new weights; steps on the host, because
     their optimizers may be read between two passes; and the operations in `more`.
     """
-    awaited, always = {number for needed in layout.waits for number in needed}, (Op.HOST_STEP, *more)
-    result: list[list[int]] = [[] for _ in layout.graph.starts[1:]]
-    for number, i in enumerate(layout.graph.instructions):
-        last = number in layout.graph.collective_of and number not in awaited
-        if last or i.op in always:
-            result[layout.graph.ranks[number]].append(number)
+    graph, always = layout.graph, [i.op is Op.HOST_STEP or i.op in more for i, _ in layout.kinds]
+    reductions = set(graph.collective_of)
+    if reductions:
+        reductions.difference_update(*layout.waits)
+    result: list[list[int]] = [[] for _ in graph.starts[1:]]
+    for number, kind in enumerate(layout.costs if reductions or any(always) else ()):
+        if always[kind] or number in reductions:
+            result[graph.ranks[number]].append(number)
     return result
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from itertools import compress, pairwise, repeat
 
 from pipefit.cost import CostModel
@@ -124,10 +122,6 @@ def _check(layout: FlatProgram) -> None:
             raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
 
 
-# `Event._make` without a call of Python for each of millions.
-_new_event: Callable[[tuple[object, ...]], Event] = partial(tuple.__new__, Event)
-
-
 def _events(engine: EventEngine, messages: bool) -> tuple[Event, ...]:
     starts, instructions = engine.layout.graph.starts, engine.layout.graph.instructions
     shown = [messages or OP_SPEC[i.op].lane is not Lane.COMM for i in instructions]
@@ -136,8 +130,8 @@ def _events(engine: EventEngine, messages: bool) -> tuple[Event, ...]:
     for rank, (first, last) in enumerate(pairwise(starts)):
         for lap in range(engine.repeats):
             a, b = lap * size + first, lap * size + last
-            rows = zip(repeat(rank), range(b - a), repeat(lap), engine.start[a:b], engine.end[a:b], strict=False)
-            events += map(_new_event, compress(rows, shown[first:last]))
+            own = [compress(column, shown[first:last]) for column in (range(b - a), engine.start[a:b], engine.end[a:b])]
+            events += map(Event, repeat(rank), own[0], repeat(lap), *own[1:])
     return tuple(events)
 
 

@@ -6,7 +6,7 @@ from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.timeline.timeline import Timeline
 
 _PURPOSES = ("compute", "weight update", "recompute")
-_PURPOSE = {Op.RECOMPUTE: "recompute", Op.STEP: "weight update"}
+_PURPOSE = dict.fromkeys(COMPUTE_OPS, "compute") | {Op.RECOMPUTE: "recompute", Op.STEP: "weight update"}
 
 
 def breakdown(timeline: Timeline) -> dict[str, float]:
@@ -19,10 +19,10 @@ def breakdown(timeline: Timeline) -> dict[str, float]:
         timeline: simulated or measured.
     """
     work = [dict.fromkeys(_PURPOSES, 0.0) for _ in timeline.program.ranks]
+    purposes = timeline.by_op(_PURPOSE)
     for event in timeline.events:
-        op = timeline.instruction(event).op
-        if op in COMPUTE_OPS or op is Op.STEP:
-            work[event.rank][_PURPOSE.get(op, "compute")] += event.duration_s
+        if purpose := purposes[event.rank][event.position]:
+            work[event.rank][purpose] += event.end_s - event.start_s
     whole = timeline.end_s - min((event.start_s for event in timeline.events), default=0)
     if not whole:
         return {}

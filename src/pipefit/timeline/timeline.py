@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from operator import attrgetter
+from typing import TypeVar
+
+import msgspec
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, Lane, Op
 from pipefit.ir.program import Program
 
+T = TypeVar("T")
+_START, _END = attrgetter("start_s"), attrgetter("end_s")
 
-class Event(NamedTuple):
+
+class Event(msgspec.Struct, frozen=True, gc=False):
     """The time of one instruction on its lane.
 
     Attributes:
@@ -71,6 +77,10 @@ class Timeline:
             if instruction.op in COMPUTE_OPS:
                 yield event, instruction
 
+    def by_op(self, facts: Mapping[Op, T]) -> list[list[T | None]]:
+        """A fact about the operation of each instruction, by rank and position; None where there is none."""
+        return [[facts.get(i.op) for i in instructions] for instructions in self.program.ranks]
+
     @cached_property
     def by_place(self) -> dict[tuple[int, int, int], Event]:
         """Events by (rank, repeat, position)."""
@@ -81,8 +91,8 @@ class Timeline:
     @cached_property
     def _work(self) -> list[Event]:
         """The events of the compute lane."""
-        works = [[OP_SPEC[i.op].lane is Lane.COMPUTE for i in instructions] for instructions in self.program.ranks]
-        return [event for event in self.events if works[event[0]][event[1]]]
+        works = self.by_op({op: spec.lane is Lane.COMPUTE for op, spec in OP_SPEC.items()})
+        return [event for event in self.events if works[event.rank][event.position]]
 
     @cached_property
     def _span(self) -> list[Event]:
@@ -94,12 +104,12 @@ class Timeline:
     @cached_property
     def start_s(self) -> float:
         """Start of the first instruction of the compute lane, or of the first copy of a program that spills."""
-        return min((event.start_s for event in self._span), default=0)
+        return min(map(_START, self._span), default=0)
 
     @cached_property
     def end_s(self) -> float:
         """End of the last instruction of the compute lane, or of the last copy of a program that spills."""
-        return max((event.end_s for event in self._span), default=0)
+        return max(map(_END, self._span), default=0)
 
     @property
     def makespan_s(self) -> float:
@@ -112,23 +122,20 @@ class Timeline:
 
         A step is `num_microbatches` micro-batches; steps of all repeats follow each other.
         """
-        header = self.program.header
+        header, ranks = self.program.header, self.program.ranks
         size, total = header.num_microbatches, header.total_microbatches
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
-        ranks = self.program.ranks
+
+        def step_of_update(i: Instruction) -> int:
+            return (min((i.version + 1) * header.updates[i.stage], total) - 1) // size if i.op in STEP_OPS else -1
+
+        steps = [[i.mb // size if i.mb >= 0 else step_of_update(i) for i in instructions] for instructions in ranks]
         spills = header.spill is not None
-        stepped = [event for event in self.events if ranks[event[0]][event[1]].op is Op.HOST_STEP] if spills else []
-        for rank, position, repeat, _, end in (*self._work, *stepped):
-            i = ranks[rank][position]
-            if i.mb >= 0:
-                step = i.mb // size
-            elif i.op in STEP_OPS:
-                step = (min((i.version + 1) * header.updates[i.stage], total) - 1) // size
-            else:
-                continue
-            step += repeat * header.num_steps
-            if end > ends[step]:
-                ends[step] = end
+        stepped = [event for event in self.events if self.instruction(event).op is Op.HOST_STEP] if spills else []
+        for event in (*self._work, *stepped):
+            step = steps[event.rank][event.position]
+            if step >= 0 and event.end_s > ends[step := step + event.repeat * header.num_steps]:
+                ends[step] = event.end_s
         return tuple(ends)
 
     @cached_property
@@ -155,20 +162,23 @@ class Timeline:
 
     def _steady_steps(self) -> int:
         last_forward: dict[int, float] = {}
-        ranks, frozen = self.program.ranks, self.program.header.frozen
-        for rank, position, _, _, end in self._work:
-            i = ranks[rank][position]
+        ranks, frozen, forward = self.program.ranks, self.program.header.frozen, Op.FWD
+        for event in reversed(self._work):
             # Nothing holds frozen stages back: their last forward is no sign that the pipeline drains.
-            if i.op is Op.FWD and i.stage >= frozen:
-                last_forward[rank] = max(end, last_forward.get(rank, end))
+            if event.rank not in last_forward:
+                i = ranks[event.rank][event.position]
+                if i.op is forward and i.stage >= frozen:
+                    last_forward[event.rank] = event.end_s
         drain = min(last_forward.values(), default=0)
         return sum(end <= drain for end in self.step_ends_s)
 
     @cached_property
     def _busy_s(self) -> tuple[float, ...]:
         busy: list[float] = [0] * len(self.program.ranks)
-        for event, _ in self.compute():
-            busy[event.rank] += event.end_s - event.start_s
+        counts = self.by_op(dict.fromkeys(COMPUTE_OPS, True))
+        for event in self._work:
+            if counts[event.rank][event.position]:
+                busy[event.rank] += event.end_s - event.start_s
         return tuple(busy)
 
     def busy_s(self, rank: int) -> float:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from pipefit.errors import PipefitError
 from pipefit.ir import text
 from pipefit.ir.graph import dependency_graph
@@ -134,7 +136,7 @@ def _slice(timeline: Timeline, event: Event, thread: int) -> dict[str, Any]:
         "tid": thread,
         "ts": start * _US,
         "dur": max(end - start, 0.0) * _US,
-        "args": event._replace(start_s=start, end_s=end)._asdict(),
+        "args": asdict(event) | {"start_s": start, "end_s": end},
     }
 
 

@@ -6,6 +6,7 @@ They are reported and set aside, so that every other rule may rely on its operan
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from msgspec.structs import replace
 
@@ -28,26 +29,27 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
         aside); and the findings.
     """
     header = program.header
-    kept: list[list[int]] = [[] for _ in range(max(header.num_ranks, len(program.ranks)))]
     findings: list[Finding] = []
-    known: dict[tuple[object, ...], tuple[range, range]] = {}
-    for rank, index, i in program:
-        key = i.op, i.stage, i.kind, i.peer, i.tier, i.slot, rank
-        mbs, versions = known.get(key) or known.setdefault(key, _ranges(header, i, rank))
-        if i.mb in mbs and i.version in versions:
-            kept[rank].append(index)
-        elif (problem := next(_problems(header, i, rank), None)) is None:
-            kept[rank].append(index)
-        else:
-            findings.append(Finding(problem[0], rank, index, problem[1]))
+    for rank, instructions in enumerate(program.ranks):
+        known: dict[tuple[object, ...], tuple[range, range]] = {}
+        for index, i in enumerate(instructions):
+            key = i.op, i.stage, i.kind, i.peer, i.tier, i.slot
+            mbs, versions = known.get(key) or known.setdefault(key, _ranges(header, i, rank))
+            if i.mb in mbs and i.version in versions:
+                continue
+            for rule, message in islice(_problems(header, i, rank), 1):
+                findings.append(Finding(rule, rank, index, message))
+    bad = {(finding.rank, finding.position) for finding in findings}
+    listed, named = len(program.ranks), header.num_ranks
     findings += [
-        Finding("ownership", rank, -1, f"the program has no rank {rank}; its placement needs {header.num_ranks} ranks")
-        for rank in range(len(program.ranks), header.num_ranks)
+        Finding("ownership", rank, -1, f"the program has no rank {rank}; its placement needs {named} ranks")
+        for rank in range(listed, named)
     ]
     if not findings:
         return program, None, findings
-    kept = kept[: header.num_ranks]
-    return program.with_ranks([[program.ranks[rank][n] for n in own] for rank, own in enumerate(kept)]), kept, findings
+    lists = [*program.ranks, *[()] * (named - listed)][:named]
+    kept = [[n for n in range(len(own)) if (rank, n) not in bad] for rank, own in enumerate(lists)]
+    return program.with_ranks([[lists[rank][n] for n in own] for rank, own in enumerate(kept)]), kept, findings
 
 
 def _ranges(header: Header, i: Instruction, rank: int) -> tuple[range, range]:
