@@ -88,6 +88,7 @@ def test_the_version_is_known_without_torch():
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_verb_that_takes_long_says_what_it_does(a_verb_that, monkeypatch, capsys):
     said = threading.Event()
     monkeypatch.setattr(

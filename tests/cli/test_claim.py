@@ -11,6 +11,8 @@ import pytest
 from pipefit.cli import main
 from pipefit.run.claim import LOCK
 
+pytestmark = pytest.mark.slow
+
 SMALL = ["train", "--model", "convnet", "--steps", "1", "--batch", "4", "--microbatches", "1"]
 
 

@@ -199,6 +199,7 @@ def test_a_folder_that_is_no_run_has_no_report(files, capsys):
     assert "one of .html" in refused(capsys, "report", str(files), "-o", "page.pdf")
 
 
+@pytest.mark.slow
 def test_a_plan_that_spills_is_planned_proved_and_simulated_by_hand(tmp_path, capsys):
     path = tmp_path / "plan.json"
     shape = ("--profile", "gpt:layers=8,hidden=1024,heads=16", "--topology", "one-gpu")

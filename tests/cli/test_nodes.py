@@ -9,6 +9,8 @@ import pytest
 
 from pipefit.cli.nodes import _problems, _text
 
+pytestmark = pytest.mark.slow
+
 NODE = {
     "node": "a", "pipefit": "1", "python": "3.11.7", "torch": "2.13.0", "cuda": None, "gpus": [], "cores": 2,
     "memory_bytes": 2**30, "ranks": [0, 1], "clock_s": 0.0, "shared": True,

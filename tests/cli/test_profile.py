@@ -54,6 +54,7 @@ def test_a_profile_is_measured_and_written(tmp_path, capsys):
     assert profile.optimizer_s > 0
 
 
+@pytest.mark.slow
 def test_several_sizes_are_in_one_file(tmp_path, capsys):
     path = tmp_path / "p.json"
     assert answered(capsys, "profile", *SMALL, "-b", "2,8", "-o", str(path))["microbatch_sizes"] == [2, 8]

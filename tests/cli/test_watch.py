@@ -22,6 +22,8 @@ from pipefit.run.curves import curves, figures_of
 from pipefit.run.following import LatestTimeline, server_of
 from pipefit.run.report_page import page_of, write_report
 
+pytestmark = pytest.mark.slow
+
 FIGURES = {"learning_rates": [0.1], "gradient_norm": 2.0, "samples_per_s": 8.0, "bubble": 0.25}
 
 

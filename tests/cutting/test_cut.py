@@ -10,6 +10,8 @@ from pipefit.errors import ModelError
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.testing import check
 
+pytestmark = pytest.mark.slow
+
 TEXT = "hidden_size=32,intermediate_size=64,num_hidden_layers=4,num_attention_heads=4,vocab_size=100"
 SEQUENCES = (
     "d_model=32,encoder_layers=2,decoder_layers=2,encoder_attention_heads=4,decoder_attention_heads=4,"

@@ -12,6 +12,8 @@ from pipefit.parallel.region import Rehearsal
 from pipefit.stage.materialise import materialise
 from tests.tiny_models import save_model
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "vocab_size": 100}  # fmt: skip
 

@@ -20,6 +20,8 @@ from pipefit.spec.topology import Device
 from pipefit.testing import check
 from tests.verbs import answered
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     def __init__(self, before, after):

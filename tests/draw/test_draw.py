@@ -407,6 +407,7 @@ def test_a_users_own_schedule_is_drawn_like_any_other(monkeypatch):
     assert "one-by-one-drawn" in draw(own, 2, 2).svg()
 
 
+@pytest.mark.slow
 def test_the_drawings_made_ahead_are_those_of_today():
     # After a change that is meant: `make golden`.
     now, kept = golden.shelf_now(), golden.SHELF.read_bytes()

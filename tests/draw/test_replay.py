@@ -20,6 +20,8 @@ from pipefit.errors import ScheduleError
 from pipefit.schedules import Shape, find
 from pipefit.simulate import simulate
 
+pytestmark = pytest.mark.slow
+
 ASK = """
 const found = entries.map((entry, number) => {
   const from = costsOf(entry), to = wanted[number];

@@ -17,6 +17,8 @@ from pipefit.models import build
 from pipefit.runtime.launch import launch
 from pipefit.spec.options import Spilled
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
     "experts": ("MixtralForCausalLM", {"num_local_experts": 4}),  # other names on disk, one tensor for each expert

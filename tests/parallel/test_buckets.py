@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ def hooks(parameters: list[nn.Parameter]) -> int:
     return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in parameters)
 
 
+@pytest.mark.slow
 def test_hooks_go_with_the_buckets_though_the_parameters_stay() -> None:
     parameters = list(model().parameters())
     buckets = GradientBuckets(parameters)

@@ -10,6 +10,8 @@ from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import hydra, smallest_capacity
 from pipefit.partition.capacity import shard_bytes
 
+pytestmark = pytest.mark.slow
+
 
 def shards(partition):
     return [(stage.layers[0], stage.layers[-1] + 1) for stage in partition.stages]

@@ -9,6 +9,8 @@ from tests.partition.cases import bandwidths, chain, conventions, profiles, topo
 from pipefit.errors import PlanError
 from pipefit.partition import pipedream
 
+pytestmark = pytest.mark.slow
+
 # These cases take milliseconds each, and the rules differ in rare ones.
 MANY = settings(max_examples=max(settings().max_examples, 150))
 

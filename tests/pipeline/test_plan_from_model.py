@@ -8,6 +8,8 @@ from torch import nn
 import pipefit as pf
 from pipefit.errors import PlanError
 
+pytestmark = pytest.mark.slow
+
 
 def make():
     torch.manual_seed(0)

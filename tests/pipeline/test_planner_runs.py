@@ -11,6 +11,8 @@ from pipefit.planner import plan
 from pipefit.profiling import profile_layers
 from pipefit.spec import Topology
 
+pytestmark = pytest.mark.slow
+
 SGD = 0.1
 
 

@@ -27,6 +27,8 @@ from pipefit.schedules import program_of
 from pipefit.spec import Device, Level, Partition, Placement, Plan, Topology
 from pipefit.units import table
 
+pytestmark = pytest.mark.slow
+
 SMALL = "gpt:layers=4,hidden=256,heads=4"
 
 # ---------------------------------------------------------------------------------------------------------- the table

@@ -27,6 +27,8 @@ from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.published import load_profile
 from pipefit.timeline import by_kind, save_trace
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

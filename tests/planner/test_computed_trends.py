@@ -8,6 +8,8 @@ from pipefit.planner import gpt_profile, plan
 from pipefit.planner.computed_profile import profile_at
 from pipefit.planner.machines import load_topology
 
+pytestmark = pytest.mark.slow
+
 BASE = load_topology("dgx-a100-64")
 # Time alone decides.
 ROOMY = msgspec.structs.replace(BASE, device=msgspec.structs.replace(BASE.device, memory_bytes=1e15))

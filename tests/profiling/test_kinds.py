@@ -13,6 +13,8 @@ from pipefit.profiling.workload import Workload
 from pipefit.spec.topology import Device
 from pipefit.stage.split import named_layers
 
+pytestmark = pytest.mark.slow
+
 SLOW = Device(flops=1e6)
 
 

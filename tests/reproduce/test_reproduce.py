@@ -16,6 +16,8 @@ from pipefit.reproduce.outcome import Compared, run_all, run_entry
 from pipefit.reproduce.steps import Draw
 from pipefit.timeline.breakdown import breakdown
 
+pytestmark = pytest.mark.slow
+
 DRAWN = [entry for entry in ENTRIES.values() if entry.kind == "drawn"]
 COMPUTED = [entry for entry in ENTRIES.values() if entry.kind == "computed"]
 

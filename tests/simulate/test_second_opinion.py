@@ -18,6 +18,8 @@ from pipefit.simulate import simulate
 from pipefit.spec import Level, Topology
 from pipefit.timeline import waited_for
 
+pytestmark = pytest.mark.slow
+
 
 class HangError(Exception):
     pass

@@ -95,12 +95,14 @@ def test_zb_h2_goes_from_update_to_update_without_a_bubble_where_the_halves_are_
     assert halved("zb-h2", p, m, f, i, w, repeats=4).period_s == m * (f + i + w) + bubble
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.integers(0, 9), times)
 def test_zb_v_waits_only_for_the_first_microbatch_to_come_down(p, more, f):
     m = 2 * p - 1 + more
     assert halved("zb-v", p, m, f, f, f, v=2).makespan_s == 3 * m * f + (p - 1) * f / 2
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(0, 5), times)
 def test_zb_v_goes_from_update_to_update_without_a_bubble_on_few_ranks(p, more, f):
     m = 2 * p - 1 + more
@@ -191,6 +193,7 @@ def test_simulated_memory_peaks_where_liveness_says(p, m, f, b):
         assert all(samples[-1][1] == 0 for samples in timeline.memory)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 5), counts)
 def test_1f1b_holds_p_minus_r_microbatches_and_gpipe_all(p, m):
     assert [run("1f1b", p, m, 1, 2).peak_bytes(r) for r in range(p)] == [min(p - r, m) for r in range(p)]

@@ -128,6 +128,7 @@ def test_ties_of_a_model_without_memory_are_refused():
         )
 
 
+@pytest.mark.slow
 def test_a_plan_that_spills_to_disk_asks_for_a_folder():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     x = torch.zeros(8, 64)
@@ -249,6 +250,7 @@ def assert_whole(folder, keys):
         assert at.checksum == chunk_sum(memoryview(data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 def test_states_that_are_still_in_their_slots_are_not_stepped_while_they_are_written(tmp_path, stages):
     pipe = Pipeline(

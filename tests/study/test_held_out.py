@@ -16,6 +16,8 @@ from pipefit.study.execute.runner import take_turn
 from pipefit.study.execute.trial_files import read_losses
 from pipefit.study.trial import StudyError, StudySpec, Trial
 
+pytestmark = pytest.mark.slow
+
 DIGITS = Trial("digits", **MLP, data=("digits",), batch=8, microbatches=3, steps=5, evaluate=2, lr=1e-2)
 
 

@@ -13,6 +13,8 @@ import pipefit as pf
 from pipefit.study.trial import StudyError, Trial
 from pipefit.study.trial_search import OptunaSearch
 
+pytestmark = pytest.mark.slow
+
 # Forks inherit what is loaded: the first optimizer of a process otherwise takes seconds.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 

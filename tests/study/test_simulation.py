@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from pipefit.errors import PipefitError
 from pipefit.study.simulation import POLICIES, TrialCost, coarser, lower_bound_s, simulate_study
 
+pytestmark = pytest.mark.slow
+
 SECONDS = st.integers(1, 40).map(lambda n: n / 8)
 COSTS = st.builds(TrialCost, st.lists(SECONDS, min_size=1, max_size=4).map(tuple), st.integers(1, 6), st.just(0.0))
 STUDIES = st.lists(COSTS, min_size=1, max_size=6)

@@ -55,6 +55,7 @@ def spilling(draw):
     return name, shape
 
 
+@pytest.mark.slow
 @given(spilling(), st.integers(0, 99))
 def test_spilling_is_right_and_trains_the_same_model_whatever_the_slots(asked, seed):
     name, shape = asked
