@@ -54,7 +54,11 @@ class Blocking:
             ran.add(rank)
             number, end = self.at[rank], graph.starts[rank + 1]
             while number < end:
-                blocker = self._blocker(number) if awaited[number] else -1
+                blocker = -1
+                for other in awaited[number]:
+                    if not done[other]:
+                        blocker = other
+                        break
                 if blocker < 0 and number in collective_of and not self._arrive(number):
                     blocker = number
                 if blocker >= 0:

@@ -42,7 +42,8 @@ def with_steps(program: Program) -> Program:
         waiting: dict[tuple[int, int], Instruction] = {}
         listed: list[Instruction] = []
         for index, i in enumerate(instructions):
-            listed += [waiting.pop(key) for key in sorted(waiting) if _must_precede(key, i, program)]
+            if waiting:
+                listed += [waiting.pop(key) for key in sorted(waiting) if _must_precede(key, i, program)]
             listed.append(i)
             if index in due and not steps_at_once(program.header, due[index][0]):
                 step = step_of(program.header, *due[index])

@@ -117,9 +117,11 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
     always = state * weights + sums["frozen_bytes"]
     if config.inside != "none":
         always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
+    # Between the halves of a backward the first stage keeps the gradient of its output, any other what its layers keep.
+    first, others = (np.stack([leaving, entering, weights, saved, kept]) for kept in (leaving, sums["kept_bytes"]))
     result = []
     for stage, (keys, rows) in enumerate(holdings):
-        sizes = np.stack([leaving, entering, weights, saved, sums["kept_bytes"] if stage else leaving])
+        sizes = others if stage else first
         counts = np.zeros((len(rows), len(sizes)))
         for column, (kind, owner) in enumerate(keys):
             if kind in _SIZED:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipefit.cost import CostModel
 from pipefit.ir.collector import collector_paused
@@ -214,7 +215,8 @@ def _rows(lives: list[Lifetime]) -> Holding:
     np.add.at(changes, (after, which), -1)
     before_an_end = np.flatnonzero((changes < 0).any(axis=1)) - 1
     births = np.cumsum((changes > 0).any(axis=1))[before_an_end]
-    return Holding(tuple(keys), _highest(np.cumsum(changes, axis=0)[before_an_end[np.diff(births, prepend=-1) > 0]]))
+    counts: NDArray[Any] = np.cumsum(changes, axis=0, dtype=changes.dtype)
+    return Holding(tuple(keys), _highest(counts[before_an_end[np.diff(births, prepend=-1) > 0]]))
 
 
 def _highest(rows: Array) -> Array:
