@@ -42,6 +42,13 @@ def test_published_profiles_come_with_the_package(name, num_layers, batch, secon
     assert "pipedream" in profile.source and name in published_names()
 
 
+def test_the_profile_of_alexnet_is_computed_and_says_so():
+    profile = load_profile("alexnet")
+    assert "computed" in profile.source and "alexnet" in published_names()
+    assert sum(layer.weight_bytes for layer in profile.layers) == 4 * 61_100_840
+    assert profile.microbatch_size == 256 and profile.layers[4].output_bytes == 4 * 256 * 256 * 6 * 6
+
+
 def test_data_loading_costs_nothing():
     first = load_profile("vgg16").layers[0]
     assert "Input" in first.name and first.total_s == first.output_bytes == 0

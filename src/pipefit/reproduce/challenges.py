@@ -11,7 +11,7 @@ from pipefit.reproduce.pipedream_gpipe import same_version
 from pipefit.reproduce.predicted import period, replicas, speedup
 from pipefit.reproduce.steps import Draw, Planned, Python
 
-_CELLS = [(model, machine) for model in ("resnet50", "vgg16") for machine in ("pcie-4x4", "nvlink-2x8")]
+_CELLS = [(model, machine) for model in ("resnet50", "vgg16", "alexnet") for machine in ("pcie-4x4", "nvlink-2x8")]
 _CELLS += [("gnmt", "pcie-3x4"), ("gnmt", "nvlink-2x8")]
 """Models and servers × devices of the table."""
 _LINKS = {"nvlink-2x8": {"bandwidth": "1.25 GB/s"}}
@@ -19,7 +19,7 @@ _LINKS = {"nvlink-2x8": {"bandwidth": "1.25 GB/s"}}
 
 
 def _planned(model: str, machine: str, **link: str) -> Planned:
-    size = 128 if model == "resnet50" else 64  # of a device, as in the paper
+    size = {"resnet50": 128, "alexnet": 256}.get(model, 64)  # of a device, as in the paper
     return Planned(model, machine, method="pipedream", microbatch_sizes=[size], **ROOM, **link)
 
 

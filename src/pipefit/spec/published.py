@@ -1,7 +1,8 @@
 """Profiles from files: pipefit's own format, and the layer graphs published with PipeDream (Harlap et al., SOSP 2019).
 
 A published graph is JSON with `nodes` (id, desc, forward_ms, backward_ms, activation_bytes, parameter_bytes) and
-`edges` (pairs of ids). Three of them are part of the package: `load_profile("vgg16")`, "resnet50", "gnmt".
+`edges` (pairs of ids). Three of them are part of the package: `load_profile("vgg16")`, "resnet50", "gnmt"; so is a
+computed one, "alexnet".
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class _Graph(msgspec.Struct, frozen=True):
 
 
 def published_names() -> tuple[str, ...]:
-    """The names of the published profiles that come with the package.
+    """The names of the profiles that come with the package.
 
     >>> published_names()
-    ('gnmt', 'resnet50', 'vgg16')
+    ('alexnet', 'gnmt', 'resnet50', 'vgg16')
     """
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
