@@ -88,7 +88,6 @@ def same(first, second):
 # ---- going on --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [momentum, adam, in_groups])
 @pytest.mark.parametrize("scheduler", [dropping, warming])
 @pytest.mark.parametrize(

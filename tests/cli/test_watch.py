@@ -151,7 +151,6 @@ def test_an_unfinished_run_has_a_report_with_curves_and_its_latest_timeline(run,
     assert "<title>small: gpt</title>" in (run / "timeline.html").read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.dist
 @needs_browser
 @pytest.mark.parametrize("width", [400, 1280])
@@ -163,7 +162,6 @@ def test_in_a_browser_no_page_of_a_run_is_wider_than_its_window(run, tmp_path, w
         assert 'data-over="false"' in shown(page, script, tmp_path, width)
 
 
-@pytest.mark.slow
 @needs_browser
 def test_in_a_browser_the_page_shows_later_steps_by_itself(tmp_path, page, monkeypatch):
     steps = count(1)

@@ -48,7 +48,6 @@ def test_a_model_of_transformers_trains_as_in_one_process(family):
     assert found.equal, found
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(("family", "schedule"), [("GPT2LMHeadModel", "zb-h1"), ("LlamaForCausalLM", "pipedream-2bw")])
 def test_compiled_blocks_train_as_one_process_does_without(family, schedule):

@@ -169,7 +169,6 @@ def bundle(name):
     return ModelBundle(name, pf.cut(model, x), loss, example, None, {})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "pipedream-2bw"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_without_blocks_trains_as_in_one_process(name, schedule):
@@ -347,7 +346,7 @@ def test_an_evaluation_runs_what_the_model_runs_in_evaluation():
         assert pipe.evaluate([(x, y)]) == pytest.approx(float(loss(model.eval()(x), y)), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_the_operations_of_a_layer_can_be_compiled():
     losses = []

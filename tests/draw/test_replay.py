@@ -110,7 +110,6 @@ def facts_in(page: str) -> dict[str, str]:
     return dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
 
 
-@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("width", [1280, 500])
 def test_in_a_browser_costs_change_the_bubble_and_steps_the_memory(width, tmp_path):

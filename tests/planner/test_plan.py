@@ -31,7 +31,6 @@ def limited(num: int, memory: float, bandwidth: float = 2e9) -> Topology:
     return Topology((Level("machine", num, bandwidth, 1e-4),), Device(memory_bytes=memory), name=f"local:{num}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("bandwidth", "port"), [(2e7, False), (2e7, True), (2e9, False)])
 def test_the_winner_is_within_3_percent_of_every_candidate_simulated(seed, bandwidth, port):
@@ -56,7 +55,6 @@ def period_s(name: str, method: str) -> float:
     return made.prediction.period_s
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gpipe", "uniform", "ptdp"])
 @pytest.mark.parametrize("name", ["vgg16", "resnet50", "gnmt"])
 def test_auto_is_never_behind_what_it_searches_too(name, method):
@@ -306,7 +304,6 @@ def test_bad_files_are_refused_with_the_path_inside(tmp_path):
             Topology.parse(text)
 
 
-@pytest.mark.slow
 def test_tensor_width_divides_a_gpt_and_stays_inside_a_server():
     device = Device(memory_bytes=80e9, flops=312e12)
     topology = Topology((Level("server", 8, 300e9, 5e-6), Level("cluster", 2, 5e9, 1e-5)), device)
@@ -394,7 +391,6 @@ def test_the_memory_that_a_refusal_asks_for_is_enough_for_split_backwards():
     assert plan(profile, limited(4, parse_quantity(found, "bytes")), global_batch=32, depths=[4], schedules=["zb-h1"])
 
 
-@pytest.mark.slow
 def test_a_family_whose_fastest_members_lack_memory_is_not_given_up():
     machine = load_topology("dgx-a100-1024")
     made = plan(

@@ -62,7 +62,6 @@ def test_every_picture_is_a_whole_svg(drawn):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_computed_entries_run_and_differences_have_causes():
     for outcome in run_all(COMPUTED):
         for each in outcome.values:

@@ -20,6 +20,7 @@ from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.session import current
 from pipefit.spec.options import Parallelism, Precision, Spilled
+from pipefit.stage import compiler
 from pipefit.stage.compiler import backend_of
 from pipefit.stage.split import named_layers
 from pipefit.testing import check
@@ -39,6 +40,16 @@ def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
         return graph.forward(*args)
 
     return run
+
+
+def test_an_older_torch_has_one_limit_of_variants_for_the_whole_process(monkeypatch):
+    def older(function, *, backend, options):
+        return function
+
+    monkeypatch.setattr(torch, "compile", older)
+    with torch._dynamo.config.patch(recompile_limit=8):
+        assert compiler._function_of.__wrapped__("aot_eager", "a kind of layer")(lambda x: 2 * x, 3) == 6
+        assert torch._dynamo.config.recompile_limit == 64
 
 
 def broken(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -96,7 +107,6 @@ def test_under_autocast_only_dropout_is_rounded_elsewhere() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 def test_the_usual_compiler_trains_as_one_process_does() -> None:

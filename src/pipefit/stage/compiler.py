@@ -9,6 +9,7 @@ the copies of a stage, and the slots that a spilled stage is loaded into.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 import types
@@ -111,7 +112,13 @@ def _function_of(backend: str, kind: str) -> Forward:
     function = types.FunctionType(_run.__code__.replace(), globals(), "layer")
     # The random numbers of torch itself, so that dropout draws what it draws without a compiler.
     options: Any = {"fallback_random": True} if backend == "inductor" else None
-    return torch.compile(function, backend=backend, options=options, recompile_limit=_MOST_VARIANTS)
+    limit = {"recompile_limit": _MOST_VARIANTS}
+    if not limit.keys() <= inspect.signature(torch.compile).parameters.keys():
+        # Older versions of torch have one limit for all functions of a process.
+        from torch._dynamo import config
+
+        config.recompile_limit = max(limit.pop("recompile_limit"), config.recompile_limit)
+    return torch.compile(function, backend=backend, options=options, **limit)
 
 
 class _Clock:
