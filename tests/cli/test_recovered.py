@@ -77,7 +77,7 @@ def _kill_when_trained(folder, rank, num_steps):
     return thread
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_training_goes_on_and_its_report_says_so(tmp_path, capsys):
     words = "train --model mlp --data digits --batch 32 --microbatches 2 --steps 400 --ranks 2".split()
     faulty, plain = tmp_path / "faulty", tmp_path / "plain"

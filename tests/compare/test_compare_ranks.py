@@ -48,12 +48,14 @@ def of(found: Comparison, strategy: str, m: int) -> Row:
     return next(row for row in found.rows if (row.strategy, row.num_microbatches) == (strategy, m))
 
 
+@pytest.mark.long
 def test_every_strategy_is_measured_where_it_has_a_meaning(found):
     cells = {(name, m) for name in STRATEGIES for m in ((1,) if name in WHOLE else (1, 4))} - {("all-threads", 1)}
     assert {(row.strategy, row.num_microbatches) for row in found.rows} == cells - REFUSED
     assert all(len(row.utilisation) == 2 for row in found.rows)
 
 
+@pytest.mark.long
 def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(found):
     reasons = {(item.strategy, item.num_microbatches): item.reason for item in found.refused}
     assert {cell for cell in reasons if cell[1] < 16} == REFUSED
@@ -61,6 +63,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_reason(found):
     assert "fewer micro-batches (1) than stages (2)" in reasons["torch-1f1b", 1]
 
 
+@pytest.mark.long
 def test_synchronous_strategies_have_one_loss_and_delayed_ones_another(found):
     expected = of(found, "one-thread", 1).final_loss
     delayed = {"pipedream", "pipedream-2bw"}
@@ -70,12 +73,14 @@ def test_synchronous_strategies_have_one_loss_and_delayed_ones_another(found):
     assert of(found, "pipedream-2bw", 4).final_loss != expected
 
 
+@pytest.mark.long
 def test_a_pipeline_keeps_half_the_weights_on_each_rank(found):
     one = of(found, "one-thread", 1)
     assert one.speedup == 1 and one.peak_bytes[0] > one.peak_bytes[1]
     assert of(found, "accumulate", 4).speedup_accumulated == 1
 
 
+@pytest.mark.long
 def test_schedules_and_one_process_are_predicted_and_peers_are_not(found):
     predicted = {row.strategy for row in found.rows if row.predicted_step_s is not None}
     assert predicted == {row.strategy for row in found.rows} - {"ddp", "torch-gpipe", "torch-1f1b"}
@@ -84,6 +89,7 @@ def test_schedules_and_one_process_are_predicted_and_peers_are_not(found):
     assert found.choice.best.step_s <= found.choice.chosen.step_s
 
 
+@pytest.mark.long
 def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
     words = "compare --model mlp --option layers=3,width=8 --strategies one-thread,gpipe -m 2 --batch 4 --steps 1"
     assert main([*words.split(), "--repeats", "2", "--limit", "0", "-o", str(tmp_path / "out"), "--json"]) == 0
@@ -95,6 +101,7 @@ def test_the_verb_answers_json_and_leaves_figures_and_a_chart(tmp_path, capsys):
     assert (tmp_path / "out" / "compare.svg").read_text().startswith("<svg")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("limit", "is_asked", "why"),
     [(1e-7, False, "no time within --limit 1e-07"), (0.0, True, "the comparison was interrupted")],
@@ -143,6 +150,7 @@ def calibrated() -> RuntimeCosts:
     return runtime_costs(current(), links_of(current(), 2))
 
 
+@pytest.mark.long
 def test_costs_of_the_executor_are_measured_once_for_all_ranks():
     first, second = launch(calibrated, 2, threads=1, quiet=True)
     assert first == second
