@@ -39,7 +39,7 @@ demo: .venv/stamp ## profile, plan and train a small language model over a pipel
 	@scripts/demo $(DEMO_ARGS)
 
 test: .venv/stamp ## the tests
-	@$(PYTEST) $(BY_FILE) -n 3 -m "$(TEST)"  # one worker more: many tests wait
+	@$(PYTEST) $(BY_FILE) -n 4 -m "$(TEST)"  # two workers more: many tests wait
 
 fast: .venv/stamp ## the tests that take less than a minute: no further processes, nothing slow
 	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and $(TEST)"
