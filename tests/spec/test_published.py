@@ -3,10 +3,15 @@ import math
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
+from examples.models.vgg import alexnet
 
 import pipefit
 from pipefit.errors import ProfileError
+from pipefit.planner.machines import load_topology
+from pipefit.profiling.analytic import analytic_profile
 from pipefit.spec import Layer, Profile
 from pipefit.spec.published import from_published, load_profile, published_names
 
@@ -120,3 +125,16 @@ def test_unknown_formats_files_and_names_are_refused(tmp_path):
         load_profile("vgg")
     with pytest.raises(ProfileError, match="no such file"):
         load_profile(tmp_path / "none.json")
+
+
+@pytest.mark.slow
+def test_the_profile_of_alexnet_is_what_the_law_computes():
+    with torch.device("meta"):
+        model, _, example = alexnet()
+    batch, _ = example(2, 0)
+    device = msgspec.structs.replace(load_topology("pcie-4x4").device, flops=15.7e12)
+    computed = analytic_profile(model, batch, device, microbatch_size=256)
+    for ours, kept in zip(computed.layers, load_profile("alexnet").layers, strict=True):
+        assert ours.name == kept.name and ours.output_bytes == kept.output_bytes
+        for name in ("forward_s", "backward_input_s", "backward_weight_s", "saved_bytes", "weight_bytes"):
+            assert getattr(ours, name) == pytest.approx(getattr(kept, name), rel=1e-4), (ours.name, name)

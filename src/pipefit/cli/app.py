@@ -80,7 +80,7 @@ def run(arguments: list[str] | None = None) -> int:
     """Parses, runs and prints; every failure becomes a message on stderr and an exit code."""
     tokens = list(sys.argv[1:] if arguments is None else arguments)
     if arguments is None and _verb(tokens) in ("draw", "simulate", "verify"):
-        # Of the millions of small objects of a large program no cycle is worth looking for: the process ends soon.
+        # Of the millions of small objects of a large program no cycle is worth looking for, now or at the end.
         gc.disable()
         atexit.register(gc.freeze)
     try:

@@ -54,6 +54,7 @@ class Blocking:
             ran.add(rank)
             number, end = self.at[rank], graph.starts[rank + 1]
             while number < end:
+                # The send that must happen, or the receive that must be posted, before the instruction can run.
                 blocker = -1
                 for other in awaited[number]:
                     if not done[other]:
@@ -74,13 +75,6 @@ class Blocking:
     def _is_stuck(self, rank: int) -> bool:
         return self.at[rank] < self._graph.starts[rank + 1]
 
-    def _blocker(self, number: int) -> int:
-        """The send that must happen or the receive that must be posted before an instruction can run, else −1."""
-        for other in self._awaited[number]:
-            if not self._done[other]:
-                return other
-        return -1
-
     def _arrive(self, number: int) -> bool:
         """Issues a collective; returns whether all its members have issued it."""
         graph, done = self._graph, self._done
@@ -95,7 +89,7 @@ class Blocking:
 
     def waits_for(self, number: int) -> int:
         """The instruction of another rank that a stuck instruction waits for, else −1."""
-        blocker = self._blocker(number)
+        blocker = next((other for other in self._awaited[number] if not self._done[other]), -1)
         if blocker < 0 and number in self._graph.collective_of:
             blocker = next((other for other in self._graph.sides(number) if not self._done[other]), -1)
         return blocker

@@ -12,15 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import OP_SPEC, Lane, Op, Reduction
+from pipefit.ir.op import OP_SPEC, WORK_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
 from pipefit.ir.values import CONSUMES, MAKES, NEEDS, WEIGHTS, WGRAD, Value, tied_stages
 
 FEW_SENDS: Final = 4
 """Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
-
-_COMPUTING: Final = frozenset(op for op, spec in OP_SPEC.items() if spec.lane is Lane.COMPUTE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +124,12 @@ def _link_rank(
         preds[number] = found
         for value in CONSUMES[op](instruction, program, rank):
             makers.pop(value, None)
-        this = (number,)
         for value in MAKES[op](instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's. The compute lane
             # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
-            others = makers.get(value) if value.kind == WGRAD and op in _COMPUTING else None
-            awaited = [n for n in others if instructions[n - start].op not in _COMPUTING] if others else None
-            makers[value] = (*awaited, number) if awaited else this
+            others = makers.get(value, ()) if value.kind == WGRAD and op in WORK_OPS else ()
+            awaited = [n for n in others if instructions[n - start].op not in WORK_OPS] if others else ()
+            makers[value] = (*awaited, number) if awaited else (number,)
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:

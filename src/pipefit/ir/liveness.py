@@ -66,8 +66,7 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
                 lives[value].dies = index
         spilled, birth = spills and header.is_spilled(instruction.stage), index
         if spills and (op is evict or (spilled and (op is step or op is drop))):
-            gone = [lives.pop(value) for value in CONSUMES[op](instruction, program, rank) if value in lives]
-            ended += [Lifetime(life.value, life.born, index) for life in gone]
+            ended += [lives.pop(value) for value in CONSUMES[op](instruction, program, rank) if value in lives]
         if op is step:
             birth += 1 if spilled else 2 * is_in_place(instructions, index)
         for value in MAKES[op](instruction, program, rank):

@@ -323,6 +323,9 @@ WEIGHT_GRADIENT_OPS: Final = _ops(lambda spec: "wgrad[s,u]" in spec.makes)
 MESSAGE_OPS: Final = _ops(lambda spec: "peer" in spec.fields)
 """Sends and receives."""
 
+WORK_OPS: Final = _ops(lambda spec: spec.lane is Lane.COMPUTE)
+"""The operations of the compute lane, for which their rank waits."""
+
 COPY_OPS: Final = _ops(lambda spec: spec.lane is Lane.COPY)
 """Copies between a device and its tier, and steps on the host: operations that queue on their lane."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Lane
+from pipefit.ir.op import MESSAGE_OPS, WORK_OPS
 from pipefit.ir.program import Program
 
 
@@ -58,8 +58,7 @@ def flat_program(program: Program) -> FlatProgram:
 
 
 def _build(graph: Graph) -> FlatProgram:
-    computing = frozenset(op for op, spec in OP_SPEC.items() if spec.lane is Lane.COMPUTE)
-    computes = [i.op in computing for i in graph.instructions]
+    computes = [i.op in WORK_OPS for i in graph.instructions]
     waits = [tuple([p for p in preds if not computes[p]]) if preds else () for preds in graph.preds]
     work, wait, message, pending = map(int, Code)
     codes: list[int] = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipefit.cost.model import CostModel
 from pipefit.ir.liveness import arena_bytes, lies_in_slot, lifetimes
-from pipefit.ir.op import OP_SPEC, Lane
+from pipefit.ir.op import WORK_OPS
 from pipefit.ir.program import Program
 from pipefit.ir.values import Value
 
@@ -32,10 +32,11 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
     first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
     header = program.header
     lives = [life for life in lifetimes(program, rank) if header.spill is None or not lies_in_slot(header, life.value)]
+    # The same for all micro-batches and versions.
     held_bytes = cache(lambda kind, stage: cost.held_bytes(Value(kind, stage, 0)))
     sized = [(life.born, life.dies, held_bytes(life.value.kind, life.value.stage)) for life in lives]
     sized = [item for item in sized if item[2]]
-    computes = [OP_SPEC[i.op].lane is Lane.COMPUTE for i in program.ranks[rank]]
+    computes = [i.op in WORK_OPS for i in program.ranks[rank]]
     last = max((index for index in range(count) if computes[index]), default=-1)
     changes: dict[float, float] = {}
     seam: float = 0

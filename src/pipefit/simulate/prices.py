@@ -81,7 +81,7 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
 
 
 def _by_number(layout: FlatProgram, of_kind: list[T]) -> dict[int, T]:
-    """What each instruction has by its cost's kind, where it is not empty."""
+    """Gives each instruction the fact about its kind of cost; empty facts are left out."""
     return {number: of_kind[kind] for number, kind in enumerate(layout.costs) if of_kind[kind]} if any(of_kind) else {}
 
 

@@ -112,13 +112,13 @@ def _function_of(backend: str, kind: str) -> Forward:
     function = types.FunctionType(_run.__code__.replace(), globals(), "layer")
     # The random numbers of torch itself, so that dropout draws what it draws without a compiler.
     options: Any = {"fallback_random": True} if backend == "inductor" else None
-    limit = {"recompile_limit": _MOST_VARIANTS}
-    if not limit.keys() <= inspect.signature(torch.compile).parameters.keys():
-        # Older versions of torch have one limit for all functions of a process.
-        from torch._dynamo import config
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return torch.compile(function, backend=backend, options=options, recompile_limit=_MOST_VARIANTS)
+    # Older versions of torch have one limit for all functions of a process.
+    from torch._dynamo import config
 
-        config.recompile_limit = max(limit.pop("recompile_limit"), config.recompile_limit)
-    return torch.compile(function, backend=backend, options=options, **limit)
+    config.recompile_limit = max(_MOST_VARIANTS, config.recompile_limit)
+    return torch.compile(function, backend=backend, options=options)
 
 
 class _Clock:

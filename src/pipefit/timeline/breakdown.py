@@ -19,9 +19,8 @@ def breakdown(timeline: Timeline) -> dict[str, float]:
         timeline: simulated or measured.
     """
     work = [dict.fromkeys(_PURPOSES, 0.0) for _ in timeline.program.ranks]
-    purposes = timeline.by_op(_PURPOSE)
     for event in timeline.events:
-        if purpose := purposes[event.rank][event.position]:
+        if purpose := _PURPOSE.get(timeline.instruction(event).op):
             work[event.rank][purpose] += event.end_s - event.start_s
     whole = timeline.end_s - min((event.start_s for event in timeline.events), default=0)
     if not whole:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import attrgetter
-from typing import TypeVar
 
 import msgspec
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, Lane, Op
+from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, WORK_OPS, Lane, Op
 from pipefit.ir.program import Program
 
-T = TypeVar("T")
 _START, _END = attrgetter("start_s"), attrgetter("end_s")
 
 
@@ -77,10 +75,6 @@ class Timeline:
             if instruction.op in COMPUTE_OPS:
                 yield event, instruction
 
-    def by_op(self, facts: Mapping[Op, T]) -> list[list[T | None]]:
-        """A fact about the operation of each instruction, by rank and position; None where there is none."""
-        return [[facts.get(i.op) for i in instructions] for instructions in self.program.ranks]
-
     @cached_property
     def by_place(self) -> dict[tuple[int, int, int], Event]:
         """Events by (rank, repeat, position)."""
@@ -91,7 +85,7 @@ class Timeline:
     @cached_property
     def _work(self) -> list[Event]:
         """The events of the compute lane."""
-        works = self.by_op({op: spec.lane is Lane.COMPUTE for op, spec in OP_SPEC.items()})
+        works = [[i.op in WORK_OPS for i in instructions] for instructions in self.program.ranks]
         return [event for event in self.events if works[event.rank][event.position]]
 
     @cached_property
@@ -175,10 +169,8 @@ class Timeline:
     @cached_property
     def _busy_s(self) -> tuple[float, ...]:
         busy: list[float] = [0] * len(self.program.ranks)
-        counts = self.by_op(dict.fromkeys(COMPUTE_OPS, True))
-        for event in self._work:
-            if counts[event.rank][event.position]:
-                busy[event.rank] += event.end_s - event.start_s
+        for event, _ in self.compute():
+            busy[event.rank] += event.end_s - event.start_s
         return tuple(busy)
 
     def busy_s(self, rank: int) -> float:

@@ -6,7 +6,6 @@ They are reported and set aside, so that every other rule may rely on its operan
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from msgspec.structs import replace
 
@@ -35,10 +34,9 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
         for index, i in enumerate(instructions):
             key = i.op, i.stage, i.kind, i.peer, i.tier, i.slot
             mbs, versions = known.get(key) or known.setdefault(key, _ranges(header, i, rank))
-            if i.mb in mbs and i.version in versions:
-                continue
-            for rule, message in islice(_problems(header, i, rank), 1):
-                findings.append(Finding(rule, rank, index, message))
+            problem = None if i.mb in mbs and i.version in versions else next(_problems(header, i, rank), None)
+            if problem:
+                findings.append(Finding(problem[0], rank, index, problem[1]))
     bad = {(finding.rank, finding.position) for finding in findings}
     listed, named = len(program.ranks), header.num_ranks
     findings += [
