@@ -14,7 +14,6 @@ max, over the stages that are fast enough, counts stages. It finds the fewest, a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import groupby
 
 import numpy as np
@@ -34,7 +33,7 @@ class Run:
     start: int
     end: int
     replicas: int
-    beyond: Fraction
+    beyond: int
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,10 @@ class _Choice:
     replicas: int
     low: int
     high: int
-    child: Fraction
+    child: int
 
 
-def _choices(problem: CutProblem, level: int, beyond: Fraction) -> list[_Choice]:
+def _choices(problem: CutProblem, level: int, beyond: int) -> list[_Choice]:
     width = problem.levels[level - 1][0]
     result = []
     for replicas in problem.replica_counts(width):
@@ -58,10 +57,10 @@ def _choices(problem: CutProblem, level: int, beyond: Fraction) -> list[_Choice]
     return result
 
 
-def base_s(problem: CutProblem, level: int, beyond: Fraction) -> Array:
+def base_s(problem: CutProblem, level: int, beyond: int) -> Array:
     """Array [a, b]: seconds per mini-batch of the layers from state a to b on one component of a level."""
     if level == 0:
-        return problem.device_s(float(beyond), slice(None), slice(None))
+        return problem.device_s(beyond, slice(None), slice(None))
     key = (level, beyond)
     if key not in problem.bases:
         problem.bases[key] = all_pairs(problem, level, beyond)
@@ -71,7 +70,7 @@ def base_s(problem: CutProblem, level: int, beyond: Fraction) -> Array:
 # ---------------------------------------------------------------------------------------------- every pair of states
 
 
-def all_pairs(problem: CutProblem, level: int, beyond: Fraction) -> Array:
+def all_pairs(problem: CutProblem, level: int, beyond: int) -> Array:
     """V(t→j) on one component of the level above, for every pair of states: N³/6 steps for each two replica counts."""
     width = problem.levels[level - 1][0]
     # Without a memory limit the count of components left does not matter to a stage, so "at most n" can be kept.
@@ -99,16 +98,23 @@ def all_pairs(problem: CutProblem, level: int, beyond: Fraction) -> Array:
 
 
 def _join(best: Array, left: Array, right: Array) -> None:
-    """best[t, j] = min(best[t, j], min over u of max(left[t, u], right[u, j])) for t < u < j, in place."""
+    """best[t, j] = min(best[t, j], min over u of max(left[t, u], right[u, j])) for t < u < j, in place.
+
+    Where memory is limited, many stages are infinite; each u has a window of rows and one of columns that are not.
+    """
+    tops, bottoms = _ends(np.isfinite(left).T)
+    starts, stops = _ends(np.isfinite(right))
     for u in range(1, len(best) - 1):
-        target = best[:u, u + 1 :]
-        np.minimum(target, np.maximum(left[:u, u, None], right[u, u + 1 :]), out=target)
+        if bottoms[u] and stops[u]:
+            rows, columns = slice(tops[u], bottoms[u]), slice(starts[u], stops[u])
+            target = best[rows, columns]
+            np.minimum(target, np.maximum(left[rows, u, None], right[u, columns]), out=target)
 
 
 # ------------------------------------------------------------------------------------------------- one pair of states
 
 
-def best_time(problem: CutProblem, level: int, beyond: Fraction, start: int, end: int) -> float:
+def best_time(problem: CutProblem, level: int, beyond: int, start: int, end: int) -> float:
     """V(start→end) on one component of the level above; infinite when nothing fits."""
     bound = float("inf")
     states = _states_on_the_way(problem, start, end)
@@ -118,7 +124,7 @@ def best_time(problem: CutProblem, level: int, beyond: Fraction, start: int, end
     return _fastest(problem, level, _table(problem, level, beyond, states, bound))
 
 
-def runs(problem: CutProblem, level: int, beyond: Fraction, start: int, end: int, time_s: float) -> list[Run]:
+def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, time_s: float) -> list[Run]:
     """The stages of one level that reach `time_s`: the fewest, then the first by (end, replicas), stage after stage."""
     states = _states_on_the_way(problem, start, end)
     limit = time_s * (1 + TIE)
@@ -130,7 +136,7 @@ def runs(problem: CutProblem, level: int, beyond: Fraction, start: int, end: int
     position, remaining = 0, int(fewest)
     choices = _choices(problem, level, beyond)
     while remaining:
-        options: dict[tuple[int, int], dict[int, Fraction]] = {}
+        options: dict[tuple[int, int], dict[int, int]] = {}
         costs = _rows(problem, level, choices, states, position, first=position == 0)
         for choice, middle, last in zip(choices, *costs, strict=True):
             for n in [n for n in left if choice.low <= n <= choice.high]:
@@ -166,11 +172,12 @@ def _rows(
     """Cost of the stages from a position on: (choice, end) for ends before the last, and (choice,) for the last."""
     row, columns = states[position], np.array(states[position + 1 :])
     replicas = np.array([[choice.replicas] for choice in choices], dtype=np.float64)
+    bases = {child: number for number, child in enumerate(dict.fromkeys(choice.child for choice in choices))}
     if level == 1:
-        base = problem.device_s(np.array([[float(choice.child)] for choice in choices]), row, columns)
+        base = problem.device_s(np.array([[child] for child in bases]), row, columns)
     else:
-        tables = {choice.child: base_s(problem, level - 1, choice.child)[row, columns] for choice in choices}
-        base = np.stack([tables[choice.child] for choice in choices])
+        base = np.stack([base_s(problem, level - 1, child)[row, columns] for child in bases])
+    base = base[[bases[choice.child] for choice in choices]]
     middle = problem.stage_s(level, base[..., :-1], replicas, row, columns[:-1], first, last=False)
     last = problem.stage_s(level, base[..., -1:], replicas, row, columns[-1:], first, last=True)
     return middle, last[:, 0]
@@ -179,7 +186,7 @@ def _rows(
 def _table(
     problem: CutProblem,
     level: int,
-    beyond: Fraction,
+    beyond: int,
     states: list[int],
     limit: float = float("inf"),
     count: bool = False,
@@ -198,13 +205,12 @@ def _table(
         # From the first to the last end that is fast enough; a slower one between them stays out as infinite.
         low, high = _ends(good)
         middle = np.where(good, 1.0 if count else middle, np.inf)
-        some = np.logical_or.reduce(good, axis=1)
         rest, target = table[position + 1 : -1], table[position]
         for index, choice in enumerate(choices):
             replicas = choice.replicas
             if choice.low == replicas and last[index] <= limit:
                 target[replicas] = min(target[replicas], 1.0 if count else last[index])
-            if some[index]:
+            if high[index]:
                 piece = slice(low[index], high[index])
                 behind = rest[piece, choice.low - replicas : choice.high - replicas + 1]
                 found = join(middle[index, piece, None], behind).min(axis=0)
@@ -213,7 +219,8 @@ def _table(
 
 
 def _ends(good: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
-    """The index of each row's first true entry, and the index behind its last."""
+    """The index of each row's first true entry, and the index behind its last; 0 and 0 where there is none."""
     if good.shape[1] == 0:
         return [0] * len(good), [0] * len(good)
-    return good.argmax(axis=1).tolist(), (good.shape[1] - good[:, ::-1].argmax(axis=1)).tolist()
+    behind = good.shape[1] - good[:, ::-1].argmax(axis=1)
+    return good.argmax(axis=1).tolist(), np.where(good.any(axis=1), behind, 0).tolist()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 from pipefit.errors import PlanError
 from pipefit.partition.balance import TIE
@@ -164,7 +163,7 @@ def pipedream(
         return _data_parallel(result, problem, margin)
     if not math.isfinite(time_s):
         return replace(result, why=_why_nothing_fits(problem))
-    stages = _divide(problem, len(problem.levels), Fraction(0), 0, len(states) - 1, time_s)
+    stages = _divide(problem, len(problem.levels), 0, 0, len(states) - 1, time_s)
     return _with_stages(result, problem, stages, f"fastest of the {result.shape} search")
 
 
@@ -187,7 +186,7 @@ def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
 
 
 def _fastest(problem: CutProblem) -> float:
-    return best_time(problem, len(problem.levels), Fraction(0), 0, len(problem.states) - 1)
+    return best_time(problem, len(problem.levels), 0, 0, len(problem.states) - 1)
 
 
 def _total(profile: Profile, field: str) -> float:
@@ -195,7 +194,7 @@ def _total(profile: Profile, field: str) -> float:
 
 
 def _divide(
-    problem: CutProblem, level: int, beyond: Fraction, start: int, end: int, time_s: float
+    problem: CutProblem, level: int, beyond: int, start: int, end: int, time_s: float
 ) -> tuple[LevelStage, ...]:
     """The stages of a level from one state to another, each with its stages of the level below."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -60,7 +59,7 @@ class CutProblem:
     rule: Convention
     memory: Memory = Memory()
     straight: bool = False
-    bases: dict[tuple[int, Fraction], Array] = field(default_factory=dict, repr=False)
+    bases: dict[tuple[int, int], Array] = field(default_factory=dict, repr=False)
 
     def replica_counts(self, components: int) -> range:
         """The possible replica counts of a stage with this many remaining components."""
@@ -71,18 +70,18 @@ class CutProblem:
         width = self.levels[level - 1][0]
         return range(width if self.rule.released else 1, width + 1)
 
-    def context(self, level: int, beyond: Fraction, components: int, replicas: int) -> Fraction:
-        """Devices behind a stage for each of its copies, when it has `replicas` of the `components` from it on.
+    def context(self, level: int, beyond: int, components: int, replicas: int) -> int:
+        """Devices behind a stage for each of its copies, rounded up, when it has `replicas` of the `components` left.
 
-        `beyond` is the same figure for the level above. On level 0, where copies are devices, ceil(1 + this) is
-        ceil(devices from the stage to the end / its replicas): its mini-batches in flight. Without a memory limit it
-        has no effect, and is 0 so that all stages share one table.
+        `beyond` is the same figure for the level above. On level 0, where copies are devices, 1 + this is ceil(devices
+        from the stage to the end / its replicas): its mini-batches in flight. It may be rounded up on every level,
+        because ceil(x / n) = ceil(ceil(x) / n). Without a memory limit it has no effect, and is 0 so that all stages
+        share one table.
         """
         if not self.memory.is_limited:
-            return Fraction(0)
+            return 0
         size = math.prod(width for width, _ in self.levels[: level - 1])
-        behind = ((components - replicas) * size + beyond) / replicas
-        return Fraction(math.ceil(behind)) if level == 1 else behind
+        return -(-((components - replicas) * size + beyond) // replicas)
 
     @cached_property
     def compute_s(self) -> Array:
@@ -106,17 +105,13 @@ class CutProblem:
         trained, frozen, saved = (np.where(self.states.inside, self.states.between(name), 0.0) for name in HELD)
         return trained, frozen, saved
 
-    def device_s(self, beyond: Array | float, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
+    def device_s(self, beyond: NDArray[np.intp] | int, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
         """Part of `compute_s`, infinite where memory does not suffice with 1 + `beyond` mini-batches in flight.
 
         `beyond` may be an array (p, 1) for one row; the result is then (p, columns).
         """
-        compute = self.compute_s[row, columns]
-        if not self.memory.is_limited:
-            return compute
-        in_flight = 1 + np.ceil(beyond)
-        needed = self.memory.needed_bytes(in_flight, *(array[row, columns] for array in self.held_bytes))
-        return np.where(needed <= self.memory.limit_bytes, compute, np.inf)
+        needed = self.memory.needed_bytes(1 + beyond, *(array[row, columns] for array in self.held_bytes))
+        return np.where(needed <= self.memory.limit_bytes, self.compute_s[row, columns], np.inf)
 
     def stage_s(
         self,
