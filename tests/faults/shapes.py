@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from pipefit.runtime.waits import state_of
 from pipefit.spec.options import Spilled
 
 STEPS, EVERY = 6, 2
-SPILLED = "spilled"
+SPILLED, CONTINUED = "spilled", "continued"
 SHAPES: dict[str, dict[str, Any]] = {
     "1f1b": {},
     "pipedream": {"schedule": "pipedream"},
@@ -82,8 +83,11 @@ def found(pipe: Pipeline, place: Place) -> tuple[int, int, Instruction]:
     return number, index, own[index]
 
 
-def signal_at(pipe: Pipeline, place: Place, number: int) -> None:
-    """Lets the rank of a place send itself a signal when it is about to run the instruction there."""
+def signal_at(pipe: Pipeline, place: Place, number: int, continued: Path) -> None:
+    """Lets the rank of a place send itself a signal when it is about to run the instruction there.
+
+    A rank that was stopped, and that somebody has continued, makes the file `continued`.
+    """
     passed, index, _ = found(pipe, place)
     progress, sent = current().progress, []
     original = progress.at
@@ -93,6 +97,8 @@ def signal_at(pipe: Pipeline, place: Place, number: int) -> None:
         if (progress.passes, here) == (passed, index) and not waits and not sent:
             sent.append(number)
             os.kill(os.getpid(), number)
+            if number == signal.SIGSTOP:
+                continued.touch()
 
     if current().rank == place.rank:
         progress.at = at

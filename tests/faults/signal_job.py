@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tests.faults.shapes import EVERY, SPILLED, Place, batches, digest, pipeline, signal_at
+from tests.faults.shapes import CONTINUED, EVERY, SPILLED, Place, batches, digest, pipeline, signal_at
 
 import pipefit as pf
 
@@ -19,7 +19,7 @@ if any(checkpoints.glob("step-*")):
     pipe.load(checkpoints)
 if sys.argv[3:]:
     rank, op, when, name = sys.argv[3:]
-    signal_at(pipe, Place(int(rank), op, when), signal.Signals[name])
+    signal_at(pipe, Place(int(rank), op, when), signal.Signals[name], folder / CONTINUED)
 done, left = pipe.num_updates, batches()[pipe.num_updates :]
 # A spilled training commits each step to its disk.
 saving = [] if shape == SPILLED else [pf.Checkpoints(pipe, checkpoints, every=EVERY)]

@@ -3,14 +3,18 @@
 import json
 import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 import pytest
-from tests.faults.shapes import RANKS, SHAPES, WHENS, Place, found, is_there, pipeline, places, sampled
+from tests.faults.shapes import CONTINUED, RANKS, SHAPES, WHENS, Place, found, is_there, pipeline, places, sampled
 from tests.faults.test_fuzz import answer
 
 from pipefit.runtime.progress import positions_of
+from pipefit.runtime.waits import state_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -67,8 +71,10 @@ def try_all(trial, shape, folder, trials):
         own = folder / str(number)
         own.mkdir()
         code, said = run(shape, own, str(place.rank), place.op, place.when, name)
-        # A request to stop that comes behind the last step finds a training that is done.
-        expected = 0 if name == "SIGTERM" and (own / "result.json").exists() else CODES[name]
+        # A request to stop that comes behind the last step finds a training that is done. A stopped rank goes on when
+        # somebody continues it: the kernel does so where a shell ends and leaves this process group without a parent.
+        was_continued = (own / CONTINUED).exists()
+        expected = 0 if was_continued or (name == "SIGTERM" and (own / "result.json").exists()) else CODES[name]
         left = left_behind(own, RANKS[shape])
         again, why = run(shape, own)
         done, rest, ended = result(own) if again == 0 else (0, None, None)
@@ -76,7 +82,7 @@ def try_all(trial, shape, folder, trials):
             f"{name} to a rank, {shape}",
             f"{place}: exit code {code}, left {left}, {said}; resumed at {done} with exit code {again} {why}",
             well=code == expected and "Traceback" not in said and not left,
-            named=is_named(said, place, name, pipe),
+            named=None if was_continued else is_named(said, place, name, pipe),
             resumed=(rest, ended) == (losses[done:], weights),
         )
         shutil.rmtree(own)
@@ -91,6 +97,23 @@ def test_a_signal_at_any_instruction_ends_the_run_well(shape, trial, tmp_path):
 def test_each_signal_ends_the_run_well(trial, tmp_path):
     trials = [(Place(1, "bwd", when), name) for when, name in zip(WHENS, CODES, strict=True)]
     try_all(trial, SAMPLED, tmp_path, trials)
+
+
+def test_a_rank_that_is_stopped_and_continued_goes_on(tmp_path):
+    def continue_it():
+        while not (tmp_path / CONTINUED).exists():
+            for at in positions_of(tmp_path / "logs", RANKS[SAMPLED]).values():
+                if state_of(at.pid) == "stopped":
+                    os.kill(at.pid, signal.SIGCONT)
+            time.sleep(0.01)
+
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    assert run(SAMPLED, whole)[0] == 0
+    thread = threading.Thread(target=continue_it, daemon=True)
+    thread.start()
+    assert run(SAMPLED, tmp_path, "0", "recv", "steady", "SIGSTOP")[0] == 0
+    assert result(tmp_path) == result(whole)
 
 
 def test_the_sample_of_trials_has_all_pairs():
