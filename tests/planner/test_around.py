@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.planner.cases import model
+from tests.verbs import answered
 
 from pipefit.cli import main
 from pipefit.cost import FREE, of_plan
@@ -238,12 +239,19 @@ def test_stages_beyond_the_eighth_have_colours_of_their_own():
         (["--profile", "gpt:layers=2", "--topology", "pcie-4"], 2, "hidden"),
         (["--profile", "gpt:layers=2,hidden=64,heads=2", "--topology", "local:2"], 2, "flops"),
         (["--profile", "vgg16", "--topology", "local:4", "-o", "plan.txt"], 2, ".json"),
+        (["--profile", "vgg16", "--topology", "local:4", "-v", "2,3", "--device-memory", "1 GiB"], 2, "one number"),
     ],
 )
 def test_bad_input_is_one_message(words, code, said, capsys):
     assert main(["plan", *words]) == code
     shown = capsys.readouterr()
     assert said in shown.err and shown.out == "" and "Traceback" not in shown.err
+
+
+def test_chunks_to_choose_from(capsys):
+    words = ["plan", "--profile", "vgg16", "--topology", "pcie-4", "--schedule", "interleaved"]
+    for given, expected in (("2", {2}), ("3", {3}), ("2,4", {2, 4})):
+        assert answered(capsys, *words, "--depth", "4", "-v", given)["num_chunks"] in expected
 
 
 def test_planning_never_loads_torch():

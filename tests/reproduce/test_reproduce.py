@@ -123,6 +123,8 @@ def test_an_entry_by_name_as_json_and_as_files(capsys, tmp_path):
     found = answered(capsys, "reproduce", "bubble-fraction", "-o", str(tmp_path / "figures"))
     assert found["values"][0]["ours"] == found["values"][0]["published"] == 3 / 8
     assert [path.name for path in (tmp_path / "figures").iterdir()] == ["bubble-fraction.svg"]
+    answered(capsys, "reproduce", "model-quality", "-o", str(tmp_path / "none"))
+    assert not (tmp_path / "none").exists(), "an entry without pictures leaves no empty folder"
 
 
 def test_bad_input_is_refused(capsys, tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,7 +33,6 @@ class CapOptions:
         device_memory: train within so much of each device's memory, like "1.5 GiB", and spill the rest to the tiers of
             the topology.
         ranks: devices to plan for under --device-memory; default: one.
-        chunks: stages on each of them; default: the best.
         data_parallel: copies of the pipeline among them; default: one.
         tier: tier to which --device-memory spills.
         step_on: place of the step of stages that --device-memory spills.
@@ -42,19 +41,20 @@ class CapOptions:
 
     device_memory: float | None = setting(None, typed=Size)
     ranks: int | None = setting(None, "--ranks", "-n", least=1)
-    chunks: int | None = setting(None, "--chunks", "-v", least=1)
     data_parallel: int | None = setting(None, "--data-parallel", "-d", least=1)
     tier: Literal["host", "disk"] | None = None
     step_on: Literal["auto", "device", "host"] | None = None
     keep: Literal["auto", "none"] | None = None
 
-    def cap(self) -> Cap | None:
-        """The cap; None: there is none."""
+    def cap(self, chunks: Sequence[int]) -> Cap | None:
+        """The cap, with the stages on each rank if they are given; None: there is none."""
         from pipefit.planner import Cap
 
         if self.device_memory is None:
             _refuse(asdict(self), "expected --device-memory too; without a cap nothing is spilled")
             return None
+        if len(chunks) > 1:
+            raise PipefitError(f"--chunks: expected one number with --device-memory, got {', '.join(map(str, chunks))}")
         return Cap(
             self.device_memory,
             tier=self.tier,
@@ -62,7 +62,7 @@ class CapOptions:
             keep=self.keep != "none",
             num_ranks=self.ranks or self.data_parallel or 1,
             copies=self.data_parallel or 1,
-            num_chunks=self.chunks or 0,
+            num_chunks=sum(chunks),
         )
 
 
@@ -79,6 +79,7 @@ def command(
     microbatches: Annotated[Count | None, Parameter(alias="-m")] = None,
     schedule: str | None = None,
     depth: Counts = (),
+    chunks: Annotated[Counts, Parameter(alias="-v")] = (),
     recompute: Literal["auto", "none", "stage", "layer", "selective"] = "auto",
     memory: Size | None = None,
     capped: CapOptions,
@@ -116,6 +117,7 @@ def command(
         microbatches: Numbers of micro-batches per update to choose from.
         schedule: Schedules to choose from, like 1f1b,gpipe.
         depth: Depths to choose from, like 2,4.
+        chunks: Numbers of stages on each rank to choose from, like 2,3, for schedules that have several.
         recompute: What backwards replay to save memory: nothing, whole stages, layer by layer, or only attention.
         memory: Memory of every device, like "8 GiB", in place of the topology's.
         state: Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.
@@ -143,7 +145,7 @@ def command(
         machine = replace(machine, device=replace(machine.device, memory_bytes=memory), devices=each)
     if tokens is not None and not (tokens > 0 and profile.startswith("gpt:")):
         raise PipefitError(f"--tokens: expected more than 0, for --profile gpt:layers=…; got {tokens:g} for {profile}")
-    cap = capped.cap()
+    cap = capped.cap(chunks)
     if cap is not None:
         free = {"pareto": pareto, "depths": depths, "depth": depth, "tensor": tensor, "straight": straight}
         free |= {"method": method != "auto", "recompute": recompute != "auto", "largest": largest}
@@ -156,6 +158,7 @@ def command(
         "recompute": None if recompute == "auto" else recompute,
         "state_per_weight": state,
         "tensors": tensor or None,
+        "chunks": chunks or None,
     }
     only = {"num_microbatches": microbatches, "depths": depth or None, "cost": cost, "straight": straight, "cap": cap}
     only |= {"whole_messages": whole_messages, "blocking": blocking}

@@ -14,7 +14,7 @@ from pipefit.reproduce.steps import Planned
 class Row(NamedTuple):
     """A row of table 1: billions of parameters, shape, machine, TFLOP/s per GPU, and its micro-batch size.
 
-    The last two are from Megatron-LM, examples/sc21/run_table_1.sh.
+    The last three are from Megatron-LM, examples/sc21/run_table_1.sh.
     """
 
     billions: float
@@ -28,12 +28,14 @@ class Row(NamedTuple):
     published: float
     size: int
     schedule: str = "1f1b"
+    chunks: int = 1
 
     @property
     def step(self) -> Planned:
         """Its plan."""
         shape = self.layers, self.hidden, self.heads, self.devices, self.batch, self.t, self.p
-        return gpt_plan(*shape, microbatch_sizes=[self.size], schedules=[self.schedule])
+        chunks = {"chunks": [self.chunks]} if self.chunks > 1 else {}
+        return gpt_plan(*shape, microbatch_sizes=[self.size], schedules=[self.schedule], **chunks)
 
 
 TABLE_1 = (
@@ -42,10 +44,10 @@ TABLE_1 = (
     Row(7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 16),
     Row(18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 8),
     Row(39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 4),
-    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, "interleaved"),
-    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, "interleaved"),
-    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, "interleaved"),
-    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, "interleaved"),
+    Row(76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 2, "interleaved", 3),
+    Row(145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 2, "interleaved", 2),
+    Row(310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 1, "interleaved", 2),
+    Row(529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 1, "interleaved", 3),
     Row(1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 1),
 )
 

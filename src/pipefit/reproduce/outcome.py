@@ -104,7 +104,6 @@ class Outcome:
         Raises:
             PipefitError: a chart, and matplotlib is not installed.
         """
-        folder.mkdir(parents=True, exist_ok=True)
         ends = ["", *(f"-{number}" for number in range(2, len(self.pictures) + 1))]
         each = zip(ends, self.pictures, strict=False)
         return [write_atomically(folder / f"{self.entry.name}{end}.svg", picture.svg()) for end, picture in each]
