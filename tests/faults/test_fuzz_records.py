@@ -109,13 +109,14 @@ def test_a_random_value_under_a_right_checksum(kind, cases, trial, tmp_path):
         ("a checkpoint's manifest", [5, 0, 0, 0], {}),
         ("a commit of a disk tier", [1], "nan"),
         ("a commit of a disk tier", [1, 0], []),
+        ("a commit of a disk tier", [2, 7], "9.3e244"),
         ("the facts of a disk tier", [0], None),
         ("a trial's state", [2], {}),
         ("a trial's state", [3], 10**400),
     ],
 )
 @pytest.mark.slow
-def test_values_that_were_tracebacks_are_messages(kind, path, value, trial, tmp_path):
+def test_values_that_were_not_understood_are_named(kind, path, value, trial, tmp_path):
     file, read = RECORDS[kind](tmp_path)
     change(trial, f"a random value in {kind}", file, read, path, value)
 
