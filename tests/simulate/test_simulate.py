@@ -435,3 +435,16 @@ def test_the_second_pass_of_a_step_takes_as_long_as_all_later_ones(schedule, chu
     for contention in (False, True):
         later = simulate(program, cost, repeats=8, contention=contention).step_ends_s
         assert later[7] - later[6] == pytest.approx(steady_period_s(program, cost, contention=contention))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved", "zb-h1", "pipedream", "pipedream-2bw", "spilled"])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_the_events_of_steps_alone_give_the_same_times(name, repeats):
+    shape = Shape(3, 4, num_chunks=2 if name in ("interleaved", "spilled") else 1, num_steps=3)
+    program = generate(name, shape)
+    whole, steps = (
+        simulate(program, unit(program.header, 1, 2), repeats=repeats, steps_only=only) for only in (False, True)
+    )
+    for figure in ("start_s", "makespan_s", "step_ends_s", "is_steady", "period_s"):
+        assert getattr(steps, figure) == getattr(whole, figure), figure
+    assert set(steps.events) <= set(whole.events) and not steps.memory

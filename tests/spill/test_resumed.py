@@ -424,7 +424,9 @@ def test_a_reason_that_a_step_cannot_be_gone_on_from_is_told(tmp_path, monkeypat
     monkeypatch.setattr(committed, "optimization_of", reason)
     cut_off(tmp_path / "tier")
     assert committed_step(tmp_path / "tier") is None
-    with pytest.raises(TierError, match=r"no run can resume from the state of step 3: its schedule .* resume from a checkpoint"):
+    with pytest.raises(
+        TierError, match=r"no run can resume from the state of step 3: its schedule .* resume from a checkpoint"
+    ):
         pipeline(tmp_path / "tier", resume=True)
 
 

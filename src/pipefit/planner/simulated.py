@@ -98,7 +98,7 @@ def _size_of(config: Config) -> int:
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
     cap, program = problem.capped, program_for(problem, plan)
     several = cap.num_ranks > 1
-    once = simulate(program, cost, memory=several)
+    once = simulate(program, cost, steps_only=not several)
     peaks, step_s = tuple(peaks_of(program, cost)), once.makespan_s
     if several:
         # A sent value is held until its simulated arrival.
@@ -109,7 +109,7 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
     if max(peaks) > cap.device_bytes:
         return None
     # Copies of one pass overlap with the next.
-    thrice = simulate(program, cost, repeats=3, memory=False)
+    thrice = simulate(program, cost, repeats=3, steps_only=True)
     return replace(found, period_s=(thrice.makespan_s - step_s) / 2)
 
 
@@ -117,11 +117,11 @@ def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
     """Seconds of one update in isolation, and from update to update."""
     if find(plan.schedule).is_synchronous:
         # Ranks issue in order, so the first of two passes takes the same time as in isolation.
-        twice = simulate(program_of(plan), timing, repeats=2, memory=False, contention=_crowded(timing))
+        twice = simulate(program_of(plan), timing, repeats=2, steps_only=True, contention=_crowded(timing))
         first, second = twice.step_ends_s
         return float(first - twice.start_s), float(second - first)
     steps = max(4, -(-2 * len(plan.placement.ranks) // plan.num_microbatches))
-    steady = simulate(program_of(plan, num_steps=steps), timing, memory=False, contention=_crowded(timing))
+    steady = simulate(program_of(plan, num_steps=steps), timing, steps_only=True, contention=_crowded(timing))
     return float(steady.makespan_s) / steps, float(steady.period_s)
 
 
@@ -166,7 +166,7 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
 
     def time_s(count: int) -> float:
         program = small_program(config.schedule, config.depth, count, config.chunks, recompute, (), plan.frozen)
-        timeline = simulate(program, one_copy, memory=False, contention=_crowded(one_copy))
+        timeline = simulate(program, one_copy, steps_only=True, contention=_crowded(one_copy))
         return float(timeline.makespan_s if is_synchronous else timeline.period_s)
 
     few, many = _counts(config)

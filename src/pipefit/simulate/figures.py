@@ -75,8 +75,9 @@ def steady_period_s(program: Program, cost: CostModel, *, contention: bool = Fal
     is_synchronous = header.weights is WeightRule.FLUSH
     rounds = _ROUNDS if header.spill or header.num_steps > 1 else 2
     repeats = -(-rounds // header.num_steps) if is_synchronous else 1
-    options = {"contention": contention, "rendezvous": rendezvous, "memory": False, "messages": False}
-    timeline = simulate(program, cost, repeats=repeats, **options)
+    options = {"contention": contention, "rendezvous": rendezvous}
+    timeline = simulate(program, cost, repeats=repeats, steps_only=True, **options)
     if is_synchronous or timeline.is_steady:
         return timeline.period_s
+    timeline = simulate(program, cost, **options)
     return max(timeline.busy_s(rank) for rank in range(len(program.ranks))) / header.num_steps

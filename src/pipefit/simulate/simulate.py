@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import compress, pairwise, repeat
+from itertools import pairwise, repeat
 
 from pipefit.cost import CostModel
 from pipefit.errors import InvalidProgramError, PlanError
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.collector import collector_paused
 from pipefit.ir.graph import Graph, collective_members
-from pipefit.ir.op import OP_SPEC, Lane, Op
+from pipefit.ir.op import WORK_OPS, Op
 from pipefit.ir.program import Program
 from pipefit.simulate.event_engine import EventEngine
 from pipefit.simulate.flat_program import FlatProgram, flat_program
 from pipefit.simulate.occupancy import memory_over_time
 from pipefit.simulate.prices import prices_of
 from pipefit.simulate.sharing import Machine
-from pipefit.timeline import Event, Timeline
+from pipefit.timeline.timeline import Event, Timeline, step_of
 
 
 def simulate(
@@ -28,7 +28,7 @@ def simulate(
     contention: bool = False,
     rendezvous: bool = True,
     memory: bool = True,
-    messages: bool = True,
+    steps_only: bool = False,
 ) -> Timeline:
     """Times of each instruction's start and end.
 
@@ -55,7 +55,8 @@ def simulate(
         rendezvous: False: a message starts when it is sent, even if its receive is not posted yet, as the closed forms
             of the papers assume.
         memory: whether to record the memory of each rank.
-        messages: whether the timeline has events of messages and reductions too.
+        steps_only: no memory, and only the events at which a step or the forwards of a rank begin or end (all of a
+            program that spills): enough for makespan, ends of steps and period, but not for busy times.
 
     Raises:
         InvalidProgramError: an instruction waits for something that never happens; the message names both.
@@ -80,8 +81,8 @@ def simulate(
         notes["port_unit"] = float(cost.port_unit)
     with collector_paused():
         engine = _run(program, cost, repeats, contention, rendezvous)
-        samples = memory_over_time(program, cost, engine) if memory else ()
-        return Timeline(program, _events(engine, messages), samples, num_repeats=repeats, notes=notes)
+        samples = memory_over_time(program, cost, engine) if memory and not steps_only else ()
+        return Timeline(program, _events(engine, steps_only), samples, num_repeats=repeats, notes=notes)
 
 
 def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rendezvous: bool) -> EventEngine:
@@ -122,17 +123,34 @@ def _check(layout: FlatProgram) -> None:
             raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
 
 
-def _events(engine: EventEngine, messages: bool) -> tuple[Event, ...]:
-    starts, instructions = engine.layout.graph.starts, engine.layout.graph.instructions
-    shown = [messages or OP_SPEC[i.op].lane is not Lane.COMM for i in instructions]
+def _events(engine: EventEngine, steps_only: bool) -> tuple[Event, ...]:
+    graph = engine.layout.graph
+    starts, program = graph.starts, graph.program
+    picks = steps_only and program.header.spill is None
     size = starts[-1]
     events: list[Event] = []
     for rank, (first, last) in enumerate(pairwise(starts)):
+        shown = _milestones(program, rank) if picks else range(last - first)
         for lap in range(engine.repeats):
-            a, b = lap * size + first, lap * size + last
-            own = [compress(column, shown[first:last]) for column in (range(b - a), engine.start[a:b], engine.end[a:b])]
-            events += map(Event, repeat(rank), own[0], repeat(lap), *own[1:])
+            entries = [lap * size + first + index for index in shown]
+            times = [map(column.__getitem__, entries) for column in (engine.start, engine.end)]
+            events += map(Event, repeat(rank), shown, repeat(lap), *times)
     return tuple(events)
+
+
+def _milestones(program: Program, rank: int) -> list[int]:
+    """The first work of a rank, its last of each step, and its last forward of a stage that trains."""
+    header, instructions = program.header, program.ranks[rank]
+    last: dict[int | Op, int] = {}
+    for index, i in zip(reversed(range(len(instructions))), reversed(instructions), strict=True):
+        if i.op in WORK_OPS:
+            last.setdefault(step_of(header, i), index)
+        if i.op is Op.FWD and i.stage >= header.frozen:
+            last.setdefault(Op.FWD, index)
+        if len(last) == header.num_steps + 2:  # every step, no step, and a forward
+            break
+    first = next((index for index, i in enumerate(instructions) if i.op in WORK_OPS), 0)
+    return sorted({first, *last.values()})
 
 
 def _hang(graph: Graph) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, WORK_OPS, Lane, Op
-from pipefit.ir.program import Program
+from pipefit.ir.program import Header, Program
 
 _START, _END = attrgetter("start_s"), attrgetter("end_s")
 
@@ -38,6 +38,14 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     def duration_s(self) -> float:
         """Seconds from start to end."""
         return self.end_s - self.start_s
+
+
+def step_of(header: Header, i: Instruction) -> int:
+    """The step to whose micro-batches or updates an instruction belongs; −1: none."""
+    last = i.mb
+    if i.op in STEP_OPS:
+        last = min((i.version + 1) * header.updates[i.stage], header.total_microbatches) - 1
+    return last // header.num_microbatches
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,8 @@ class Timeline:
     @cached_property
     def _work(self) -> list[Event]:
         """The events of the compute lane."""
-        works = [[i.op in WORK_OPS for i in instructions] for instructions in self.program.ranks]
-        return [event for event in self.events if works[event.rank][event.position]]
+        ranks = self.program.ranks
+        return [event for event in self.events if ranks[event.rank][event.position].op in WORK_OPS]
 
     @cached_property
     def _span(self) -> list[Event]:
@@ -117,17 +125,11 @@ class Timeline:
         A step is `num_microbatches` micro-batches; steps of all repeats follow each other.
         """
         header, ranks = self.program.header, self.program.ranks
-        size, total = header.num_microbatches, header.total_microbatches
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
-
-        def step_of_update(i: Instruction) -> int:
-            return (min((i.version + 1) * header.updates[i.stage], total) - 1) // size if i.op in STEP_OPS else -1
-
-        steps = [[i.mb // size if i.mb >= 0 else step_of_update(i) for i in instructions] for instructions in ranks]
         spills = header.spill is not None
         stepped = [event for event in self.events if self.instruction(event).op is Op.HOST_STEP] if spills else []
         for event in (*self._work, *stepped):
-            step = steps[event.rank][event.position]
+            step = step_of(header, ranks[event.rank][event.position])
             if step >= 0 and event.end_s > ends[step := step + event.repeat * header.num_steps]:
                 ends[step] = event.end_s
         return tuple(ends)
