@@ -224,3 +224,17 @@ def test_a_plan_that_spills_is_planned_proved_and_simulated_by_hand(tmp_path, ca
     assert "the smallest cap that works is" in capsys.readouterr().err
     assert main(["verify", str(path), "--tier-capacity", "1 GiB"]) == 2
     assert "--tier-capacity needs --profile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "3"], "--steps: a .pipe file has its own"),
+        (["--layers", "3,3"], "--layers: expected together with --profile"),
+        (["--profile", "vgg16", "--layers", "20,21", "--forward", "2"], "--profile has the costs"),
+    ],
+)
+def test_an_option_that_a_program_makes_useless_is_refused(words, said, capsys, tmp_path):
+    program = tmp_path / "own.pipe"
+    assert main(["draw", "1f1b", "-p", "2", "-m", "2", "-o", str(program)]) == 0
+    assert said in refused(capsys, "simulate", str(program), *words)

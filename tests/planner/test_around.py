@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.planner.cases import model
-from tests.verbs import answered
+from tests.verbs import answered, refused
 
 from pipefit.cli import main
 from pipefit.cost import FREE, of_plan
@@ -246,6 +246,22 @@ def test_bad_input_is_one_message(words, code, said, capsys):
     assert main(["plan", *words]) == code
     shown = capsys.readouterr()
     assert said in shown.err and shown.out == "" and "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        *(("pipedream", words) for words in (["--depth", "4"], ["--schedule", "gpipe"], ["-t", "2"], ["-v", "2"])),
+        *(("pipedream", words) for words in (["-m", "4"], ["--global-batch", "64"], ["--blocking"])),
+        *(("auto", words) for words in (["--straight"], ["--cost", "paper"])),
+        ("gpipe", ["--tensor", "2"]),
+    ],
+)
+def test_an_option_without_effect_is_refused(method, options, capsys):
+    words = ["plan", "--profile", "vgg16", "--topology", "pcie-4", "--method", method]
+    assert f"method {method} does not use it" in refused(capsys, *words, *options)
+    if method == "auto":
+        assert "without --device-memory" in refused(capsys, *words, *options, "--device-memory", "8 GiB")
 
 
 def test_chunks_to_choose_from(capsys):

@@ -149,6 +149,7 @@ def command(
     if cap is not None:
         free = {"pareto": pareto, "depths": depths, "depth": depth, "tensor": tensor, "straight": straight}
         free |= {"method": method != "auto", "recompute": recompute != "auto", "largest": largest}
+        free |= {"cost": cost != "ring", "whole_messages": whole_messages, "blocking": blocking}
         _refuse(free, "it is for plans without --device-memory, which splits and replays as it needs")
     wishes: dict[str, Any] = {
         "method": method,

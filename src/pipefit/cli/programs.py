@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipefit.cli.options import UnitCosts
 from pipefit.errors import PipefitError
 from pipefit.units import format_seconds
 
@@ -35,19 +36,21 @@ class Source:
     topology: Topology | None
     layers: tuple[int, ...]
 
-    def cost(self, forward: float = 1, backward: float | None = None, **rest: float | None) -> CostModel:
-        """Costs from the profile, or unit costs where there is none, on the links of the topology.
+    def cost(self, given: UnitCosts) -> CostModel:
+        """Costs from the profile, or the unit costs given where there is none, on the links of the topology.
 
         Raises:
-            PipefitError: the layers of stages are not known, or do not belong to the profile.
+            PipefitError: both are given, or the layers of stages are not known, or do not belong to the profile.
         """
         from pipefit.cost import unit
         from pipefit.planner.plan_figures import plan_costs
         from pipefit.spec import Topology
 
         if self.profile is None:
-            cost = unit(self.program.header, forward, backward, **rest)
+            cost = unit(self.program.header, **asdict(given))
             return replace(cost, topology=self.topology) if self.topology else cost
+        if given != UnitCosts():
+            raise PipefitError("--forward, --backward and the like: --profile has the costs; leave them out")
         plan = self.plan or self._plan(len(self.profile))
         return plan_costs(plan, self.profile, self.topology or Topology.local(plan.num_processes))
 
@@ -107,6 +110,8 @@ def read_source(
         raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
     if plan is not None:
         check_forwards(len(plan.partition.stages), plan.num_microbatches, num_steps)
+    elif num_steps > 1:
+        raise PipefitError("--steps: a .pipe file has its own number of steps; leave it out")
     program = program_of(plan, num_steps=num_steps) if plan else text.load(path)
     return source_of(program, plan, profile, topology, layers)
 
@@ -124,6 +129,8 @@ def source_of(
     links, num_ranks = load_topology(topology) if topology else None, program.header.num_ranks
     if links and links.num_devices < num_ranks:
         raise PipefitError(f"{topology} has {links.num_devices} devices, but the program needs {num_ranks} ranks")
+    if layers and (plan or not profile):
+        raise PipefitError("--layers: expected together with --profile, and with a program that is not a plan")
     size = plan.microbatch_size if plan else 0
     return Source(program, plan, read_profile(profile, links, size or 1) if profile else None, links, layers)
 

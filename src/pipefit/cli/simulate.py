@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,7 +54,7 @@ def command(
     refuse_malformed(source.program)
     header = source.program.header
     check_forwards(header.num_stages, header.total_microbatches, repeats)
-    cost = source.cost(**asdict(costs))
+    cost = source.cost(costs)
     # On real links messages queue once both sides are ready; the unit costs of the papers do not include this.
     real = contention or source.profile is not None
     timeline = simulate(source.program, cost, repeats=repeats, contention=real, rendezvous=real)

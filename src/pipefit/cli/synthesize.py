@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -90,7 +89,7 @@ def command(
     if made and profile is None:
         raise PipefitError("a plan does not contain the costs of its layers: --plan needs --profile")
     source = source_of(Program(header, ()), made, profile, topology, layers)
-    cost = weighted(source.cost(**asdict(costs)), stage_work)
+    cost = weighted(source.cost(costs), stage_work)
     found = synthesize(
         header,
         cost,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Count, Counts, Json, Size
+from pipefit.cli.options import Count, Counts, Json, Size, UnitCosts
 from pipefit.cli.programs import read_source
 from pipefit.errors import PipefitError
 
@@ -52,7 +52,7 @@ def command(
     report = verify(
         source.program,
         capacity_bytes=limits,
-        size=source.cost().size_bytes if source.profile else None,
+        size=source.cost(UnitCosts()).size_bytes if source.profile else None,
         tier_bytes=tier_capacity,
         max_versions=max_versions,
     )

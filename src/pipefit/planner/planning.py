@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -78,11 +79,13 @@ def plan(
 
     Raises:
         InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
-        PlanError: an argument that makes no sense.
+        PlanError: an argument that makes no sense, or that the method does not use.
     """
     started = time.perf_counter()
     if method not in METHODS:
         raise PlanError(f"unknown method {method!r}; {nearest(method, METHODS)}")
+    choices: dict[str, Any] = {"num_microbatches": num_microbatches, "depths": depths, "tensors": tensors}
+    choices |= {"schedules": schedules, "recompute": recompute, "sharded": sharded, "chunks": chunks}
     if cap is not None:
         for name, given in (("microbatch_sizes", microbatch_sizes), ("schedules", schedules)):
             if given and len(given) > 1:
@@ -93,27 +96,30 @@ def plan(
         problem, config = problem_under_cap(profile, topology, cap, count, size, state_per_weight, schedule)
         made = _finish(problem, "spilled", search_under_cap(problem, config, schedule))
     elif method == "pipedream":
+        _refuse(
+            choices | {"global_batch": global_batch, "whole_messages": whole_messages, "blocking": blocking}, method
+        )
         if microbatch_sizes:
             profile = profile.at(microbatch_sizes[0])
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
+        useless: dict[str, object] = {"cost": cost != "ring", "straight": straight}
+        useless["sharded"] = sharded and method != "auto"
+        useless["tensors"] = method not in ("auto", "ptdp") and any(width > 1 for width in tensors or ())
+        _refuse(useless, method)
         problem = problem_of(profile, topology, global_batch, state_per_weight)
         problem.whole_messages, problem.blocking = whole_messages, blocking
-        space = space_of(
-            problem,
-            method,
-            microbatch_sizes=microbatch_sizes,
-            num_microbatches=num_microbatches,
-            schedules=schedules,
-            depths=depths,
-            recompute=recompute,
-            tensors=tensors,
-            sharded=sharded,
-            chunks=chunks,
-        )
+        space = space_of(problem, method, microbatch_sizes=microbatch_sizes, **choices)
         found = search_by(method, problem, space)
         made = _finish(problem, method, found, _over_data_parallel(found))
     return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
+
+
+def _refuse(arguments: Mapping[str, object], method: str) -> None:
+    """Refuses arguments that were given to a method which does not use them."""
+    for name, given in arguments.items():
+        if given:
+            raise PlanError(f"{name}: method {method} does not use it; leave it out")
 
 
 def _finish(problem: Problem, method: str, found: SearchResult, over_data_parallel: float | None = None) -> Plan:
