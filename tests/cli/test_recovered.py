@@ -78,22 +78,23 @@ def _kill_when_trained(folder, rank, num_steps):
 
 
 @pytest.mark.long
-def test_a_training_goes_on_and_its_report_says_so(tmp_path, capsys):
-    words = "train --model mlp --data digits --batch 32 --microbatches 2 --steps 400 --ranks 2".split()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_goes_on_and_its_report_says_so(ranks, tmp_path, capsys):
+    words = f"train --model mlp --data digits --batch 32 --microbatches 2 --steps 400 --ranks {ranks}".split()
     faulty, plain = tmp_path / "faulty", tmp_path / "plain"
-    thread = _kill_when_trained(faulty, 1, 6)
+    thread = _kill_when_trained(faulty, ranks - 1, 6)
     assert main([*words, "--recover", "1", "--checkpoint-every", "4", "-o", str(faulty)]) == 0
     thread.join()
     printed = capsys.readouterr().out
     assert main([*words, "--plan", str(faulty / "plan.json"), "-o", str(plain)]) == 0
     assert len(_losses(plain)) == 400 and _losses(faulty) == _losses(plain)
-    assert "fault: rank 1 failed" in printed and "resumed after step" in printed
+    assert f"fault: rank {ranks - 1} failed" in printed and "resumed after step" in printed
     fault, recovery = json.loads((faulty / "run.json").read_text())["result"]["faults"]
     assert (
         "SIGKILL" in fault["fault"] and recovery["resumed"] % 4 == 0 and recovery["lost"] <= 8
     )  # one may be half written
     page = (faulty / "report.html").read_text()
-    assert "<h2>Faults</h2>" in page and "rank 1 failed" in page
+    assert "<h2>Faults</h2>" in page and f"rank {ranks - 1} failed" in page
 
 
 @pytest.mark.long

@@ -68,7 +68,8 @@ def kept(session: Session, name: str, kind: type[T], make: Callable[[], T]) -> T
     value, folder = make(), outliving_folder(session)
     if folder is not None and session.rank == processes_here(session)[0]:
         with contextlib.suppress(PipefitError):  # a full memory
-            text = json.dumps(msgspec.to_builtins(value))  # unlike msgspec's own JSON it has infinities
+            data = msgspec.to_builtins(value, enc_hook=dict)  # the hook is for read-only mappings
+            text = json.dumps(data)  # unlike msgspec's own JSON it has infinities
             write_atomically(folder / _file(name, session.num_ranks), text, durable=False)
     return value
 
