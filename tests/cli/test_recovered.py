@@ -121,6 +121,7 @@ def test_a_spilled_training_goes_on_from_the_records_on_its_disk(tmp_path, capsy
         (["--transport", "local", "--recover", "2"], "no process is started"),
         (["--recover", "0"], "--recover: expected at least 1"),
         (["--ranks", "2", "--recover", "1", "--min-ranks", "3"], "min_ranks: expected 1 to 2"),
+        (["--ranks", "2", "--min-ranks", "1"], "min_ranks: expected with recover"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(words, said, capsys):

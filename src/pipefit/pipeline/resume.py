@@ -199,8 +199,6 @@ def _check_all(spillings: Sequence[Spilling | None]) -> None:
 
 
 def _check_reason(committed: Commit) -> None:
-    reason = rank_state(committed).reason
+    step, reason = committed.step, rank_state(committed).reason
     if reason:
-        raise TierError(
-            f"no run can resume from the state of step {committed.step}: {reason}; resume from a checkpoint"
-        )
+        raise TierError(f"no run can resume from the state of step {step}: {reason}; resume from a checkpoint")

@@ -103,10 +103,9 @@ def plan(
             profile = profile.at(microbatch_sizes[0])
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
-        useless: dict[str, object] = {"cost": cost != "ring", "straight": straight}
-        useless["sharded"] = sharded and method != "auto"
-        useless["tensors"] = method not in ("auto", "ptdp") and any(width > 1 for width in tensors or ())
-        _refuse(useless, method)
+        has_wide = method not in ("auto", "ptdp") and any(width > 1 for width in tensors or ())
+        useless = {"cost": cost != "ring", "straight": straight, "tensors": has_wide}
+        _refuse(useless | {"sharded": bool(sharded) and method != "auto"}, method)
         problem = problem_of(profile, topology, global_batch, state_per_weight)
         problem.whole_messages, problem.blocking = whole_messages, blocking
         space = space_of(problem, method, microbatch_sizes=microbatch_sizes, **choices)

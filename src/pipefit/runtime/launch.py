@@ -74,6 +74,8 @@ def launch(
         raise PipefitError(f"ranks: expected at least 1, got {num_ranks}")
     if not 1 <= fewest <= num_ranks:
         raise PipefitError(f"min_ranks: expected 1 to {num_ranks}, the number of ranks, got {min_ranks}")
+    if min_ranks is not None and not recover:
+        raise PipefitError("min_ranks: expected with recover; without it no rank is started again")
     place = folder or Path(tempfile.mkdtemp(prefix="pipefit-"))
     place.mkdir(parents=True, exist_ok=True)
     forget(place)
