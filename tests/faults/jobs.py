@@ -109,6 +109,9 @@ def train_in_memory(place: str, site: str, limited: bool) -> tuple[int, list[flo
         pipe.load(place)
 
     def limit() -> None:
+        # A thread writes the checkpoint while training goes on; this fault comes after it.
+        while not (Path(place) / "step-000002").exists():
+            time.sleep(0.01)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         size = pages * resource.getpagesize() + _MORE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (size, size))

@@ -25,12 +25,12 @@ SAMPLED = "1f1b"
 SHAPE = [pytest.param(shape, marks=pytest.mark.faults) for shape in SHAPES]
 
 
-def run(shape: str, folder: Path, *fault: str) -> tuple[int, str]:
-    """The exit code and the standard error of the training, as its user sees them; short waits where a rank stops."""
+def run(shape: str, folder: Path, *fault: str, deadline_s: int = 2) -> tuple[int, str]:
+    """The exit code and the standard error of the training, as its user sees them; the deadline: if a rank stops."""
     words = ["run", "-n", str(RANKS[shape]), "--threads", "1", "--json", "--logs", str(folder / "logs")]
     with pytest.MonkeyPatch.context() as patched:
         if "SIGSTOP" in fault:
-            patched.setenv("PIPEFIT_DEADLINE_S", "2")
+            patched.setenv("PIPEFIT_DEADLINE_S", str(deadline_s))
         return answer([*words, str(SCRIPT), shape, str(folder), *fault])
 
 
@@ -112,7 +112,7 @@ def test_a_rank_that_is_stopped_and_continued_goes_on(tmp_path):
     assert run(SAMPLED, whole)[0] == 0
     thread = threading.Thread(target=continue_it, daemon=True)
     thread.start()
-    assert run(SAMPLED, tmp_path, "0", "recv", "steady", "SIGSTOP")[0] == 0
+    assert run(SAMPLED, tmp_path, "0", "recv", "steady", "SIGSTOP", deadline_s=60)[0] == 0
     assert result(tmp_path) == result(whole)
 
 

@@ -1,4 +1,4 @@
-"""What a start has measured is kept for the next one."""
+"""Costs measured by one start of a run, kept for the next start."""
 
 import math
 from dataclasses import replace

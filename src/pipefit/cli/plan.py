@@ -62,7 +62,7 @@ class CapOptions:
             keep=self.keep != "none",
             num_ranks=self.ranks or self.data_parallel or 1,
             copies=self.data_parallel or 1,
-            num_chunks=sum(chunks),
+            num_chunks=chunks[0] if chunks else 0,
         )
 
 

@@ -62,8 +62,8 @@ def launch(
             limit; None: the value of PIPEFIT_DEADLINE_S, else 60 s.
         recover: number of times that all ranks are started again after one has died, hung or failed. `Pipeline.fit`
             then resumes. An error before the first pass would come again, so it ends the run.
-        min_ranks: where a rank fails again as it starts, one rank fewer is started, but no fewer than these; None:
-            always `num_ranks`.
+        min_ranks: where a rank fails again as it starts, one rank fewer is started, but no fewer than these; only with
+            `recover`. None: always `num_ranks`.
 
     Raises:
         LaunchError: a rank raised, or died.
