@@ -1,31 +1,43 @@
 """The size and the order of the house itself."""
 
 import ast
-import io
-import tokenize
+import statistics
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import networkx as nx
 
 PACKAGE = Path(__file__).parents[1] / "src" / "pipefit"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-NOT_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER,
-}  # fmt: skip
 
 
-def code_lines(path: Path) -> int:
-    """Lines that hold code: neither blank nor comments nor docstrings, also those of attributes (PEP 257)."""
-    source = path.read_text()
-    lines: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in NOT_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+def statements(tree: ast.AST) -> Iterator[int]:
+    """The size of each statement in nodes of the syntax tree; a compound one counts by its head, docstrings not at all.
+
+    Unlike lines of code it does not change with wrapping, so nothing is gained by packing.
+    """
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
-    return len(lines)
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield 1 + size(node.args)
+        elif isinstance(node, ast.ClassDef):
+            yield 1 + sum(map(size, node.bases))
+        elif isinstance(node, ast.If | ast.While):
+            yield 1 + size(node.test)
+        elif isinstance(node, ast.For):
+            yield 1 + size(node.target) + size(node.iter)
+        elif isinstance(node, ast.With):
+            yield 1 + sum(map(size, node.items))
+        elif isinstance(node, ast.Try | ast.ExceptHandler):
+            yield 1
+        elif isinstance(node, ast.stmt):
+            yield size(node)
+
+
+def size(node: ast.AST) -> int:
+    return sum(1 for _ in ast.walk(node))
 
 
 def name_of(path: Path) -> str:
@@ -44,16 +56,21 @@ def imports_of(path: Path, names: set[str]) -> set[str]:
     return found & names
 
 
+TREES = {path: ast.parse(path.read_text()) for path in MODULES}
+
+
 def test_the_package_does_not_grow():
-    """Lines of code: 33,012 before the rooms were rebuilt, 25,000 after; then came models of any kind.
-
-    Lower the number with what you remove.
-    """
-    assert sum(map(code_lines, MODULES)) <= 33_000
+    """Nodes of the syntax tree. Lower the number with what you remove."""
+    assert sum(map(size, TREES.values())) <= 410_000
 
 
-def test_no_module_has_more_than_450_lines():
-    assert [name_of(path) for path in MODULES if len(path.read_text().splitlines()) > 450] == []
+def test_statements_hold_one_thought():
+    """Nodes per statement, of the whole package. Lower the number with what you spread."""
+    assert statistics.mean(nodes for tree in TREES.values() for nodes in statements(tree)) <= 13.1
+
+
+def test_no_module_has_more_than_500_lines():
+    assert [name_of(path) for path in MODULES if len(path.read_text().splitlines()) > 500] == []
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
