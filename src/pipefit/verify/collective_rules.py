@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
@@ -12,106 +12,164 @@ from pipefit.ir.program import Header
 from pipefit.ir.values import reduced_stages, tied_stages
 from pipefit.verify.subject import Finding, Subject
 
-Key = tuple[str, int, int]
+_RULE = "collectives"
 _MOST_NAMED = 16
 _AFTER = (Reduction.NORM.value, Reduction.SHARDS.value)
+
+Key = tuple[str, int, int]
+"""A reduction: its kind, its stage and its update."""
+
+Ranks = tuple[int, ...]
 Positions = dict[tuple[int, Key], int]
+"""Number of the instruction by rank and reduction."""
 
 
 def collectives(s: Subject) -> Iterator[Finding]:
     """Each due reduction once on each member, between the gradients it sums and the steps that use them."""
-    header = s.header
-    due = _due(header)
-    found: dict[tuple[int, Key], list[int]] = defaultdict(list)
-    for _, _, number in s.each(Op.REDUCE):
-        i = s.graph.instructions[number]
-        found[s.graph.ranks[number], (i.kind, i.stage, i.version)].append(number)
+    due = _due(s.header)
+    found = _found(s)
     for (rank, key), numbers in found.items():
-        is_due = rank in due.get(key, ())
-        problem = f"is already reduced: {s.where(numbers[0])}" if is_due else "nothing to reduce"
-        for number in numbers[is_due:]:
-            yield s.at("collectives", number, problem)
+        if rank in due.get(key, ()):
+            first = s.where(numbers[0])
+            for number in numbers[1:]:
+                yield s.at(_RULE, number, f"is already reduced: {first}")
+        else:
+            for number in numbers:
+                yield s.at(_RULE, number, "nothing to reduce")
     for key, members in due.items():
         for rank in members:
             if (rank, key) not in found:
-                reduce = Instruction(Op.REDUCE, key[1], version=key[2], kind=key[0])
-                more = f" and {len(members) - _MOST_NAMED} more" if len(members) > _MOST_NAMED else ""
-                names = ", ".join(map(str, members[:_MOST_NAMED])) + more
-                message = f"{reduce} is missing: ranks {names} take part in it together"
-                yield Finding("collectives", rank, -1, message)
-    yield from _misplaced(s, {place: numbers[0] for place, numbers in found.items()})
+                yield _missing(rank, key, members)
+    firsts = {place: numbers[0] for place, numbers in found.items()}
+    yield from _misplaced(s, firsts)
     yield from _barriers(s)
     yield from _out_of_order(s)
 
 
-def _due(header: Header) -> dict[Key, tuple[int, ...]]:
+def _found(s: Subject) -> dict[tuple[int, Key], list[int]]:
+    """The numbers of all reductions, by rank and reduction."""
+    found: dict[tuple[int, Key], list[int]] = defaultdict(list)
+    for _, _, number in s.each(Op.REDUCE):
+        i = s.graph.instructions[number]
+        rank = s.graph.ranks[number]
+        found[rank, (i.kind, i.stage, i.version)].append(number)
+    return found
+
+
+def _missing(rank: int, key: Key, members: Ranks) -> Finding:
+    kind, stage, update = key
+    reduce = Instruction(Op.REDUCE, stage, version=update, kind=kind)
+    names = ", ".join(map(str, members[:_MOST_NAMED]))
+    if len(members) > _MOST_NAMED:
+        names += f" and {len(members) - _MOST_NAMED} more"
+    message = f"{reduce} is missing: ranks {names} take part in it together"
+    return Finding(_RULE, rank, -1, message)
+
+
+def _due(header: Header) -> dict[Key, Ranks]:
     """The reductions that the header requires, and their members."""
-    due: dict[Key, tuple[int, ...]] = {}
-    groups = []
-    for stage in range(header.num_stages):
-        sharded = header.is_sharded(stage)
-        groups.append((Reduction.SCATTER.value if sharded else Reduction.REPLICAS.value, stage))
-        groups += [(Reduction.SHARDS.value, stage)] * sharded
-    groups += [(Reduction.TIED.value, tie[0]) for tie in header.ties if len(tie) > 1]
-    for kind, stage in groups:
+    due: dict[Key, Ranks] = {}
+    for kind, stage in _groups(header):
         members = collective_members(header, Instruction(Op.REDUCE, stage, version=0, kind=kind))
-        # Stages of one rank that share a weight are summed too, though nothing is sent.
-        is_local = len(members) == 1 and len(tied_stages(header, stage, members[0])) < 2
-        if (kind == Reduction.REPLICAS and len(members) == 1) or is_local:
-            continue
-        due.update({(kind, stage, update): members for update in range(header.num_updates(stage))})
+        if len(members) == 1:
+            if kind == Reduction.REPLICAS:
+                continue
+            # Stages of one rank that share a weight are summed too, though nothing is sent.
+            if len(tied_stages(header, stage, members[0])) < 2:
+                continue
+        for update in range(header.num_updates(stage)):
+            due[kind, stage, update] = members
     if header.clip:
-        everyone = tuple(range(header.num_ranks))
-        updates = max(header.num_updates(stage) for stage in range(header.num_stages))
-        due.update({(Reduction.NORM.value, -1, update): everyone for update in range(updates)})
-        for stage in filter(header.is_spilled, range(header.num_stages)):
-            parts = [(Reduction.NORM.value, stage, update) for update in range(header.num_updates(stage))]
-            due.update(dict.fromkeys(parts, tuple(sorted(header.placement[stage]))))
+        due |= _norms(header)
+    return due
+
+
+def _groups(header: Header) -> Iterator[tuple[str, int]]:
+    """The sums over replicas and over tied stages: kind and stage."""
+    for stage in range(header.num_stages):
+        if header.is_sharded(stage):
+            yield Reduction.SCATTER.value, stage
+            yield Reduction.SHARDS.value, stage
+        else:
+            yield Reduction.REPLICAS.value, stage
+    for tie in header.ties:
+        if len(tie) > 1:
+            yield Reduction.TIED.value, tie[0]
+
+
+def _norms(header: Header) -> dict[Key, Ranks]:
+    """The norms of all gradients, and the parts that spilled stages give to them."""
+    norm = Reduction.NORM.value
+    due: dict[Key, Ranks] = {}
+    everyone = tuple(range(header.num_ranks))
+    for update in range(max(map(header.num_updates, range(header.num_stages)))):
+        due[norm, -1, update] = everyone
+    for stage in range(header.num_stages):
+        if header.is_spilled(stage):
+            for update in range(header.num_updates(stage)):
+                due[norm, stage, update] = tuple(sorted(header.placement[stage]))
     return due
 
 
 def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
     """Reductions before gradients they must contain, before other reductions they must contain, or after a step."""
-    header, ranks = s.header, s.graph.ranks
-    last_gradient: dict[tuple[int, int, int], int] = {}
-    for stage, mb, number in s.each(*WEIGHT_GRADIENT_OPS):
-        key = ranks[number], stage, header.update_of(stage, mb)
-        last_gradient[key] = max(last_gradient.get(key, -1), number)
-    steps = {
-        (ranks[number], stage, update): number
-        for (stage, update), numbers in s.places[Op.STEP].items()
-        for number in reversed(numbers)
-    }
+    last_gradient = _last_gradients(s)
+    steps = _first_steps(s)
     others: dict[tuple[int, int], list[tuple[Key, int]]] = defaultdict(list)
-    for (rank, reduction), number in positions.items():
-        others[rank, reduction[2]].append((reduction, number))
-    for (rank, (kind, stage, update)), number in positions.items():
-        stages = reduced_stages(header, kind, stage, rank)
+    for (rank, key), number in positions.items():
+        update = key[2]
+        others[rank, update].append((key, number))
+    for (rank, key), number in positions.items():
+        kind, stage, update = key
         # A gather of new weights follows its step; the rules of values check that it has their shards.
-        for member in stages if kind != Reduction.SHARDS else ():
+        if kind == Reduction.SHARDS:
+            continue
+        members = reduced_stages(s.header, kind, stage, rank)
+        for member in members:
             gradient = last_gradient.get((rank, member, update), -1)
             if gradient > number:
-                yield s.at("collectives", number, f"comes before a gradient that it must hold: {s.where(gradient)}")
+                yield s.at(_RULE, number, f"comes before a gradient that it must hold: {s.where(gradient)}")
             step = steps.get((rank, member, update), number)
             if step < number:
-                yield s.at("collectives", number, f"comes after the step that uses it: {s.where(step)}")
+                yield s.at(_RULE, number, f"comes after the step that uses it: {s.where(step)}")
         if kind == Reduction.NORM:
-            for other, earlier in others[rank, update]:
-                if (
-                    other[0] not in _AFTER
-                    and earlier > number
-                    and {*stages} & {*reduced_stages(header, *other[:2], rank)}
-                ):
-                    yield s.at(
-                        "collectives", number, f"the norm is of reduced gradients: {s.where(earlier)} comes later"
-                    )
+            yield from _norm_too_early(s, rank, number, set(members), others[rank, update])
+
+
+def _last_gradients(s: Subject) -> dict[tuple[int, int, int], int]:
+    """The last instruction that adds to a gradient, by rank, stage and update."""
+    found: dict[tuple[int, int, int], int] = {}
+    for stage, mb, number in s.each(*WEIGHT_GRADIENT_OPS):
+        key = s.graph.ranks[number], stage, s.header.update_of(stage, mb)
+        found[key] = max(found.get(key, -1), number)
+    return found
+
+
+def _first_steps(s: Subject) -> dict[tuple[int, int, int], int]:
+    """The first step by rank, stage and update."""
+    found: dict[tuple[int, int, int], int] = {}
+    for stage, update, number in s.each(Op.STEP):
+        found.setdefault((s.graph.ranks[number], stage, update), number)
+    return found
+
+
+def _norm_too_early(
+    s: Subject, rank: int, number: int, stages: set[int], others: Sequence[tuple[Key, int]]
+) -> Iterator[Finding]:
+    """Reductions of the same gradients that come after the norm of them."""
+    for (kind, stage, _), other in others:
+        if kind in _AFTER or other <= number:
+            continue
+        if stages.intersection(reduced_stages(s.header, kind, stage, rank)):
+            yield s.at(_RULE, number, f"the norm is of reduced gradients: {s.where(other)} comes later")
 
 
 def _barriers(s: Subject) -> Iterator[Finding]:
     counts = [sum(i.op is Op.BARRIER for i in instructions) for instructions in s.program.ranks]
+    most = max(counts)
     for rank, count in enumerate(counts):
-        if count < max(counts):
-            yield Finding("collectives", rank, -1, f"has {count} barriers, other ranks have {max(counts)}")
+        if count < most:
+            yield Finding(_RULE, rank, -1, f"has {count} barriers, other ranks have {most}")
 
 
 def _out_of_order(s: Subject) -> Iterator[Finding]:
@@ -120,13 +178,9 @@ def _out_of_order(s: Subject) -> Iterator[Finding]:
     Ranks can differ only where two sets of members overlap, so one sequence for each pair of sets is compared.
     """
     graph = s.graph
-    expected: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, list[int]]] = {}
-    members = [tuple(sorted(graph.ranks[number] for number in group)) for group in graph.collectives]
+    expected: dict[tuple[Ranks, Ranks], tuple[int, list[int]]] = {}
     for rank in range(s.header.num_ranks):
-        by_set: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for number in range(graph.starts[rank], graph.starts[rank + 1]):
-            if number in graph.collective_of:
-                by_set[members[graph.collective_of[number]]].append(number)
+        by_set = _by_members(s, rank)
         sets = sorted(by_set)
         for position, one in enumerate(sets):
             for other in sets[position:]:
@@ -136,5 +190,17 @@ def _out_of_order(s: Subject) -> Iterator[Finding]:
                 for number, mine, theirs in zip(numbers, order, reference, strict=True):
                     if mine != theirs:
                         there = next(n for n in graph.collectives[theirs] if graph.ranks[n] == first)
-                        yield s.at("collectives", number, f"out of order: here rank {first} has {s.where(there)}")
+                        yield s.at(_RULE, number, f"out of order: here rank {first} has {s.where(there)}")
                         break
+
+
+def _by_members(s: Subject, rank: int) -> dict[Ranks, list[int]]:
+    """The numbers of a rank's collectives, by the ranks that take part."""
+    graph = s.graph
+    found: dict[Ranks, list[int]] = defaultdict(list)
+    for number in range(graph.starts[rank], graph.starts[rank + 1]):
+        if number in graph.collective_of:
+            group = graph.collectives[graph.collective_of[number]]
+            members = tuple(sorted(graph.ranks[one] for one in group))
+            found[members].append(number)
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, Kind, Lane, Op
+from pipefit.ir.program import Header
 from pipefit.verify.subject import Finding, Subject
 
 _OWNED = [op for op, spec in OP_SPEC.items() if "mb" in spec.fields and spec.lane is Lane.COMPUTE]
@@ -18,29 +19,31 @@ def ownership(s: Subject) -> Iterator[Finding]:
     """Instructions of a micro-batch on the rank of the round-robin rule, those of weights on a rank of the stage."""
     placement, ranks = s.header.placement, s.graph.ranks
     for stage, mb, number in s.each(*_OWNED):
-        owner = placement[stage][mb % len(placement[stage])]
+        homes = placement[stage]
+        owner = homes[mb % len(homes)]
         if ranks[number] != owner:
             yield s.at("ownership", number, f"stage {stage} runs micro-batch {mb} on rank {owner}")
     for stage, _, number in s.each(*_HELD):
+        homes = placement[stage]
         # An activation is on the rank that made it, or on one that it was sent to.
-        sent = s.graph.instructions[number].kind == _TRAVELS and stage < s.header.last_stage
-        if ranks[number] not in placement[stage] + (placement[stage + 1] if sent else ()):
+        if s.graph.instructions[number].kind == _TRAVELS and stage < s.header.last_stage:
+            homes += placement[stage + 1]
+        if ranks[number] not in homes:
             holders = ", ".join(map(str, placement[stage]))
             yield s.at("ownership", number, f"the weights of stage {stage} are on rank {holders}")
 
 
 def complete(s: Subject) -> Iterator[Finding]:
     """One of each for every stage, micro-batch and update."""
-    header, split = s.header, s.places[Op.BWD_INPUT].keys() | s.places[Op.BWD_WEIGHT].keys()
-    ends = {0, header.last_stage}
-    for stage, mb in product(range(header.num_stages), range(header.total_microbatches)):
-        backward = [Op.BWD_INPUT, Op.BWD_WEIGHT] if (stage, mb) in split else [Op.BWD]
-        due = [Op.FWD] if stage < header.frozen else [Op.FWD, *backward]
-        due += [Op.LOAD] if stage in ends else []
-        due += [Op.LOSS] if stage == header.last_stage else []
-        for op in due:
-            if len(numbers := s.places[op].get((stage, mb), ())) != 1:
-                yield from _not_one(s, op, stage, mb, numbers)
+    header = s.header
+    split = s.places[Op.BWD_INPUT].keys() | s.places[Op.BWD_WEIGHT].keys()
+    for stage in range(header.num_stages):
+        once = _once(header, stage)
+        for mb in range(header.total_microbatches):
+            for op in (*once, *_backward(header, stage, (stage, mb) in split)):
+                numbers = s.places[op].get((stage, mb), ())
+                if len(numbers) != 1:
+                    yield from _not_one(s, op, stage, mb, numbers)
     for stage, mb, number in s.each(Op.BWD):
         if (stage, mb) in split:
             yield s.at("complete", number, f"the backward of s{stage} m{mb} is also there in its two halves")
@@ -51,25 +54,46 @@ def complete(s: Subject) -> Iterator[Finding]:
         for number in numbers[1:]:
             yield s.at("complete", number, f"s{stage} m{mb} is already replayed: {s.where(numbers[0])}")
     for stage, _, number in s.each(Op.LOAD):
-        if stage not in ends:
+        if stage not in (0, header.last_stage):
             yield s.at("complete", number, f"only stages 0 and {header.last_stage} take data, not stage {stage}")
     yield from _steps(s)
     yield from _accumulated(s)
 
 
+def _once(header: Header, stage: int) -> list[Op]:
+    """The operations of each micro-batch at a stage, its backward apart."""
+    due = [Op.FWD]
+    if stage in (0, header.last_stage):
+        due.append(Op.LOAD)
+    if stage == header.last_stage:
+        due.append(Op.LOSS)
+    return due
+
+
+def _backward(header: Header, stage: int, is_split: bool) -> tuple[Op, ...]:
+    if stage < header.frozen:
+        return ()
+    return (Op.BWD_INPUT, Op.BWD_WEIGHT) if is_split else (Op.BWD,)
+
+
 def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) -> Iterator[Finding]:
     what = f"{op.value} m{mb}" if op is Op.LOSS else f"{op.value} s{stage} m{mb}"
     if not numbers:
-        yield Finding("complete", s.header.rank_of(stage, mb), -1, f"{what} is missing")
+        rank = s.header.rank_of(stage, mb)
+        yield Finding("complete", rank, -1, f"{what} is missing")
+        return
+    first = s.where(numbers[0])
     for number in numbers[1:]:
-        yield s.at("complete", number, f"{what} is there {len(numbers)} times; first: {s.where(numbers[0])}")
+        yield s.at("complete", number, f"{what} is there {len(numbers)} times; first: {first}")
 
 
 def _steps(s: Subject) -> Iterator[Finding]:
     header, ranks = s.header, s.graph.ranks
     for stage in range(header.num_stages):
-        for update, rank in product(range(header.num_updates(stage)), header.placement[stage]):
-            there = [number for number in s.places[Op.STEP].get((stage, update), ()) if ranks[number] == rank]
+        updates = range(header.num_updates(stage))
+        for update, rank in product(updates, header.placement[stage]):
+            everywhere = s.places[Op.STEP].get((stage, update), ())
+            there = [number for number in everywhere if ranks[number] == rank]
             if not there:
                 yield Finding("complete", rank, -1, f"step s{stage} w{update} is missing")
             for number in there[1:]:
@@ -83,9 +107,12 @@ def _accumulated(s: Subject) -> Iterator[Finding]:
         if i.op in STEP_OPS:
             steps[rank, i.stage].append(number)
         elif i.op in WEIGHT_GRADIENT_OPS:
-            done, update = steps[rank, i.stage], s.header.update_of(i.stage, i.mb)
-            if update == len(done):
+            done = steps[rank, i.stage]
+            update = s.header.update_of(i.stage, i.mb)
+            if update < len(done):
+                why = f"which is done: {s.where(done[update])}"
+            elif update > len(done):
+                why = f"but step s{i.stage} w{len(done)} has not used the gradients before"
+            else:
                 continue
-            why = f"step s{i.stage} w{len(done)} has not used the gradients before"
-            late = f"which is done: {s.where(done[update])}" if update < len(done) else f"but {why}"
-            yield s.at("complete", number, f"its gradient belongs to update {update}, {late}")
+            yield s.at("complete", number, f"its gradient belongs to update {update}, {why}")

@@ -29,15 +29,21 @@ def cell(i: Instruction) -> str:
     ('S2w1', 'sum2w1')
     """
     if i.op in MESSAGE_OPS:
-        return f"{i.kind}{i.stage}.{i.mb}{'>' if i.op is Op.SEND else '<'}{i.peer}"
+        arrow = ">" if i.op is Op.SEND else "<"
+        return f"{i.kind}{i.stage}.{i.mb}{arrow}{i.peer}"
     if i.op is Op.LOSS:
         return f"loss.{i.mb}"
     if i.op is Op.REDUCE:
-        return f"{_ABBREVIATED.get(i.kind, i.kind)}{i.stage if i.stage >= 0 else ''}w{i.version}"
-    name = OP_SPEC[i.op].letter or i.op.value
-    if "mb" in OP_SPEC[i.op].fields:
+        kind = _ABBREVIATED.get(i.kind, i.kind)
+        stage = i.stage if i.stage >= 0 else ""
+        return f"{kind}{stage}w{i.version}"
+    spec = OP_SPEC[i.op]
+    name = spec.letter or i.op.value
+    if "mb" in spec.fields:
         return f"{name}{i.stage}.{i.mb}"
-    return f"{name}{i.stage}w{i.version}" if "stage" in OP_SPEC[i.op].fields else name
+    if "stage" in spec.fields:
+        return f"{name}{i.stage}w{i.version}"
+    return name
 
 
 def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int) -> str:
@@ -48,12 +54,15 @@ def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int) -> st
         rank: row of the mark.
         index: column of the mark.
     """
-    first = max(0, min(rank - _ROWS // 2, len(ranks) - _ROWS))
-    shown = range(max(0, index - _AROUND), index + _AROUND + 1)
-    table = [["", *(str(column) for column in shown)]]
-    for row in range(first, min(first + _ROWS, len(ranks))):
-        cells = [cell(ranks[row][column]) if column < len(ranks[row]) else "" for column in shown]
+    top = min(rank - _ROWS // 2, len(ranks) - _ROWS)
+    rows = range(len(ranks))[max(0, top) :][:_ROWS]
+    left = max(0, index - _AROUND)
+    shown = range(left, index + _AROUND + 1)
+    table = [["", *map(str, shown)]]
+    for row in rows:
+        cells = [cell(i) for i in ranks[row][left : shown.stop]]
+        cells += [""] * (len(shown) - len(cells))
         if row == rank:
-            cells[index - shown.start] = f">{cells[index - shown.start]}<"
+            cells[index - left] = f">{cells[index - left]}<"
         table.append([f"rank {row}", *cells])
     return "\n".join(f"    {line}" for line in columns(table))

@@ -18,7 +18,10 @@ def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[
     Raises:
         PipefitError: a wrong number of capacities, or a negative one.
     """
-    given = [capacity_bytes] * num_ranks if isinstance(capacity_bytes, int | float) else list(capacity_bytes)
+    if isinstance(capacity_bytes, int | float):
+        given = [float(capacity_bytes)] * num_ranks
+    else:
+        given = list(capacity_bytes)
     if len(given) != num_ranks:
         raise PipefitError(
             f"capacity_bytes: expected one number or one for each of {num_ranks} ranks, got {len(given)}"
@@ -34,22 +37,34 @@ def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -
         highest, index = device_peak_bytes(s.program, rank, size)
         if highest <= capacity:
             continue
-        lives = [life for life in lifetimes(s.program, rank) if not lies_in_slot(s.header, life.value)]
-        sizes: dict[str, list[float]] = defaultdict(list)
-        for life in lives:
-            if life.born <= index <= life.dies and size(life.value):
-                sizes[life.value.kind].append(size(life.value))
-        kinds = sorted(sizes, key=lambda kind: sum(sizes[kind]))[::-1]
-        parts = [f"{len(sizes[kind])} {kind} {format_bytes(sum(sizes[kind]))}" for kind in kinds]
-        slots = arena_bytes(s.header, rank, size)
-        held = ", ".join(parts + [f"slots {format_bytes(slots)}"] * (slots > 0))
+        held = _held(s, rank, index, size)
         over = format_bytes(highest - capacity)
         message = f"holds {format_bytes(highest)}, capacity {format_bytes(capacity)}, {over} too much: {held}"
-        if s.program.ranks[rank]:
-            number = s.graph.starts[rank] + min(max(index, 0), len(s.program.ranks[rank]) - 1)
-            yield s.at("memory", number, message)
-        else:
+        last = len(s.program.ranks[rank]) - 1
+        if last < 0:
             yield Finding("memory", rank, -1, message)
+        else:
+            number = s.graph.starts[rank] + min(max(index, 0), last)
+            yield s.at("memory", number, message)
+
+
+def _held(s: Subject, rank: int, index: int, size: Callable[[Value], float]) -> str:
+    """The number and the bytes of the values of each kind that a rank holds at an instruction, the most first."""
+    sizes: dict[str, list[float]] = defaultdict(list)
+    for life in lifetimes(s.program, rank):
+        if lies_in_slot(s.header, life.value):
+            continue
+        nbytes = size(life.value)
+        if nbytes and life.born <= index <= life.dies:
+            sizes[life.value.kind].append(nbytes)
+    totals = {kind: sum(every) for kind, every in sizes.items()}
+    parts = []
+    for kind in reversed(sorted(totals, key=totals.__getitem__)):
+        parts.append(f"{len(sizes[kind])} {kind} {format_bytes(totals[kind])}")
+    slots = arena_bytes(s.header, rank, size)
+    if slots:
+        parts.append(f"slots {format_bytes(slots)}")
+    return ", ".join(parts)
 
 
 def tiers(s: Subject, limit_bytes: float, size: Callable[[Value], float]) -> Iterator[Finding]:
@@ -60,9 +75,8 @@ def tiers(s: Subject, limit_bytes: float, size: Callable[[Value], float]) -> Ite
     peaks = [tier_peak_bytes(s.program, rank, size) for rank in range(s.header.num_ranks)]
     total = sum(highest for highest, _ in peaks)
     if total > limit_bytes:
-        rank = max(range(len(peaks)), key=lambda rank: peaks[rank][0])
-        message = (
-            f"the {spill.tier} holds {format_bytes(total)} for all ranks, capacity {format_bytes(limit_bytes)}, "
-            f"{format_bytes(total - limit_bytes)} too much"
-        )
-        yield Finding("memory", rank, -1, message)
+        fullest = max(range(len(peaks)), key=lambda rank: peaks[rank][0])
+        over = format_bytes(total - limit_bytes)
+        held = f"the {spill.tier} holds {format_bytes(total)} for all ranks"
+        message = f"{held}, capacity {format_bytes(limit_bytes)}, {over} too much"
+        yield Finding("memory", fullest, -1, message)

@@ -17,12 +17,12 @@ def messages(s: Subject) -> Iterator[Finding]:
     """Each value that another rank needs is sent once, whole or in pieces, from its maker to its user."""
     links = _owed(s.header)
     crossed: dict[Owed, int] = {}
-    instructions, ranks = s.graph.instructions, s.graph.ranks
     unmatched = set(s.graph.unmatched)
     for _, _, number in s.each(*MESSAGE_OPS):
-        i = instructions[number]
-        key = WHOLE_OF.get(i.kind, i.kind), i.stage, i.mb
-        problem = _wrong_link(i, ranks[number], links.get(key))
+        i = s.graph.instructions[number]
+        whole = WHOLE_OF.get(i.kind, i.kind)
+        key = whole, i.stage, i.mb
+        problem = _wrong_link(i, s.graph.ranks[number], links.get(key))
         if problem:
             yield s.at("messages", number, problem)
         elif number in unmatched:
@@ -36,14 +36,16 @@ def messages(s: Subject) -> Iterator[Finding]:
     for key, (source, target) in links.items():
         if key not in crossed:
             kind, stage, mb = key
-            yield Finding("messages", source, -1, f"{kind} s{stage} m{mb} must go from rank {source} to rank {target}")
+            message = f"{kind} s{stage} m{mb} must go from rank {source} to rank {target}"
+            yield Finding("messages", source, -1, message)
 
 
 def _gathers(s: Subject) -> Iterator[Finding]:
     """A value that came in pieces is gathered once; the rule of dependencies checks that its pieces are there."""
     seen: dict[Owed, int] = {}
     for stage, mb, number in s.each(Op.GATHER):
-        first = seen.setdefault((s.graph.instructions[number].kind, stage, mb), number)
+        kind = s.graph.instructions[number].kind
+        first = seen.setdefault((kind, stage, mb), number)
         if first != number:
             yield s.at("messages", number, f"is already gathered: {s.where(first)}")
 
@@ -54,7 +56,8 @@ def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
     for stage in range(header.last_stage):
         here, after = header.placement[stage], header.placement[stage + 1]
         for mb in range(header.total_microbatches):
-            source, target = here[mb % len(here)], after[mb % len(after)]
+            source = here[mb % len(here)]
+            target = after[mb % len(after)]
             if source != target:
                 result[ACT, stage, mb] = source, target
                 if stage >= header.frozen:
@@ -65,10 +68,11 @@ def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
 def _wrong_link(i: Instruction, rank: int, link: tuple[int, int] | None) -> str:
     if link is None:
         return f"no other rank needs {i.kind} s{i.stage} m{i.mb}"
-    sends = i.op is Op.SEND
-    if link != ((rank, i.peer) if sends else (i.peer, rank)):
-        return f"{i.kind} s{i.stage} m{i.mb} goes from rank {link[0]} to rank {link[1]}"
-    return ""
+    source, target = link
+    mine = (rank, i.peer) if i.op is Op.SEND else (i.peer, rank)
+    if link == mine:
+        return ""
+    return f"{i.kind} s{i.stage} m{i.mb} goes from rank {source} to rank {target}"
 
 
 def fifo(s: Subject) -> Iterator[Finding]:
@@ -81,6 +85,7 @@ def fifo(s: Subject) -> Iterator[Finding]:
             link = i.peer, s.graph.ranks[number]
             before = newest.get(link, -1)
             if send < before:
-                first, second = s.where(send), s.where(before)
+                first = s.where(send)
+                second = s.where(before)
                 yield s.at("fifo", number, f"posted after the receive of a later send: {first} comes before {second}")
             newest[link] = max(before, send)

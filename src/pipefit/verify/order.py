@@ -16,13 +16,15 @@ def dependencies(s: Subject) -> Iterator[Finding]:
     made = s.places_of(makes) if s.graph.missing else {}
     for number, value in s.graph.missing:
         if _last_gone(s, number, value) is None:
-            yield s.at("dependencies", number, f"needs {value}, which {_later_maker(s, made, number, value)}")
+            why = _later_maker(s, made, number, value)
+            yield s.at("dependencies", number, f"needs {value}, which {why}")
     # A replay uses the random numbers that its forward drew, which are not a value.
+    ranks = s.graph.ranks
     for key, numbers in s.places[Op.RECOMPUTE].items():
-        forwards = s.places[Op.FWD].get(key, [])
-        for number in numbers:
-            if forwards and number < forwards[0] and s.graph.ranks[number] == s.graph.ranks[forwards[0]]:
-                yield s.at("dependencies", number, f"replays a forward that comes later: {s.where(forwards[0])}")
+        for forward in s.places[Op.FWD].get(key, [])[:1]:
+            for number in numbers:
+                if number < forward and ranks[number] == ranks[forward]:
+                    yield s.at("dependencies", number, f"replays a forward that comes later: {s.where(forward)}")
 
 
 def use_after_free(s: Subject) -> Iterator[Finding]:
@@ -40,20 +42,27 @@ def deadlock(s: Subject) -> Iterator[Finding]:
     for cycle in run.cycles(stuck):
         lines = ["these wait for each other:"]
         for rank in cycle:
-            _, index = s.place(stuck[rank])
-            text = s.graph.instructions[stuck[rank]]
-            lines.append(f"      rank {rank} waits at [{index}] {text}, for {s.where(run.waits_for(stuck[rank]))}")
-        yield s.at("deadlock", stuck[cycle[0]], "\n".join(lines))
+            number = stuck[rank]
+            _, index = s.place(number)
+            text = s.graph.instructions[number]
+            awaited = s.where(run.waits_for(number))
+            lines.append(f"      rank {rank} waits at [{index}] {text}, for {awaited}")
+        first = stuck[cycle[0]]
+        yield s.at("deadlock", first, "\n".join(lines))
 
 
 def _last_gone(s: Subject, number: int, value: Value) -> int | None:
     """The last earlier instruction of the rank that consumed a value."""
-    found = s.gone.get((s.graph.ranks[number], value), ())
+    rank = s.graph.ranks[number]
+    found = s.gone.get((rank, value), ())
     position = bisect_left(found, number)
     return found[position - 1] if position else None
 
 
 def _later_maker(s: Subject, made: Places, number: int, value: Value) -> str:
-    found = made.get((s.graph.ranks[number], value), ())
+    rank = s.graph.ranks[number]
+    found = made.get((rank, value), ())
     position = bisect_left(found, number)
-    return f"is made only later: {s.where(found[position])}" if position < len(found) else "nothing on this rank makes"
+    if position == len(found):
+        return "nothing on this rank makes"
+    return f"is made only later: {s.where(found[position])}"

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from pipefit.errors import InvalidProgramError
+from pipefit.units import counted
 
 RULES: Final[dict[str, str]] = {
     "complete": "each micro-batch is loaded, goes forward once at every stage and backward once at each that is not "
@@ -45,9 +46,15 @@ class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     excerpt: str = ""
 
     def __str__(self) -> str:
-        place = f"rank {self.rank}" + (f"[{self.index}] {self.instruction}" if self.index >= 0 else "")
-        head = f"{self.rule}: {place}: {self.message}" if self.rank >= 0 else f"{self.rule}: {self.message}"
-        return f"{head}\n{self.excerpt}" if self.excerpt else head
+        text = self.rule
+        if self.rank >= 0:
+            text += f": rank {self.rank}"
+            if self.index >= 0:
+                text += f"[{self.index}] {self.instruction}"
+        text += f": {self.message}"
+        if self.excerpt:
+            text += f"\n{self.excerpt}"
+        return text
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,8 +78,8 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         if self.ok:
             return f"{self.schedule}: {self.num_instructions} instructions, no violations"
-        count = len(self.violations)
-        head = f"{self.schedule}: {count} violation{'s' * (count > 1)} in {self.num_instructions} instructions"
+        number = counted(len(self.violations), "violation")
+        head = f"{self.schedule}: {number} in {self.num_instructions} instructions"
         return "\n\n".join([head, *map(str, self.violations)])
 
     def raise_if_bad(self) -> None:
