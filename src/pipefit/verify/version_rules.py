@@ -36,39 +36,40 @@ def _used(s: Subject) -> Iterator[Finding]:
     required = required_versions(s.header, s.program.ranks)
     why = _ASKS[s.header.weights]
     for stage, mb, number in s.each(*COMPUTE_OPS):
-        version, expected = s.graph.instructions[number].version, required.get((stage, mb))
+        version = s.graph.instructions[number].version
+        expected = required.get((stage, mb))
         if expected is not None and version != expected:
             yield s.at("versions", number, f"uses w{version}, expected w{expected}: {why}")
 
 
 def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
     """Checks that each version is dropped after its last use and before the next computation."""
-    start = s.graph.starts[rank]
     last_use: dict[tuple[int, int], int] = {}
     gone: dict[tuple[int, int], int] = {}
-    newest = dict.fromkeys(s.header.stages_of(rank), 0)
+    newest = {stage: 0 for stage in s.header.stages_of(rank) if not s.header.is_spilled(stage)}
     busy: list[int] = []
-    for index, i in enumerate(s.program.ranks[rank]):
+    for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
         if i.op in _WAITED_FOR:
-            last_use[i.stage, i.version] = index
-            busy.append(index)
+            busy.append(number)
+        if s.header.is_spilled(i.stage):
+            continue
+        if i.op in _WAITED_FOR:
+            last_use[i.stage, i.version] = number
             if i.op is Op.STEP:
                 newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
         elif i.op in _DROP_OR_EVICT and (i.op is Op.DROP or i.kind == Kind.WEIGHTS):
-            gone[i.stage, i.version] = index
+            gone[i.stage, i.version] = number
     next_busy = dict(pairwise(busy))
-    for (stage, version), index in gone.items():
+    for (stage, version), number in gone.items():
         used = last_use.get((stage, version), -1)
-        if s.header.is_spilled(stage):
-            continue
         if version >= newest.get(stage, 0):
-            yield s.at("versions", start + index, f"w{version} is the newest of stage {stage} and must stay")
-        elif index < used:
-            yield s.at("versions", start + index, f"drops a version that is used later: {s.where(start + used)}")
-        elif next_busy.get(used, index) < index:
-            yield s.at("versions", start + index, f"drops too late: last used at {s.where(start + used)}")
+            yield s.at("versions", number, f"w{version} is the newest of stage {stage} and must stay")
+        elif number < used:
+            yield s.at("versions", number, f"drops a version that is used later: {s.where(used)}")
+        elif next_busy.get(used, number) < number:
+            yield s.at("versions", number, f"drops too late: last used at {s.where(used)}")
     for stage, last in newest.items():
-        for version in range(0 if s.header.is_spilled(stage) else last):
+        for version in range(last):
             if (stage, version) not in gone:
                 message = f"drop s{stage} w{version} is missing: it is dead after w{version + 1}"
                 yield Finding("versions", rank, -1, message)
