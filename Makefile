@@ -60,7 +60,7 @@ lint: .venv/stamp ## form and lint
 	@$(PY) -m ruff format --check .
 	@$(PY) -m ruff check .
 
-types: .venv/stamp ## mypy --strict over the pure half
+types: .venv/stamp ## mypy: strict below torch, ordinary above
 	@$(PY) -m mypy
 
 imports: .venv/stamp ## the folder contract: imports only point down, and the pure half is without torch

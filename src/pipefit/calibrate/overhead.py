@@ -150,6 +150,9 @@ def _pass_s(timeline: Timeline) -> float:
 class _Layer(nn.Module):
     """A linear layer, and work after which the caches hold other data and code, as after a real model's layer."""
 
+    image: torch.Tensor
+    cache: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(_WIDTH, _WIDTH)

@@ -76,9 +76,11 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
     clock, crowd = Clock(device), per_core(topology, session.num_ranks)
     count = sum(len(way) for ways in each for way in ways) + len(ends)
     fill = _matrix_products((profile.step_s or 0.0) / max(count, 1), clock, session)
-    seconds = [
-        added_s(*(_samples_s(one, among, fill, clock) for among in (region, silent)), crowd) for one in different
-    ]
+    seconds = []
+    for one in different:
+        together = _samples_s(one, region, fill, clock)
+        isolated = _samples_s(one, silent, fill, clock)
+        seconds.append(added_s(together, isolated, crowd))
     first = from_first(session, lambda: seconds)
     return _with_exchanges(profile, each, ends, dict(zip(different, first, strict=True)))
 

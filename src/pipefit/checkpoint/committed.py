@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -212,5 +213,9 @@ def restore_states(
     if isinstance(store, SpilledStore) and store.states is not None:
         store.states.known = set(known)
     if stage in worker.optimizers:
-        states = by_parameter({name: lambda tensor=tensor: tensor for name, tensor in tensors.items()})
+        states = by_parameter({name: partial(_itself, tensor) for name, tensor in tensors.items()})
         restore_optimizer(worker, stage, optimization, states)()
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -15,12 +15,13 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from pipefit.checkpoint.commit import facts_of, manifest_of, parts_of, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
@@ -182,7 +183,9 @@ def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
     mine = msgspec.to_builtins(here.manifests) if session.rank in held else []
     manifests = [one for own in exchange(session, mine) for one in own]
     merged = manifest_of(manifests[0], manifests)
-    lacking = set().union(*held.values()) - reduce(set.intersection, held.values()) - merged.aliases.keys()
+    somewhere = set[str]().union(*held.values())
+    everywhere = somewhere.intersection(*held.values())
+    lacking = somewhere - everywhere - merged.aliases.keys()
     found = {**here.saved, **_sent(pipeline, here, held, sorted(lacking))}
     take(pipeline, merged, lambda: found)
 
@@ -206,5 +209,9 @@ def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking:
         weight = parameter_and_key(name)[0] if name.startswith(OPTIM) else name
         if name not in here.saved:
             needed = tensor if weight in own else tensor.to("meta")
-            found[name] = Saved(tuple(tensor.shape), tensor.dtype, lambda tensor=needed: tensor)
+            found[name] = Saved(tuple(tensor.shape), tensor.dtype, partial(_itself, needed))
     return found
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor

@@ -155,8 +155,9 @@ def _like(value: Any, template: Any) -> Any:
         return Counter(result) if isinstance(template, Counter) else result
     if isinstance(value, list):
         some = template if isinstance(template, list | tuple) else ()
-        result = [_like(item, some[i] if i < len(some) else None) for i, item in enumerate(value)]
-        return tuple(result) if isinstance(template, tuple) else result
+        some = (*some, *[None] * (len(value) - len(some)))
+        every = [_like(item, known) for item, known in zip(value, some, strict=False)]
+        return tuple(every) if isinstance(template, tuple) else every
     if isinstance(template, Tensor):
         return torch.full_like(template, value)
     return value
@@ -190,7 +191,7 @@ def restore_optimizer(
         _same([({k: _like(v, group.get(k)) for k, v in o.options.items()}, o.name) for o in of_group], "optimizer")
         for of_group, (group, _) in zip(found, groups, strict=True)
     ]
-    schedule = None
+    schedule: Any = None
     if scheduler := worker.schedulers.get(stage):
         template = scheduler.state_dict()
         whole = [(_like(o.record.schedule, template), o) for of_group in found for o in of_group]

@@ -112,7 +112,7 @@ def _choose(session: Session, place: Path) -> tuple[Path, Manifest, list[str]]:
     skipped: list[str] = []
     for text in found:
         path = Path(text)
-        problems = [o.get("error") for o in exchange(session, attempt(lambda p=path: _verify(session, p)))]
+        problems = [o.get("error") for o in exchange(session, attempt(partial(_verify, session, path)))]
         problem = next((problem for problem in problems if problem), None)
         if problem is None:
             return path, read_manifest(path), skipped

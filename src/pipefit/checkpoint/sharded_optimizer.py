@@ -88,7 +88,10 @@ def _parts(worker: Worker, stage: int) -> Parts:
 def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Tensor, dict[str, Any]]:
     """The states of whole weights, of which some parts are given."""
     store, known = worker.stores[stage], worker.optimizers[stage].state
-    whole = defaultdict(dict, {master: known[master] for master in store.masters if master in known})
+    whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for master in store.masters:
+        if master in known:
+            whole[master] = known[master]
     # By name: the processes of a tensor-parallel rank gather these tensors one by one, so all need the same order.
     for (index, start, key), value in sorted((item for part in parts for item in part.items()), key=itemgetter(0)):
         master = store.masters[index]

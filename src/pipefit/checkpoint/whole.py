@@ -106,7 +106,7 @@ def write_whole(path: Path, forms: Mapping[str, Tensor], aliases: Mapping[str, s
             if path.is_dir():
                 raise PipefitError(f"{path}: expected a file to write, found a directory")
             make_folder(path.parent)
-            write_tensors(temporary, forms, {"format": "pt"} | aliases, values)
+            write_tensors(temporary, forms, {"format": "pt", **aliases}, values)
             temporary.replace(path)
             sync_folder(path.parent)
     finally:

@@ -12,6 +12,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left:
         say(f"measuring: {index + 1} of {len(cells)}, {name}")
         for keep in (False, True):
             _measure(cell, task.batches, session, keep)
-        cell.rise = _rise_bytes(lambda cell=cell: cell.trainer.train(task.batches[: cell.steps]))
+        cell.rise = _rise_bytes(partial(cell.trainer.train, task.batches[: cell.steps]))
         say(f"measured {index + 1:2} of {len(cells)}  {name:<20}  {task.config.batch / cell.seconds[0]:8.1f} samples/s")
         longest_s = max(longest_s, time.monotonic() - began)
     return []

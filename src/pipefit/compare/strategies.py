@@ -83,8 +83,10 @@ def update(
     total = torch.zeros(())
     for index, part in enumerate(feed_of((x, y), num, 0, "train"), 1):
         # Torch's data parallel sums over ranks inside the last backward only.
-        waits = isinstance(model, DistributedDataParallel) and index < num
-        with model.no_sync() if waits else contextlib.nullcontext():
+        quiet: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if isinstance(model, DistributedDataParallel) and index < num:
+            quiet = model.no_sync()
+        with quiet:
             value = with_metrics(loss(model(part.input), part.target))[0] * part.share
             value.backward()
         total += value.detach()

@@ -32,8 +32,9 @@ def text(paths: Paths | None = None) -> bytes:
     """
     if paths is None:
         return _builtin_prose()
-    single = isinstance(paths, str | os.PathLike)
-    files = [Path(paths)] if single else [Path(path) for path in paths]
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
+    files = [Path(path) for path in paths]
     if not files:
         raise DataError("data: expected at least one text file, got an empty list; leave it out for the built-in text")
     return b"\n\n".join(_read(file) for file in files)

@@ -19,7 +19,7 @@ def mean_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
 
 # Where the output is split along the classes, it can be computed on the parts.
-mean_cross_entropy.is_mean_cross_entropy = True
+vars(mean_cross_entropy)["is_mean_cross_entropy"] = True
 
 
 def mean_cube(output: Mapping[str, Tensor], target: Any) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,14 @@ from torch.nn import functional as F
 
 from pipefit.models.blocks import chain, require_multiple, require_positive, require_probability
 
+if TYPE_CHECKING:
+    from pipefit.parallel.tensor_rule import TensorRule
+
 
 class Embedding(nn.Module):
     """Token ids (b, s) int64 -> (b, s, h): token plus learned position."""
+
+    tensor_rule: ClassVar[TensorRule]
 
     def __init__(self, vocab: int, context: int, hidden: int, dropout: float) -> None:
         super().__init__()
@@ -55,6 +61,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer of the transformer: x + attention(norm(x)), then x + mlp(norm(x)); the MLP is 4 h wide with GELU."""
 
+    tensor_rule: ClassVar[TensorRule]
+
     def __init__(self, hidden: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden)
@@ -72,6 +80,8 @@ class Block(nn.Module):
 
 class Head(nn.Module):
     """Final norm and the projection to the vocabulary: (b, s, h) -> logits (b, s, V)."""
+
+    tensor_rule: ClassVar[TensorRule]
 
     def __init__(self, hidden: int, vocab: int, tied_to: nn.Embedding | None = None) -> None:
         super().__init__()
@@ -128,7 +138,7 @@ def gpt(
     head = Head(hidden, vocab, embed.token if tied else None)
     model = chain([("embed", embed), *blocks, ("head", head)])
     # Built on the meta device, the model gets its weights layer by layer when there is memory for them.
-    model.initialise_layer = functools.partial(_initialise_layer, layers)
+    vars(model)["initialise_layer"] = functools.partial(_initialise_layer, layers)
     for name, module in model.named_children():
         _initialise_layer(layers, name, module)
     return model

@@ -190,7 +190,7 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
         target = known["target"]
         config = LoraConfig(
             r=int(known["r"]),
-            lora_alpha=float(known["alpha"]),
+            lora_alpha=float(known["alpha"]),  # type: ignore[arg-type] # peft takes fractions too
             lora_dropout=float(known["dropout"]),
             target_modules=target if target == "all-linear" else target.split("+"),
             task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,

@@ -67,7 +67,7 @@ class FolderWeights:
         self._groups, self._shown = self._grouped(state)
         # A tied weight is on disk under one of its names.
         found = {name for group in self._groups.values() for name in group.targets}
-        owner = {id(state[name]): name for name in state if name in found}
+        owner: dict[int, str] = {id(state[name]): name for name in state if name in found}
         self._tied = {name: owner.get(id(value), name) for name, value in state.items()}
         self._check(state, found)
 
@@ -86,11 +86,12 @@ class FolderWeights:
         """
         wanted: _Wanted = {}
         for path, part in module.named_modules(prefix=prefix):
-            for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            for own, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None and not tensor.is_meta:
-                    name = f"{path}.{name}".removeprefix(".")
+                    name = f"{path}.{own}".removeprefix(".")
                     plain = saved_name(name)
-                    wanted.setdefault(self._tied.get(plain, plain), []).append((name, tensor))
+                    target: str = self._tied.get(plain) or plain
+                    wanted.setdefault(target, []).append((name, tensor))
         for group in self._groups.values():
             if not wanted.keys().isdisjoint(group.targets):
                 self._read(group, wanted)
@@ -126,7 +127,7 @@ class FolderWeights:
         shown: dict[str, str] = {}
         # Experts are joined in the order of their numbers.
         for name in sorted(self._file_of, key=lambda n: [(0, int(p)) if p.isdigit() else (1, p) for p in n.split(".")]):
-            target, pattern = rename_source_key(name, renamings, converters, base, state)
+            target, pattern = rename_source_key(name, renamings, converters, base, dict(state))
             if target not in state and name in state:
                 target, pattern = name, None
             shown[name] = target

@@ -200,7 +200,7 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
                         done.add(id(parameter))
                         parameter.data = spec.part(parameter.data, mesh.index, mesh.tensor)
             module.__class__ = rule.becomes
-            module.region = mesh.region
+            vars(module)["region"] = mesh.region
             mesh.modules.append(module)
     mesh.shards = shards
 

@@ -63,7 +63,7 @@ class Region:
         # No view of x, which x would hold and which would hold x, and with it all that was saved for the backward.
         entered = _Mirrored.apply(x, Tensor.detach, self.sum)
         if entered.requires_grad and not x.is_leaf:  # a leaf and its graph would hold each other
-            x.entered = x._version, entered
+            vars(x)["entered"] = x._version, entered
         return entered
 
     def leave(self, x: Tensor) -> Tensor:

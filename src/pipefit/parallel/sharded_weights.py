@@ -41,7 +41,7 @@ class Piece(NamedTuple):
         master: the optimizer's parameter.
     """
 
-    index: int
+    index: int  # type: ignore[assignment] # a tuple's own method, which nobody calls
     start: int
     stop: int
     bucket: int

@@ -68,7 +68,7 @@ class TensorRule:
 
     becomes: type[nn.Module]
     shards: Mapping[str, ShardSpec]
-    sizes: Callable[[nn.Module], Mapping[str, int]]
+    sizes: Callable[[Any], Mapping[str, int]]
     takes_whole: bool = False
     gives_shares: bool = False
     may_stay_whole: bool = False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
@@ -169,7 +169,8 @@ def _seconds(
     weights = [parameter for parameter in run.layer.module.parameters() if parameter.requires_grad]
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
-    passes = _repeated(Step([run.layer._replace(module=run)], run.payload, None, None, clock).marked)
+    layer = run.layer._replace(module=cast(torch.nn.Module, run))
+    passes = _repeated(Step([layer], run.payload, None, None, clock).marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
     step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
@@ -190,7 +191,8 @@ def _noted_bytes(run: _Forward) -> float:
     tensors = sum(storage.nbytes() for key, storage in seen.items() if key not in known)
     output = None
     seen.clear()
-    held, grown = [], []
+    held: list[Any] = []
+    grown = []
     for _ in range(_NUM_HELD):
         if tensors > _HELD_BYTES:
             held.clear()

@@ -137,17 +137,20 @@ class Step:
         # Edges of the graph, not tensors: an output is freed as early as in the plain pass.
         edges: list[GradientEdge] = []
         nodes: set[Any] = set()
-        for index, layer in enumerate(self.chain):
-            begin = clock.mark()
-            payload = layer.module(payload)
-            calls.append((begin, clock.mark()))
-            for leaf in tensors_of(payload):
+
+        def watch(index: int, output: Any) -> None:
+            for leaf in tensors_of(output):
                 # A tensor that a layer returns unchanged is marked where it was made.
                 if leaf.grad_fn is not None and leaf.grad_fn not in nodes:
                     leaf.register_hook(_hook(index, reached, clock))
                     edges.append(get_gradient_edge(leaf))
-            nodes |= {edge.node for edge in edges}
-        leaf = None
+            nodes.update(edge.node for edge in edges)
+
+        for index, layer in enumerate(self.chain):
+            begin = clock.mark()
+            payload = layer.module(payload)
+            calls.append((begin, clock.mark()))
+            watch(index, payload)
         loss_start = clock.mark()
         roots, seeds = self._roots(payload)
         start = clock.mark()

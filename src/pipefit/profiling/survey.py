@@ -78,7 +78,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
     return found
 
 
-def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], weights: list[Tensor]) -> Layer:
+def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], weights: Sequence[Tensor]) -> Layer:
     """The bytes of a layer that has run, its seconds left at 0.
 
     Args:

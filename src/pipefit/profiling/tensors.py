@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def cut_off(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
-def num_bytes(tensors: list[Tensor]) -> int:
+def num_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the elements, as they would travel."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

@@ -97,6 +97,7 @@ def _commit_s(tier: TierStore, repeats: int) -> float:
 
 
 def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:
-    clock, content = Clock(torch.device("cpu")), memoryview(slot.numpy())
+    clock = Clock(torch.device("cpu"))
+    content = slot.numpy().data
     seconds = [clock.seconds(lambda: chunk_sum(content)) for _ in range(repeats)]
     return slot.numel() / median_of(seconds[1:])

@@ -67,7 +67,7 @@ class Execution:
     norms: dict[int, Tensor] = field(default_factory=dict)
     decided: dict[int, bool] = field(default_factory=dict)
     rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
-    at_end: list[Callable[[], None]] = field(default_factory=list)
+    at_end: list[Callable[[], object]] = field(default_factory=list)
     index: int = 0
     loss: Callable[[Any, Any], Tensor] | None = None
     look: Callable[[], None] | None = None

@@ -56,6 +56,10 @@ class WeightRun(NamedTuple):
     grads: tuple[Tensor, ...]
     weights: tuple[Tensor, ...] = ()
 
+    def joined(self, other: WeightRun) -> WeightRun:
+        """Both parts as one."""
+        return WeightRun(self.edges + other.edges, self.grads + other.grads, self.weights + other.weights)
+
 
 def run_backward(
     roots: tuple[Tensor | GradientEdge, ...],
@@ -78,6 +82,11 @@ def run_backward(
     """
     adds = not inputs if accumulate is None else accumulate
     return _engine.run_backward(roots, grads, again, False, inputs, allow_unreachable=True, accumulate_grad=adds)
+
+
+def accumulate_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
+    """Adds the gradients of all leaves that some edges reach to their `.grad`."""
+    run_backward(tuple(edges), tuple(grads))
 
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -107,7 +116,7 @@ def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | Non
         edges, kept = tuple(edge for edge, _ in enters), tuple(grad for _, grad in enters)
         run = WeightRun(edges, kept, tuple(node.variable for node in group.weights))
         if group.is_early:
-            early = WeightRun(*(mine + more for mine, more in zip(early, run, strict=True)))
+            early = early.joined(run)
         else:
             runs.append(run)
     return list(found[: len(saved.inputs)]), [run for run in (*runs, early) if run.edges]

@@ -18,7 +18,7 @@ from pipefit.ir.values import tied_stages
 from pipefit.runtime import reducing, spill_handlers
 from pipefit.runtime.executor import Execution, Handlers
 from pipefit.runtime.finite import is_taken, may_step, with_losses
-from pipefit.runtime.halves import Saved, WeightRun, input_half, run_backward, weight_half
+from pipefit.runtime.halves import Saved, WeightRun, accumulate_backward, input_half, run_backward, weight_half
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
 from pipefit.stage.payload import carries_gradient, check_values, flatten, sent, unflatten
@@ -77,7 +77,7 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         leaves = widened(leaves, given.flags, stage.half)
     run.worker.stores[i.stage].at(i.version)
     update = run.compiled.program.header.update_of(i.stage, i.mb)
-    payload = unflatten(leaves, given.structure)
+    payload = given.payload(leaves)
     if stage.is_cut and i.stage:
         # The micro-batch's data that every rank has is not sent.
         payload["batch"] = _on(run.feed[i.mb].input, run.worker.device, "the batch")
@@ -104,7 +104,8 @@ def _loss(run: Execution, i: Instruction) -> None:
     needed = [leaf for leaf, flag in zip(leaves, act.flags, strict=True) if flag]
     half = run.worker.training.half
     given = leaves if half is None else in_float32(leaves, half)
-    loss, metrics = with_metrics((run.loss or run.worker.training.loss)(unflatten(given, act.structure), target))
+    compute = run.loss or run.worker.training.loss
+    loss, metrics = with_metrics(compute(act.payload(given), target))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
@@ -112,7 +113,7 @@ def _loss(run: Execution, i: Instruction) -> None:
     run.losses.append((i.mb, loss.detach() * share))
     run.logged[i.mb] = {name: _number(name, value) * share for name, value in metrics.items()}
     if run.metric is not None:
-        run.metrics.append(float(run.metric(unflatten(act.leaves, act.structure), target)) * share)
+        run.metrics.append(float(run.metric(act.payload(), target)) * share)
     if not torch.is_grad_enabled():
         return
     if (scale := run.worker.scale) is not None:
@@ -141,9 +142,9 @@ def _backward(run: Execution, i: Instruction) -> None:
     run.worker.stores[i.stage].at(i.version)
     if saved.edges:
         if i.stage in run.worker.buckets:
-            reducing.backward(run, i, lambda: run_backward(tuple(saved.edges), tuple(grads)))
+            reducing.backward(run, i, lambda: accumulate_backward(saved.edges, grads))
         else:
-            run_backward(tuple(saved.edges), tuple(grads))
+            accumulate_backward(saved.edges, grads)
     if i.stage > run.compiled.program.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipefit.stage.payload import Structure
+from pipefit.stage.payload import Structure, unflatten
 
 
 class Message(NamedTuple):
@@ -25,6 +25,11 @@ class Message(NamedTuple):
     flags: Sequence[bool] = ()
     structure: Structure | None = None
     shapes: Sequence[torch.Size] = ()
+
+    def payload(self, leaves: list[Tensor] | None = None) -> Any:
+        """The activation in its own structure, of other leaves where they are given."""
+        assert self.structure is not None
+        return unflatten(self.leaves if leaves is None else leaves, self.structure)
 
 
 Ending = Callable[[], bool]

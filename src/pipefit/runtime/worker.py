@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -62,7 +62,7 @@ class Worker:
     buckets: dict[int, GradientBuckets] = field(default_factory=dict)
     scale: LossScale | None = None
     structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
-    flags: dict[tuple[int, str], list[bool]] = field(default_factory=dict)
+    flags: dict[tuple[int, str], Sequence[bool]] = field(default_factory=dict)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod

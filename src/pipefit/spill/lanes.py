@@ -51,7 +51,9 @@ class Copy:
             check()
             self.check = None
 
-    def run(self, work: Callable[[], None], after: Sequence[Copy], computed: Callable[[], None] | None = None) -> None:
+    def run(
+        self, work: Callable[[], object], after: Sequence[Copy], computed: Callable[[], None] | None = None
+    ) -> None:
         """Runs the work on the calling thread, once all copies of `after` have ended and `computed` returns."""
         try:
             for earlier in after:
@@ -81,7 +83,7 @@ class Lane:
         self._thread = ThreadPoolExecutor(1, f"pipefit-{name}") if threaded else None
         self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
 
-    def submit(self, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
+    def submit(self, work: Callable[[], object], after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
         On a CUDA device it begins once the device has finished all earlier work of the caller's stream, and ends once

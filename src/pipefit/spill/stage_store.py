@@ -269,7 +269,7 @@ class SpilledStore:
         self._slots.pop(WGRAD, None)
         self._adopt_states()
 
-    def step_on_host(self, version: int, work: Callable[[], None] | None) -> Copy:
+    def step_on_host(self, version: int, work: Callable[[], object] | None) -> Copy:
         """Starts a step on the host, from its records of weights and gradients there; both have left the device.
 
         Args:

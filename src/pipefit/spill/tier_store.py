@@ -231,7 +231,7 @@ class TierStore:
     def _saving(self, record: _Record, version: int, source: Tensor, is_ready: bool = True) -> Callable[[], None]:
         """The work of writing a version into the file."""
         through = self._pinned["write"][: record.disk.num_bytes] if source.is_cuda else source
-        data = memoryview(through.numpy())
+        data = through.numpy().data
         # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
         # by that time on every core. So the thread that has computed the data computes them, on all cores.
         known = chunk_sum(data) if is_ready and not source.is_cuda else None
@@ -268,14 +268,14 @@ class TierStore:
                 return
             found = record.disk
             assert disk is not None
-            disk.read(memoryview(through.numpy()), found.position(found.copy))
+            disk.read(through.numpy().data, found.position(found.copy))
             if into.is_cuda:
                 check()
                 into.copy_(through)
 
         def check() -> None:
             assert disk is not None
-            if found.checksum != chunk_sum(memoryview(through.numpy())):
+            if found.checksum != chunk_sum(through.numpy().data):
                 raise DamageError(
                     f"{key} in {disk.path} does not have its checksum: the disk has damaged it; {disk.status()}"
                 )
@@ -374,7 +374,7 @@ class TierStore:
         self.files.resume_from(commit)
         for key, at in commit.records.items():
             if (memory := self._records[key].memory) is not None and at.copy >= 0:
-                self.files.read(memoryview(memory.numpy()), at.position(at.copy))
+                self.files.read(memory.numpy().data, at.position(at.copy))
 
     def close(self, discard: bool = False) -> None:
         """Waits for running copies and frees the memory; files stay, unless `discard` is set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import NoneType
@@ -131,7 +132,7 @@ class Contract:
     leaves: tuple[tuple[torch.Size, torch.dtype, bool], ...]
 
     @classmethod
-    def of(cls, leaves: list[Tensor], flags: list[bool], structure: Structure) -> Contract:
+    def of(cls, leaves: Sequence[Tensor], flags: Sequence[bool], structure: Structure) -> Contract:
         """The contract that a payload fulfils."""
         shapes = ((leaf.shape, leaf.dtype, flag) for leaf, flag in zip(leaves, flags, strict=True))
         return cls(structure, tuple(shapes))
