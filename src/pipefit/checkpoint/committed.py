@@ -24,7 +24,6 @@ from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
-from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tiers import Key
 
@@ -209,9 +208,9 @@ def restore_states(
         known: states on the tier that the optimizer has made.
         tensors: its states that no record of the stage holds, by name; they become the optimizer's own.
     """
-    store = worker.stores[stage]
-    if isinstance(store, SpilledStore) and store.states is not None:
-        store.states.known = set(known)
+    spilled = worker.spilling.stores.get(stage) if worker.spilling else None
+    if spilled is not None and spilled.states is not None:
+        spilled.states.known = set(known)
     if stage in worker.optimizers:
         states = by_parameter({name: partial(_itself, tensor) for name, tensor in tensors.items()})
         restore_optimizer(worker, stage, optimization, states)()

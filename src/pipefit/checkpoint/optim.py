@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.sharded_optimizer import put_state
 from pipefit.errors import ModelError, PipefitError
-from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.runtime.worker import Worker
 from pipefit.stage.training import Owned
 
@@ -59,10 +58,7 @@ def _groups_of(worker: Worker, stage: int) -> list[list[_Trained]]:
         _Trained(own.tie.owner if own.tie else own.name, master, own)
         for own, master in zip(worker.owned[stage], store.masters, strict=True)
     ]
-    if isinstance(store, ShardedStore):
-        return [[found[index] for index in indices] for indices in store.groups]
-    by_master = {id(trained.master): trained for trained in found}
-    return [[by_master[id(p)] for p in group["params"]] for group in worker.optimizers[stage].param_groups]
+    return [[found[index] for index in indices] for indices in store.groups(worker.optimizers[stage])]
 
 
 def _trained_of(worker: Worker, stage: int) -> list[_Trained]:

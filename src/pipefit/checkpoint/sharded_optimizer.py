@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.parallel.buckets import view_in
-from pipefit.parallel.sharded_weights import ShardedStore
-from pipefit.stage.weights import WeightStore
+from pipefit.parallel.weights import Store
 
 if TYPE_CHECKING:
     from pipefit.checkpoint.trained import Trained
@@ -38,11 +37,8 @@ def whole_states(pipeline: Trained) -> Iterator[None]:
     own: list[tuple[Optimizer, Any]] = []
     try:
         for stage, ranks in enumerate(pipeline.plan.placement.ranks):
-            holders = {
-                w.rank: w
-                for w in pipeline.workers
-                if stage in w.optimizers and isinstance(w.stores[stage], ShardedStore)
-            }
+            is_sharded = pipeline.program.header.is_sharded(stage)
+            holders = {w.rank: w for w in pipeline.workers if is_sharded and stage in w.optimizers}
             parts = _collected(pipeline, stage, ranks, holders) if holders else []
             if ranks[0] in holders:
                 optimizer = holders[ranks[0]].optimizers[stage]
@@ -76,7 +72,6 @@ def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dic
 def _parts(worker: Worker, stage: int) -> Parts:
     """The states of a replica's pieces: (index, start, key) and the tensor, on the host."""
     store, optimizer = worker.stores[stage], worker.optimizers[stage]
-    assert isinstance(store, ShardedStore)
     return {
         (piece.index, piece.start, key): value.detach().cpu().contiguous()
         for piece in store.pieces
@@ -105,10 +100,10 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Te
     return whole
 
 
-def put_state(optimizer: Optimizer, store: WeightStore, master: nn.Parameter, state: dict[str, Any]) -> None:
+def put_state(optimizer: Optimizer, store: Store, master: nn.Parameter, state: dict[str, Any]) -> None:
     """Sets the whole state of a parameter in an optimizer, of which a sharded one keeps its part."""
     index = next(index for index, own in enumerate(store.masters) if own is master)
-    if not isinstance(store, ShardedStore) or store.is_whole(index):
+    if store.steps_whole(index):
         optimizer.state[master] = state
         return
     for piece in store.pieces:

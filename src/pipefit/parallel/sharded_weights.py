@@ -15,7 +15,6 @@ is on one rank, and sends them one by one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +22,10 @@ from torch.optim import Optimizer
 
 from pipefit.errors import PlanError
 from pipefit.parallel.buckets import GradientBuckets
-from pipefit.stage.weights import WeightStore
+from pipefit.parallel.weights import Piece, WeightStore, places_of
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 """Optimizers that treat every number separately, so that a part of a weight can be stepped."""
-
-
-class Piece(NamedTuple):
-    """A contiguous part of a weight that this replica steps.
-
-    Attributes:
-        index: of the parameter among the stage's.
-        start: its first element, in the weight's memory order.
-        stop: the element after its last.
-        bucket: of the weight.
-        offset: of its first element in this replica's part of the bucket.
-        master: the optimizer's parameter.
-    """
-
-    index: int  # type: ignore[assignment] # a tuple's own method, which nobody calls
-    start: int
-    stop: int
-    bucket: int
-    offset: int
-    master: nn.Parameter
-
-    def of(self, part: Tensor) -> Tensor:
-        """Its elements in this replica's part of the bucket."""
-        return part[self.offset : self.offset + self.stop - self.start]
 
 
 class ShardedStore(WeightStore):
@@ -70,7 +45,6 @@ class ShardedStore(WeightStore):
         pieces: the other weights that it steps.
         buckets: the gradients.
         gradients: this replica's part of each bucket, into which the sum is written.
-        groups: for each group of the optimizer, the indices of its parameters.
     """
 
     def __init__(
@@ -94,7 +68,7 @@ class ShardedStore(WeightStore):
         self._flats: dict[int, list[Tensor]] = {0: flats}
         self.gradients = [flat.chunk(num_replicas)[replica] for flat in self.buckets.flats]
         self.pieces = list(self._cut(flats))
-        self.groups: list[list[int]] = []
+        self._groups: list[list[int]] = []
 
     def _views(self, flats: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a version by parameter: inside its buckets, or those given."""
@@ -115,15 +89,48 @@ class ShardedStore(WeightStore):
                 if low < high:
                     yield Piece(index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high]))
 
-    def is_whole(self, index: int) -> bool:
+    def steps_whole(self, index: int) -> bool:
         """Returns whether a parameter is stepped whole."""
         return index in self._whole
 
-    def stepped(self, index: int) -> list[nn.Parameter]:
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Changes an optimizer of whole weights so that it steps this replica's pieces of them.
+
+        Args:
+            optimizer: fresh and made for the masters; its groups and options stay.
+
+        Raises:
+            PlanError: the optimizer does not treat every number separately, or has states already.
+        """
+        if type(optimizer) not in ELEMENTWISE:
+            known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise PlanError(
+                f"a sharded optimizer must treat every number separately: {known} do, {type(optimizer).__name__} is "
+                "not known to; use one of them, or do not shard the optimizer (plan with sharded=False)"
+            )
+        if optimizer.state:
+            raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")
+        self._groups = places_of(self.masters, optimizer)
+        for group, indices in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [made for index in indices for made in self._stepped(index)]
+
+    def _stepped(self, index: int) -> list[nn.Parameter]:
         """The parameters that the optimizer steps for one of the stage: its pieces here, perhaps none, or the whole."""
-        if self.is_whole(index):
+        if self.steps_whole(index):
             return [self.masters[index]]
         return [piece.master for piece in self.pieces if piece.index == index]
+
+    def groups(self, optimizer: Optimizer) -> list[list[int]]:
+        """The places of the masters of each group of the optimizer, which steps their pieces."""
+        return self._groups
+
+    def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
+        """The buckets of its weights, which are those of their gradients."""
+        return self.buckets
+
+    def own_part(self, bucket: int) -> Tensor:
+        """This replica's part of a bucket, into which the sum is written."""
+        return self.gradients[bucket]
 
     def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(the part that this replica has stepped, the whole) of each bucket of a version."""
@@ -175,28 +182,3 @@ class ShardedStore(WeightStore):
         """Renumbers the newest version as 0."""
         self._flats = {0: self._flats[max(self._flats)]}
         super().rebase()
-
-
-def shard(optimizer: Optimizer, store: ShardedStore) -> None:
-    """Changes an optimizer of whole weights so that it steps this replica's pieces of them.
-
-    Args:
-        optimizer: fresh and made for the store's masters; its groups and options stay.
-        store: of the stage.
-
-    Raises:
-        PlanError: the optimizer does not treat every number separately, or has states already.
-    """
-    if type(optimizer) not in ELEMENTWISE:
-        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-        raise PlanError(
-            f"a sharded optimizer must treat every number separately: {known} do, {type(optimizer).__name__} is not "
-            "known to; use one of them, or do not shard the optimizer (plan with sharded=False)"
-        )
-    if optimizer.state:
-        raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")
-    number = {id(master): index for index, master in enumerate(store.masters)}
-    for group in optimizer.param_groups:
-        indices = [number[id(parameter)] for parameter in group["params"]]
-        store.groups.append(indices)
-        group["params"] = [made for index in indices for made in store.stepped(index)]

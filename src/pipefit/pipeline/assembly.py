@@ -12,7 +12,6 @@ from torch import Tensor
 from pipefit.errors import ModelError
 from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh, release
-from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.resume import agree_on_step, identified
 from pipefit.runtime.engine import Engine
@@ -143,8 +142,7 @@ def release_run(engine: Engine, layers: Sequence[NamedLayer], whole: Callable[[]
         for stage in worker.stages.values():
             stage.release()
         for store in worker.stores.values():
-            if isinstance(store, ShardedStore):
-                store.release()
+            store.release()
 
 
 def _host_share(

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from pipefit.parallel.weights import WeightStore
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.stage import batchnorm
 from pipefit.stage.batchnorm import DeferredBatchNorm
 from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.training import MakeOptimizer
-from pipefit.stage.weights import WeightStore
 
 _WARMUP = 2
 

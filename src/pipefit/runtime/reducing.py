@@ -15,11 +15,9 @@ from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
-from pipefit.parallel.buckets import GradientBuckets, Launch
-from pipefit.parallel.sharded_weights import ShardedStore
+from pipefit.parallel.buckets import Launch
 from pipefit.runtime.compiled import SUMMED
 from pipefit.runtime.transport import Ending, all_of
-from pipefit.spill.stage_store import SpilledStore
 
 if TYPE_CHECKING:
     from pipefit.runtime.executor import Execution
@@ -31,15 +29,8 @@ def make_buckets(worker: Worker, program: Program) -> None:
     reduced = {i.stage for i in program.ranks[worker.rank] if i.op is Op.REDUCE and i.kind in SUMMED}
     for stage in reduced:
         if stage not in worker.buckets:
-            store = worker.stores[stage]
-            if isinstance(store, ShardedStore):
-                worker.buckets[stage] = store.buckets
-            elif isinstance(store, SpilledStore):
-                worker.buckets[stage] = buckets = GradientBuckets(store.summed, spilled=True)
-                store.on_arrival = buckets.place_in
-            else:
-                own = [owned.parameter for owned in worker.owned[stage] if owned.tie is None]
-                worker.buckets[stage] = GradientBuckets(own)
+            untied = [owned.parameter for owned in worker.owned[stage] if owned.tie is None]
+            worker.buckets[stage] = worker.stores[stage].make_buckets(untied)
 
 
 def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
@@ -63,11 +54,11 @@ def _launcher(run: Execution, reduce: Instruction) -> Launch:
     store = run.worker.stores[reduce.stage]
 
     def launch(number: int, flat: Tensor) -> None:
-        if isinstance(store, ShardedStore):
-            part = store.gradients[number]
-            under_way.append(run.transport.reduce_scatter(members, (*key, number), flat, part))
-        else:
+        part = store.own_part(number)
+        if part is None:
             under_way.append(run.transport.all_reduce(members, (*key, number), [flat]))
+        else:
+            under_way.append(run.transport.reduce_scatter(members, (*key, number), flat, part))
 
     return launch
 
@@ -92,27 +83,29 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
 
 def gather_shards(run: Execution, i: Instruction) -> None:
     """Gathers the new weights on each replica from the parts that the replicas have stepped."""
-    store = run.worker.stores[i.stage]
-    assert isinstance(store, ShardedStore)
     members = collective_members(run.compiled.program.header, i)
-    under_way: list[Ending] = [
-        run.transport.all_gather(members, (i.kind, i.stage, i.version, number), part, whole)
-        for number, (part, whole) in enumerate(store.weight_parts(i.version + 1))
-    ]
+    under_way: list[Ending] = []
+    for number, (part, whole) in enumerate(run.worker.stores[i.stage].weight_parts(i.version + 1)):
+        key = i.kind, i.stage, i.version, number
+        under_way.append(run.transport.all_gather(members, key, part, whole))
     run.endings[run.index] = all_of(under_way)
 
 
 def counted_parts(run: Execution) -> list[Tensor]:
     """Gradients of sharded stages that this rank counts in the global norm: this replica's parts, tied weights once."""
-    header, worker = run.compiled.program.header, run.worker
-    found = []
+    header = run.compiled.program.header
+    worker = run.worker
+    found: list[Tensor] = []
     for stage, store in worker.stores.items():
-        if isinstance(store, ShardedStore) and header.is_sharded(stage):
-            owned = worker.owned[stage]
-            for piece in store.pieces:
-                if worker.mesh.is_first or owned[piece.index].name in worker.mesh.shards:
-                    found.append(piece.of(store.gradients[piece.bucket]))
-            if header.placement[stage][0] == worker.rank:
-                tied = {id(own.parameter.grad) for own in owned if own.tie}
-                found += [grad for grad in worker.counted_gradients(stage) if id(grad) in tied]
+        if not header.is_sharded(stage):
+            continue
+        owned = worker.owned[stage]
+        for piece in store.pieces:
+            part = store.own_part(piece.bucket)
+            assert part is not None, "a store with pieces has this replica's part of every bucket"
+            if worker.mesh.is_first or owned[piece.index].name in worker.mesh.shards:
+                found.append(piece.of(part))
+        if header.placement[stage][0] == worker.rank:
+            tied = {id(own.parameter.grad) for own in owned if own.tie}
+            found += [grad for grad in worker.counted_gradients(stage) if id(grad) in tied]
     return found

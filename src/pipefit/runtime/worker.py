@@ -14,7 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
-from pipefit.parallel.sharded_weights import ShardedStore, shard
+from pipefit.parallel.sharded_weights import ShardedStore
+from pipefit.parallel.weights import Store, WeightStore
 from pipefit.spill.rank import Spilling
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
@@ -23,7 +24,6 @@ from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
 from pipefit.stage.training import Owned, Tie, Training
-from pipefit.stage.weights import WeightStore
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Worker:
     stages: dict[int, Stage]
     ties: dict[str, Tie]
     owned: dict[int, list[Owned]] = field(default_factory=dict)
-    stores: dict[int, WeightStore] = field(default_factory=dict)
+    stores: dict[int, Store] = field(default_factory=dict)
     optimizers: dict[int, Optimizer] = field(default_factory=dict)
     schedulers: dict[int, LRScheduler] = field(default_factory=dict)
     spilling: Spilling | None = None
@@ -104,23 +104,24 @@ class Worker:
             named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad and id(p) not in seen]
             seen.update(id(parameter) for _, parameter in named)
             worker.owned[index] = [Owned(name, parameter, ties.get(name)) for name, parameter in named]
+            parameters = [parameter for _, parameter in named]
+            store: Store
             if index in spilled:
-                store = worker.stores[index] = spilled[index]
-                spilled[index].make_masters([parameter for _, parameter in named])
+                store = spilled[index]
+                spilled[index].make_masters(parameters)
             elif index in shards:
                 tied = [owned.tie is not None for owned in worker.owned[index]]
-                store = worker.stores[index] = ShardedStore([p for _, p in named], tied, *shards[index])
+                replica, num_replicas = shards[index]
+                store = ShardedStore(parameters, tied, replica, num_replicas)
             else:
-                store = worker.stores[index] = WeightStore([parameter for _, parameter in named])
+                store = WeightStore(parameters)
+            worker.stores[index] = store
             if named:
                 # Every copy of a tied weight has the name of the first, so that all of them are stepped alike.
                 names = [owned.tie.owner if owned.tie else owned.name for owned in worker.owned[index]]
                 optimizer = optimizer_of(training.optimizer, list(zip(names, store.masters, strict=True)))
                 worker.optimizers[index] = optimizer
-                if index in spilled:
-                    spilled[index].take_optimizer(optimizer)
-                elif isinstance(store, ShardedStore):
-                    shard(optimizer, store)
+                store.take_optimizer(optimizer)
                 if training.scheduler:
                     worker.schedulers[index] = scheduler_of(training.scheduler, optimizer)
         return worker

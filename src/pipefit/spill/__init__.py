@@ -3,7 +3,7 @@
 One rank has one `Spilling`, which owns everything else:
 
     Spilling (rank.py)                moves stages to the tier; commits steps
-    ├── stores: SpilledStore          one per spilled stage; takes the place of the stage's WeightStore
+    ├── stores: SpilledStore          one per spilled stage; a Store like the others
     │       parameters, gradients     views of slots while the stage is there        (stage_store.py)
     │       └── states: MovedStates   the optimizer's states, views as well          (optimizer_states.py)
     ├── arena: Arena                  the device's slots, allocated once             (arena.py)

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from pipefit.errors import ModelError
 from pipefit.ir.program import Header
-from pipefit.parallel.buckets import record_layout
+from pipefit.parallel.buckets import GradientBuckets, record_layout
+from pipefit.parallel.weights import Piece, places_of
 from pipefit.spill.arena import Arena, Slot, save_places
 from pipefit.spill.lanes import Copy
 from pipefit.spill.optimizer_states import MovedStates, StateRules, probe_states
@@ -24,7 +25,7 @@ from pipefit.stage.training import Training
 
 
 class SpilledStore:
-    """The store of a spilled stage, in place of the `WeightStore` of a resident one.
+    """The store of a spilled stage, whose weights are on the device only while the stage is in a slot.
 
     Its parameters are views of a slot while the stage is there. Otherwise they have their shapes and no memory, and
     reading them gives NaN. Gradients are summed in the second slot next to it, and the optimizer's states are views of
@@ -77,7 +78,7 @@ class SpilledStore:
         # The gradients are in the slot in the order in which replicas reduce them.
         is_replicated = len(header.placement[stage]) > 1
         self.gradients = record_layout(self.summed)[1] if is_replicated else Layout(self.summed)
-        self.on_arrival: Callable[[Tensor], None] | None = None
+        self._on_arrival: Callable[[Tensor], None] | None = None
         self.states: MovedStates | None = None
         if not header.keeps_states(stage):
             where = torch.device("cpu") if self.on_host else device
@@ -93,6 +94,7 @@ class SpilledStore:
         self.reached: set[int] = set()
         self._read: Copy | None = None
         self.masters: list[nn.Parameter] = []
+        self.pieces: list[Piece] = []
         for place, parameter in enumerate(self.summed):
             parameter.register_post_accumulate_grad_hook(partial(self._keep, place))
 
@@ -212,8 +214,8 @@ class SpilledStore:
             self._version = version
             for parameter, view in zip(self._moved, self.layout.views(record), strict=True):
                 self.point(parameter, view)
-            if self.on_arrival is not None:
-                self.on_arrival(self._arena.slot(WGRAD, slot).bytes)
+            if self._on_arrival is not None:
+                self._on_arrival(self._arena.slot(WGRAD, slot).bytes)
         elif kind == OPTIM:
             assert self.states is not None
             self.states.bind(record)
@@ -245,7 +247,7 @@ class SpilledStore:
         """The context of a forward whose stage may leave before its backward: see `save_places`."""
         return save_places(lambda: self._arena.slot(WEIGHTS, self._slots[WEIGHTS]).bytes)
 
-    # ---- as a WeightStore does --------------------------------------------------------------------------------------
+    # ---- as every Store does ----------------------------------------------------------------------------------------
 
     def at(self, version: int) -> None:
         """Checks that the version is in a slot; it is the only one that can be."""
@@ -305,6 +307,31 @@ class SpilledStore:
         """Renumbers the newest version as 0."""
         self.num_updates += self._version
         self._version = 0
+
+    def release(self) -> None:
+        """Does nothing: the tier keeps the weights."""
+
+    def steps_whole(self, index: int) -> bool:
+        """Every parameter is stepped whole."""
+        return True
+
+    def groups(self, optimizer: Optimizer) -> list[list[int]]:
+        """The places of the masters of each group of the optimizer."""
+        return places_of(self.masters, optimizer)
+
+    def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
+        """Buckets in the slot next to the stage's weights, wherever that is."""
+        buckets = GradientBuckets(self.summed, spilled=True)
+        self._on_arrival = buckets.place_in
+        return buckets
+
+    def own_part(self, bucket: int) -> Tensor | None:
+        """Each replica gets the whole sum."""
+        return None
+
+    def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Nothing is gathered."""
+        return iter(())
 
     @contextlib.contextmanager
     def present(self, optim: bool = False, change: bool = False) -> Iterator[None]:

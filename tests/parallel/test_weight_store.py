@@ -9,7 +9,7 @@ from tests.testing.test_equality_stories import task_of
 from torch import Tensor, nn
 
 from pipefit.ir.liveness import weight_versions
-from pipefit.stage.weights import WeightStore
+from pipefit.parallel.weights import WeightStore
 from pipefit.testing import make_pipeline
 
 

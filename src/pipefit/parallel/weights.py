@@ -1,0 +1,185 @@
+"""The weights of a stage on a rank: the interface of every store, and the store that is resident and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipefit.parallel.buckets import GradientBuckets
+
+
+class Piece(NamedTuple):
+    """A contiguous part of a weight that this replica steps.
+
+    Attributes:
+        index: of the parameter among the stage's.
+        start: its first element, in the weight's memory order.
+        stop: the element after its last.
+        bucket: number of the bucket that holds the weight.
+        offset: of its first element in this replica's part of the bucket.
+        master: the optimizer's parameter.
+    """
+
+    index: int  # type: ignore[assignment] # a tuple's own method, which nobody calls
+    start: int
+    stop: int
+    bucket: int
+    offset: int
+    master: nn.Parameter
+
+    def of(self, part: Tensor) -> Tensor:
+        """Its elements in this replica's part of the bucket."""
+        return part[self.offset : self.offset + self.stop - self.start]
+
+
+class Store(Protocol):
+    """Weights, gradients and the optimizer's parameters of a stage, wherever they are.
+
+        WeightStore     resident and whole
+        ShardedStore    resident; of each bucket of weights this replica steps one part
+        SpilledStore    on the host or on disk, and on the device while the stage is in a slot
+
+    Attributes:
+        masters: the parameters that the optimizer is made for.
+        pieces: parts of weights that this replica steps; none where weights are stepped whole.
+    """
+
+    masters: list[nn.Parameter]
+    pieces: list[Piece]
+
+    def at(self, version: int) -> None:
+        """Makes a version of the weights the live one."""
+
+    def begin_step(self, version: int, in_place: bool) -> None:
+        """Prepares masters and gradients for the optimizer, which turns `version` into `version` + 1."""
+
+    def end_step(self) -> None:
+        """Frees the gradients."""
+
+    def drop(self, version: int) -> None:
+        """Frees a version."""
+
+    def rebase(self) -> None:
+        """Renumbers the newest version as 0: a program has ended, and the next one counts from 0."""
+
+    def release(self) -> None:
+        """Gives every weight its own memory; the store cannot be used afterwards."""
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Gets the optimizer, fresh and made for the masters, and changes what it steps where that is needed."""
+
+    def steps_whole(self, index: int) -> bool:
+        """Returns whether the optimizer steps a parameter, by its place among the masters, as a whole."""
+
+    def groups(self, optimizer: Optimizer) -> list[list[int]]:
+        """The places of the masters of each group of the optimizer."""
+
+    def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
+        """The buckets in which its gradients are reduced over replicas.
+
+        Args:
+            untied: parameters that no other stage shares; the gradients of the others are reduced with their ties.
+        """
+
+    def own_part(self, bucket: int) -> Tensor | None:
+        """This replica's part of a bucket, into which the sum is written; None: each replica gets the whole sum."""
+
+    def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(the part that this replica has stepped, the whole) of each bucket of a version whose parts are gathered."""
+
+
+class WeightStore:
+    """`at(version)` points the live parameters at the tensors of a version; nothing is copied to read one.
+
+    The optimizer works on masters, separate parameters that share the newest version's memory. Autograd would treat a
+    step on the live parameters as a change of tensors saved by micro-batches in flight, and refuse their backward.
+
+    Attributes:
+        masters: the parameters that the optimizer gets.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._versions: dict[int, list[Tensor]] = {0: [parameter.data for parameter in self._parameters]}
+        self._current = 0
+        self.masters = [nn.Parameter(parameter.data) for parameter in self._parameters]
+        self.pieces: list[Piece] = []
+
+    def at(self, version: int) -> None:
+        """Makes a version the live one."""
+        if version != self._current:
+            for parameter, data in zip(self._parameters, self._versions[version], strict=True):
+                parameter.data = data
+            self._current = version
+
+    @torch.no_grad()
+    def begin_step(self, version: int, in_place: bool) -> None:
+        """Prepares masters and gradients for the optimizer, which turns `version` into `version` + 1.
+
+        Args:
+            version: from which the step starts.
+            in_place: `version` is no longer needed, so its tensors are overwritten; else they are copied once.
+        """
+        data = self._versions[version]
+        if not in_place:
+            data = [tensor.clone() for tensor in data]
+        self._versions[version + 1] = data
+        for master, tensor, parameter in zip(self.masters, data, self._parameters, strict=True):
+            if not in_place:
+                master.data = tensor
+            master.grad = parameter.grad
+        if in_place and self._current == version:
+            # While draining, the live parameters may still point at an older version: then they stay there.
+            self._current = version + 1
+
+    def end_step(self) -> None:
+        """Frees the gradients."""
+        for master, parameter in zip(self.masters, self._parameters, strict=True):
+            master.grad = parameter.grad = None
+
+    def drop(self, version: int) -> None:
+        """Frees a version."""
+        del self._versions[version]
+
+    def rebase(self) -> None:
+        """Renumbers the newest version as 0: a program has ended, and the next one counts from 0."""
+        newest = max(self._versions)
+        self.at(newest)
+        self._versions = {0: self._versions[newest]}
+        self._current = 0
+
+    def release(self) -> None:
+        """Does nothing: the weights have their own memory."""
+
+    def take_optimizer(self, optimizer: Optimizer) -> None:
+        """Does nothing: the optimizer steps the masters as they are."""
+
+    def steps_whole(self, index: int) -> bool:
+        """Every parameter is stepped whole."""
+        return True
+
+    def groups(self, optimizer: Optimizer) -> list[list[int]]:
+        """The places of the masters of each group of the optimizer."""
+        return places_of(self.masters, optimizer)
+
+    def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
+        """New buckets for the gradients."""
+        return GradientBuckets(untied)
+
+    def own_part(self, bucket: int) -> Tensor | None:
+        """Each replica gets the whole sum."""
+        return None
+
+    def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Nothing is gathered."""
+        return iter(())
+
+
+def places_of(masters: Sequence[nn.Parameter], optimizer: Optimizer) -> list[list[int]]:
+    """The places, among some masters, of the parameters of each group of an optimizer."""
+    place = {id(master): index for index, master in enumerate(masters)}
+    return [[place[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
