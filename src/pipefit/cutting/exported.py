@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import logging
-import operator
 import random
 import warnings
 from collections import defaultdict
@@ -28,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
+from pipefit.stage.batchnorm import TRACKED, normalised
 
 _SLOW = ("mm", "matmul", "linear", "conv", "einsum", "fft", "attention", "lstm", "gru", "rnn")
 """Parts of the names of operations that are not done twice."""
@@ -169,7 +169,7 @@ def _storages(node: fx.Node) -> set[int]:
 def _written(node: fx.Node) -> list[fx.Node]:
     """The nodes into whose tensors an operation writes."""
     target: Any = node.target
-    if target is operator.call:  # a batch norm in training
+    if target is normalised:  # a batch norm in training
         return node.all_input_nodes[:1]
     if isinstance(target, HigherOrderOperator):
         return node.all_input_nodes if any(map(_writes_into_arguments, _bodies(node))) else []
@@ -202,7 +202,7 @@ def _is_quick(node: fx.Node) -> bool:
         return all(_is_quick(one) for body in _bodies(node) for one in body.graph.nodes if one.op == "call_function")
     if isinstance(target, OpOverload):
         return torch.Tag.nondeterministic_seeded not in target.tags and not any(part in str(target) for part in _SLOW)
-    return target is not operator.call
+    return target is not normalised
 
 
 def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:
@@ -282,8 +282,8 @@ def _flow(program: Any, structure: pytree.TreeSpec, model: nn.Module) -> Flow:
         module = model.get_submodule(path)
         if node.args[5] and isinstance(module, _BatchNorm):
             counters.add((f"{path}.num_batches_tracked",))
-            names = tuple(f"{path}.{name}" for name, _ in (*module.named_parameters(), *module.named_buffers()))
-            state[_called(node, path)] = names
+            kept = (name for name, _ in module.named_buffers(recurse=False) if name in TRACKED)
+            state[_deferred(node, path, module)] = tuple(f"{path}.{name}" for name in kept)
     _put_writes_in_place(graph, state)
     inputs = graph.find_nodes(op="placeholder")
     guards = getattr(program, "_guards_fn", None)
@@ -314,16 +314,18 @@ def _accepts(forms: Sequence[Any], guards: Callable[..., None] | None, leaves: S
     return False
 
 
-def _called(node: fx.Node, path: str) -> fx.Node:
-    """Lets a batch norm be computed by its module, which in a stage counts micro-batches in its own way."""
+def _deferred(node: fx.Node, path: str, module: _BatchNorm) -> fx.Node:
+    """Lets a batch norm note its statistics in a stage, which changes the running averages in its own way."""
+    x, weight, bias, mean, var, _, share, eps, *_ = node.args
     with node.graph.inserting_before(node):
-        module = node.graph.get_attr(path)
-        call = node.graph.call_function(operator.call, (module, node.args[0]))
-    module.meta["val"] = [one.meta["val"] for one in node.args[3:5]]
+        holder = node.graph.get_attr(path)
+        own = None if share == module.momentum else share
+        call = node.graph.call_function(normalised, (holder, x, weight, bias, own, eps))
+    holder.meta["val"] = [one.meta["val"] for one in (mean, var)]
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     node.graph.erase_node(node)
-    return module
+    return holder
 
 
 def _put_writes_in_place(graph: fx.Graph, state: Mapping[fx.Node, tuple[str, ...]]) -> None:

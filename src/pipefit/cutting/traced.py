@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.exported import Flow, flow_of, modules_of, num_bytes
@@ -253,18 +254,45 @@ class Traced:
         held[0] |= {id(tensor) for tensor in tensors.values()}.difference(*held)  # what nothing uses
         self.holders = [nn.Module() for _ in held]
         for root, mine in zip(self.holders, held, strict=True):
+            norms = {id(module): _childless(module) for module in model.modules() if isinstance(module, _BatchNorm)}
             for path, module in model.named_modules(remove_duplicate=False):
-                own = [*module._parameters.values(), *module._buffers.values()]
-                has = [id(tensor) in mine for tensor in own if tensor is not None]
-                parent, _, name = path.rpartition(".")
-                if any(has) and all(has) and path and not module._modules:
-                    node_at(root, parent)._modules[name] = module
-                elif any(has):
-                    node = node_at(root, path)
-                    node._non_persistent_buffers_set = module._non_persistent_buffers_set
-                    for kind in ("_parameters", "_buffers"):
-                        every = module.__dict__[kind]
-                        node.__dict__[kind] = every if all(has) else {n: t for n, t in every.items() if id(t) in mine}
+                _place(root, path, module, mine, norms)
         return tuple(
             NamedLayer(k, "", CutLayer(self, k, self.holders[k]), label) for k, label in enumerate(self.labels)
         )
+
+
+def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms: Mapping[int, nn.Module]) -> None:
+    """Puts a module into a layer, or a bare one, if the layer has tensors of it.
+
+    Args:
+        root: holds the layer's modules.
+        path: the module's in its model.
+        module: of the model.
+        mine: ids of the layer's tensors.
+        norms: a batch norm without children for each of the model's, by its id.
+    """
+    has = [
+        id(tensor) in mine for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
+    ]
+    if not any(has):
+        return
+    parent, _, name = path.rpartition(".")
+    if all(has) and path and not module._modules:
+        node_at(root, parent)._modules[name] = module
+        return
+    if id(module) in norms and id(module._buffers["running_mean"]) in mine:
+        node_at(root, parent)._modules[name] = norms[id(module)]
+    node = node_at(root, path)
+    node._non_persistent_buffers_set = module._non_persistent_buffers_set
+    for kind in ("_parameters", "_buffers"):
+        every = module.__dict__[kind]
+        node.__dict__[kind] = every if all(has) else {n: t for n, t in every.items() if id(t) in mine}
+
+
+def _childless(module: nn.Module) -> nn.Module:
+    """A module of the same class with the same tensors, but without children, which may be another layer's."""
+    kind = type(module)
+    made = kind.__new__(kind)
+    made.__dict__.update(module.__dict__, _modules={})
+    return made

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from pipefit.profiling.kinds import profile_kinds
@@ -21,7 +20,7 @@ from pipefit.runtime.collectives import agree, attempt, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
-from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.batchnorm import adopt, averages_of
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.materialise import is_meta
 from pipefit.stage.split import NamedLayer
@@ -93,13 +92,10 @@ def agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
 @contextmanager
 def _as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
     """The context in which batch norms gather statistics as in a stage; no update follows."""
-    modules = [module for layer in layers for module in layer.module.modules() if isinstance(module, _BatchNorm)]
-    adopted = [module for module in modules if not isinstance(module, DeferredBatchNorm)]
-    for module in adopted:
-        DeferredBatchNorm.adopt(module)
+    modules = [module for layer in layers for module in layer.module.modules()]
+    adopted = adopt(module for module in modules if averages_of(module) is None)
     try:
         yield
     finally:
-        for module in adopted:
-            if isinstance(module, DeferredBatchNorm):
-                module.release()
+        for averages in adopted:
+            averages.release()

@@ -22,7 +22,7 @@ from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
-from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.batchnorm import averages_of
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
 
@@ -102,7 +102,8 @@ def profile_layers(
         whole_s, call_s = 0.0, 0.0
         if optimizer:
             weights = list({id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}.values())
-            norms = [m for layer in chain for m in layer.module.modules() if isinstance(m, DeferredBatchNorm)]
+            modules = [module for layer in chain for module in layer.module.modules()]
+            norms = [averages for module in modules if (averages := averages_of(module)) is not None]
             steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
             whole_s = steps_s(weights, optimizer, norms=norms)
             # The step of each stage takes a fixed time, even with few weights.

@@ -10,7 +10,7 @@ from torch import nn
 from pipefit.parallel.weights import WeightStore
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.stage import batchnorm
-from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage.batchnorm import RunningAverages
 from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.training import MakeOptimizer
 
@@ -25,7 +25,7 @@ def step_seconds(
     *,
     clips: bool = False,
     before: Callable[[], object] | None = None,
-    norms: Sequence[DeferredBatchNorm] = (),
+    norms: Sequence[RunningAverages] = (),
 ) -> float:
     """Measures steps as a stage makes them, on copies of the weights; their gradients are consumed.
 

@@ -141,10 +141,11 @@ def _backward(run: Execution, i: Instruction) -> None:
     grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
     if saved.edges:
-        if i.stage in run.worker.buckets:
-            reducing.backward(run, i, lambda: accumulate_backward(saved.edges, grads))
-        else:
-            accumulate_backward(saved.edges, grads)
+        with run.worker.stages[i.stage].replaying():
+            if i.stage in run.worker.buckets:
+                reducing.backward(run, i, lambda: accumulate_backward(saved.edges, grads))
+            else:
+                accumulate_backward(saved.edges, grads)
     if i.stage > run.compiled.program.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
 
@@ -158,7 +159,8 @@ def _backward_input(run: Execution, i: Instruction) -> None:
     saved: Saved = run.values["saved", i.stage, i.mb]
     grads = run.values.pop(("grad", i.stage, i.mb)).leaves
     run.worker.stores[i.stage].at(i.version)
-    found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
+    with run.worker.stages[i.stage].replaying():
+        found, run.values["half", i.stage, i.mb] = input_half(saved, grads)
     if i.stage > run.compiled.program.header.frozen:
         run.values["grad", i.stage - 1, i.mb] = _whole(found, saved.inputs)
 
@@ -167,10 +169,11 @@ def _backward_weight(run: Execution, i: Instruction) -> None:
     saved = run.values.pop(("saved", i.stage, i.mb))
     runs: list[WeightRun] = run.values.pop(("half", i.stage, i.mb))
     run.worker.stores[i.stage].at(i.version)
-    if runs and i.stage in run.worker.buckets:
-        reducing.backward(run, i, lambda: weight_half(runs))
-    else:
-        weight_half(runs)
+    with run.worker.stages[i.stage].replaying():
+        if runs and i.stage in run.worker.buckets:
+            reducing.backward(run, i, lambda: weight_half(runs))
+        else:
+            weight_half(runs)
     del saved  # Autograd does not hold the nodes of functions written in Python; the edges to them do.
 
 
@@ -253,11 +256,11 @@ def _host_step(run: Execution, i: Instruction) -> None:
 
 def _count_batchnorms(run: Execution, i: Instruction, taken: bool) -> None:
     """Updates the running averages of a stage, also by an update without a step because of the scale of the loss."""
-    modules = run.worker.stages[i.stage].batchnorms
+    norms = run.worker.stages[i.stage].batchnorms
     if taken or run.worker.scale is not None:
-        batchnorm.commit(modules, i.version)
+        batchnorm.commit(norms, i.version)
     else:
-        batchnorm.forget(modules, i.version)
+        batchnorm.forget(norms, i.version)
 
 
 def _update(run: Execution, i: Instruction) -> Callable[[], bool]:

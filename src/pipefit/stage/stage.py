@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
-from pipefit.stage.batchnorm import DeferredBatchNorm
+from pipefit.stage import batchnorm
 from pipefit.stage.compiler import Forward
 from pipefit.stage.replay import AttentionCores, replayed_forwards
 from pipefit.stage.split import NamedLayer
@@ -68,6 +67,7 @@ class Stage:
         half: the type that autocast computes in; None: no autocast.
         compiled: modules that train by other forwards, which are compiled.
         replayed: modules that the backward replays, with the forwards by which they train.
+        batchnorms: the running averages of its batch norms.
         is_cut: the layers are parts of one model's forward and run together; each of them needs the micro-batch.
     """
 
@@ -81,15 +81,13 @@ class Stage:
         self.compiled: dict[nn.Module, Forward] = {}
         for layer in self.layers:
             layer.module.to(device)
-            for module in layer.module.modules():
-                if isinstance(module, _BatchNorm):
-                    DeferredBatchNorm.adopt(module)
+        self.batchnorms = batchnorm.adopt(module for layer in self.layers for module in layer.module.modules())
+        self._own_norms = [norm for norm in self.batchnorms if norm.has_own_forward]
+        self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
         self._not_inplace(self.layers[0].module)
-        modules = [module for layer in self.layers for module in layer.module.modules()]
-        self.batchnorms = [module for module in modules if isinstance(module, DeferredBatchNorm)]
         self._generator = (
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )
@@ -133,8 +131,10 @@ class Stage:
             replay: whether this is a recompute, which must not count anything twice.
             update: that batch norms count the micro-batch for.
         """
-        for module in self.batchnorms:
-            module.begin()
+        norms = self.batchnorms if self.training else ()
+        unchanged = self._unchanged() if replay else contextlib.nullcontext()
+        for norm in norms:
+            norm.begin(replay)
         state = self._generator.get_state()
 
         def seed(layer: int) -> None:
@@ -144,7 +144,7 @@ class Stage:
         half = contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
         try:
             changed = self.compiled | self.replayed if self.training else {}
-            with half, replaced_forwards(changed), self._cores:
+            with half, replaced_forwards(changed), self._cores, unchanged:
                 if self.is_cut:
                     first, last = self.layers[0], self.layers[-1]
                     return self._run(first, lambda: first.module.through(last.module, payload, seed))
@@ -154,8 +154,36 @@ class Stage:
                 return payload
         finally:
             self._generator.set_state(state)
-            for module in self.batchnorms:
-                module.count(None if replay else update)
+            for norm in norms:
+                norm.end(None if replay else update)
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """The context of a backward: forwards that it replays change no running averages.
+
+        Raises:
+            ModelError: a layer that it replayed changes another buffer.
+        """
+        for norm in self._own_norms:
+            norm.begin(is_replay=True)
+        try:
+            with self._unchanged() if self.replayed else contextlib.nullcontext():
+                yield
+        finally:
+            for norm in self._own_norms:
+                norm.end(None)
+
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """The context of a replay, which must not change buffers: its forward has changed them before."""
+        before = [(buffer, buffer._version) for buffer in (module._buffers[key] for _, module, key in self._buffers)]
+        yield
+        for (name, module, key), (buffer, version) in zip(self._buffers, before, strict=True):
+            if module._buffers[key] is not buffer or buffer._version != version:
+                raise ModelError(
+                    f"stage {self.index}: a forward changes the buffer {name}, so it cannot be replayed: train without "
+                    'recomputation (recompute none), and a spilled stage with keep="all"'
+                )
 
     def _run(self, layer: NamedLayer, forward: Callable[[], Any]) -> Any:
         try:
@@ -208,5 +236,17 @@ class Stage:
 
     def release(self) -> None:
         """Restores the classes of batch norms."""
-        for module in self.batchnorms:
-            module.release()
+        for norm in self.batchnorms:
+            norm.release()
+
+
+def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[tuple[str, nn.Module, str]]:
+    """(name, module, key) of the buffers of some layers that are not a batch norm's."""
+    return [
+        (f"{path}.{key}" if path else key, module, key)
+        for layer in layers
+        for path, module in layer.module.named_modules(prefix=layer.prefix)
+        if module not in norms
+        for key, buffer in module._buffers.items()
+        if buffer is not None
+    ]
