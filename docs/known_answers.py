@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+import msgspec
 from docs.pages import ROOT
 
 from pipefit.partition import pipedream
@@ -35,11 +36,38 @@ PTDP = {  # billions of parameters: layers, hidden, heads, devices, batch; tenso
     1008.0: (128, 25600, 160, 3072, 3072, 8, 64),
 }
 
+# Runs of a GPT of 24 layers, hidden size 2,048 and 16 heads on eight V100s in servers of four, 512 samples of 2,048
+# tokens per update: tensor width, depth, samples of a micro-batch, what is replayed, and published seconds per update.
+V100_RUNS = (
+    (1, 1, 1, "none", 23),
+    (1, 1, 1, "layer", 29),
+    (1, 1, 2, "layer", 29),
+    (1, 1, 4, "layer", 28),
+    (1, 1, 8, "layer", 28),
+    (1, 2, 1, "none", 23),
+    (1, 2, 1, "layer", 30),
+    (1, 2, 2, "layer", 29),
+    (1, 2, 4, "layer", 28),
+    (1, 2, 8, "layer", 29),
+    (1, 4, 1, "none", 25),
+    (1, 4, 2, "none", 24),
+    (1, 4, 1, "layer", 32),
+    (1, 4, 4, "layer", 30),
+    (1, 4, 8, "layer", 32),
+    (1, 8, 1, "layer", 37),
+    (1, 8, 4, "layer", 35),
+    (2, 1, 1, "none", 39),
+    (2, 1, 1, "layer", 53),
+)
+
 
 def line(model: str, levels: Levels, cost: str) -> str:
     """One row of `pipedream`, by the hierarchical search without a preference for data parallelism."""
     machine = Topology(tuple(Level(f"level {i}", width, rate * 1e9) for i, (width, rate) in enumerate(levels)))
-    found = pipedream(load_profile(model), machine, cost=cost, search="hierarchical", margin=0.0)
+    profile = load_profile(model)
+    if model == "gnmt":
+        profile = profile.at(64)  # as in the paper
+    found = pipedream(profile, machine, cost=cost, search="hierarchical", margin=0.0)
     shape = " × ".join(f"{width} at {rate:g}" for width, rate in levels)
     return (
         f"{model:8}  {shape:21}  {cost:14}  {found.configuration:20} {found.time_s * 1e3:9.4f} ms"
@@ -65,6 +93,34 @@ def shape(billions: float, bytes_per_parameter: int, memory_gb: int) -> str:
     return f"{stages[0].tensor}, {len(stages):2} ({max(found.prediction.peak_bytes) / 1e9:4.1f} GB)"
 
 
+def v100_s(tensor: int, depth: int, size: int, replayed: str) -> float:
+    """Seconds per update of one of `V100_RUNS`, predicted with the device of `pcie-4`.
+
+    Published are NVLink and one port of 100 Gbit/s for each GPU; without tensor parallelism both hardly count.
+    """
+    device = msgspec.structs.replace(load_topology("pcie-4").device, memory_bytes=1e12)
+    machine = Topology((Level("server", 4, 75e9, latency_s=1e-5), Level("cluster", 2, 12e9, latency_s=2e-5)), device)
+    found = plan(
+        gpt_profile(24, 2048, 16, vocab=50257, microbatch=size, device=device, topology=machine),
+        machine,
+        schedules=["1f1b"],
+        global_batch=512,
+        tensors=[tensor],
+        depths=[depth],
+        microbatch_sizes=[size],
+        recompute=replayed,
+    )
+    assert found.prediction is not None
+    return 512 / found.prediction.throughput
+
+
+def v100_line(tensor: int, depth: int, size: int, replayed: str, published_s: int) -> str:
+    """A published run, and its prediction."""
+    predicted_s = v100_s(tensor, depth, size, replayed)
+    widths = f"t {tensor}  p {depth}  b {size}  {replayed:5}"
+    return f"{widths}   {published_s:3} s   {predicted_s:5.1f} s   {predicted_s / published_s:.2f}"
+
+
 def tables() -> Iterator[list[str]]:
     """The lines of each table, in the order of the page."""
     yield [line("vgg16", levels, "pipedream-code") for levels in (((4, 1),), A, B)]
@@ -75,6 +131,7 @@ def tables() -> Iterator[list[str]]:
         f"{billions:6}   {row[-2]}, {row[-1]:2}    {shape(billions, 16, 80)}   {shape(billions, 20, 70)}"
         for billions, row in PTDP.items()
     ]
+    yield [v100_line(*run) for run in V100_RUNS]
 
 
 def filled(page: str) -> str:

@@ -208,7 +208,7 @@ def test_charts_of_all_candidates_are_drawn_beside_the_plan(tmp_path, capsys):
     paths = [tmp_path / "pareto.svg", tmp_path / "depths.svg"]
     words = ("--profile", "gnmt", "--topology", "pcie-4", "--pareto", str(paths[0]), "--depths", str(paths[1]))
     assert verb(capsys, *words)["output"] == [str(path) for path in paths]
-    assert "depth 4" in paths[0].read_text() and "micro-batch 64" in paths[1].read_text()
+    assert "depth 4" in paths[0].read_text() and "micro-batch 32" in paths[1].read_text()
     assert main(["plan", *words, "--method", "pipedream"]) == 2
     assert "nothing to explore" in capsys.readouterr().err
 

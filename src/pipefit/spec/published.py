@@ -1,8 +1,8 @@
 """Profiles from files: pipefit's own format, and the layer graphs published with PipeDream (Harlap et al., SOSP 2019).
 
 A published graph is JSON with `nodes` (id, desc, forward_ms, backward_ms, activation_bytes, parameter_bytes) and
-`edges` (pairs of ids). Three of them are part of the package: `load_profile("vgg16")`, "resnet50", "gnmt"; so is a
-computed one, "alexnet".
+`edges` (pairs of ids). Some of them are part of the package, such as `load_profile("vgg16")`; `published_names` lists
+all.
 """
 
 from __future__ import annotations
@@ -21,10 +21,6 @@ from pipefit.spec.profile import Layer, Profile, check_finite
 
 _FOLDER = Path(__file__).resolve().parent.parent / "profiles_published"
 
-# The file of GNMT does not store its batch size. The command in its authors' README uses 64, and 64 samples of 24
-# words explain its dominant activation (4 bytes · 1024 · 1536).
-_BATCH_SIZE_ELSEWHERE = {"gnmt": 64}
-
 
 class _Node(msgspec.Struct, frozen=True):
     id: str
@@ -39,7 +35,7 @@ class _Graph(msgspec.Struct, frozen=True):
     model: str
     nodes: tuple[_Node, ...]
     edges: tuple[tuple[str, str], ...]
-    batch_size: int | None = None
+    batch_size: int = 1
     source: str = ""
 
 
@@ -47,7 +43,7 @@ def published_names() -> tuple[str, ...]:
     """The names of the profiles that come with the package.
 
     >>> published_names()
-    ('alexnet', 'gnmt', 'resnet50', 'vgg16')
+    ('alexnet', 'gnmt', 'gnmt_large', 'inception_v3', 'resnet50', 'vgg16')
     """
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.json")))
 
@@ -100,9 +96,8 @@ def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
     place = {old: new for new, old in enumerate(kept)}
     layers = tuple(_layer(graph.nodes[i], is_source=i not in heads) for i in kept)
     links = sorted({(place[tail], place[head]) for tail, head in edges if head in place})
-    batch = graph.batch_size if graph.batch_size is not None else _BATCH_SIZE_ELSEWHERE.get(graph.model, 1)
     try:
-        return Profile(graph.model, batch, layers, tuple(links), "as published", graph.source)
+        return Profile(graph.model, graph.batch_size, layers, tuple(links), "as published", graph.source)
     except ProfileError as problem:
         raise ProfileError(f"{where}: {problem}") from None
 
