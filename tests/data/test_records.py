@@ -1,12 +1,18 @@
 """Records of files as token ids with labels, padded or packed."""
 
 import json
+import tracemalloc
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.tiny_models import save_tokenizer
 
-from pipefit.data.records import IGNORED, TokenBatches, Tokens, token_samples
+from pipefit.data import corpus
+from pipefit.data.records import TokenBatches, token_samples
+from pipefit.data.token_table import IGNORED, Tokens, TokenTable, TokenWriter
 from pipefit.errors import DataError
 
 END = 0
@@ -64,7 +70,7 @@ def test_parquet_has_the_same_records(tmp_path, tokenizer):
     records = [{"text": "one"}, {"text": "two"}]
     parquet.write_table(arrow.Table.from_pylist(records), tmp_path / "records.parquet")
     found = token_samples([tmp_path / "records.parquet"], tokenizer, 64)
-    assert found == token_samples(written(tmp_path, *records), tokenizer, 64)
+    assert list(found) == list(token_samples(written(tmp_path, *records), tokenizer, 64))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +101,7 @@ def test_files_without_records_are_refused(tmp_path, tokenizer):
 
 
 def test_batches_are_padded_and_what_fills_counts_in_no_loss():
-    samples = [Tokens([n] * n, [n] * n) for n in (3, 5, 40, 4)]
+    samples = TokenTable.of(Tokens([n] * n, [n] * n) for n in (3, 5, 40, 4))
     batches = TokenBatches(samples, 2, padding=9, context=48, ragged=True)
     for index in range(len(batches)):
         batch = batches.batch_at(index)
@@ -108,10 +114,63 @@ def test_batches_are_padded_and_what_fills_counts_in_no_loss():
 
 
 def test_an_epoch_has_every_sample_once_and_a_resumed_one_the_rest():
-    samples = [Tokens([n, n], [n, n]) for n in range(6)]
+    samples = TokenTable.of(Tokens([n, n], [n, n]) for n in range(6))
     batches = TokenBatches(samples, 2, padding=9, context=8)
     seen = [batch["input_ids"][:, 0] for batch in batches]
     assert sorted(torch.cat(seen).tolist()) == list(range(6))
     again = TokenBatches(samples, 2, padding=9, context=8)
     again.load_state_dict({**batches.state_dict(), "position": 1})
     assert [batch["input_ids"][:, 0].tolist() for batch in again] == [rows.tolist() for rows in seen[1:]]
+
+
+def test_a_token_takes_five_bytes_and_no_memory_of_python(tmp_path, tokenizer):
+    paths = written(tmp_path, *({"prompt": "one two", "completion": "three " * 50} for _ in range(200)))
+    tracemalloc.start()
+    samples = token_samples(paths, tokenizer, 512)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < 100 * len(samples)  # bounds, not tokens
+    assert samples._ids.itemsize + samples._learned.itemsize == 5
+    assert isinstance(samples._ids, np.memmap)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pieces_of_a_file_have_the_records_of_the_whole_file(tmp_path, tokenizer, packed, monkeypatch):
+    records = [{"prompt": f"{n} is", "completion": "\u2028 é" * (n % 7)} for n in range(50)]
+    paths = [tmp_path / "records.jsonl"]
+    paths[0].write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records))
+    whole = token_samples(paths, tokenizer, 64, packed)
+    monkeypatch.setattr(corpus, "_PIECE", 7)
+    assert list(token_samples(paths, tokenizer, 64, packed)) == list(whole)
+
+
+def test_pieces_of_a_text_begin_and_end_it_once(tmp_path, tokenizer, monkeypatch):
+    path = tmp_path / "book.txt"
+    path.write_text("one two three\n" * 30)
+    whole = token_samples([path], tokenizer, 8)
+    monkeypatch.setattr(corpus, "_PIECE", 40)
+    assert list(token_samples([path], tokenizer, 8)) == list(whole)
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path, tokenizer, monkeypatch):
+    def full(*_: object, **__: object):
+        raise OSError(28, "No space left on device")
+
+    paths = written(tmp_path, {"text": "one"})
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    with pytest.raises(DataError, match="No space left on device; set TMPDIR"):
+        token_samples(paths, tokenizer, 64)
+
+
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_size=1, max_size=9), st.integers(1, 5))
+def test_packing_keeps_every_token_in_order(records, context):
+    with TokenWriter() as writer:
+        for ids in records:
+            writer.add(Tokens(ids, ids))
+        writer.pack(0, 0, context)
+        packed = writer.table()
+    flat = [one for ids in records for one in ids]
+    found = [one for sample in packed for one in sample.ids]
+    is_lone = len(flat) > 1 and len(flat) % context == 1 % context and context > 1
+    assert found == (flat[:-1] if is_lone else flat[: len(flat) - (context == 1 and len(flat) > 1)])
+    assert all(0 < len(sample.ids) <= context for sample in packed)

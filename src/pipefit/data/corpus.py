@@ -10,12 +10,14 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipefit.errors import DataError
 
 _RULED_LINE = re.compile(r"^[ |+]*([*=~^_+-])\1{2}[*=~^_+|-]*[ |+]*\n", re.MULTILINE)
+
+_PIECE = 1 << 24
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
@@ -53,17 +55,30 @@ def _builtin_prose() -> bytes:
 
 
 def _read(file: Path) -> bytes:
+    return b"".join(pieces(file))
+
+
+def pieces(file: Path) -> Iterator[bytes]:
+    """The bytes of a file, in pieces of whole lines, so that a large file is never in memory as a whole.
+
+    Raises:
+        DataError: it is missing, a directory, unreadable or empty.
+    """
     if file.is_dir():
         raise DataError(f"data: {file} is a directory; give the text files themselves, for example {file}/*.txt")
+    is_empty = True
     try:
-        content = file.read_bytes()
+        with file.open("rb") as stream:
+            while lines := stream.readlines(_PIECE):
+                piece = b"".join(lines)
+                is_empty = is_empty and not piece.strip()
+                yield piece
     except FileNotFoundError as error:
         raise DataError(f"data: {file} does not exist (looked from {Path.cwd()})") from error
     except OSError as error:
         raise DataError(f"data: {file} cannot be read: {error.strerror or error}") from error
-    if not content.strip():
+    if is_empty:
         raise DataError(f"data: {file} is empty; a corpus needs at least a few thousand bytes")
-    return content
 
 
 def split_corpus(corpus: bytes, validation: float = 0.1) -> tuple[bytes, bytes]:

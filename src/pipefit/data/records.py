@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from pipefit.data.arrays import ArrayBatches
-from pipefit.data.corpus import text
+from pipefit.data.corpus import pieces, text
+from pipefit.data.token_table import IGNORED, Tokens, TokenTable, TokenWriter
 from pipefit.errors import DataError
-
-IGNORED = -100
-"""The label of a token that the loss ignores."""
 
 _FIELDS = "'text', 'prompt' and 'completion', or 'messages'"
 _LENGTHS = 32
 """Padded lengths are multiples of this, so that few shapes occur."""
-
-
-class Tokens(NamedTuple):
-    """A sequence of token ids, and the label of each: its id, or -100 where it is not learned."""
-
-    ids: list[int]
-    labels: list[int]
 
 
 class TokenBatches(ArrayBatches):
@@ -46,9 +36,9 @@ class TokenBatches(ArrayBatches):
     """
 
     def __init__(
-        self, samples: Sequence[Tokens], batch: int, padding: int, context: int, seed: int = 0, ragged: bool = False
+        self, samples: TokenTable, batch: int, padding: int, context: int, seed: int = 0, ragged: bool = False
     ) -> None:
-        lengths = torch.tensor([len(sample.ids) for sample in samples])
+        lengths = torch.from_numpy(samples.lengths)
         super().__init__(lengths, lengths, batch, seed, ragged)
         self._samples, self._padding, self._context = samples, padding, context
 
@@ -59,22 +49,25 @@ class TokenBatches(ArrayBatches):
 
     def batch_at(self, index: int) -> Any:
         """Batch number `index`, counted over all epochs, without moving the position."""
-        rows = [self._samples[row] for row in self.rows_at(index).tolist()]
-        longest = max(len(row.ids) for row in rows)
+        rows = self.rows_at(index)
+        longest = int(self._x[rows].max())
         length = max(min(-(-longest // _LENGTHS) * _LENGTHS, self._context), longest)
-
-        def table(parts: Iterator[list[int]], filler: int) -> Tensor:
-            return torch.tensor([part + [filler] * (length - len(part)) for part in parts])
-
+        ids = np.full((len(rows), length), self._padding, np.int64)
+        labels = np.full((len(rows), length), IGNORED, np.int64)
+        for place, row in enumerate(rows.tolist()):
+            own = self._samples.ids(row)
+            ids[place, : len(own)] = own
+            labels[place, : len(own)] = self._samples.labels(row)
+        mask = torch.arange(length) < self._x[rows][:, None]
         return {
-            "input_ids": table((row.ids for row in rows), self._padding),
-            "attention_mask": table(([1] * len(row.ids) for row in rows), 0),
-            "labels": table((row.labels for row in rows), IGNORED),
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": mask.long(),
+            "labels": torch.from_numpy(labels),
         }
 
 
-def token_samples(paths: Sequence[Path] | None, tokenizer: Any, context: int, packed: bool = False) -> list[Tokens]:
-    """The sequences of some files.
+def token_samples(paths: Sequence[Path] | None, tokenizer: Any, context: int, packed: bool = False) -> TokenTable:
+    """The sequences of some files, read piece by piece into a mapped file.
 
     Args:
         paths: `.jsonl` or `.parquet` with records, of which each is a sequence; any other file is text, which is
@@ -87,48 +80,84 @@ def token_samples(paths: Sequence[Path] | None, tokenizer: Any, context: int, pa
     Raises:
         DataError: a file is missing, empty or malformed, or a record lacks its fields or is too long.
     """
-    if paths is None:
-        return _packed([_plain(tokenizer, text().decode())], context)
-    found: list[Tokens] = []
-    for path in paths:
-        if path.suffix not in (".jsonl", ".parquet"):
-            content = text(path).decode("utf-8", "replace")
-            found += _packed([_plain(tokenizer, content)], context)
-            continue
-        records = [_tokens(record, tokenizer, where) for record, where in _records(path)]
-        if not records:
-            raise DataError(f"data: {path} has no records")
-        long = next((k for k, record in enumerate(records) if len(record.ids) > context), None)
-        if long is not None and not packed:
+    with TokenWriter() as writer:
+        if paths is None:
+            writer.add(_plain(tokenizer, text().decode()))
+            writer.pack(0, 0, context)
+        for path in paths or ():
+            _add_file(writer, path, tokenizer, context, packed)
+        return writer.table()
+
+
+def _add_file(writer: TokenWriter, path: Path, tokenizer: Any, context: int, packed: bool) -> None:
+    first, start = len(writer), writer.num_tokens
+    is_text = path.suffix not in (".jsonl", ".parquet")
+    for sample in _text_of(path, tokenizer) if is_text else _samples_of(path, tokenizer):
+        writer.add(sample)
+    if len(writer) == first:
+        raise DataError(f"data: {path} has no records")
+    if is_text or packed:
+        writer.pack(first, start, context)
+    _check_lengths(writer, first, path, context)
+
+
+def _check_lengths(writer: TokenWriter, first: int, path: Path, context: int) -> None:
+    """Refuses a record of more than `context` tokens."""
+    for number, length in enumerate(writer.lengths(first), 1):
+        if length > context:
             raise DataError(
-                f"data: record {long + 1} of {path} has {len(records[long].ids)} tokens, more than the context of "
-                f"{context}; give a larger --context, or --pack, which splits records"
+                f"data: record {number} of {path} has {length} tokens, more than the context of {context}; give a "
+                "larger --context, or --pack, which splits records"
             )
-        found += _packed(records, context) if packed else records
-    return found
+
+
+def _text_of(path: Path, tokenizer: Any) -> Iterator[Tokens]:
+    """The tokens of a file of text, by pieces; special tokens are only at its beginning and its end."""
+    is_first = True
+    for piece in pieces(path):
+        words = piece.decode("utf-8", "replace")
+        ids = tokenizer(words, verbose=False, add_special_tokens=is_first)["input_ids"]
+        yield Tokens(ids, ids)
+        is_first = False
+    yield Tokens(_end(tokenizer), _end(tokenizer))
+
+
+def _samples_of(path: Path, tokenizer: Any) -> Iterator[Tokens]:
+    for record, where in _records(path):
+        yield _tokens(record, tokenizer, where)
 
 
 def _records(path: Path) -> Iterator[tuple[Any, str]]:
     """Records of a file, each with its place for messages."""
     if path.suffix == ".parquet":
-        try:
-            from pyarrow import ArrowException, parquet
-        except ImportError:
-            raise DataError(f"data: {path} needs pyarrow: pip install pyarrow") from None
-        try:
-            rows = parquet.read_table(path).to_pylist()
-        except (ArrowException, OSError) as problem:
-            raise DataError(f"data: {path} cannot be read: {problem}") from None
-        yield from ((row, f"row {number} of {path}") for number, row in enumerate(rows, 1))
+        yield from _rows(path)
         return
-    for number, line in enumerate(text(path).decode("utf-8", "replace").splitlines(), 1):
+    lines = (line for piece in pieces(path) for line in piece.splitlines())
+    for number, line in enumerate(lines, 1):
         where = f"line {number} of {path}"
         if not line.strip():
             continue
         try:
-            yield json.loads(line), where
+            yield json.loads(line.decode("utf-8", "replace")), where
         except ValueError as problem:
             raise DataError(f"data: {where} is not JSON: {problem}") from None
+
+
+def _rows(path: Path) -> Iterator[tuple[Any, str]]:
+    """Records of a Parquet file, a group of rows at a time."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise DataError(f"data: {path} needs pyarrow: pip install pyarrow") from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for group in file.iter_batches():
+                for row in group.to_pylist():
+                    number += 1
+                    yield row, f"row {number} of {path}"
+    except (ArrowException, OSError) as problem:
+        raise DataError(f"data: {path} cannot be read: {problem}") from None
 
 
 def _tokens(record: Any, tokenizer: Any, where: str) -> Tokens:
@@ -163,10 +192,3 @@ def _chat(messages: list[Any], tokenizer: Any, where: str) -> Tokens:
 
 def _end(tokenizer: Any) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-
-def _packed(records: Sequence[Tokens], context: int) -> list[Tokens]:
-    """Sequences of `context` tokens; the last may be shorter, but not a single token, which predicts nothing."""
-    ids, labels = (list(chain.from_iterable(parts)) for parts in zip(*records, strict=True))
-    starts = range(0, len(ids) - 1, context) if len(ids) > 1 else range(len(ids))
-    return [Tokens(ids[start : start + context], labels[start : start + context]) for start in starts]

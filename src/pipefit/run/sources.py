@@ -124,21 +124,21 @@ def _of_tokens(
         raise DataError(f"--context {context}: {bundle.name} takes at most {longest} tokens")
     context = context or min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
     samples = token_samples(paths, tokenizer, context, packed)
-    highest = max(max(sample.ids) for sample in samples if sample.ids)
+    highest = samples.highest
     if highest >= vocabulary:
         raise DataError(
             f"{bundle.name}: its tokenizer gives the token {highest}, but the model knows {vocabulary} tokens; they do "
             "not belong together"
         )
-    num_held = len(samples) // 10
+    num_held, lengths = len(samples) // 10, samples.lengths
     padding = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
     batches = TokenBatches(samples[: len(samples) - num_held], batch, padding, context, seed)
     held_out: tuple[Any, ...] = ()
     if num_held:
         held = TokenBatches(samples[-num_held:], batch, padding, context, 1, ragged=True)
         held_out = tuple(islice(held, _MOST_HELD_OUT))
-    example = batches.batch_at(max(range(len(batches)), key=lambda k: len(samples[batches.longest_at(k)].ids)))
-    mean = round(sum(len(sample.ids) for sample in samples) / len(samples))
+    example = batches.batch_at(max(range(len(batches)), key=lambda k: lengths[batches.longest_at(k)]))
+    mean = round(float(lengths.mean()))
     more: dict[str, Any] = {"example": (example, example), "is_tuned": True, "tokenizer": tokenizer}
     return Source(name, batches, held_out, tokens_per_sample=mean, **more)
 
