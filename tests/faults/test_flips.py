@@ -11,6 +11,7 @@ from torch import nn
 
 from pipefit import Pipeline
 from pipefit.checkpoint.manifest import read_manifest
+from pipefit.checkpoint.memory import Memory, recall
 from pipefit.errors import PipefitError
 from pipefit.ir import text
 from pipefit.schedules import Shape, generate
@@ -125,6 +126,35 @@ def test_the_records_of_a_disk_tier(trial, tmp_path, how_many):
             trial(fault, index, well=True, named=file.name in str(problem))
     file.write_bytes(whole)
     records()
+
+
+@pytest.mark.parametrize("how_many", HOW_MANY)
+def test_a_copy_in_memory(trial, tmp_path, how_many):
+    """A damaged copy is not taken: the run resumes from an older one, or from a checkpoint."""
+    torch.manual_seed(0)
+    pipe = Pipeline(
+        [nn.Linear(2, 2), nn.Linear(2, 2)],
+        loss=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+        microbatches=1,
+    )
+    place = tmp_path / "whole"
+    place.mkdir()
+    copies = Memory(pipe, place, every=1)
+    for _ in range(2):
+        pipe.step(torch.ones(2, 2), torch.ones(2, 2))
+        copies.keep()
+    files = sorted(path.relative_to(place) for path in place.rglob("*") if path.is_file())
+    assert {path.parts[0] for path in files} == {"step-000001", "step-000002"}
+    for name in files:
+        for what in flips(place / name, how_many):
+            damaged = tmp_path / "damaged"
+            shutil.copytree(place, damaged)
+            taken = recall(pipe, damaged, least=0)
+            expected = 2 if name.parts[0] == "step-000001" else 1
+            trial("a flipped bit in a copy in memory", f"{name}: {what}: step {taken}", well=taken == expected)
+            shutil.rmtree(damaged)
+    assert recall(pipe, place, least=0) == 2
 
 
 @pytest.mark.parametrize("how_many", HOW_MANY)
