@@ -13,7 +13,7 @@ from torch import nn
 
 from pipefit.calibrate.prediction import costs_on_ranks, prediction_of
 from pipefit.cost import CostModel
-from pipefit.data import sample
+from pipefit.data import ArrayBatches, sample
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.models.hub import is_folder
@@ -27,9 +27,9 @@ from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, count_flop
 from pipefit.profiling.workload import Workload
-from pipefit.run.config import RunConfig, checkpoints_of, with_defaults
+from pipefit.run.config import RunConfig, checkpoints_of, with_defaults, with_steps
 from pipefit.run.following import LatestTimeline
-from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosine
+from pipefit.run.optimizers import STATE_PER_WEIGHT, Rates, make_optimizer, rates
 from pipefit.run.result import METRICS, ReadyRun, RunResult, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
 from pipefit.run.tier_records import with_tier
@@ -59,6 +59,12 @@ class Observer:
     Only rank 0 has one that does anything.
     """
 
+    def begins(self, config: RunConfig) -> None:
+        """All options are known, the number of steps too."""
+
+    def says(self, text: str) -> None:
+        """A fact about the run that its user should know."""
+
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
         """The plan is made; training begins."""
 
@@ -80,11 +86,12 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     """
     config = with_tier(_restarted(with_defaults(config)), current().rank)
     ready = _ready(config, observer)
-    pipe, source = ready.pipe, ready.source
+    config, pipe, source = ready.config, ready.pipe, ready.source
+    observer.begins(config)
     pipe.loop.last_step = config.steps
     observer.planned(ready.plan, ready.profile, ready.bundle, source)
     observer.doing("loading the checkpoint" if config.resume else "evaluating")
-    _resume(config, pipe)
+    _resume(config, pipe, observer)
     before = pipe.evaluate(source.held_out) if source.is_tuned and source.held_out else None
     observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
     began = time.perf_counter()
@@ -139,6 +146,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     source = source_of(bundle, config.data, config.batch, config.updates.seed, config.context, config.pack)
     if config.evaluate_every and not source.held_out:
         raise PipefitError(f"--evaluate-every: {source.name} has no held-out part")
+    config = _with_epochs(config, source)
     work = _workload(config, bundle, source)
     sizes = " for several numbers of micro-batches, and planning" if config.request.schedule == AUTO else ""
     observer.doing(f"measuring the layers{sizes}")
@@ -157,10 +165,23 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         plan=made.plan,
         parallelism=Parallelism(device=work.device),
         precision=config.precision,
-        updates=replace(config.updates, scheduler=warmed_cosine(config.warmup, config.steps)),
+        updates=replace(config.updates, scheduler=rates(config.lr_schedule, config.warmup, config.steps)),
         spill=config.request.spill,
     )
     return ReadyRun(config, bundle, source, _with_prediction(config, pipe, cost), profile, cost, pipe)
+
+
+def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
+    """The configuration with the steps of --epochs.
+
+    Raises:
+        PipefitError: the data has no end.
+    """
+    if config.epochs is None:
+        return config
+    if not isinstance(source.batches, ArrayBatches):
+        raise PipefitError(f"--epochs: {source.name} is drawn at random, without an end: give --steps")
+    return with_steps(config, config.epochs * len(source.batches))
 
 
 def _flop(work: Workload, num_processes: int) -> ModelFlop | None:
@@ -176,7 +197,7 @@ def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workloa
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
-        make_optimizer(config.optimizer, config.lr),
+        make_optimizer(config.optimizer, config.lr, config.weight_decay, config.betas),
         place,
         example_of(bundle, source, config.batch),
         bool(config.updates.clip_norm),
@@ -211,7 +232,7 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
-def _resume(config: RunConfig, pipe: Pipeline) -> None:
+def _resume(config: RunConfig, pipe: Pipeline, observer: Observer) -> None:
     """Resumes from a run's folder, that of its checkpoints, or one of them."""
     if config.resume and config.spill.resume is False:
         inside = checkpoints_of(config.resume)
@@ -221,6 +242,18 @@ def _resume(config: RunConfig, pipe: Pipeline) -> None:
                 f"{config.resume} has done {pipe.num_updates} steps, and --steps {config.steps} counts them all: "
                 f"give more than {pipe.num_updates}"
             )
+        _compare_rates(config, pipe, observer)
+
+
+def _compare_rates(config: RunConfig, pipe: Pipeline, observer: Observer) -> None:
+    """Says which learning rates the first run left behind, if the options name others."""
+    found = [scheduler for worker in pipe.workers for scheduler in worker.schedulers.values()]
+    first = next((one for one in found if isinstance(one, Rates)), None)
+    if first is None:
+        return
+    asked = (config.lr_schedule, config.warmup, config.steps)
+    if (first.kind, first.warmup, first.num_steps) != asked or max(first.base_lrs) != config.lr:
+        observer.says(f"learning rate: the first run's go on ({first}); --lr, --warmup and --steps do not change them")
 
 
 def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[Any]:
