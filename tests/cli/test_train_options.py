@@ -13,6 +13,7 @@ from pipefit.cli.display import Watcher, printable, report
 from pipefit.cli.train import _remove_if_only_logs
 from pipefit.pipeline.callbacks import Record
 from pipefit.run.config import RunConfig, with_defaults
+from pipefit.run.result import Sample
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
 from pipefit.spec.options import Request, as_flat
 from pipefit.timeline.compare import Row
@@ -48,7 +49,7 @@ def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tm
 
 def test_every_setting_of_a_run_has_an_option(settings):
     words = (
-        "model=mlp option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
+        "model=. option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
         "recompute=layer plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 weight_decay=0.2 betas=0.8,0.9 "
         "lr_schedule=linear learn=all eval_data=b.txt clip=0 seed=6 output=runs/x "
         "resume=runs/y "
@@ -300,7 +301,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         compile_s=[2.0, 3.5],
         traffic=([2**16, 2**15], [0.0, 0.0]),
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
-        text="Once upon",
+        samples=[Sample("Once upon", "a time", "a\ntree")],
         faults=[],
         paths={"trace": "runs/a/measured.trace.json"},
     )
@@ -312,7 +313,8 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
     assert ["bubble", "20.0%", "25.0%", "+5.0", "points"] in [line.split() for line in text.splitlines()]
     assert "rank 1: 70%" in text and "rank 1: 2 MiB" in text
     assert "sent    rank 0: 64 KiB  rank 1: 32 KiB in a pass" in text and "inside" not in text
-    assert "Once upon" in text and "runs/a/measured.trace.json" in text
+    assert "prompt  Once upon\ntarget  a time\nanswer  a\n        tree\n" in text
+    assert "runs/a/measured.trace.json" in text
 
 
 def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp_path):

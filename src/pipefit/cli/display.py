@@ -142,12 +142,21 @@ def report(result: Any) -> str:
         lines += ["inside  " + _each(who, map(format_bytes, inside))]
     for fault, done in described(result.faults):
         lines += ["", f"fault: {fault}", f"  {done}"]
-    if result.text:
-        lines += ["", "a sample:", printable(result.text)]
+    for sample in result.samples:
+        lines += ["", "from the held-out data:", *columns(_sampled(sample))]
     if result.paths:
         width = max(map(len, result.paths))
         lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
     return "\n".join(lines)
+
+
+def _sampled(sample: Any) -> list[tuple[str, str]]:
+    """Prompt, target and answer, each with the lines after its first one below it."""
+    rows = []
+    for name, text in (("prompt", sample.prompt), ("target", sample.target), ("answer", sample.answer)):
+        first, *others = printable(text).split("\n")
+        rows += [(name, first), *(("", line) for line in others)]
+    return rows
 
 
 def _each(who: str, figures: Iterable[str]) -> str:

@@ -135,6 +135,10 @@ def _trained(config: RunConfig) -> str:
 def _with_rates(config: RunConfig) -> RunConfig:
     if config.epochs and config.steps:
         raise PipefitError("--steps and --epochs: give one of them")
+    if not Path(config.model).is_dir() and (config.context or config.pack or config.learn == "all"):
+        raise PipefitError(
+            f"--context, --pack and --learn are for models with a tokenizer, in a folder; {config.model} has none"
+        )
     if config.epochs and config.spill.disk:
         raise PipefitError("--epochs: a run on a disk must know its steps: give --steps")
     lr = _PEAKS[_trained(config)] if config.lr is None else config.lr
