@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError
+from pipefit.spec.arguments import checked
 from pipefit.spec.files import write_atomically
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class Logger:
                 raise PipefitError(f"{self.place}: cannot be written: {why}") from None
 
 
+@checked()
 def json_log(path: str | Path) -> Logger:
     """A logger that writes a line of JSON for each step, and one for each evaluation."""
     place = Path(path)
@@ -81,6 +83,7 @@ def json_log(path: str | Path) -> Logger:
     return Logger(begin, place)
 
 
+@checked()
 def csv_log(path: str | Path) -> Logger:
     """A logger that writes a CSV table with a row for each step, and one for each evaluation.
 
@@ -118,6 +121,7 @@ def _rows(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+@checked()
 def tensorboard_log(folder: str | Path) -> Logger:
     """A logger that writes event files of TensorBoard.
 
@@ -142,6 +146,7 @@ def tensorboard_log(folder: str | Path) -> Logger:
     return Logger(begin, place)
 
 
+@checked()
 def wandb_log(folder: str | Path, **settings: Any) -> Logger:
     """A logger that writes a run of Weights & Biases: offline, unless WANDB_MODE or `mode` is set.
 

@@ -17,6 +17,7 @@ from pipefit.errors import PlanError, TierError
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
+from pipefit.spec.arguments import Amount, checked
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import Spilling, tier_name
 from pipefit.spill.tier_file import Commit, read_about, read_commits
@@ -154,7 +155,8 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
         raise TierError(f"{folder}: the plan there cannot be read: {problem}; resume from a checkpoint") from None
 
 
-def committed_step(folder: str | Path, rank: int | None = None) -> int | None:
+@checked()
+def committed_step(folder: str | Path, rank: Amount | None = None) -> int | None:
     """The last committed step in a folder from which an interrupted run can resume; None: there is none.
 
     Args:
