@@ -97,6 +97,10 @@ def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, 
     assert found["held_out_loss"] < found["held_out_before"]
     assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
     assert not list((tmp_path / "run" / "model").glob("model*.safetensors"))
+    config = json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "model")
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert f"base_model: {folder / 'model'}" in card and "lora_alpha: 8" in card and "More Information" not in card
 
 
 @pytest.mark.long

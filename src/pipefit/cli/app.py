@@ -13,10 +13,10 @@ from importlib import import_module
 from typing import Any, Final
 
 from cyclopts import App, Parameter
-from cyclopts.exceptions import CycloptsError
+from cyclopts.exceptions import CycloptsError, MissingArgumentError
 
 import pipefit
-from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer
+from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer, printable
 from pipefit.cli.options import exact, shown
 from pipefit.cli.version import version_text
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
@@ -147,7 +147,14 @@ def _dispatch(tokens: list[str]) -> int:
         from pipefit.cli.configuration import configuration
 
         config = configuration(tokens)
-    command, bound, _ = make_app(tokens, config).parse_args(tokens, print_error=False, exit_on_error=False)
+    try:
+        command, bound, _ = make_app(tokens, config).parse_args(tokens, print_error=False, exit_on_error=False)
+    except MissingArgumentError:
+        if tokens[:1] == ["draw"]:
+            from pipefit.cli.draw import check_name
+
+            check_name(tokens[1:])
+        raise
     wants_json = bool(bound.arguments.get("json"))
     # Output of a user's model or a library must not get between the lines of the JSON object.
     with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
@@ -156,7 +163,7 @@ def _dispatch(tokens: list[str]) -> int:
         return result if isinstance(result, int) else FINE
     # Under a launcher of several processes the first one speaks.
     text = result.show(wants_json) if int(os.environ.get("RANK", 0)) == 0 else ""
-    _write(text.rstrip("\n") + "\n" if text else "")
+    _write(printable(text.rstrip("\n"), colours=True) + "\n" if text else "")
     return result.code
 
 
@@ -184,7 +191,7 @@ def _verb(tokens: list[str]) -> str:
 
 def _complain(verb: str, message: str, code: int) -> int:
     with contextlib.suppress(BrokenPipeError, OSError):
-        print(f"pipefit{' ' * bool(verb)}{verb}: {message}", file=sys.stderr, flush=True)
+        print(printable(f"pipefit{' ' * bool(verb)}{verb}: {message}"), file=sys.stderr, flush=True)
     return code
 
 
