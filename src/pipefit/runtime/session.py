@@ -115,7 +115,7 @@ class Session:
                 kind, text = json.loads(store.get(key)) if store.check([key]) else ("", "")
             if kind:
                 raise getattr(errors, kind, PipefitError)(text) from None
-            if any(words in str(problem) for words in errors.LOST_PEER):
+            if errors.is_lost_peer(problem):
                 raise CommunicationError(f"rank {self.rank} lost a dead or unreachable peer: {problem}") from None
             raise
 
