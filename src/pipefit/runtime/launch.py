@@ -236,6 +236,8 @@ def _main(
     """Runs a rank's process; one that hides writes only to its log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
+    mp.set_start_method(None, force=True)  # Python's own, as in a plain script
+    os.register_at_fork(after_in_child=pipe.close)  # whose end tells the launcher of the end of this process alone
     die_with_launcher(*environment.pop(_TEMPORARY).split(os.pathsep), mp.util.get_temp_dir())
     import torch
 
@@ -250,6 +252,9 @@ def _main(
     with contextlib.suppress(OSError):
         pipe.send_bytes(packed(outcome))
         pipe.close()
+    for child in mp.active_children():
+        if child.daemon:  # which Python ends at its own end
+            child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if outcome[0] in FINE else 1)

@@ -115,12 +115,26 @@ class Session:
                 kind, text = json.loads(store.get(key)) if store.check([key]) else ("", "")
             if kind:
                 raise getattr(errors, kind, PipefitError)(text) from None
-            if any(words in str(problem) for words in errors.LOST_PEER):
+            if errors.is_lost_peer(problem):
                 raise CommunicationError(f"rank {self.rank} lost a dead or unreachable peer: {problem}") from None
             raise
 
 
+_PROCESS = "PIPEFIT_PROCESS"
+"""Variable in which a process that joins a run leaves its number and its run, for those that it starts."""
+
+_OF_RUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PIPEFIT_RUN")
+
 _session: Session | None = None
+
+
+def _forget() -> None:
+    """Forgets the session in a fork of a rank, such as a worker of a loader: it is not a rank."""
+    global _session
+    _session = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def current() -> Session:
@@ -136,9 +150,13 @@ def join() -> Session:
 
     Without one it is a session of one process.
     Ranks on one machine meet through a file in a private folder, so no port is opened to the network.
+
+    Raises:
+        PipefitError: this process was started by a rank and is not one itself.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Session(0, 1, None, Progress())
+    _check_is_rank()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = deadline_from_environment()
     folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
@@ -156,6 +174,24 @@ def join() -> Session:
     start = meet(rank, num_ranks, folder)
     progress.at(OUTSIDE)
     return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop, start=start)
+
+
+def _check_is_rank() -> None:
+    """Refuses a process that a rank has started: it has the rank's environment, and would take its place.
+
+    Raises:
+        PipefitError: a rank has started it.
+    """
+    own = " ".join(os.environ.get(name, "") for name in _OF_RUN)
+    pid, _, run = os.environ.get(_PROCESS, "").partition(" ")
+    if run == own and pid != str(os.getpid()):
+        raise PipefitError(
+            f"rank {os.environ['RANK']} of a run has started this process, which is not a rank but runs pipefit: with "
+            "the start methods spawn and forkserver, multiprocessing runs a script again in each process that it "
+            'starts; put the work of the script under `if __name__ == "__main__":`, or give a DataLoader '
+            'multiprocessing_context="fork"; a subprocess with a run of its own needs an environment without RANK'
+        )
+    os.environ[_PROCESS] = f"{os.getpid()} {own}"
 
 
 def _leave_well() -> None:
