@@ -249,8 +249,8 @@ class Request(Checked):
         schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
             the pipeline is given; else 1f1b.
         microbatches: per weight update; default: chosen with the schedule auto, else 4.
-        stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
-            a number of stages, or "auto".
+        stages: layers of each stage, like 3,3; default: balanced by a profile, else by FLOP and parameters. In Python
+            also a number of stages, or "auto".
         plan: follow this plan, with its schedule, stages and micro-batches.
         parallelism: distribution of the model over processes.
         spill: spilling of stages; None: none.
