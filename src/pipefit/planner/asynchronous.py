@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 
 import msgspec
 
@@ -12,7 +13,6 @@ from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import PipeDreamResult, pipedream
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.space import Config, Problem, Space
-from pipefit.schedules import placement_of
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
@@ -49,7 +49,9 @@ def plan_pipedream(
     counts = tuple(stage.replicas for stage in stages)
     num_workers = sum(counts)
     specs = stages if not is_single else (StageSpec(stages[0].layers),)
-    placement = placement_of(num_workers, 1, "replicas") if is_single else placement_of(len(stages), 1, "loop", counts)
+    # Replicas are on consecutive ranks, so that those of a stage which fits into a server are in one: the search
+    # assumes it.
+    placement = tuple(tuple(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True))
     per_update = num_workers if is_single else 1
     update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
     partition = Partition(specs)
