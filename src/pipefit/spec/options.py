@@ -53,8 +53,9 @@ def setting(
     Args:
         default: its value where none is given, or `dict` for an empty one.
         flags: its names on the command line, the long one first; (): made from the field's name.
-        typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "words" (a=1,b=2;
-            may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several after one flag).
+        typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "figures"
+            (0.9,0.95), "words" (a=1,b=2; may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several
+            after one flag).
         least: the smallest number that it may be; a whole number such as 1: it must be whole; None: not checked.
         most: the largest, where `least` is given.
         hidden: for Python only.

@@ -16,7 +16,7 @@ from pipefit.errors import DataError, InfeasibleError, ModelError, PipefitError
 from pipefit.partition.capacity import hydra, shard_bytes
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.profiling import analytic_profile, profile_sizes
-from pipefit.run.optimizers import make_optimizer, warmed_cosine
+from pipefit.run.optimizers import make_optimizer, rates
 from pipefit.run.sources import bundle_of, source_of
 from pipefit.runtime.microbatches import largest_part, pair_of
 from pipefit.spec import Device, Partition, Profile
@@ -84,7 +84,7 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, trial.lr)
     if trial.warmup and not scheduler:
-        scheduler = warmed_cosine(trial.warmup, trial.steps)
+        scheduler = rates("cosine", trial.warmup, trial.steps)
     training = Training(loss, optimizer, scheduler, trial.clip or None, trial.seed)
     return Recipe(named_layers(model), training, data, held_out, getattr(model, "initialise_layer", None))
 
