@@ -5,6 +5,7 @@ import errno
 import importlib.util
 import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,10 +130,12 @@ def fills(monkeypatch):
             room[0] -= len(part)
             return add(self, part)
 
-    def open_(self, mode="r", *args, **kwargs):
-        return Full(self, mode) if mode == "ab" else io.open(self, mode, *args, **kwargs)
+    usual = Path.open
 
-    monkeypatch.setattr("pathlib.Path.open", open_)
+    def open_(self, mode="r", *args, **kwargs):
+        return Full(self, mode) if mode == "ab" else usual(self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_)
     return lambda bytes_left: room.__setitem__(0, bytes_left)
 
 
