@@ -174,7 +174,8 @@ def ping_pong(
             start = time.perf_counter()
             for act in (send, receive) if starts else (receive, send):
                 act(size)
-            kept += [(time.perf_counter() - start) / 2] if turn >= 2 else []
+            if turn >= 2:
+                kept.append((time.perf_counter() - start) / 2)
     return [sorted(kept)[len(kept) // 4] for kept in trips]
 
 
