@@ -49,6 +49,10 @@ class InvalidProgramError(PipefitError):
     """A program that the verifier refuses; the message holds its report."""
 
 
+class DisagreementError(PipefitError):
+    """The ranks of a run do not make the same pipeline, or replicas do not have the same weights."""
+
+
 class ModelError(PipefitError):
     """A model cannot be built, split or run as asked."""
 

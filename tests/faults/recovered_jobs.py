@@ -60,14 +60,15 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def pipeline(shape: str) -> Pipeline:
+def pipeline(shape: str, **more: Any) -> Pipeline:
     """The training of a shape."""
+    options = SHAPES[shape] | more
     if "tensor" in SHAPES[shape]:
         torch.manual_seed(0)
         model = gpt(layers=2, hidden=8, heads=4, vocab=12, context=4, dropout=0.2)
-        return jobs.pipeline(model=model, loss=mean_cross_entropy, **SHAPES[shape])
+        return jobs.pipeline(model=model, loss=mean_cross_entropy, **options)
     if shape != "adapters":
-        return jobs.pipeline(**SHAPES[shape])
+        return jobs.pipeline(**options)
     torch.manual_seed(0)
     model = nn.Sequential(Adapted(4, 8), nn.ReLU(), nn.Dropout(0.3), Adapted(8, 8), nn.ReLU(), Adapted(8, 3))
     return jobs.pipeline(model=model)

@@ -23,6 +23,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.runtime.faults import forget, note
 from pipefit.runtime.meeting import FULL, MEMORY, RESTART
+from pipefit.runtime.memory_folder import memory_folder
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handling, leaving
 
@@ -82,7 +83,7 @@ def launch(
     environment = {"PIPEFIT_RUN": str(place), FULL: str(num_ranks)}
     if deadline_s is not None:
         environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
-    kept = _memory_folder() if recover else contextlib.nullcontext()
+    kept = memory_folder() if recover else contextlib.nullcontext()
     with kept as memory, _removed_unless_logs_matter(place if folder is None else None):
         environment |= {} if memory is None else {MEMORY: memory}
         environment[_TEMPORARY] = os.pathsep.join(filter(None, (memory, folder is None and str(place))))
@@ -133,17 +134,6 @@ def _once(
         if asked or any(kind == "stopped" for kind, _ in outcomes):
             raise leaving(asked)
     return [result for _, result in outcomes]
-
-
-@contextlib.contextmanager
-def _memory_folder() -> Iterator[str]:
-    """A private folder in the machine's memory, or else among temporary files, which outlives ranks."""
-    shared = "/dev/shm"
-    made = tempfile.mkdtemp(prefix="pipefit-memory-", dir=shared if os.access(shared, os.W_OK) else None)
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _start(process: Any, asked: list[int]) -> None:

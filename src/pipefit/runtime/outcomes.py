@@ -14,8 +14,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import PipefitError, is_lost_peer
+from pipefit.errors import DisagreementError, PipefitError, is_lost_peer
 from pipefit.ir import text
+from pipefit.runtime.calls import ORDER
 from pipefit.runtime.progress import positions_of
 from pipefit.runtime.signals import TERMINATED, leaving
 from pipefit.runtime.waits import where
@@ -124,6 +125,8 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
     first = min(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime, default=None)
     if first is not None:
         said, _, rest = first.read_text(encoding="utf-8").partition("positions of the ranks:\n")
+        if ORDER in said:
+            return DisagreementError(said.rstrip())
         return LaunchError(
             f"the run hung: {said.rstrip()}\n  all of it: {first}\n{textwrap.indent(rest.rstrip(), '  ')}"
         )

@@ -85,6 +85,8 @@ class Parallelism(Checked):
         sequence_parallel: the processes of a rank also split the sequence between them.
         whole_messages: each process of a rank sends all of a message between ranks, not only its part.
         shard_optimizer: shard the optimizer's states over the replicas of each stage.
+        verify_replicas: steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none;
+            default: at each checkpoint.
         recompute: what backwards replay instead of keeping it: "stage": whole stages, of which only inputs are kept;
             "layer": layer by layer, of which inputs are kept; "selective": only the cores of attention.
         options: an option of the schedule as NAME=INTEGER; may be repeated.
@@ -99,6 +101,7 @@ class Parallelism(Checked):
     sequence_parallel: bool = False
     whole_messages: bool = False
     shard_optimizer: bool = False
+    verify_replicas: int | None = setting(None, least=0)
     recompute: Literal["none", "stage", "layer", "selective"] = "none"
     options: Mapping[str, int] = setting(dict, "--schedule-option", typed="pairs")
     device: Any = setting(None, typed=str)
