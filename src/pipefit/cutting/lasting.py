@@ -32,7 +32,21 @@ from pipefit.cutting.outer import is_code, outer_variables
 from pipefit.errors import ModelError
 
 _TREE = ("_parameters", "_modules")
-_SHARED = (types.ModuleType, logging.Logger, fx.Graph, type(threading.Lock()), type(threading.RLock()))
+_SHARED = (
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    types.FunctionType,
+    types.ModuleType,
+    logging.Logger,
+    fx.Graph,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
 """Types that are never copied."""
 
 _DEPTH = 6
@@ -81,7 +95,7 @@ class States:
             if own is not None and module not in own:
                 memo |= {id(buffer): buffer for buffer in values["_buffers"].values()}
         dicts = []
-        with _Copying():
+        with _Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
                 place = f"{path or type(module).__name__}."
                 dicts.append({key: _copy_of(place + key, key, value, memo) for key, value in values.items()})
@@ -121,7 +135,7 @@ class _Copying(TorchFunctionMode):
 
 def _copy_of(name: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
     if key in _TREE:
-        return copy.copy(value)
+        return value.copy()
     try:
         return _copy(value, memo)
     except Exception as problem:
@@ -134,8 +148,9 @@ def _copy_of(name: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, _SHARED):
         return value
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-        return copy.deepcopy(value, memo)
+    if isinstance(value, dict | set | list) and not value:
+        return value.copy()
+    return copy.deepcopy(value, memo)
 
 
 def _copy_or_same(value: Any, memo: dict[int, Any]) -> Any:
@@ -251,24 +266,75 @@ def refuse_lasting(model: nn.Module, forward: Callable[[], Any], buffers_of: Col
     """
     states = States(model)
     state = states.fresh()
-    drawn = random.getstate(), np.random.get_state()
     records = []
-    try:
-        with states.used(state), torch.random.fork_rng(devices=[]):
-            kept = [(module, dict(module._buffers)) for module in model.modules() if module not in buffers_of]
-            values = {id(b): b.clone() for _, buffers in kept for b in buffers.values() if b is not None}
-            for _ in range(3):
-                torch.manual_seed(0)
-                forward()
-                records.append(facts(model, buffers_of))
-                _restore(kept, values)
-    finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
+    with kept_outside(model), states.used(state), kept_buffers(model, buffers_of) as restore:
+        for _ in range(3):
+            torch.manual_seed(0)
+            forward()
+            records.append(facts(model, buffers_of))
+            restore()
     for before, after in itertools.pairwise(records):
         found = changed(before, after)
         if found is not None:
             raise ModelError(lasting(found))
+
+
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[Callable[[], None]]:
+    """The context after which a model has its buffers back, also those that its forward replaced by others.
+
+    It gives the function that does this.
+
+    Args:
+        model: of any kind.
+        but: modules whose buffers stay as they are.
+    """
+    kept = [(module, dict(module._buffers)) for module in model.modules() if module not in but]
+    values = {id(one): one.clone() for _, buffers in kept for one in buffers.values() if one is not None}
+
+    @torch.no_grad()
+    def restore() -> None:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+            for buffer in buffers.values():
+                if buffer is not None:
+                    buffer.copy_(values[id(buffer)])
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def kept_outside(model: nn.Module) -> Iterator[None]:
+    """The context after which weights and random numbers are what they were."""
+    drawn = random.getstate(), np.random.get_state()
+    kept = [(one, one.data, one.grad, one.requires_grad) for one in model.parameters()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for parameter, data, grad, trains in kept:
+            if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+                parameter.data = data
+            parameter.grad = grad
+            parameter.requires_grad_(trains)
+
+
+def fill_zeros(model: nn.Module) -> None:
+    """Replaces the weights that are all 0 by random ones: a 0 hides what it multiplies, and its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta:
+                if id(parameter) not in made and not parameter.count_nonzero():
+                    values = torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter)
+                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = made.get(id(parameter), parameter)
 
 
 def lasting(found: str) -> str:
@@ -279,12 +345,3 @@ def lasting(found: str) -> str:
         f"{found} changes at every forward. Stages run forwards in another order, and again in replays: make it a "
         "buffer of a block (register_buffer), a value that comes with the batch, or remove it"
     )
-
-
-@torch.no_grad()
-def _restore(kept: list[tuple[nn.Module, dict[str, Any]]], values: dict[int, Tensor]) -> None:
-    for module, buffers in kept:
-        module._buffers.update(buffers)
-        for buffer in buffers.values():
-            if buffer is not None:
-                buffer.copy_(values[id(buffer)])
