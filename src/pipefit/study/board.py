@@ -56,10 +56,14 @@ class Board:
         on_end: Callable[[TrialProgress], None] = lambda entry: None,
         admits_singly: bool = False,
     ) -> None:
-        self.entries, self.num_devices, self.policy = list(entries), num_devices, policy
+        self.entries = list(entries)
+        self.num_devices = num_devices
+        self.policy = policy
         self.turns: list[TimedTurn] = []
         self.prediction: StudyTimeline | None = None
-        self._choose, self._stop, self._on_end = POLICIES[policy], stop, on_end
+        self._choose = POLICIES[policy]
+        self._stop = stop
+        self._on_end = on_end
         self._admits_singly = admits_singly
         self._count = 0
         self._sent_back = False  # whether a trial was sent back for lack of space, and nothing has ended since

@@ -212,7 +212,10 @@ class _Run:
     def __init__(self, cost: TrialCost) -> None:
         self.turns = [(-1, 0, cost.admission_s)] if cost.admission_s else []
         self.turns += [(step, turn, s) for step in range(cost.num_steps) for turn, s in enumerate(cost.turns_s)]
-        self.at, self.left_s, self.last_turn, self.device = 0, cost.total_s, -1, -1
+        self.at = 0
+        self.left_s = cost.total_s
+        self.last_turn = -1
+        self.device = -1
 
 
 def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "lrtf") -> StudyTimeline:
@@ -244,7 +247,9 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
             ready.discard(number)
             idle.remove(device)
             run = runs[number]
-            run.last_turn, run.device, count = count, device, count + 1
+            run.last_turn = count
+            run.device = device
+            count = count + 1
             heapq.heappush(busy, (now + run.turns[run.at][2], device, number, now))
         now, device, number, began = heapq.heappop(busy)
         run = runs[number]
