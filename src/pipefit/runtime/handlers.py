@@ -147,10 +147,11 @@ def _backward(run: Execution, i: Instruction) -> None:
             else:
                 accumulate_backward(saved.edges, grads)
     if i.stage > run.compiled.program.header.frozen:
-        run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
+        leaves: Sequence[Any] = saved.inputs
+        run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in leaves], leaves)
 
 
-def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Message:
+def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """Gradients of some leaves, zero where autograd found no path to a leaf."""
     return Message([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)])
 

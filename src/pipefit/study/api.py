@@ -81,8 +81,14 @@ class Study:
         """
         from pipefit.study.execute.study_run import StudyRun
 
-        search = {"define": self._define, "search": self._search}
-        run = StudyRun(self.spec, **search, observer=observer, resume=resume, forked=forked)
+        run = StudyRun(
+            self.spec,
+            define=self._define,
+            search=self._search,
+            observer=observer,
+            resume=resume,
+            forked=forked,
+        )
         result = run.run()
         self.stopped_by = run.stopped_by
         return result
