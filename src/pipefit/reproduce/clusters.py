@@ -132,7 +132,7 @@ MADE: Mapping[str, Made] = {
         (lambda run: period(run, Draw("gpipe", 4, 4, recompute=True)) / 4 / period(run, Draw("pipedream", 4, 12)),)
     ),
     "intra-batch": Made(
-        each(lambda run, model: rate(run, straight(model)) > _one_by_one(run, model), MODELS),
+        each(lambda run, model: rate(run, straight(model)) > _one_by_one(run, model), (*MODELS, "alexnet")),
         _bars(
             "Four GPUs on PCIe",
             "samples/s",
@@ -141,6 +141,7 @@ MADE: Mapping[str, Made] = {
                 "with pipelining": lambda run, model: rate(run, straight(model)),
                 "PipeDream": lambda run, model: rate(run, _best(model)),
             },
+            (*MODELS, "alexnet"),
         ),
     ),
     "memory-per-worker": Made(
@@ -188,7 +189,10 @@ MADE: Mapping[str, Made] = {
         ),
     ),
     "gpipe-throughput": Made(
-        tuple(lambda run, k=k, m=m: normalized(run, k, m) for m in (1, 4, 32) for k in (2, 4, 8)),
+        (
+            *(lambda run, k=k, m=m: normalized(run, k, m) for m in (1, 4, 32) for k in (2, 4, 8)),
+            lambda run: normalized(run, 8, 1) > 1.02 * normalized(run, 4, 1) > 1.02**2 * normalized(run, 2, 1),
+        ),
         curves(
             "Throughput over that of K = 2, M = 1",
             "partitions K",

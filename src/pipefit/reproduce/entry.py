@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 Scalar = float | str | bool
 Kind = Literal["drawn", "computed", "measured", "cited"]
 
+Sort = Literal["formula", "number", "choice", "trend"]
+
 KINDS: Mapping[Kind, str] = {
     "drawn": "exact: a schedule, under the costs of the slide",
     "computed": "predicted from profiles and machines",
@@ -22,6 +24,17 @@ KINDS: Mapping[Kind, str] = {
     "cited": "not run here",
 }
 """Every kind with its meaning."""
+
+SORTS: Mapping[Sort, str] = {
+    "formula": "a formula, rule or count of the source, exactly",
+    "number": "a measured figure, within 15 % at most",
+    "choice": "a plan or a setting, exactly",
+    "trend": "a statement, yes or no",
+}
+"""Every sort of published value with what agreement means."""
+
+MOST_WITHIN = 0.15
+"""The largest tolerance of a number; what is known less well is a trend."""
 
 
 class Bench:
@@ -68,6 +81,7 @@ class Value:
         within: largest |ours / published − 1| that counts as agreement; 0: all printed digits.
         why: named cause of a difference.
         source: of the published value, where it is not that of the entry.
+        sort: of the published value; None: nothing is published.
     """
 
     name: str
@@ -76,6 +90,18 @@ class Value:
     within: float = 0.0
     why: str = ""
     source: str = ""
+    sort: Sort | None = None
+
+
+def sort_of(published: Scalar | None, within: float, kind: Kind) -> Sort | None:
+    """The sort of a published value, by its type, its tolerance and the kind of its entry."""
+    if published is None:
+        return None
+    if within:
+        return "number"
+    if kind == "drawn":
+        return "formula"
+    return "trend" if isinstance(published, bool) else "choice"
 
 
 @dataclass(frozen=True)
@@ -120,6 +146,7 @@ class Entry:
         source: of its published values.
         values: to compare.
         note: what to know about the comparison; of a cited entry, the reason why it is not run.
+        like: name of an earlier entry that this one repeats; "": none.
         made: how it is made again.
     """
 
@@ -130,6 +157,7 @@ class Entry:
     source: str
     values: tuple[Value, ...] = ()
     note: str = ""
+    like: str = ""
     made: Made = _NOT_MADE
 
 

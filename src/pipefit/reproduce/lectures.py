@@ -8,7 +8,7 @@ from fractions import Fraction
 from importlib.resources import files
 from typing import Any
 
-from pipefit.errors import look_up
+from pipefit.errors import PipefitError, look_up
 from pipefit.reproduce import (
     challenges,
     clusters,
@@ -20,7 +20,7 @@ from pipefit.reproduce import (
     questions,
     three_dimensions,
 )
-from pipefit.reproduce.entry import Entry, Made, Value
+from pipefit.reproduce.entry import MOST_WITHIN, Entry, Made, Value, sort_of
 
 _MODULES = (
     pipedream_gpipe, clusters, measured, questions, limited_hardware, challenges, easy_scaling, three_dimensions,
@@ -36,19 +36,26 @@ def _read() -> dict[str, tuple[Entry, ...]]:
     decks, known = {}, {}
     for data in map(tomllib.loads, texts):
         for record in data["entries"]:
-            known[record["name"]] = known.get(record.get("like"), {"like": record["name"]}) | record
+            known[record["name"]] = known.get(record.get("like"), {}) | record
         decks[data["deck"]] = tuple(_entry(known[record["name"]]) for record in data["entries"])
     return decks
 
 
 def _entry(record: Mapping[str, Any]) -> Entry:
     """An entry of a record, whose `why` is that of every value without its own."""
-    common = {"why": record.get("why", "")}
-    values = tuple(
-        Value(**common | value | {"published": _number(value.get("published"))}) for value in record.get("values", ())
-    )
-    content = {name: text for name, text in record.items() if name not in ("like", "values", "why")}
-    return Entry(**content, values=values, made=_MADE.get(record["like"], Made()))
+    values = tuple(_value(record, value) for value in record.get("values", ()))
+    content = {name: text for name, text in record.items() if name not in ("values", "why")}
+    return Entry(**content, values=values, made=_MADE.get(record.get("like", record["name"]), Made()))
+
+
+def _value(entry: Mapping[str, Any], record: Mapping[str, Any]) -> Value:
+    published, within = _number(record.get("published")), record.get("within", 0.0)
+    if within > MOST_WITHIN:
+        raise PipefitError(
+            f"{entry['name']}: {record['name']}: within: expected at most {MOST_WITHIN}, got {within}; make it a trend"
+        )
+    sort = sort_of(published, within, entry["kind"])
+    return Value(**{"why": entry.get("why", "")} | record | {"published": published, "sort": sort})
 
 
 def _number(text: Any) -> Any:

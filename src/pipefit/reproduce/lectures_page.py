@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from pipefit.draw.chart import MISSING
-from pipefit.reproduce.entry import KINDS
+from pipefit.reproduce.entry import KINDS, SORTS
 from pipefit.reproduce.lectures import DECKS
-from pipefit.reproduce.outcome import Outcome, picture_svg, row_of
+from pipefit.reproduce.outcome import Outcome, picture_svg, row_of, tally
 
 
 def lectures_page(outcomes: Sequence[Outcome]) -> str:
@@ -25,11 +25,12 @@ def lectures_page(outcomes: Sequence[Outcome]) -> str:
     decks = {
         deck: [by_name[entry.name] for entry in entries if entry.name in by_name] for deck, entries in DECKS.items()
     }
-    every = [(outcome, each) for outcome in outcomes for each in outcome.values]
+    every = [(outcome, each) for outcome in outcomes if not outcome.entry.like for each in outcome.values]
     return environment.from_string(template).render(
         decks={deck: found for deck, found in decks.items() if found},
         kinds=KINDS,
-        num_agree=sum(each.agrees is True for _, each in every),
+        sorts=SORTS,
+        tally=tally(outcomes),
         differing=[(outcome, each) for outcome, each in every if each.agrees is False],
         left_out=[e for entries in DECKS.values() for e in entries if e.name not in by_name],
         row=row_of,

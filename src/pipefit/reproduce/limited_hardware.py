@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import prod
 from typing import Any
 
 from pipefit.reproduce.clusters import MODELS, NAIVE_1, stall_share
@@ -83,10 +84,10 @@ _GPT = {
 }
 
 
-def _pipelined(method: str, size: str, batch: int, *depths: int, **more: Any) -> Planned:
-    """A GPT on eight servers of eight V100s, at one of some depths."""
+def _pipelined(method: str, size: str, batch: int, *depths: int, machine: str = "nvlink-8x8", **more: Any) -> Planned:
+    """A GPT on servers of eight V100s, at one of some depths."""
     options = {"microbatch_sizes": [1, 2, 4, 8], "depths": depths or [4, 8, 16]} | more
-    return Planned(_GPT[size], "nvlink-8x8", method=method, global_batch=batch, **options)
+    return Planned(_GPT[size], machine, method=method, global_batch=batch, **options)
 
 
 def _over_depth(
@@ -97,9 +98,36 @@ def _over_depth(
     return curves(title, "depth", y_label, (2, 4, 8, 16), lines, log_x=True)
 
 
-def _tensor_only(size: str, batch: int) -> Planned:
-    options = {"tensors": [16], "depths": [1], "schedules": ["1f1b"], "microbatch_sizes": [1, 2, 4]}
-    return Planned(_GPT[size], "nvlink-8x8", global_batch=batch, **options)
+_BATCHES = (64, 128, 256, 512)
+
+
+def _tensor_only(size: str, batch: int, machine: str = "nvlink-8x8") -> Planned:
+    """Model parallelism of the slide's widths: 8 for 2.2 billion parameters, and 16 for 3.8."""
+    width = {"2.2B": 8, "3.8B": 16}[size]
+    options = {"tensors": [width], "depths": [1], "schedules": ["1f1b"], "microbatch_sizes": [1, 2, 4]}
+    return Planned(_GPT[size], machine, global_batch=batch, **options)
+
+
+def _most(run: Bench, ahead: Callable[[int], Planned], behind: Callable[[int], Planned]) -> float:
+    """The largest ratio of two throughputs over the batches for which both fit."""
+    pairs = [(ahead(batch), behind(batch)) for batch in _BATCHES]
+    return max(rate(run, one) / rate(run, other) for one, other in pairs if run.fits(one) and run.fits(other))
+
+
+def _by_batch(size: str, machine: str) -> Callable[[Bench], Picture]:
+    """Samples per second of 2BW, GPipe and model parallelism by the batch, as on the slide."""
+    devices = prod(map(int, machine.removeprefix("nvlink-").split("x")))
+    depths = [depth for depth in (4, 8, 16) if depth <= devices]
+
+    def pipelined(method: str) -> Callable[[Bench, int], float]:
+        return lambda run, batch: rate(run, _pipelined(method, size, batch, *depths, machine=machine))
+
+    def tensor(run: Bench, batch: int) -> float:
+        return rate(run, _tensor_only(size, batch, machine))
+
+    lines = {"2BW": pipelined("2bw"), "GPipe": pipelined("gpipe"), "model parallelism": tensor}
+    title = f"{size.replace('B', ' billion')} parameters on {devices} V100s"
+    return curves(title, "batch", "samples/s", _BATCHES, lines, log_x=True)
 
 
 _SCHEDULES = ("gpipe", "pipedream", "pipedream-2bw", "1f1b")
@@ -118,10 +146,9 @@ def _at_first_stage(title: str, y_label: str, figure: str) -> Callable[[Bench], 
 
 
 def _machines(model: str) -> Planned:
-    """Machines of one GPU, joined by 10 Gbit/s."""
-    return Planned(
-        model, "pcie-16x1", method="pipedream", memory="64 GB", microbatch_sizes=[128 if model == "resnet50" else 64]
-    )
+    """Machines of one GPU, joined by 10 Gbit/s; mini-batches as in the profiles, for VGG-16 as in the paper of 2019."""
+    size = {"vgg16": 64, "alexnet": 256}.get(model, 128)
+    return Planned(model, "pcie-16x1", method="pipedream", memory="64 GB", microbatch_sizes=[size])
 
 
 def _measured(run: Bench, policy: str) -> float:
@@ -140,7 +167,6 @@ MADE: Mapping[str, Made] = {
     ),
     "sharp": Made(
         (
-            lambda run: 1 - 1 / _over_sharp(run, "naive"),
             lambda run: 1 - 1 / _over_sharp(run, "GPipe, m = 8"),
             lambda run: _over_sharp(run, "naive"),
             lambda run: _over_sharp(run, "whole models"),
@@ -186,22 +212,13 @@ MADE: Mapping[str, Made] = {
     ),
     "2bw-throughput": Made(
         (
-            lambda run: rate(run, _pipelined("2bw", "2.2B", 512)) / rate(run, _pipelined("gpipe", "2.2B", 512)),
-            lambda run: rate(run, _pipelined("2bw", "3.8B", 512)) / rate(run, _tensor_only("3.8B", 512)),
+            lambda run: _most(run, partial(_pipelined, "2bw", "2.2B"), partial(_pipelined, "gpipe", "2.2B")),
+            lambda run: _most(run, partial(_pipelined, "2bw", "3.8B"), partial(_tensor_only, "3.8B")),
             falls(rate, [_pipelined("2bw", "2.2B", batch) for batch in (1024, 512, 256, 128)]),
         ),
-        curves(
-            "2.2 billion parameters on 64 V100s",
-            "batch",
-            "samples/s",
-            (64, 128, 256, 512),
-            {
-                "2BW": lambda run, batch: rate(run, _pipelined("2bw", "2.2B", batch)),
-                "GPipe": lambda run, batch: rate(run, _pipelined("gpipe", "2.2B", batch)),
-                "tensor parallelism, 16": lambda run, batch: rate(run, _tensor_only("2.2B", batch)),
-            },
-            log_x=True,
-        ),
+        _by_batch("2.2B", "nvlink-1x8"),
+        _by_batch("2.2B", "nvlink-8x8"),
+        _by_batch("3.8B", "nvlink-8x8"),
     ),
     "2bw-planner": Made(
         (
@@ -213,7 +230,9 @@ MADE: Mapping[str, Made] = {
         _over_depth("Memory with micro-batches of 1", "GB", memory_gb, microbatch_sizes=[1]),
     ),
     "gpipe-one-accelerator": Made((lambda run: run(_PIPELINE_1) / run(NAIVE_1),)),
-    "pipedream-speedups": Made(each(lambda run, model: speedup(run, _machines(model)), ("vgg16", "resnet50"))),
+    "pipedream-speedups": Made(
+        each(lambda run, model: speedup(run, _machines(model)), ("inception_v3", "vgg16", "resnet50", "alexnet"))
+    ),
     "stalls": Made(
         each(lambda run, model: stall_share(run, model, 32) > stall_share(run, model, 4), ("vgg16", "gnmt")),
         curves(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipefit.draw.chart import can_plot
 from pipefit.errors import InfeasibleError, PipefitError
-from pipefit.reproduce.entry import KINDS, Bench, Entry, Picture, Scalar, Value, shown
+from pipefit.reproduce.entry import KINDS, SORTS, Bench, Entry, Picture, Scalar, Sort, Value, shown
 from pipefit.reproduce.lectures import deck_of
 from pipefit.spec.files import write_atomically
 from pipefit.units import columns
@@ -55,6 +56,7 @@ class Compared:
         """As JSON data."""
         value = self.value
         data = {"name": value.name, "published": value.published, "ours": self.ours, "ratio": self.ratio}
+        data["sort"] = value.sort
         return data | {"agrees": self.agrees, "unit": value.unit, "why": value.why if self.agrees is False else ""}
 
 
@@ -78,7 +80,7 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON data."""
-        same = {name: getattr(self.entry, name) for name in ("name", "topic", "line", "kind", "source", "note")}
+        same = {name: getattr(self.entry, name) for name in ("name", "topic", "line", "kind", "source", "note", "like")}
         values = [each.as_dict() for each in self.values]
         return {"deck": deck_of(self.entry), **same, "values": values, "commands": self.commands}
 
@@ -107,6 +109,52 @@ class Outcome:
         ends = ["", *(f"-{number}" for number in range(2, len(self.pictures) + 1))]
         each = zip(ends, self.pictures, strict=False)
         return [write_atomically(folder / f"{self.entry.name}{end}.svg", picture.svg()) for end, picture in each]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """How many values agree, by their sort.
+
+    Attributes:
+        agreeing: of each sort.
+        judged: of each sort, that have a published value.
+        shown: without a published value.
+        repeated: in entries that repeat another; they are counted once.
+    """
+
+    agreeing: Mapping[Sort, int]
+    judged: Mapping[Sort, int]
+    shown: int
+    repeated: int
+
+    @property
+    def text(self) -> str:
+        """In one sentence for each."""
+        counts = ", ".join(f"{self.agreeing[sort]} of {self.judged[sort]} {sort}s" for sort in SORTS)
+        return f"{counts} agree; {self.shown} values have no published one; {self.repeated} repeat others"
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON data."""
+        sorts = {sort: {"agree": self.agreeing[sort], "of": self.judged[sort]} for sort in SORTS}
+        return {**sorts, "without_published": self.shown, "repeated": self.repeated}
+
+
+def tally(outcomes: Iterable[Outcome]) -> Tally:
+    """Counts the values of entries, those of repeating entries apart."""
+    agreeing: Counter[Sort] = Counter()
+    judged: Counter[Sort] = Counter()
+    shown = repeated = 0
+    for outcome in outcomes:
+        if outcome.entry.like:
+            repeated += len(outcome.values)
+            continue
+        for each in outcome.values:
+            if each.value.sort is None:
+                shown += 1
+                continue
+            judged[each.value.sort] += 1
+            agreeing[each.value.sort] += each.agrees is True
+    return Tally(agreeing, judged, shown, repeated)
 
 
 def row_of(each: Compared) -> list[str]:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
+from msgspec.structs import replace
+
+from pipefit.cost import FREE, of_plan
+from pipefit.planner.manual import by_hand
 from pipefit.reproduce.entry import Bench
-from pipefit.reproduce.steps import Draw, Planned, Step
+from pipefit.reproduce.steps import Draw, Planned, Python, Step
+from pipefit.schedules.catalogue import program_of
+from pipefit.simulate import simulate
+from pipefit.spec import Plan, Profile, Topology
 
 
 def gpt_plan(layers: int, hidden: int, heads: int, devices: int, batch: int, t: int, p: int, **more: Any) -> Planned:
@@ -64,13 +72,62 @@ def replicas(run: Bench, step: Step) -> str:
     return "straight" if len(counts) > 1 and set(counts) == {1} else "-".join(map(str, counts))
 
 
-def speedup(run: Bench, step: Step) -> float | str:
-    """Times the throughput of plain data parallelism; in words where that does not fit."""
-    found = run(step)
+def minibatch_s(plan: Plan, profile: Profile, topology: Topology) -> float:
+    """Seconds per mini-batch of a plan without flushes, or of data parallelism, in a simulation of its program.
+
+    They are the difference of a longer and a shorter program, so that neither the fill nor the drain counts.
+    """
+    cost = of_plan(profile.at(plan.microbatch_size), plan, topology, runtime=FREE)
+    round_of = lcm(*(stage.replicas for stage in plan.partition.stages))
+    steps = round_of * -(-32 // round_of)
+    shorter, longer = (simulate(program_of(plan, num_steps=n * steps), cost, contention=True) for n in (2, 3))
+    return float(longer.makespan_s - shorter.makespan_s) / (steps * plan.num_microbatches)
+
+
+def data_parallel(profile: Profile, topology: Topology) -> Plan:
+    """Data parallelism over all devices: a mini-batch of the profile's size on each, and a sum of gradients."""
+    count = topology.num_devices
+    made = by_hand(len(profile), num_ranks=count, schedule="data-parallel", num_microbatches=count)
+    return replace(made, microbatch_size=profile.microbatch_size)
+
+
+def stages_by_hand(profile: Profile, layers: Sequence[int], replicas: Sequence[int]) -> Plan:
+    """PipeDream's schedule over stages of so many layers, each on so many devices."""
+    made = by_hand(
+        len(profile),
+        num_ranks=sum(replicas),
+        schedule="pipedream",
+        num_microbatches=1,
+        stages=layers,
+        replicas=replicas,
+    )
+    return replace(made, microbatch_size=profile.microbatch_size)
+
+
+def _speedup(plan: Plan, profile: Profile, topology: Topology) -> float:
+    plain_s = minibatch_s(data_parallel(profile, topology), profile, topology)
+    return plain_s / minibatch_s(plan, profile, topology)
+
+
+def speedup(run: Bench, step: Planned) -> float:
+    """Times the throughput of data parallelism, both simulated: both sum gradients after their backwards."""
+    found, question = run(step), step.question
     if found.schedule == "data-parallel":
         return 1.0
-    ahead = found.prediction.speedup_over_data_parallel
-    return "data parallelism does not fit" if ahead is None else float(ahead)
+    text = f"simulate(plan) over simulate(data parallelism), of {step.command}"
+    profile = question.profile.at(found.microbatch_size)
+    return float(run(Python(text, lambda: _speedup(found, profile, question.topology))))
+
+
+def speedup_by_hand(run: Bench, step: Planned, layers: Sequence[int], replicas: Sequence[int]) -> float:
+    """Times the throughput of data parallelism, of stages that are given instead of planned."""
+    question = step.question
+    profile = question.profile.at(question.options["microbatch_sizes"][0])
+    plan = stages_by_hand(profile, layers, replicas)
+    text = (
+        f"simulate(stages of {layers} layers on {replicas} devices) over simulate(data parallelism), of {step.command}"
+    )
+    return float(run(Python(text, lambda: _speedup(plan, profile, question.topology))))
 
 
 def falls(figure: Callable[[Bench, Any], float], steps: Sequence[Step], most: float = 1.0) -> Callable[[Bench], bool]:

@@ -48,10 +48,9 @@ class Step(ABC):
         for name, value in self.options.items():
             flag = self.flags.get(name, f"--{name.replace('_', '-')}")
             text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            if flag.endswith("="):
-                words.append(flag + shlex.quote(text))
-            else:
-                words += [flag] if value is True else [flag, shlex.quote(text)]
+            words.append(flag)
+            if value is not True:
+                words.append(shlex.quote(text))
         return words
 
 
@@ -84,7 +83,6 @@ class Planned(Step):
             "depths": "--depth",
             "tensors": "--tensor",
             "state_per_weight": "--state",
-            "bandwidth": "--sweep bandwidth=",
         }
     )
 
@@ -104,11 +102,7 @@ class Planned(Step):
         model, machine, options = self.places[0], load_topology(self.places[1]), dict(self.options)
         if memory := options.pop("memory", None):
             machine = replace(machine, device=replace(machine.device, memory_bytes=parse_quantity(memory, "bytes")))
-        bandwidth = options.pop("bandwidth", None)
-        question = Question(model, machine, options)
-        if bandwidth is None:
-            return question
-        return question.outermost(bandwidth_bytes_per_s=parse_quantity(bandwidth, "bytes/s"))
+        return Question(model, machine, options)
 
     def _words(self) -> list[str]:
         return ["--profile", self.places[0], "--topology", self.places[1], *super()._words()]

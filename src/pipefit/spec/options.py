@@ -53,8 +53,9 @@ def setting(
     Args:
         default: its value where none is given, or `dict` for an empty one.
         flags: its names on the command line, the long one first; (): made from the field's name.
-        typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "words" (a=1,b=2;
-            may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several after one flag).
+        typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "figures"
+            (0.9,0.95), "words" (a=1,b=2; may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several
+            after one flag).
         least: the smallest number that it may be; a whole number such as 1: it must be whole; None: not checked.
         most: the largest, where `least` is given.
         hidden: for Python only.
@@ -84,6 +85,8 @@ class Parallelism(Checked):
         sequence_parallel: the processes of a rank also split the sequence between them.
         whole_messages: each process of a rank sends all of a message between ranks, not only its part.
         shard_optimizer: shard the optimizer's states over the replicas of each stage.
+        verify_replicas: steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none;
+            default: at each checkpoint.
         recompute: what backwards replay instead of keeping it: "stage": whole stages, of which only inputs are kept;
             "layer": layer by layer, of which inputs are kept; "selective": only the cores of attention.
         options: an option of the schedule as NAME=INTEGER; may be repeated.
@@ -98,6 +101,7 @@ class Parallelism(Checked):
     sequence_parallel: bool = False
     whole_messages: bool = False
     shard_optimizer: bool = False
+    verify_replicas: int | None = setting(None, least=0)
     recompute: Literal["none", "stage", "layer", "selective"] = "none"
     options: Mapping[str, int] = setting(dict, "--schedule-option", typed="pairs")
     device: Any = setting(None, typed=str)
@@ -249,8 +253,8 @@ class Request(Checked):
         schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
             the pipeline is given; else 1f1b.
         microbatches: per weight update; default: chosen with the schedule auto, else 4.
-        stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
-            a number of stages, or "auto".
+        stages: layers of each stage, like 3,3; default: balanced by a profile, else by FLOP and parameters. In Python
+            also a number of stages, or "auto".
         plan: follow this plan, with its schedule, stages and micro-batches.
         parallelism: distribution of the model over processes.
         spill: spilling of stages; None: none.

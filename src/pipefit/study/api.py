@@ -51,13 +51,17 @@ class Study:
             raise StudyError("search=… chooses values and define=… makes a trial of them: give both, or only trials")
         if search is None and not trials:
             raise StudyError("a study needs trials, or a search that chooses them")
-        self._define, self._search, self.spec = define, search, spec_of(trials, options)
+        self._define = define
+        self._search = search
+        self.spec = spec_of(trials, options)
 
     @classmethod
     def load(cls, path: str | Path) -> Study:
         """A study from its file."""
         study = cls.__new__(cls)
-        study.spec, study._define, study._search = load_study(path), None, None
+        study.spec = load_study(path)
+        study._define = None
+        study._search = None
         return study
 
     def run(self, *, resume: bool = False, observer: Observer | None = None, forked: bool = True) -> StudyResult:
