@@ -115,8 +115,8 @@ def _loss(run: Execution, i: Instruction) -> None:
     given = leaves if half is None else in_float32(leaves, half)
     compute = run.loss or run.worker.training.loss
     loss, metrics = with_metrics(compute(act.payload(given), target))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = f"a tensor of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
     share = run.feed[i.mb].share
     run.losses.append((i.mb, loss.detach() * share))
