@@ -189,7 +189,7 @@ def draw(
         num_chunks=num_chunks,
         num_steps=steps,
         replicas=tuple(replicas),
-        recompute=(None if recompute else ()) if isinstance(recompute, bool) else tuple(recompute),
+        recompute=_replayed(recompute),
         options=options,
     )
     how = How(optim_slots, tier, prefetch, activations, step_on, keep) if slots is not None or made.spills else None
@@ -234,3 +234,10 @@ def _long(shape: Shape) -> Shape:
 def _shape_key(timeline: Timeline) -> tuple[object, ...]:
     header = timeline.program.header
     return header.schedule, header.placement, header.num_microbatches, header.num_steps, header.spill
+
+
+def _replayed(recompute: bool | Sequence[int]) -> tuple[int, ...] | None:
+    """The stages that replay; None: all."""
+    if isinstance(recompute, bool):
+        return None if recompute else ()
+    return tuple(recompute)

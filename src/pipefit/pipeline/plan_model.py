@@ -46,7 +46,7 @@ class Planned:
 
     def explain(self, width: int | None = None, every: bool = False) -> str:
         """Its stages, its prediction, and the candidates that lost; see `pipefit.planner.explain.explain`."""
-        return explain(self.plan, self.profile, width, every)
+        return explain(self.plan, self.profile, width, every, self.topology)
 
     def sweep(self, **over: Sequence[Any]) -> Sweep:
         """The plans for other options, such as `sweep(depth=[1, 2, 4])`; see `pipefit.planner.sweeps.sweep`."""

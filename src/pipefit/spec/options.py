@@ -89,6 +89,8 @@ class Parallelism(Checked):
         sequence_parallel: the processes of a rank also split the sequence between them.
         whole_messages: each process of a rank sends all of a message between ranks, not only its part.
         shard_optimizer: shard the optimizer's states over the replicas of each stage.
+        verify_replicas: steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none;
+            default: at each checkpoint.
         recompute: what backwards replay instead of keeping it: "stage": whole stages, of which only inputs are kept;
             "layer": layer by layer, of which inputs are kept; "selective": only the cores of attention.
         options: an option of the schedule as NAME=INTEGER; may be repeated.
@@ -103,6 +105,7 @@ class Parallelism(Checked):
     sequence_parallel: bool = False
     whole_messages: bool = False
     shard_optimizer: bool = False
+    verify_replicas: int | None = setting(None, least=0)
     recompute: Literal["none", "stage", "layer", "selective"] = "none"
     options: Mapping[str, int] = setting(dict, "--schedule-option", typed="pairs")
     device: Any = setting(None, typed=str)
@@ -256,8 +259,8 @@ class Request(Checked):
         schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
             the pipeline is given; else 1f1b.
         microbatches: per weight update; default: chosen with the schedule auto, else 4.
-        stages: layers of each stage, like 3,3; default: balanced by a profile, or by number. In Python also
-            a number of stages, or "auto".
+        stages: layers of each stage, like 3,3; default: balanced by a profile, else by FLOP and parameters. In Python
+            also a number of stages, or "auto".
         plan: follow this plan, with its schedule, stages and micro-batches.
         parallelism: distribution of the model over processes.
         spill: spilling of stages; None: none.

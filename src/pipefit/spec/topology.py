@@ -113,7 +113,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         levels: from the innermost (devices in a server) to the outermost.
-        device: every device, unless `devices` is given.
+        device: every device; where `devices` differ, the one that profiles are for, by default the first of them.
         devices: one entry per rank, when they differ.
         tiers: host and disk, for spilling.
         name: for people.
@@ -127,6 +127,8 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         check_fields(self, TopologyError)
+        if self.devices and self.device == Device():
+            msgspec.structs.force_setattr(self, "device", self.devices[0])
         if not self.levels:
             raise TopologyError("levels: expected at least one level with its width, got none: there is no device")
         for index, level in enumerate(self.levels):

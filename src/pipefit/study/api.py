@@ -56,13 +56,17 @@ class Study:
             raise StudyError("search=… chooses values and define=… makes a trial of them: give both, or only trials")
         if search is None and not trials:
             raise StudyError("a study needs trials, or a search that chooses them")
-        self._define, self._search, self.spec = define, search, spec_of(trials, options)
+        self._define = define
+        self._search = search
+        self.spec = spec_of(trials, options)
 
     @classmethod
     def load(cls, path: str | Path) -> Study:
         """A study from its file."""
         study = cls.__new__(cls)
-        study.spec, study._define, study._search = load_study(path), None, None
+        study.spec = load_study(path)
+        study._define = None
+        study._search = None
         return study
 
     def run(self, *, resume: bool = False, observer: Observer | None = None, forked: bool = True) -> StudyResult:
@@ -82,8 +86,14 @@ class Study:
         """
         from pipefit.study.execute.study_run import StudyRun
 
-        search = {"define": self._define, "search": self._search}
-        run = StudyRun(self.spec, **search, observer=observer, resume=resume, forked=forked)
+        run = StudyRun(
+            self.spec,
+            define=self._define,
+            search=self._search,
+            observer=observer,
+            resume=resume,
+            forked=forked,
+        )
         result = run.run()
         self.stopped_by = run.stopped_by
         return result

@@ -129,6 +129,14 @@ class Trial:
         if not listed and (self.held_out is None) != (self.evaluate == 0):
             raise StudyError("held_out=… gives the batches, and evaluate=… how often: give both or neither")
 
+    @property
+    def kind(self) -> str:
+        """A key that trials share whose turns take the same time; a model of a factory is like no other."""
+        if callable(self.model):
+            return f"{id(self)}"
+        sizes = (self.batch, self.microbatches, self.shards, self.clip > 0, plain(self.optimizer))
+        return repr((self.model, sorted(self.options.items()), plain(self.data), *sizes))
+
     def as_dict(self) -> dict[str, Any]:
         """The trial as JSON data; callables by their names."""
         return {key: plain(value) for key, value in vars(self).items()}
