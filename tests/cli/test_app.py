@@ -245,6 +245,14 @@ def test_a_mistyped_schedule_is_named_before_the_options_that_are_missing(capsys
     assert "--stages" in capsys.readouterr().err
 
 
+def test_completion_is_installed_for_a_shell(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["--install-completion", "--shell", "bash"]) == 0
+    (script,) = (path for path in tmp_path.rglob("*") if path.name == "pipefit")
+    assert str(script) in capsys.readouterr().out and str(script) in (tmp_path / ".bashrc").read_text()
+    assert all(word in script.read_text() for word in (*cli_app.VERBS, "--lr-schedule"))
+
+
 ESCAPE = "\x1b]0;title\x07\x1b[2J"
 
 

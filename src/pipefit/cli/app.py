@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, MissingArgumentError
@@ -64,10 +64,29 @@ def make_app(tokens: list[str], config: Any = None) -> App:
         # Ctrl-C is handled below, for all verbs alike.
         suppress_keyboard_interrupt=False,
     )
+    if not _verb(tokens):
+        app.command(_install_completion, name="--install-completion", sort_key=len(VERBS))
     for verb in tokens[:1] if _verb(tokens) else VERBS:
         module = import_module(f"pipefit.cli.{verb}")
         app.command(module.command, name=verb, sort_key=VERBS.index(verb), help=_flowing(module.command.__doc__))
     return app
+
+
+def _install_completion(*, shell: Literal["bash", "zsh", "fish"] | None = None) -> Answer:
+    """Install completion of verbs and options for your shell.
+
+    Args:
+        shell: Default: the one that runs this.
+    """
+    from cyclopts.completion.detect import ShellDetectionError
+
+    try:
+        path = make_app([]).install_completion(shell=shell)
+    except ShellDetectionError:
+        raise PipefitError("--install-completion: the shell is not known; give --shell bash, zsh or fish") from None
+    except OSError as problem:
+        raise PipefitError(f"{problem.filename}: cannot be written: {problem.strerror}") from None
+    return Answer({}, f"wrote {path}, and a line in your shell's start-up file that reads it; begin a new shell")
 
 
 def _flowing(text: str | None) -> str:

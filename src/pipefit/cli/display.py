@@ -129,6 +129,7 @@ def report(result: Any) -> str:
         lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}{more}")
         if result.held_out_before is not None:
             lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
+    lines += result.notes
     if result.rows:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
         turns = " (the ranks alternated in this one process; the prediction is for a process each)" if alone else ""

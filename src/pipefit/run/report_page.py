@@ -95,7 +95,7 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         rows=_rows(result["rows"]) if result else [],
         can_plot=can_plot(),
         curves=curves(entries, result["baseline"] if result else None) if can_plot() else [],
-        timelines=_timelines(place, ("measured", "predicted") if result else ("measured",)),
+        timelines=_timelines(place, bool(result and result["predicted"])),
     )
 
 
@@ -105,10 +105,11 @@ def _rows(data: list[dict[str, Any]]) -> list[Row]:
     return [row for row in notable(rows) if row.name.split()[0] in ("period", "bubble", *SHOWN)]
 
 
-def _timelines(place: Path, names: tuple[str, ...]) -> list[str]:
+def _timelines(place: Path, is_predicted: bool) -> list[str]:
     """The pictures of the timelines that there are, with one unit."""
+    names = ("measured", "predicted") if is_predicted else ("measured",)
     paths = {name: place / f"{name}.trace.json" for name in names}
-    if names == ("measured",) and not (place / MEASURED).exists():
+    if not is_predicted and not (place / MEASURED).exists():
         return []
     loaded = {name: load_trace(path) for name, path in paths.items()}
     longest = max(timeline.makespan_s for timeline in loaded.values())
