@@ -23,7 +23,7 @@ from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossErr
 
 VERBS: Final = (
     "train", "run", "check", "cut", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize",
-    "schedules", "study", "reproduce", "report", "watch", "links", "doctor",
+    "schedules", "study", "reproduce", "report", "generate", "watch", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 
@@ -32,6 +32,7 @@ _WORK: Final = {
     "cut": "building the model, and proving its cut",
     "doctor": "looking at the machine",
     "draw": "drawing",
+    "generate": "reading the model, and writing",
     "links": "measuring links and devices",
     "plan": "searching for the best plan",
     "profile": "measuring the layers",
