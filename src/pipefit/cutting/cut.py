@@ -34,6 +34,7 @@ class Cut:
     Attributes:
         layers: in order; their parameters have the model's own names.
         shell: the model's forward, which the layers share, around its blocks or traced.
+        model: the whole one, as its author wrote it; the layers have its weights.
         crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
         merged: blocks before which it cannot be cut, with the reason.
         loss: the model's own, (output, batch) -> mean; None: it has none.
@@ -43,6 +44,7 @@ class Cut:
 
     layers: tuple[NamedLayer, ...]
     shell: Shell | Traced
+    model: nn.Module
     crossing: tuple[tuple[float, int], ...]
     merged: tuple[tuple[str, str], ...] = ()
     loss: Callable[[Any, Any], Tensor] | None = None
@@ -211,7 +213,7 @@ def _traced(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _W
     why = prove_trace(shell, model, example)
     if why is not None:
         raise ModelError(why)
-    return Cut(layers, shell, crossing)
+    return Cut(layers, shell, model, crossing)
 
 
 def _around_blocks(
@@ -246,7 +248,8 @@ def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems:
             writes = True
             continue
         if difference is None:
-            return Cut(_layers(model, parts, shell, seen), shell, _crossing(shell, seen), tuple(merged))
+            crossing = _crossing(shell, seen)
+            return Cut(_layers(model, parts, shell, seen), shell, model, crossing, tuple(merged))
         if difference.block is None:
             problems.append(difference.why)
             return None

@@ -125,7 +125,7 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
 
 
 def release_run(engine: Engine, layers: Sequence[NamedLayer], whole: Callable[[], dict[str, Tensor]]) -> None:
-    """Restores a model for the user: all its weights if they were there, own memory for them, own classes of modules.
+    """Restores a model for the user: all its weights if they were there, own memory for them.
 
     Args:
         engine: of the run.
@@ -139,8 +139,6 @@ def release_run(engine: Engine, layers: Sequence[NamedLayer], whole: Callable[[]
     for worker in engine.workers:
         if worker.spilling:
             worker.spilling.tier.close()
-        for stage in worker.stages.values():
-            stage.release()
         for store in worker.stores.values():
             store.release()
 

@@ -1,10 +1,10 @@
 """Batch norm over micro-batches: each is normalised by its own statistics; running averages use the mini-batch.
 
-The module's own forward runs, whatever it is. While it runs, stand-ins are in the place of its running averages:
+The module's own forward runs, whatever it is. While it runs, copies are in the place of its running averages:
 
-    F.batch_norm(x, stand-in, …)     normalises, and notes the statistics of x for the update; nothing is written
-    other code that reads one        gets what torch would have there now
-    update                           the averages take the statistics of all micro-batches at once, call by call
+    F.batch_norm(x, copies, …)     normalises and changes the copies, as in torch; its statistics are noted
+    other code                     reads the copies: what torch would have there
+    update                         the averages take the statistics of all micro-batches at once, call by call
 
 A forward that is torch's own has a shorter way to the same, which `torch.compile` can follow.
 
@@ -13,15 +13,14 @@ Source: GPipe (NeurIPS 2019) §2.1.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
-from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 
@@ -79,79 +78,74 @@ class RunningAverages:
         self.num_channels: int = module._buffers["running_mean"].numel()  # type: ignore[union-attr]
         self._seen: dict[int, list[list[Call]]] = {}
         self._gathered: dict[int, Tensor] = {}
-        self._fresh: list[Call] | None = None
-        self._num_applied = 0
+        self._fresh: list[Call] = []
         self._real: dict[str, Any] = {}
-        self._stand_ins: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}
-        module.__dict__["_averages"] = self
-        if not self.has_own_forward:
-            module.__class__ = _deferring_class(type(module))
+        self._placed: dict[str, Any] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without stand-ins, which are for these very averages."""
-        return self.__dict__ | {"_real": {}, "_stand_ins": {}, "_values": {}}
-
-    def release(self) -> None:
-        """Restores the module's own class."""
-        del self.module.__dict__["_averages"]
-        if not self.has_own_forward:
-            self.module.__class__ = type(self.module).__bases__[1]
-
-    def begin(self, is_replay: bool = False) -> None:
-        """Puts stand-ins in the place of the averages.
+    def begin(self, mean: Tensor, var: Tensor) -> None:
+        """Puts copies in the place of the buffers; see `copied`.
 
         Args:
-            is_replay: nothing that the forward writes is kept.
+            mean: copy of the running mean.
+            var: copy of the running variance.
         """
         buffers: dict[str, Any] = self.module._buffers
-        self._fresh, self._num_applied = [], 0
-        if self._real.get("running_mean") is not buffers["running_mean"]:
-            self._real = {name: buffers[name] for name in _AVERAGES}
-            self._stand_ins = {name: _StandIn.of(self, name) for name in _AVERAGES}
-        self._values = {name: self._real[name].clone() if is_replay else self._real[name] for name in _AVERAGES}
-        if self.has_own_forward:
-            self._real[_COUNTER] = buffers[_COUNTER]
-            buffers[_COUNTER] = None if buffers[_COUNTER] is None else buffers[_COUNTER].clone()
-        buffers.update(self._stand_ins)
+        self._fresh = []
+        self._mean, self._var = mean, var
+        self._real = {name: buffers[name] for name in TRACKED}
+        self._placed = {"running_mean": _Watched.of(self, mean), "running_var": _Watched.of(self, var)}
+        counter = buffers[_COUNTER]
+        if self.has_own_forward and counter is not None:
+            counter = counter.clone()
+        self._placed[_COUNTER] = counter
+        buffers.update(self._placed)
+        self.module.__dict__["_averages"] = self
 
     def end(self, update: int | None) -> None:
-        """Restores the averages, and counts the statistics that were noted.
+        """Restores the buffers, and counts the statistics that were noted.
 
         Args:
             update: the update that they belong to; several are in flight without a flush. None: it was a replay.
 
         Raises:
-            ModelError: the forward replaced averages after torch's batch norm had changed them.
+            ModelError: the forward changed averages that torch's batch norm changed too.
         """
         buffers: dict[str, Any] = self.module._buffers
-        fresh, self._fresh = self._fresh or [], None
-        replaced = {name: buffers[name] for name in self._real if buffers[name] is not self._stand_ins.get(name)}
+        left = {name: buffers[name] for name in TRACKED}
+        changed = {name for name, value in left.items() if self._is_changed(name, value)}
+        del self.module.__dict__["_averages"]
         buffers.update(self._real)
         if update is None:
             return
-        if fresh and not replaced.keys() <= {_COUNTER}:
-            raise self.written()
-        if not fresh:
+        if not self._fresh:
             # The module has a formula of its own, which counts each micro-batch.
-            for name, value in replaced.items():
-                if value is not None:
-                    self._real[name].copy_(value)
+            for name in changed:
+                self._real[name].copy_(left[name])
             return
-        if _COUNTER in replaced and replaced[_COUNTER]._version:
-            fresh = [call._replace(counted=True) for call in fresh]
+        if not changed <= {_COUNTER}:
+            raise ModelError(
+                f"{type(self.module).__name__} changes its running averages itself, and torch's batch norm does too, "
+                "but in a pipeline that one changes them only after all micro-batches; change them in a module of "
+                "their own, or after the optimizer's step"
+            )
         calls = self._seen.setdefault(update, [])
-        calls += [[] for _ in fresh[len(calls) :]]
-        for same, call in zip(calls, fresh, strict=False):
-            same.append(call)
+        calls += [[] for _ in self._fresh[len(calls) :]]
+        for same, call in zip(calls, self._fresh, strict=False):
+            same.append(call._replace(counted=call.counted or _COUNTER in changed))
 
-    def written(self) -> ModelError:
-        """The error of code that changes averages which torch's batch norm has changed in the same forward."""
-        kind = type(self.module).__name__
-        return ModelError(
-            f"{kind} changes its running averages after torch's batch norm has, but in a pipeline that one changes "
-            "them only after all micro-batches; change them in a module of their own, or after the optimizer's step"
-        )
+    def _is_changed(self, name: str, value: Any) -> bool:
+        """Returns whether the forward wrote a buffer; torch's batch norm does so unseen."""
+        if value is None or value is self._real[name]:
+            return value is not self._placed[name]
+        return value is not self._placed[name] or value._version > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The module's forward in a shorter way, if it is torch's own."""
+        module = self.module
+        if not module.training:
+            return type(module).forward(module, x)
+        module._check_input_dim(x)
+        return self.normalise(x, module.weight, module.bias, None, module.eps)
 
     def normalise(
         self,
@@ -175,32 +169,13 @@ class RunningAverages:
             eps: added to the variance.
             counted: the module's counter counts it.
         """
-        count = x.numel() / x.shape[1]
         if eps <= 0:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)  # which says what is wrong
-        normal, mean, invstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-        if self._fresh is not None:
-            self._fresh.append(Call(mean.detach(), invstd.detach(), count, share, eps, counted))
+        now = self.share(len(self._fresh) + 1) if share is None else share
+        normal, mean, invstd = torch.native_batch_norm(x, weight, bias, self._mean, self._var, True, now, eps)
+        count = x.numel() / x.shape[1]
+        self._fresh.append(Call(mean.detach(), invstd.detach(), count, share, eps, counted))
         return normal
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether this forward has called torch's batch norm."""
-        return bool(self._fresh)
-
-    @torch.no_grad()
-    def value(self, name: str) -> Tensor:
-        """An average as torch would have it now: that of the last update, with the calls of this forward."""
-        fresh = self._fresh or []
-        if fresh and not self._num_applied:
-            self._values = {name: value.clone() for name, value in self._values.items()}
-        for number, call in enumerate(fresh[self._num_applied :], self._num_applied):
-            share = self.share(number + 1) if call.share is None else call.share
-            variance = (call.invstd.pow(-2) - call.eps) * (call.count / max(call.count - 1, 1))
-            for one, new in (("running_mean", call.mean), ("running_var", variance)):
-                self._values[one].lerp_(new.to(self._values[one].dtype), share)
-        self._num_applied = len(fresh)
-        return self._values[name]
 
     def share(self, ahead: int) -> float:
         """The weight of a call in the averages, by the module's `momentum`.
@@ -248,18 +223,33 @@ class RunningAverages:
 
 
 def adopt(modules: Iterable[nn.Module]) -> list[RunningAverages]:
-    """The running averages of the batch norms among some modules, from now on changed only by `commit`."""
-    found = []
-    for module in dict.fromkeys(modules):
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None:
-            found.append(averages_of(module) or RunningAverages(module))
-    return found
+    """The running averages of the batch norms among some modules, which change only by `commit`."""
+    return [
+        RunningAverages(module)
+        for module in dict.fromkeys(modules)
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
+    ]
 
 
-def averages_of(module: nn.Module) -> RunningAverages | None:
-    """The running averages of a batch norm of a stage; None: it is something else, or in no stage."""
-    found: RunningAverages | None = module.__dict__.get("_averages")
-    return found
+@contextlib.contextmanager
+def copied(norms: Sequence[RunningAverages], update: int | None) -> Iterator[None]:
+    """The context of a forward, with copies in the place of running averages.
+
+    Args:
+        norms: of the stage.
+        update: the update that counts the forward; None: a replay.
+    """
+    averages = [norm.module._buffers[name] for norm in norms for name in _AVERAGES]
+    copies = torch._foreach_mul(averages, 1) if averages else []  # of all at once
+    for norm, mean, var in zip(norms, copies[::2], copies[1::2], strict=True):
+        norm.begin(mean, var)
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        for norm in norms:
+            norm.end(update if finished else None)
 
 
 def normalised(
@@ -275,7 +265,7 @@ def normalised(
         share: weight of the statistics in the new averages; None: by the module's `momentum`.
         eps: added to the variance.
     """
-    averages = averages_of(module)
+    averages = _averages_of(module)
     if averages is not None:
         return averages.normalise(x, weight, bias, share, eps)
     assert isinstance(module, _BatchNorm)
@@ -288,40 +278,31 @@ def normalised(
     return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, True, share, eps)
 
 
-class _StandIn(Tensor):
-    """A running average in a forward."""
+def _averages_of(module: nn.Module) -> RunningAverages | None:
+    """The running averages of a batch norm in a stage's forward; None: it is something else, or elsewhere."""
+    found: RunningAverages | None = module.__dict__.get("_averages")
+    return found
 
-    _averages: RunningAverages
-    _name: str
+
+class _Watched(Tensor):
+    """The copy of a running average in a forward; torch's batch norm does not take it without being noted."""
+
+    averages: RunningAverages
 
     @staticmethod
-    def of(averages: RunningAverages, name: str) -> _StandIn:
-        """The stand-in of an average."""
-        made = averages._real[name].as_subclass(_StandIn)
-        made._averages, made._name = averages, name
+    def of(averages: RunningAverages, copied: Tensor) -> _Watched:
+        """The same memory, watched; compiled code that changes the copy does not change the version of this."""
+        made = copied.data.as_subclass(_Watched)
+        made.averages = averages
         return made
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls a function of torch with the values of stand-ins; of a batch norm the statistics are noted."""
-        named = kwargs or {}
+        """Calls a function of torch, which gives plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _NORMS:
-                return _NORMS[func](*args, **named)
-            stand_ins = [leaf for leaf in pytree.tree_leaves((args, named)) if isinstance(leaf, cls)]
-            before = [_value(leaf)._version for leaf in stand_ins]
-            args, named = pytree.tree_map(_value, (args, named))
-            result = func(*args, **named)
-            for leaf, version in zip(stand_ins, before, strict=True):
-                if leaf._averages.is_noted and _value(leaf)._version != version:
-                    raise leaf._averages.written()
-            return result
-
-
-def _value(leaf: Any) -> Any:
-    return leaf._averages.value(leaf._name) if isinstance(leaf, _StandIn) else leaf
+            return _NORMS.get(func, func)(*args, **kwargs or {})
 
 
 def _functional(
@@ -334,11 +315,10 @@ def _functional(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.batch_norm` with stand-ins."""
-    if training and isinstance(running_mean, _StandIn):
-        return running_mean._averages.normalise(x, weight, bias, momentum, eps, counted=False)
-    mean, var, weight, bias = (_value(one) for one in (running_mean, running_var, weight, bias))
-    return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    """`F.batch_norm` with copies of running averages."""
+    if training and isinstance(running_mean, _Watched):
+        return running_mean.averages.normalise(x, weight, bias, momentum, eps, counted=False)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _of_torch(
@@ -352,29 +332,11 @@ def _of_torch(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """`torch.batch_norm` with stand-ins."""
+    """`torch.batch_norm` with copies of running averages."""
     return _functional(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 _NORMS: dict[Any, Callable[..., Tensor]] = {F.batch_norm: _functional, torch.batch_norm: _of_torch}
-
-
-class _Deferring(_BatchNorm):
-    """A batch norm whose forward is torch's own, with the shorter way."""
-
-    _averages: RunningAverages
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalises by the micro-batch's own statistics in training, by the running averages otherwise."""
-        if not self.training or not self.track_running_stats:
-            return super().forward(input)
-        self._check_input_dim(input)
-        return self._averages.normalise(input, self.weight, self.bias, None, self.eps)
-
-
-@functools.cache
-def _deferring_class(own: type) -> type:
-    return type(f"Deferring{own.__name__}", (_Deferring, own), {})
 
 
 @torch.no_grad()

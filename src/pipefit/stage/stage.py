@@ -82,7 +82,7 @@ class Stage:
         for layer in self.layers:
             layer.module.to(device)
         self.batchnorms = batchnorm.adopt(module for layer in self.layers for module in layer.module.modules())
-        self._own_norms = [norm for norm in self.batchnorms if norm.has_own_forward]
+        self._norm_forwards = {norm.module: norm.forward for norm in self.batchnorms if not norm.has_own_forward}
         self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -131,10 +131,6 @@ class Stage:
             replay: whether this is a recompute, which must not count anything twice.
             update: that batch norms count the micro-batch for.
         """
-        norms = self.batchnorms if self.training else ()
-        unchanged = self._unchanged() if replay else contextlib.nullcontext()
-        for norm in norms:
-            norm.begin(replay)
         state = self._generator.get_state()
 
         def seed(layer: int) -> None:
@@ -142,9 +138,16 @@ class Stage:
 
         # Inside, so that weights are cast once for each forward, and anew for the next version's.
         half = contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
+        unchanged = self._unchanged() if replay else contextlib.nullcontext()
         try:
             changed = self.compiled | self.replayed if self.training else {}
-            with half, replaced_forwards(changed), self._cores, unchanged:
+            with (
+                half,
+                self._norms_copied(None if replay else update),
+                replaced_forwards(changed),
+                self._cores,
+                unchanged,
+            ):
                 if self.is_cut:
                     first, last = self.layers[0], self.layers[-1]
                     return self._run(first, lambda: first.module.through(last.module, payload, seed))
@@ -154,8 +157,6 @@ class Stage:
                 return payload
         finally:
             self._generator.set_state(state)
-            for norm in norms:
-                norm.end(None if replay else update)
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
@@ -164,14 +165,17 @@ class Stage:
         Raises:
             ModelError: a layer that it replayed changes another buffer.
         """
-        for norm in self._own_norms:
-            norm.begin(is_replay=True)
-        try:
-            with self._unchanged() if self.replayed else contextlib.nullcontext():
-                yield
-        finally:
-            for norm in self._own_norms:
-                norm.end(None)
+        with self._norms_copied(None), self._unchanged() if self.replayed else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def _norms_copied(self, update: int | None) -> Iterator[None]:
+        """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
+        if not self.training or not self.batchnorms:
+            yield
+            return
+        with batchnorm.copied(self.batchnorms, update), replaced_forwards(self._norm_forwards):
+            yield
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
@@ -233,11 +237,6 @@ class Stage:
                 layer.module.load_state_dict(own)
             except RuntimeError as problem:
                 raise ModelError(f"layer {layer.name}: {problem}") from None
-
-    def release(self) -> None:
-        """Restores the classes of batch norms."""
-        for norm in self.batchnorms:
-            norm.release()
 
 
 def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[tuple[str, nn.Module, str]]:
