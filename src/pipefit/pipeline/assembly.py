@@ -96,6 +96,8 @@ def assemble(
         workers.append(Worker.create(rank, training, part, ties, device, spilling, mesh, shards))
         for index, stage in workers[-1].stages.items():
             stage.replay(str(plan.partition.stages[index].recompute), len(layers))
+            if len(plan.placement.ranks[index]) > 1:
+                stage.replicate()
     # Only a model that every process held whole can be given back to all of them.
     whole = session.is_distributed and not (mesh.region or plan.spill or is_meta(layers))
     if session.is_distributed:

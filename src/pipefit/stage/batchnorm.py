@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 
@@ -53,7 +54,7 @@ class Call(NamedTuple):
 class RunningAverages:
     """The running averages of a batch norm in a stage, which change once per update.
 
-    `begin` and `end` stand around a forward: torch.compile can follow a list that is empty at the start, but not a
+    `begin` and `restore` stand around a forward: torch.compile can follow a list that is empty at the start, but not a
     table that grows.
 
     Args:
@@ -61,7 +62,9 @@ class RunningAverages:
 
     Attributes:
         has_own_forward: the module's forward is not torch's.
+        is_replicated: its stage is one of several copies.
         num_channels: the length of each average.
+        placed: what is in the place of the buffers during a forward.
 
     Raises:
         ModelError: it is an `nn.SyncBatchNorm`.
@@ -75,12 +78,14 @@ class RunningAverages:
             )
         self.module = module
         self.has_own_forward = type(module).forward is not _BatchNorm.forward or "forward" in module.__dict__
+        self.is_replicated = False
         self.num_channels: int = module._buffers["running_mean"].numel()  # type: ignore[union-attr]
         self._seen: dict[int, list[list[Call]]] = {}
         self._gathered: dict[int, Tensor] = {}
+        self._last: dict[int, Call] = {}
         self._fresh: list[Call] = []
         self._real: dict[str, Any] = {}
-        self._placed: dict[str, Any] = {}
+        self.placed: dict[str, Any] = {}
 
     def begin(self, mean: Tensor, var: Tensor) -> None:
         """Puts copies in the place of the buffers; see `copied`.
@@ -92,37 +97,46 @@ class RunningAverages:
         buffers: dict[str, Any] = self.module._buffers
         self._fresh = []
         self._mean, self._var = mean, var
-        self._real = {name: buffers[name] for name in TRACKED}
-        self._placed = {"running_mean": _Watched.of(self, mean), "running_var": _Watched.of(self, var)}
-        counter = buffers[_COUNTER]
+        self._real = {name: buffers[name] for name in TRACKED if name in buffers}
+        self.placed = dict(self._real)
+        self.placed["running_mean"] = _Watched.of(self, "running_mean", mean)
+        self.placed["running_var"] = _Watched.of(self, "running_var", var)
+        counter = self._real.get(_COUNTER)
         if self.has_own_forward and counter is not None:
-            counter = counter.clone()
-        self._placed[_COUNTER] = counter
-        buffers.update(self._placed)
+            self.placed[_COUNTER] = counter.clone()
+        buffers.update(self.placed)
         self.module.__dict__["_averages"] = self
 
-    def end(self, update: int | None) -> None:
-        """Restores the buffers, and counts the statistics that were noted.
+    def restore(self) -> dict[str, Any]:
+        """Restores the buffers; returns those that the forward wrote itself, as it left them."""
+        buffers: dict[str, Any] = self.module._buffers
+        written = {name: buffers[name] for name in self._real if self._is_changed(name, buffers[name])}
+        buffers.update(self._real)
+        del self.module.__dict__["_averages"]
+        return written
+
+    def count(self, update: int, written: Mapping[str, Any]) -> None:
+        """Counts the statistics that the forward noted.
 
         Args:
-            update: the update that they belong to; several are in flight without a flush. None: it was a replay.
+            update: the update that they belong to; several are in flight without a flush.
+            written: what `restore` gave.
 
         Raises:
-            ModelError: the forward changed averages that torch's batch norm changed too.
+            ModelError: the forward wrote averages that torch's batch norm changed too, or that copies would write.
         """
-        buffers: dict[str, Any] = self.module._buffers
-        left = {name: buffers[name] for name in TRACKED}
-        changed = {name for name, value in left.items() if self._is_changed(name, value)}
-        del self.module.__dict__["_averages"]
-        buffers.update(self._real)
-        if update is None:
-            return
         if not self._fresh:
             # The module has a formula of its own, which counts each micro-batch.
-            for name in changed:
-                self._real[name].copy_(left[name])
+            if written and self.is_replicated:
+                raise ModelError(
+                    f"{type(self.module).__name__} changes its running averages by a formula of its own, which each "
+                    "copy of its stage would apply to its own samples: give the stage one copy (replicas), or let it "
+                    "call torch's batch norm, whose statistics are added up"
+                )
+            for name, value in written.items():
+                self._real[name].copy_(value)
             return
-        if not changed <= {_COUNTER}:
+        if not written.keys() <= {_COUNTER}:
             raise ModelError(
                 f"{type(self.module).__name__} changes its running averages itself, and torch's batch norm does too, "
                 "but in a pipeline that one changes them only after all micro-batches; change them in a module of "
@@ -131,13 +145,14 @@ class RunningAverages:
         calls = self._seen.setdefault(update, [])
         calls += [[] for _ in self._fresh[len(calls) :]]
         for same, call in zip(calls, self._fresh, strict=False):
-            same.append(call._replace(counted=call.counted or _COUNTER in changed))
+            same.append(call._replace(counted=call.counted or _COUNTER in written))
+        self._last.update(enumerate(same[-1] for same in calls if same))
 
     def _is_changed(self, name: str, value: Any) -> bool:
-        """Returns whether the forward wrote a buffer; torch's batch norm does so unseen."""
+        """Returns whether the forward wrote a buffer; what torch's batch norm writes has no new version."""
         if value is None or value is self._real[name]:
-            return value is not self._placed[name]
-        return value is not self._placed[name] or value._version > 0
+            return value is not self.placed[name]
+        return value is not self.placed[name] or value._version > 0
 
     def forward(self, x: Tensor) -> Tensor:
         """The module's forward in a shorter way, if it is torch's own."""
@@ -172,10 +187,18 @@ class RunningAverages:
         if eps <= 0:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)  # which says what is wrong
         now = self.share(len(self._fresh) + 1) if share is None else share
+        if share is not None and self._is_cumulative(share):
+            share = None  # without a flush, updates before this one may not have been counted yet
         normal, mean, invstd = torch.native_batch_norm(x, weight, bias, self._mean, self._var, True, now, eps)
         count = x.numel() / x.shape[1]
         self._fresh.append(Call(mean.detach(), invstd.detach(), count, share, eps, counted))
         return normal
+
+    def _is_cumulative(self, share: float) -> bool:
+        """Returns whether a share is that of an average over all batches, by the counter as the forward left it."""
+        counter = self.module._buffers.get(_COUNTER)
+        counted = 0.0 if self.module.momentum is not None or counter is None else float(counter)
+        return counted > 0 and share == 1.0 / counted
 
     def share(self, ahead: int) -> float:
         """The weight of a call in the averages, by the module's `momentum`.
@@ -185,17 +208,17 @@ class RunningAverages:
         """
         if self.module.momentum is not None:
             return self.module.momentum
-        counter = self.module.num_batches_tracked
+        counter = self.module._buffers.get(_COUNTER)
         return 0.0 if counter is None else 1.0 / (float(counter) + ahead)
 
     def gathered(self, update: int) -> Tensor | None:
         """Count, sum and sum of squares (3 × channels of all calls) of an update so far, which replicas add up."""
         if update in self._seen:
             sums = [_sums([self], update, number) for number in range(self.num_calls(update))]
-            self.restore(update, torch.cat(sums, 1))
+            self.replace(update, torch.cat(sums, 1))
         return self._gathered.get(update)
 
-    def restore(self, update: int, sums: Tensor | None) -> None:
+    def replace(self, update: int, sums: Tensor | None) -> None:
         """Replaces what is counted for an update by what `gathered` gave."""
         self.forget(update)
         if sums is not None:
@@ -215,6 +238,10 @@ class RunningAverages:
     def seen(self, update: int, number: int) -> list[Call]:
         """The calls with a number, from 0 in each forward, by the micro-batches of an update."""
         return next(iter(self._seen.get(update, [])[number : number + 1]), [])
+
+    def last(self, number: int) -> Call | None:
+        """The last call with a number, whose settings hold for statistics that were added up elsewhere, too."""
+        return self._last.get(number)
 
     def sums(self, update: int, number: int) -> Tensor | None:
         """The part of one call in what `gathered` gave."""
@@ -243,13 +270,13 @@ def copied(norms: Sequence[RunningAverages], update: int | None) -> Iterator[Non
     copies = torch._foreach_mul(averages, 1) if averages else []  # of all at once
     for norm, mean, var in zip(norms, copies[::2], copies[1::2], strict=True):
         norm.begin(mean, var)
-    finished = False
     try:
         yield
-        finished = True
     finally:
-        for norm in norms:
-            norm.end(update if finished else None)
+        written = [norm.restore() for norm in norms]
+    if update is not None:
+        for norm, own in zip(norms, written, strict=True):
+            norm.count(update, own)
 
 
 def normalised(
@@ -288,13 +315,19 @@ class _Watched(Tensor):
     """The copy of a running average in a forward; torch's batch norm does not take it without being noted."""
 
     averages: RunningAverages
+    buffer: str
 
     @staticmethod
-    def of(averages: RunningAverages, copied: Tensor) -> _Watched:
+    def of(averages: RunningAverages, buffer: str, copied: Tensor) -> _Watched:
         """The same memory, watched; compiled code that changes the copy does not change the version of this."""
         made = copied.data.as_subclass(_Watched)
-        made.averages = averages
+        made.averages, made.buffer = averages, buffer
         return made
+
+    def now(self) -> _Watched:
+        """The copy of the forward that runs: a replay of a graph is given those of the first run."""
+        current: _Watched = self.averages.placed[self.buffer]
+        return current
 
     @classmethod
     def __torch_function__(
@@ -302,7 +335,8 @@ class _Watched(Tensor):
     ) -> Any:
         """Calls a function of torch, which gives plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
-            return _NORMS.get(func, func)(*args, **kwargs or {})
+            args, named = pytree.tree_map_only(_Watched, _Watched.now, (args, kwargs or {}))
+            return _NORMS.get(func, func)(*args, **named)
 
 
 def _functional(
@@ -353,7 +387,7 @@ def commit(norms: Sequence[RunningAverages], update: int) -> None:
         for (share, *_), group in alike.items():
             assert isinstance(share, float)
             _update(group, _sums(group, update, number), share)
-            _count(norm for norm in group if all(call.counted for call in norm.seen(update, number)[-1:]))
+            _count(norm for norm in group if (last := norm.last(number)) is None or last.counted)
     for norm in norms:
         norm.forget(update)
 
@@ -362,8 +396,9 @@ def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]
     """What a norm has in common with those that are updated together: first its share."""
     seen, mean = norm.seen(update, number), norm.module._buffers["running_mean"]
     assert mean is not None
-    share, eps = (seen[-1].share, seen[-1].eps) if seen else (None, norm.module.eps)
-    share = float(norm.share(1) if share is None else share)
+    last = norm.last(number)
+    eps = norm.module.eps if last is None else last.eps
+    share = norm.share(1) if last is None or last.share is None else float(last.share)
     return share, eps, mean.dtype, mean.device, len(seen), norm.sums(update, number) is not None
 
 
@@ -380,7 +415,7 @@ def _update(norms: Sequence[RunningAverages], sums: Tensor, share: float) -> Non
 
 def _count(norms: Iterable[RunningAverages]) -> None:
     """Adds one to the counters of batch norms that have one."""
-    counters = [counter for norm in norms if (counter := norm.module._buffers[_COUNTER]) is not None]
+    counters = [counter for norm in norms if (counter := norm.module._buffers.get(_COUNTER)) is not None]
     if counters:
         torch._foreach_add_(counters, 1)
 
