@@ -47,6 +47,7 @@ class Cut:
     Attributes:
         layers: in order; their parameters have the model's own names.
         shell: the model's forward, which the layers share, around its blocks or traced.
+        model: the whole one, as its author wrote it; the layers have its weights.
         crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
         merged: blocks before which it cannot be cut, with the reason.
         loss: the model's own, (output, batch) -> mean; None: it has none.
@@ -56,6 +57,7 @@ class Cut:
 
     layers: tuple[NamedLayer, ...]
     shell: Shell | Traced
+    model: nn.Module
     crossing: tuple[tuple[float, int], ...]
     merged: tuple[tuple[str, str], ...] = ()
     loss: Callable[[Any, Any], Tensor] | None = None
@@ -259,7 +261,7 @@ def _traced(model: nn.Module, batches: _Batches, cuts: Sequence[str] | None, way
     why = prove_trace(shell, model, batches)
     if why is not None:
         raise ModelError(why)
-    return Cut(layers, shell, crossing)
+    return Cut(layers, shell, model, crossing)
 
 
 def _around_blocks(
@@ -290,7 +292,7 @@ def _best(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways, prob
             problems.append(str(problem))
             return None
         if not found:
-            return Cut(_layers(model, shell), shell, _crossing(shell, seen), tuple(merged.items()))
+            return Cut(_layers(model, shell), shell, model, _crossing(shell, seen), tuple(merged.items()))
         whole = [difference.why for difference in found if difference.block is None]
         if whole:
             problems.append(whole[0])
