@@ -29,6 +29,7 @@ from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
 from pipefit.cutting.tracking import Foreign, place_of
 from pipefit.errors import ModelError
+from pipefit.spec.arguments import checked
 from pipefit.stage.materialise import InitialiseLayer, lent_weights
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
@@ -106,6 +107,7 @@ def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
 
 
+@checked()
 def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = None) -> Cut:
     """Cuts a model into layers, and proves the cut on an example.
 

@@ -17,6 +17,7 @@ from pipefit.models.examples import Example
 from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
 from pipefit.runtime.malloc import trim
+from pipefit.spec.arguments import checked
 from pipefit.stage.materialise import lent_weights, materialise
 
 PREFIX = "transformers:"
@@ -67,6 +68,7 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     return found, _examples(found.shell.model)
 
 
+@checked()
 def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     """A model from a folder that `save_pretrained` wrote, cut into layers that have no weights yet.
 

@@ -95,6 +95,11 @@ class Commit(NamedTuple):
         """The name of the run, the same on all its ranks."""
         return self.tier.partition(" ")[0]
 
+    @property
+    def name(self) -> str:
+        """The name of the files."""
+        return self.tier.partition(" ")[2]
+
     def version(self, stage: int) -> int:
         """The version of a stage's weights."""
         return self.records[Key(stage, WEIGHTS)].version
@@ -102,6 +107,11 @@ class Commit(NamedTuple):
 
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Committed = tuple[_Step, dict[str, Any], list[list[Any]], str]
+
+
+def place_of(tier: str, key: Key, version: int) -> str:
+    """The place of a record, with which its checksum begins."""
+    return f"{tier}: {key}, version {version}"
 
 
 def record_sum(data: memoryview, place: str) -> int:
@@ -249,15 +259,16 @@ class TierFile:
 
     def checksum(self, data: memoryview, key: Key, version: int) -> int:
         """The checksum of a version of a record."""
-        return record_sum(data, f"{self.tier}: {key}, version {version}")
+        return record_sum(data, place_of(self.tier, key, version))
 
-    def is_whole(self, key: Key, at: Written) -> bool:
+    def is_whole(self, commit: Commit, key: Key) -> bool:
         """Returns whether a committed record has its checksum, or was not written yet."""
+        at = commit.records[key]
         if at.copy < 0:
             return True
         buffer = memoryview(mmap.mmap(-1, at.num_bytes)) if at.num_bytes else memoryview(b"")
         self.read(buffer, at.position(at.copy))
-        return at.checksum == self.checksum(buffer, key, at.version)
+        return at.checksum == record_sum(buffer, place_of(commit.tier, key, at.version))
 
     def _transfer(self, call: Any, data: memoryview, position: int) -> None:
         done = 0
@@ -298,9 +309,11 @@ class TierFile:
         found = read_commits(self.path.parent, self.path.stem)
         if not found:
             raise TierError(f"{self.path.parent}: no step was committed there")
-        self._last, self.tier = found[0], found[0].tier
-        if self.tier.partition(" ")[2] != self.path.stem:
-            raise DamageError(f"{self.path}: its commit is of {self.tier}; the files of two ranks have changed places")
+        self._last = found[0]
+        if found[0].name != self.path.stem:
+            raise DamageError(
+                f"{self.path}: its last commit is one of {found[0].name}: the files of two ranks have changed places"
+            )
         needed = max((written.end for written in found[0].records.values()), default=0)
         if (size := os.fstat(self._fd).st_size) < needed:
             raise DamageError(f"{self.path}: its records take {needed} bytes, the file has {size}: it was truncated")

@@ -73,7 +73,8 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
     if isinstance(trial.model, str):
         bundle = bundle_of(trial.model, dict(trial.options), trial.seed, empty)
         model: Any = bundle.layers
-        loss = trial.loss or bundle.loss
+        loss: Any = trial.loss or bundle.loss
+        data: Any
         data, held_out = (trial.data, trial.held_out) if callable(trial.data) else _named_data(trial, bundle)
     else:
         model = trial.model()
