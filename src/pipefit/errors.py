@@ -49,6 +49,10 @@ class InvalidProgramError(PipefitError):
     """A program that the verifier refuses; the message holds its report."""
 
 
+class DisagreementError(PipefitError):
+    """The ranks of a run do not make the same pipeline, or replicas do not have the same weights."""
+
+
 class ModelError(PipefitError):
     """A model cannot be built, split or run as asked."""
 
@@ -73,8 +77,34 @@ class CommunicationError(RuntimeError):
     """A peer died, hung or sent something unexpected: not the user's mistake, but never silent."""
 
 
-LOST_PEER: Final = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-"""Words of torch's errors where a peer is gone."""
+_LOST_PEER: Final = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Connection timed out",
+    "Connection was likely closed",
+    "Broken pipe",
+    "Socket closed",
+    "Network is unreachable",
+    "No route to host",
+    "Timed out waiting",
+    "pair closure",
+    "remote process exiting",
+    "communicator was aborted",
+)
+"""Words of torch's errors, and of Gloo's and NCCL's inside them, where a peer is gone."""
+
+
+def is_lost_peer(problem: BaseException) -> bool:
+    """Returns whether an error, or its cause, only says that another rank is gone: in a message, a collective, a store.
+
+    Whatever makes an error of its own out of others, such as one that names a layer, lets these pass.
+    """
+    if isinstance(problem, CommunicationError):
+        return True
+    if isinstance(problem, RuntimeError) and any(words in str(problem) for words in _LOST_PEER):
+        return True
+    return problem.__cause__ is not None and is_lost_peer(problem.__cause__)
 
 
 def check_figures(of: object, error: type[PipefitError], place: str = "", **least: float) -> None:

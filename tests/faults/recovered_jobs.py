@@ -12,6 +12,8 @@ from torch import nn
 from pipefit import Checkpoints, Pipeline
 from pipefit.checkpoint import restore
 from pipefit.ir.op import Op
+from pipefit.models import gpt
+from pipefit.models.examples import mean_cross_entropy
 from pipefit.runtime.session import current
 
 LOADING = "loading"
@@ -23,8 +25,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "zb-v": {"schedule": "zb-v", "chunks": 2, "stages": [1, 2, 2, 1]},
     "replicas": {"replicas": 2, "microbatches": 4},
     "adapters": {},
+    "tensor": {"tensor": 2, "microbatches": 2},
+    "tensor, two stages": {"tensor": 2, "microbatches": 2, "stages": 2},
 }
-RANKS = {shape: 4 if shape == "replicas" else 2 for shape in SHAPES}
+RANKS = {shape: 4 if shape in ("replicas", "tensor, two stages") else 2 for shape in SHAPES}
 
 
 class Death(NamedTuple):
@@ -56,13 +60,27 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def pipeline(shape: str) -> Pipeline:
+def pipeline(shape: str, **more: Any) -> Pipeline:
     """The training of a shape."""
+    options = SHAPES[shape] | more
+    if "tensor" in SHAPES[shape]:
+        torch.manual_seed(0)
+        model = gpt(layers=2, hidden=8, heads=4, vocab=12, context=4, dropout=0.2)
+        return jobs.pipeline(model=model, loss=mean_cross_entropy, **options)
     if shape != "adapters":
-        return jobs.pipeline(**SHAPES[shape])
+        return jobs.pipeline(**options)
     torch.manual_seed(0)
     model = nn.Sequential(Adapted(4, 8), nn.ReLU(), nn.Dropout(0.3), Adapted(8, 8), nn.ReLU(), Adapted(8, 3))
     return jobs.pipeline(model=model)
+
+
+def batches_of(shape: str) -> jobs.Batches:
+    """The batches of a shape."""
+    if "tensor" not in SHAPES[shape]:
+        return batches()
+    generator = torch.Generator().manual_seed(1)
+    words = [torch.randint(0, 12, (2, 4, 4), generator=generator) for _ in batches()]
+    return [(x, y) for x, y in words]
 
 
 def train(shape: str, place: str, deaths: list[Death]) -> tuple[list[str], str]:
@@ -74,10 +92,11 @@ def train(shape: str, place: str, deaths: list[Death]) -> tuple[list[str], str]:
     pipe = pipeline(shape)
     for death in mine:
         if death.op != LOADING:
-            own = pipe.program.ranks[death.rank]
+            own = pipe.program.ranks[death.rank // pipe.program.header.tensor]
             index = next(index for index, i in enumerate(own) if i.op is Op(death.op))
             jobs._at(death.rank, index, _die, death.passes)
-    losses = pipe.fit(batches(), len(batches()), callbacks=[Checkpoints(pipe, place, every=2)])
+    data = batches_of(shape)
+    losses = pipe.fit(data, len(data), callbacks=[Checkpoints(pipe, place, every=2)])
     return [loss.hex() for loss in losses], digest(pipe)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.faults import recovered_jobs
 from tests.runtime import jobs, recovery_jobs
 
 from pipefit.ir.op import Op
@@ -158,3 +159,12 @@ def test_a_run_that_has_lost_a_rank_for_good_is_planned_anew(ranks, options, pla
 def test_a_rank_that_cannot_be_started_again_ends_a_run_that_needs_all(tmp_path):
     with pytest.raises(LaunchError, match="rank 1 failed before its first instruction"):
         launch(recovery_jobs.train_without_rank, 2, "", {}, 1, folder=tmp_path, quiet=True, recover=2)
+
+
+def test_a_tensor_parallel_run_that_loses_a_process_inside_its_layers_is_recovered(tmp_path):
+    """The other process of the rank finds its peer gone in the middle of a layer."""
+    undisturbed = launch(recovered_jobs.train, 2, "tensor", str(tmp_path / "whole"), [], quiet=True)
+    death, logs = recovered_jobs.Death(0, 1, "fwd", 4), tmp_path / "logs"
+    options = {"folder": logs, "quiet": True, "recover": 1}
+    assert launch(recovered_jobs.train, 2, "tensor", str(tmp_path / "run"), [death], **options) == undisturbed
+    assert "rank 1 failed" in noted(logs)[0]["fault"] and "SIGKILL" in noted(logs)[0]["fault"]

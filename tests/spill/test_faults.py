@@ -18,7 +18,7 @@ from pipefit.spec.options import Parallelism, Spilled, from_flat
 from pipefit.spill import tier_file as tierfile
 from pipefit.spill.arena import aligned
 from pipefit.spill.parked import ParkedTensors
-from pipefit.spill.tier_file import chunk_sum
+from pipefit.spill.tier_file import record_sum
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import Key
 
@@ -157,10 +157,55 @@ def test_a_commit_that_is_damaged_gives_way_to_the_one_before(tmp_path, damage):
     tier.close()
 
 
-def test_a_checksum_knows_blocks_that_change_places():
-    data = bytearray(os.urandom(4 * 4096))
-    moved = data[4096:8192] + data[:4096] + data[8192:]
-    assert chunk_sum(memoryview(data)) != chunk_sum(memoryview(moved))
+@pytest.mark.parametrize("length", [8, 512, 4096, 4 << 20])
+def test_a_checksum_knows_parts_that_change_places(length):
+    data = bytearray(os.urandom(max(3 * length, 4 * 4096)))
+    moved = data[length : 2 * length] + data[:length] + data[2 * length :]
+    assert record_sum(memoryview(data), "") != record_sum(memoryview(moved), "")
+
+
+def test_a_checksum_knows_bits_that_cancel_each_other_in_a_sum():
+    data = bytearray(os.urandom(4096))
+    data[0] |= 1
+    data[8] &= ~1
+    other = bytearray(data)
+    other[0] &= ~1
+    other[8] |= 1
+    assert record_sum(memoryview(data), "") != record_sum(memoryview(other), "")
+
+
+def test_a_checksum_is_the_same_with_any_number_of_threads():
+    data = memoryview(os.urandom(9 << 20))
+    one = record_sum(data, "here")
+    torch.set_num_threads(2)
+    assert record_sum(data, "here") == one != record_sum(data, "there")
+
+
+@pytest.mark.parametrize("other", ["the version before", "another record"])
+def test_a_whole_record_in_the_place_of_another_is_found(tmp_path, other):
+    tier = written(tmp_path)
+    tier.commit(3, {"at": 3}, [tier.write(A, 13, filled(3)), tier.write(B, 13, filled(4))]).wait()
+    tier.close()
+    now, before = tierfile.read_commits(tmp_path, "rank-0")
+    at, wrong = now.records[A], (before.records[A] if other == "the version before" else now.records[B])
+    path = tmp_path / "rank-0.tier"
+    content = bytearray(path.read_bytes())
+    taken = content[wrong.position(wrong.copy) : wrong.position(wrong.copy + 1)]
+    content[at.position(at.copy) : at.position(at.copy + 1)] = taken
+    path.write_bytes(content)
+    tier = TierStore(tmp_path)
+    assert found(tier) == (2, {"at": 2})
+    tier.close()
+
+
+def test_files_of_two_ranks_that_have_changed_places_are_refused(tmp_path):
+    written(tmp_path).close()
+    for path in tmp_path.glob("rank-0.*"):
+        path.rename(path.with_name(path.name.replace("0", "1")))
+    tier = TierStore(tmp_path, "rank-1")
+    with pytest.raises(TierError, match="the files of two ranks have changed places"):
+        tier.recover()
+    tier.close()
 
 
 def test_a_folder_that_goes_away_stops_the_next_commit(tmp_path):
@@ -360,6 +405,6 @@ def test_a_folder_of_another_version_is_refused_by_its_name(tmp_path):
     for name in ("rank-0.commit", "rank-0.before"):
         (tmp_path / name).write_bytes(b'{"format": "pipefit.tier/4", "step": 2, "records": []}')
     tier = TierStore(tmp_path)
-    with pytest.raises(TierError, match=r"has format pipefit\.tier/4, this version of pipefit reads pipefit\.tier/5"):
+    with pytest.raises(TierError, match=r"has format pipefit\.tier/4, this version of pipefit reads pipefit\.tier/6"):
         tier.recover()
     tier.close()

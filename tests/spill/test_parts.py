@@ -20,7 +20,7 @@ from pipefit.spill.arena import Slot, aligned
 from pipefit.spill.lanes import Copy, Lanes
 from pipefit.spill.optimizer_states import is_zero_at_first, numbers_outside, probe_states
 from pipefit.spill.stage_store import SpilledStore
-from pipefit.spill.tier_file import chunk_sum, read_commits
+from pipefit.spill.tier_file import read_commits, record_sum
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import Key
 from pipefit.stage.materialise import can_be_drawn, materialise
@@ -245,9 +245,11 @@ def assert_whole(folder, keys):
     commits = read_commits(folder, "rank-0")
     copies = {(key, commit.records[key].copy) for commit in commits for key in keys}
     assert len(copies) == 2 * len(keys)
-    for at in (commit.records[key] for commit in commits for key in keys):
-        data = bytearray(content[at.position(at.copy) : at.position(at.copy + 1)])
-        assert at.checksum == chunk_sum(memoryview(data))
+    for commit in commits:
+        for key in keys:
+            at = commit.records[key]
+            data = content[at.position(at.copy) : at.position(at.copy + 1)]
+            assert at.checksum == record_sum(memoryview(data), f"{commit.tier}: {key}, version {at.version}")
 
 
 @pytest.mark.slow

@@ -104,6 +104,8 @@ def save(
     """
     session, place, record = pipeline._session, Path(directory), pipeline.loop.callbacks.last
     session.settle()
+    with session.at(SAVING):
+        pipeline.verify_replicas()
     facts: dict[str, Any] = {}
     parts: list[Part] = []
     is_copied = not wait and pipeline.program.header.spill is None

@@ -34,3 +34,6 @@ class Trained(Protocol):
     @property
     def workers(self) -> Sequence[Worker]:
         """The ranks that this process runs."""
+
+    def verify_replicas(self) -> None:
+        """Compares the weights of replicas; every rank must call it."""

@@ -12,6 +12,7 @@ before values of a batch are used:
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import DataError
 
 LINE = 512  # bytes
+
+_MOST_NAMED = 3
 
 CURE = (
     "every rank must be given the same batches in full: pipefit itself gives each replica its micro-batches, so use no "
@@ -62,6 +65,36 @@ def described(batch: Any) -> str:
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
     )
+
+
+def differences(found: Mapping[int, Mapping[str, Any]]) -> str:
+    """The parts in which ranks differ, with the value of each rank; "": they are alike.
+
+    Args:
+        found: the parts of each rank, by name; small values, or the checksums of others.
+    """
+    named = dict.fromkeys(name for parts in found.values() for name in parts)
+    differing = [name for name in named if len({str(parts.get(name)) for parts in found.values()}) > 1]
+    lines = [f"{name}: {_by_rank({rank: parts.get(name) for rank, parts in found.items()})}" for name in differing]
+    if len(lines) > _MOST_NAMED:
+        lines[_MOST_NAMED:] = [f"and {len(lines) - _MOST_NAMED} more"]
+    return "; ".join(lines)
+
+
+def _by_rank(values: Mapping[int, Any]) -> str:
+    """Each value with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault("none" if value is None else str(value), []).append(rank)
+    have = {value: "has" if len(own) == 1 else "have" for value, own in ranks.items()}
+    return ", ".join(f"{ranks_in_words(own)} {have[value]} {value}" for value, own in ranks.items())
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Some ranks in words: "rank 1", "ranks 0, 2 and 3"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:

@@ -14,6 +14,7 @@ from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh, release
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.resume import agree_on_step, identified
+from pipefit.runtime.collectives import from_first
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.session import Session
@@ -21,6 +22,7 @@ from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling
+from pipefit.spill.tier_file import new_run
 from pipefit.stage.materialise import InitialiseLayer, forget_others, give_back, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
@@ -71,10 +73,11 @@ def assemble(
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
     spillings: list[Spilling | None] = []
+    run = from_first(session, new_run) if header.spill is not None else ""
     for rank, part in zip(ranks, parts, strict=True):
         if initialise and getattr(initialise, "is_complete", False) and any(map(header.is_spilled, part)):
             _read_shared(part, _shared(part, ties), device, initialise)
-        stages = RankStages(rank, part, _shared(part, ties), initialise)
+        stages = RankStages(rank, part, _shared(part, ties), initialise, run)
         spillings.append(None)
         if any(header.is_spilled(stage) for stage in part):
             where = spill or Spilled()

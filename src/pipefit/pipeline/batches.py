@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
 from pipefit.parallel.alike import CURE, described
-from pipefit.runtime.collectives import exchange
+from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import MicroBatch, Weigh, feed_of
 from pipefit.runtime.session import Session
 
@@ -24,10 +24,15 @@ _MOST_IN_FLIGHT = 256
 
 
 class DataComparison:
-    """Compares the first data of a run among its ranks, once; later calls cost nothing."""
+    """Compares the first data of each `fit` among its ranks, and the first batch of those given one by one.
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    Args:
+        session: of the run.
+        place: returns the position of this rank in its training, to be compared, too.
+    """
+
+    def __init__(self, session: Session, place: Callable[[], dict[str, Any]]) -> None:
+        self._session, self._place = session, place
         self._is_due = session.is_distributed
 
     def batches(self, batches: Iterator[Any], number: int | None, steps: int | None) -> Iterator[Any]:
@@ -41,7 +46,7 @@ class DataComparison:
         Raises:
             DataError: on every rank with the same message: they differ.
         """
-        if not self._is_due:
+        if not self._session.is_distributed:
             return batches
         first = list(islice(batches, 1))
         self._compare({"batches": number, "steps": steps} | (_facts_of(first[0]) if first else {}))
@@ -54,17 +59,12 @@ class DataComparison:
             DataError: on every rank with the same message: it differs.
         """
         if self._is_due:
+            self._session.roll_call("Pipeline.step()")
             self._compare(_facts_of(batch))
 
     def _compare(self, facts: dict[str, Any]) -> None:
         self._is_due = False
-        found = exchange(self._session, facts)
-        for what in dict.fromkeys(name for other in found for name in other):
-            values = [other.get(what) for other in found]
-            rank = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-            if rank is not None:
-                each = [f"rank {r} has {'none' if values[r] is None else values[r]}" for r in (0, rank)]
-                raise DataError(f"{what}: {', '.join(each)}; {CURE}")
+        check_alike(self._session, lambda: facts | self._place(), DataError, CURE)
 
 
 def _facts_of(batch: Any) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from pipefit.checkpoint.committed import commit_step, resume_records
 from pipefit.checkpoint.whole import whole_state
 from pipefit.cutting import Cut, as_layers
 from pipefit.draw.drawing import Drawing, drawing_of
-from pipefit.errors import DataError, ModelError, ScheduleError
+from pipefit.errors import DataError, DisagreementError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
 from pipefit.parallel import Region, make_mesh, shard_layers
 from pipefit.pipeline.assembly import assemble, release_run
 from pipefit.pipeline.batches import DataComparison, check_fit
+from pipefit.pipeline.facts import CURE, facts_of, facts_of_plan
 from pipefit.pipeline.generation import generate
 from pipefit.pipeline.loaders import LoaderPosition, number_of
 from pipefit.pipeline.losses import evaluate
@@ -35,11 +36,15 @@ from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
+from pipefit.runtime.calls import collective
+from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import pair_of
+from pipefit.runtime.replicas import verify_replicas
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
+from pipefit.spec.arguments import checked
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
 from pipefit.stage.device import usable_device
@@ -52,6 +57,7 @@ from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
 
+@checked("optimizer")
 class Pipeline:
     """Trains a model over a pipeline of ranks.
 
@@ -102,6 +108,7 @@ class Pipeline:
         spill: Spilled | None = None,
     ) -> None:
         self._session = current()
+        self._session.roll_call("Pipeline()")
         self.model = model
         self.spill = spill
         example = None if example is None else pair_of(example)
@@ -119,7 +126,9 @@ class Pipeline:
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
         name = type(model).__name__
         work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name, compiler)
+        check_alike(self._session, lambda: facts_of(request, work, updates), DisagreementError, CURE)
         self.plan = decide(request, work, self._session).plan
+        check_alike(self._session, lambda: facts_of_plan(self.plan), DisagreementError, CURE)
         self.schedule = find(self.plan.schedule)
         num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
         mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
@@ -143,17 +152,20 @@ class Pipeline:
             spill,
         )
         self._weigh = weigh
+        self._verify_every, self._verified = parallelism.verify_replicas, 0
         self.loop = TrainingLoop(
             self._engine,
             self.schedule,
             self.plan.num_microbatches,
             self._program,
             self._weigh,
-            lambda: commit_step(self, self.notes),
+            self._after_updates,
         )
         self.loop.locate = lambda: self.position.words
-        self._comparison = DataComparison(self._session)
         self.position = LoaderPosition(updates.seed)
+        self._comparison = DataComparison(
+            self._session, lambda: {"steps trained": self.num_updates, "position in the data": self.position.words}
+        )
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
         # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
@@ -169,6 +181,22 @@ class Pipeline:
             verify(program).raise_if_bad()
             self._programs[key] = program
         return self._programs[key]
+
+    def _after_updates(self) -> None:
+        """Compares replicas if that is due, and commits the step, after each pass."""
+        if self._verify_every and self.num_updates - self._verified >= self._verify_every:
+            self.verify_replicas()
+        commit_step(self, self.notes)
+
+    def verify_replicas(self) -> None:
+        """Compares the weights of replicas, unless `verify_replicas` is 0; a checkpoint begins with it.
+
+        Raises:
+            DisagreementError: on every rank: two differ; the message names the first tensor.
+        """
+        if self._verify_every != 0:
+            verify_replicas(self._session, self.workers, self.plan.placement.ranks, self.num_updates)
+            self._verified = self.num_updates
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -236,6 +264,7 @@ class Pipeline:
         loss, self.loop.metrics = pending.wait()[0], pending.metrics[0]
         return finite(loss, self.num_updates, self._training.nonfinite)
 
+    @collective
     def fit(
         self,
         batches: Iterable[Any],
@@ -288,6 +317,7 @@ class Pipeline:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses
 
+    @collective
     def evaluate(
         self, batches: Iterable[Any], metric: Callable[[Any, Any], float] | None = None
     ) -> float | tuple[float, float]:
@@ -301,6 +331,7 @@ class Pipeline:
         self.loop.metrics = found.metrics
         return found.loss if metric is None else (found.loss, found.measured)
 
+    @collective
     def generate(
         self,
         input_ids: Tensor,
@@ -346,6 +377,7 @@ class Pipeline:
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
+    @collective
     def state_dict(self) -> dict[str, Tensor]:
         """All weights and buffers under the user's own names, on the CPU. All ranks of a run must call it together."""
         return whole_state(self)
@@ -363,6 +395,7 @@ class Pipeline:
                     stage.load_state_dict(state)
         commit_step(self, self.notes, now=True)
 
+    @collective
     def save(
         self, path: str | Path, *, extra: dict[str, Any] | None = None, keep: int | None = None, wait: bool = True
     ) -> Path:
@@ -384,6 +417,7 @@ class Pipeline:
         """
         return save(self, path, extra=extra, keep=keep, wait=wait)
 
+    @collective
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes a folder that transformers reads with `from_pretrained`: configuration, weights, tokenizer.
 
@@ -397,6 +431,7 @@ class Pipeline:
         save_folder(self, self.model, self.layers, Path(folder))
         return Path(folder)
 
+    @collective
     def load(self, path: str | Path, *, weights_only: bool = False) -> Checkpoint:
         """Resumes from a checkpoint, which any number of ranks, stages and any schedule may have saved.
 
@@ -414,10 +449,12 @@ class Pipeline:
         commit_step(self, lambda: found.extra, now=True)
         return found
 
+    @collective
     def timeline(self, last: int = 3) -> Timeline:
         """The last measured passes of all ranks. All ranks of a run must call it together."""
         return self.loop.timeline(last)
 
+    @collective
     def report(self, last: int = 8) -> PipelineReport:
         """A summary of the time of the last passes, to be printed. All ranks of a run must call it together."""
         compile_s = compile_seconds() if self._training.compiler else 0.0
@@ -440,6 +477,7 @@ class Pipeline:
             if worker.spilling:
                 worker.spilling.settle()
 
+    @collective
     def close(self) -> None:
         """Gives the model back: all its weights in every process that had them, and its own classes.
 

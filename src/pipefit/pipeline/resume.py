@@ -14,9 +14,11 @@ from torch import nn
 
 from pipefit.checkpoint.committed import rank_state
 from pipefit.errors import PlanError, TierError
+from pipefit.parallel.alike import differences
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
+from pipefit.spec.arguments import Amount, checked
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import Spilling, tier_name
 from pipefit.spill.tier_file import Commit, read_about, read_commits
@@ -46,7 +48,7 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
             if hasattr(value, "dtype")
         },
         "plan": {key: value for key, value in msgspec.to_builtins(plan).items() if key not in _OF_A_PLAN},
-        "optimizer": _facts_of(training.optimizer),
+        "optimizer": optimizer_facts(training.optimizer),
         "training": {
             "seed": training.seed,
             "clip_norm": training.clip_norm,
@@ -85,7 +87,7 @@ def identified(
     return replace(spill, about=about)
 
 
-def _facts_of(make: MakeOptimizer) -> dict[str, Any]:
+def optimizer_facts(make: MakeOptimizer) -> dict[str, Any]:
     """The kind and settings of an optimizer; nothing where it needs particular parameters."""
     try:
         made = make([nn.Parameter(torch.zeros(1))])
@@ -154,7 +156,8 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
         raise TierError(f"{folder}: the plan there cannot be read: {problem}; resume from a checkpoint") from None
 
 
-def committed_step(folder: str | Path, rank: int | None = None) -> int | None:
+@checked()
+def committed_step(folder: str | Path, rank: Amount | None = None) -> int | None:
     """The last committed step in a folder from which an interrupted run can resume; None: there is none.
 
     Args:
@@ -177,6 +180,8 @@ def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> Non
     own = [spilling for spilling in spillings if spilling is not None]
     try:
         agree(session, attempt(lambda: _check_all(spillings)), TierError)
+        runs = [{"run": spilling.resumed.run} for spilling in own if spilling.resumed is not None]
+        _check_one_run(exchange(session, runs))
         least = -1
         while True:
             steps = [spilling.resumed.step for spilling in own if spilling.resumed is not None]
@@ -189,6 +194,13 @@ def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> Non
         for spilling in own:
             spilling.tier.close()
         raise
+
+
+def _check_one_run(runs: Sequence[Sequence[Mapping[str, str]]]) -> None:
+    """Refuses records of different runs, where ranks have the files of each other or of an older copy."""
+    found = dict(enumerate(run for of_process in runs for run in of_process))
+    if told := differences(found):
+        raise TierError(f"the records of the ranks are of different runs: {told}; resume from a checkpoint")
 
 
 def _check_all(spillings: Sequence[Spilling | None]) -> None:

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import msgspec
 
+from pipefit.cost import speeds_of
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import PipeDreamResult, pipedream
 from pipefit.planner.plan_figures import idle_share, sent_bytes
@@ -30,8 +31,15 @@ def plan_pipedream(
     for the optimizer only; gradients take one more byte per weight byte.
 
     Raises:
+        PlanError: devices differ in speed, for which the partitioner has no rule.
         InfeasibleError: nothing fits.
     """
+    speeds = speeds_of(topology)
+    if len(set(speeds)) > 1:
+        raise PlanError(
+            "method pipedream: expected devices that are equally fast, got some that are "
+            f"{max(speeds) / min(speeds):.3g} × as fast as others; use method auto, which plans by their speeds"
+        )
     state = 1.0 if state_per_weight is None else state_per_weight
     found = pipedream(profile, topology, cost=cost, straight=straight, state_factor=1.0 + state)
     if found.partition is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.spec.topology import Tier
 from pipefit.spill.arena import aligned
-from pipefit.spill.tier_file import chunk_sum
+from pipefit.spill.tier_file import record_sum
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import ALIGNMENT, Key
 
@@ -99,5 +99,5 @@ def _commit_s(tier: TierStore, repeats: int) -> float:
 def _check_bytes_per_s(slot: Tensor, repeats: int) -> float:
     clock = Clock(torch.device("cpu"))
     content = slot.numpy().data
-    seconds = [clock.seconds(lambda: chunk_sum(content)) for _ in range(repeats)]
+    seconds = [clock.seconds(lambda: record_sum(content, "")) for _ in range(repeats)]
     return slot.numel() / median_of(seconds[1:])

@@ -5,6 +5,7 @@ Every process of the run must make the same calls. In a run of one process they 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pipefit import errors
 from pipefit.errors import PipefitError
+from pipefit.parallel.alike import differences
 from pipefit.runtime.session import Session
 
 
@@ -98,6 +100,26 @@ def agree(session: Session, outcome: dict[str, Any], kind: type[PipefitError] = 
         distinct = len(set(errors.values())) > 1 or len(errors) < len(outcomes)
         raise kind(f"rank {rank}: {first}" if distinct else first)
     return [o["value"] for o in outcomes]
+
+
+def check_alike(session: Session, parts: Callable[[], dict[str, Any]], kind: type[PipefitError], cure: str) -> None:
+    """Compares parts of what all ranks must have alike.
+
+    Args:
+        session: of the run.
+        parts: returns JSON data by name: small values, or checksums of others.
+        kind: of the error.
+        cure: the end of its message.
+
+    Raises:
+        PipefitError: of `kind`, on every rank with the same message: two ranks differ.
+    """
+    if not session.is_distributed:
+        return
+    own = parts()
+    whole = hashlib.sha256(json.dumps(own).encode()).hexdigest()
+    if len(set(exchange(session, whole))) > 1:
+        raise kind(f"{differences(dict(enumerate(exchange(session, own))))}; {cure}")
 
 
 def from_first(session: Session, function: Callable[[], Any]) -> Any:

@@ -15,7 +15,7 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.threads import let_carriers_wait
-from pipefit.runtime.collectives import exchange
+from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution
@@ -147,13 +147,8 @@ def _agree_on(program: Program, session: Session) -> None:
     Raises:
         InvalidProgramError: on every rank, when two differ.
     """
-    digests = exchange(session, program.digest)
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise InvalidProgramError(
-                f"rank {rank} is about to run another program than rank 0: every rank must make the same Pipeline "
-                "(model, stages, schedule, microbatches, version of pipefit) and call its methods alike"
-            )
+    cure = "every rank must make the same Pipeline and call its methods alike"
+    check_alike(session, lambda: {"program": program.digest}, InvalidProgramError, cure)
 
 
 def _drive(executions: Sequence[Execution]) -> None:

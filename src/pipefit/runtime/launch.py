@@ -23,6 +23,7 @@ from typing import Any
 from pipefit.errors import PipefitError
 from pipefit.runtime.faults import forget, note
 from pipefit.runtime.meeting import FULL, MEMORY, RESTART
+from pipefit.runtime.memory_folder import memory_folder
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handling, leaving
 
@@ -82,10 +83,13 @@ def launch(
     environment = {"PIPEFIT_RUN": str(place), FULL: str(num_ranks)}
     if deadline_s is not None:
         environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
-    kept = _memory_folder() if recover else contextlib.nullcontext()
+    kept = memory_folder() if recover else contextlib.nullcontext()
     with kept as memory, _removed_unless_logs_matter(place if folder is None else None):
-        environment |= {} if memory is None else {MEMORY: memory}
-        environment[_TEMPORARY] = os.pathsep.join(filter(None, (memory, folder is None and str(place))))
+        temporary = [str(place)] if folder is None else []
+        if memory is not None:
+            environment[MEMORY] = memory
+            temporary.insert(0, memory)
+        environment[_TEMPORARY] = os.pathsep.join(temporary)
         for restart in range(recover + 1):
             cores = threads or max(1, (os.cpu_count() or 1) // num_ranks)
             own = environment | {RESTART: str(restart), "OMP_NUM_THREADS": str(cores)}
@@ -133,17 +137,6 @@ def _once(
         if asked or any(kind == "stopped" for kind, _ in outcomes):
             raise leaving(asked)
     return [result for _, result in outcomes]
-
-
-@contextlib.contextmanager
-def _memory_folder() -> Iterator[str]:
-    """A private folder in the machine's memory, or else among temporary files, which outlives ranks."""
-    shared = "/dev/shm"
-    made = tempfile.mkdtemp(prefix="pipefit-memory-", dir=shared if os.access(shared, os.W_OK) else None)
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
 
 
 def _start(process: Any, asked: list[int]) -> None:
@@ -236,6 +229,8 @@ def _main(
     """Runs a rank's process; one that hides writes only to its log."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
+    mp.set_start_method(None, force=True)  # Python's own, as in a plain script
+    os.register_at_fork(after_in_child=pipe.close)  # whose end tells the launcher of the end of this process alone
     die_with_launcher(*environment.pop(_TEMPORARY).split(os.pathsep), mp.util.get_temp_dir())
     import torch
 
@@ -250,6 +245,9 @@ def _main(
     with contextlib.suppress(OSError):
         pipe.send_bytes(packed(outcome))
         pipe.close()
+    for child in mp.active_children():
+        if child.daemon:  # which Python ends at its own end
+            child.terminate()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if outcome[0] in FINE else 1)

@@ -14,8 +14,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import LOST_PEER, CommunicationError, PipefitError
+from pipefit.errors import DisagreementError, PipefitError, is_lost_peer
 from pipefit.ir import text
+from pipefit.runtime.calls import ORDER
 from pipefit.runtime.progress import positions_of
 from pipefit.runtime.signals import TERMINATED, leaving
 from pipefit.runtime.waits import where
@@ -71,10 +72,11 @@ def outcome_of(function: Callable[..., Any], args: Sequence[Any], log: Path) -> 
     except BaseException as problem:
         with log.open("a") as file:
             traceback.print_exc(file=file)
+        if is_lost_peer(problem):
+            return "later", f"{type(problem).__name__}: {problem}"
         if isinstance(problem, PipefitError):
             return "refused", problem
-        secondary = isinstance(problem, CommunicationError) or any(words in str(problem) for words in LOST_PEER)
-        return "later" if secondary else "failed", f"{type(problem).__name__}: {problem}"
+        return "failed", f"{type(problem).__name__}: {problem}"
 
 
 def packed(outcome: tuple[str, Any]) -> bytes:
@@ -92,7 +94,7 @@ def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: 
     while len(outcomes) < len(processes):
         pending = {pipes[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
         timeout = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
-        ready = wait(list(pending), timeout)
+        ready: list[Any] = wait(list(pending), timeout)
         if not ready:
             break
         for pipe in ready:
@@ -119,15 +121,17 @@ def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: 
 
 
 def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
-    """The error of the rank that failed first: one that refused, raised or died before one that lost its peer."""
+    """The error of the rank that failed first: one that died, refused or raised before one that lost its peer."""
     first = min(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime, default=None)
     if first is not None:
         said, _, rest = first.read_text(encoding="utf-8").partition("positions of the ranks:\n")
+        if ORDER in said:
+            return DisagreementError(said.rstrip())
         return LaunchError(
             f"the run hung: {said.rstrip()}\n  all of it: {first}\n{textwrap.indent(rest.rstrip(), '  ')}"
         )
-    order = ("refused", "died", "failed", "later")
-    rank, (kind, what) = min(failures.items(), key=lambda item: (order.index(item[1][0]), item[0]))
+    rank = min(failures, key=lambda rank: (_order(*failures[rank]), rank))
+    kind, what = failures[rank]
     if kind == "refused" and isinstance(what, PipefitError):
         return what
     said = what
@@ -137,6 +141,13 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
     last, began = _last_place(rank, place)
     message = f"rank {rank} failed {last}: {said}\n  its log: {place / f'rank-{rank}.log'}"
     return LaunchError(message, began, kind == "failed")
+
+
+def _order(kind: str, what: Any) -> int:
+    """The order of causes. No other rank's error makes the kernel kill one; a death by other signals may follow."""
+    if kind == "died" and what == -signal.SIGKILL:
+        return 0
+    return 1 + ("refused", "died", "failed", "later").index(kind)
 
 
 def _last_place(rank: int, place: Path) -> tuple[str, bool]:

@@ -34,7 +34,8 @@ def processes_here(session: Session) -> range:
 def outliving_folder(session: Session) -> Path | None:
     """The private folder in this machine's memory that outlives its ranks; None: nobody would start them again.
 
-    Under torchrun it belongs to the agent. It goes when the run ends well; that of a killed agent, when another begins.
+    Under torchrun it belongs to the agent. It goes when the run ends well (see `session.join`); that of a killed agent,
+    when another begins.
 
     Raises:
         PipefitError: the folder is not private.
@@ -48,8 +49,6 @@ def outliving_folder(session: Session) -> Path | None:
     if folder is None:
         return None
     os.environ[MEMORY] = str(folder)
-    if session.rank == processes_here(session)[0]:
-        session.before_leaving.append(lambda: None if session.stop.requested else shutil.rmtree(folder, True))
     return folder
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("qqqqdq")
+_LAYOUT = struct.Struct("qqqqdqqq")
 
 # Places of a rank outside of the instructions of a program.
 OUTSIDE, SAVING, LOSS, MEETING, TOKEN, JOINING, MEASURING, LEAVING = -1, -2, -3, -4, -5, -6, -7, -8
@@ -26,6 +26,25 @@ PLACES = {
     LEAVING: "leaving the run",
 }
 
+LEAVE = "leaving the run"
+CALLS = (
+    "",
+    LEAVE,
+    "Pipeline()",
+    "Pipeline.step()",
+    "Pipeline.fit()",
+    "Pipeline.evaluate()",
+    "Pipeline.generate()",
+    "Pipeline.state_dict()",
+    "Pipeline.save()",
+    "Pipeline.save_pretrained()",
+    "Pipeline.load()",
+    "Pipeline.timeline()",
+    "Pipeline.report()",
+    "Pipeline.close()",
+)
+"""Names of what all ranks do together and begin with a roll call; the first one: nothing."""
+
 
 class Position(NamedTuple):
     """The position of a rank in its run.
@@ -37,14 +56,18 @@ class Position(NamedTuple):
         pid: of the rank's process.
         since_s: time of its arrival there (monotonic seconds of its machine).
         waits: whether it waits for others there: for what its instruction needs, or outside of programs for all.
+        calls: number of roll calls that it has begun.
+        call: number in `CALLS` of the roll call in which it waits; 0: it waits in none.
     """
 
     passes: int
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method has this name
     program: int
     pid: int
     since_s: float
     waits: bool = False
+    calls: int = 0
+    call: int = 0
 
 
 class Progress:
@@ -53,6 +76,7 @@ class Progress:
     def __init__(self, path: Path | None = None) -> None:
         self.passes = 0
         self.program = 0
+        self.calls = self.call = 0
         self._pid = os.getpid()
         self._memory: mmap.mmap | bytearray = bytearray(_LAYOUT.size)
         if path is not None:
@@ -63,7 +87,8 @@ class Progress:
 
     def at(self, index: int, waits: bool = False) -> None:
         """Records that the rank begins the instruction at `index`, or is at a place outside the program."""
-        _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, time.monotonic(), waits)
+        now, calls = time.monotonic(), (self.calls, self.call)
+        _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, now, waits, *calls)
 
     def again(self) -> None:
         """Records that the rank is still at work where it is."""
@@ -79,6 +104,17 @@ class Progress:
         finally:
             self.at(index)
 
+    @contextlib.contextmanager
+    def calling(self, call: int) -> Iterator[None]:
+        """The context of a roll call under a number in `CALLS`."""
+        self.calls, self.call = self.calls + 1, call
+        try:
+            with self.waiting():
+                yield
+        finally:
+            self.call = 0
+            self.again()
+
     @property
     def position(self) -> Position:
         """The rank's position."""
@@ -86,8 +122,13 @@ class Progress:
 
 
 def _read(data: bytes) -> Position:
-    *numbers, waits = _LAYOUT.unpack(data)
-    return Position(*numbers, bool(waits))
+    passes, index, program, pid, since_s, waits, calls, call = _LAYOUT.unpack(data)
+    return Position(passes, index, program, pid, since_s, bool(waits), calls, call)
+
+
+def position_in(path: Path) -> Position:
+    """The position in a rank's file."""
+    return _read(path.read_bytes())
 
 
 def progress_file(folder: Path, rank: int) -> Path:
@@ -100,5 +141,5 @@ def positions_of(folder: Path, num_ranks: int) -> dict[int, Position]:
     found = {}
     for rank in range(num_ranks):
         with contextlib.suppress(OSError, struct.error):
-            found[rank] = _read(progress_file(folder, rank).read_bytes())
+            found[rank] = position_in(progress_file(folder, rank))
     return {rank: position for rank, position in found.items() if position.pid}

@@ -7,22 +7,37 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipefit import errors
-from pipefit.errors import CommunicationError, PipefitError
+from pipefit.errors import CommunicationError, DisagreementError, PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.background import Background
-from pipefit.runtime.meeting import Start, meet
-from pipefit.runtime.progress import JOINING, LEAVING, OUTSIDE, SAVING, Progress, progress_file
+from pipefit.runtime.calls import different_calls
+from pipefit.runtime.meeting import TIMEOUT, Start, agent_folder, meet
+from pipefit.runtime.progress import (
+    CALLS,
+    JOINING,
+    LEAVE,
+    LEAVING,
+    OUTSIDE,
+    SAVING,
+    Progress,
+    position_in,
+    progress_file,
+)
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
+from pipefit.runtime.waits import state_of
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 
 
@@ -36,6 +51,7 @@ class Session:
         folder: private folder of the run where pipefit itself started the ranks, all on this machine; else None.
         progress: this rank's position.
         before_leaving: called before the process group is removed, to wait for open sends, for example.
+        after_leaving: called when all ranks have left.
         programs: those that this rank has run, by digest, numbered in order.
         trainings: those that can be recovered, in the order in which they began.
         decisions: names of the plans that it has measured, in order.
@@ -43,6 +59,7 @@ class Session:
         stop: whether this process was asked to stop.
         start: of the run: the first one, or another one after a fault.
         group: the process group of small collectives; None: the default one.
+        calls: the process group of roll calls; see `pipefit.runtime.calls`.
         background: the checkpoint that is being written while the training goes on.
     """
 
@@ -51,6 +68,7 @@ class Session:
     folder: Path | None
     progress: Progress
     before_leaving: list[Callable[[], None]] = field(default_factory=list)
+    after_leaving: list[Callable[[], None]] = field(default_factory=list)
     programs: dict[str, int] = field(default_factory=dict)
     trainings: list[object] = field(default_factory=list)
     decisions: list[str] = field(default_factory=list)
@@ -58,6 +76,7 @@ class Session:
     stop: Stop = field(default_factory=Stop)
     start: Start = field(default_factory=Start)
     group: Any = None
+    calls: Any = None
     background: Background = field(default_factory=Background)
     _shared: Iterator[int] = field(default_factory=itertools.count)
 
@@ -83,6 +102,25 @@ class Session:
         finally:
             # The instruction at which a pass ended is over.
             self.progress.at(min(before, OUTSIDE))
+
+    def roll_call(self, name: str) -> None:
+        """Waits until every rank calls a method, and compares their names; see `pipefit.runtime.calls`.
+
+        Args:
+            name: one of `progress.CALLS`.
+
+        Raises:
+            DisagreementError: on every rank with the same message: two call different methods.
+        """
+        if not self.is_distributed:
+            return
+        mine = torch.tensor([CALLS.index(name)])
+        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        with self.progress.calling(int(mine)):
+            dist.all_gather(found, mine, group=self.calls)
+        called = [CALLS[int(number)] for number in found]
+        if len(set(called)) > 1:
+            raise DisagreementError(different_calls(dict(enumerate(called))))
 
     def settle(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""
@@ -115,12 +153,26 @@ class Session:
                 kind, text = json.loads(store.get(key)) if store.check([key]) else ("", "")
             if kind:
                 raise getattr(errors, kind, PipefitError)(text) from None
-            if any(words in str(problem) for words in errors.LOST_PEER):
+            if errors.is_lost_peer(problem):
                 raise CommunicationError(f"rank {self.rank} lost a dead or unreachable peer: {problem}") from None
             raise
 
 
+_PROCESS = "PIPEFIT_PROCESS"
+"""Variable in which a process that joins a run leaves its number and its run, for those that it starts."""
+
+_OF_RUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PIPEFIT_RUN")
+
 _session: Session | None = None
+
+
+def _forget() -> None:
+    """Forgets the session in a fork of a rank, such as a worker of a loader: it is not a rank."""
+    global _session
+    _session = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def current() -> Session:
@@ -136,33 +188,77 @@ def join() -> Session:
 
     Without one it is a session of one process.
     Ranks on one machine meet through a file in a private folder, so no port is opened to the network.
+
+    Raises:
+        PipefitError: this process was started by a rank and is not one itself.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Session(0, 1, None, Progress())
+    _check_is_rank()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = deadline_from_environment()
     folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
-    progress = Progress(progress_file(folder, rank) if folder else None)
+    is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    shared = agent_folder() if folder is None and is_elastic else folder
+    progress = Progress(_own_file(shared, rank) if shared else None)
     stop = Stop()
-    listen(stop, folder, ctrl_c="TORCHELASTIC_RUN_ID" in os.environ)
+    listen(stop, folder, ctrl_c=is_elastic)
     if folder is not None:
         answer_with_stack(folder, rank)
     else:
         atexit.register(_leave_well)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_elastic:
         die_with_parent()
-    watchdog = Watchdog(rank, num_ranks, progress, folder, deadline) if num_ranks > 1 else None
+    watchdog = Watchdog(rank, num_ranks, progress, folder, shared, deadline) if num_ranks > 1 else None
     progress.at(JOINING)
     start = meet(rank, num_ranks, folder)
+    calls = dist.new_group(backend="gloo", timeout=TIMEOUT) if num_ranks > 1 else None
     progress.at(OUTSIDE)
-    return Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop, start=start)
+    session = Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop, start=start, calls=calls)
+    if shared is not None and folder is None and os.environ.get("LOCAL_RANK") == "0":
+        session.after_leaving.append(lambda: None if stop.requested else shutil.rmtree(shared, ignore_errors=True))
+    return session
+
+
+def _own_file(shared: Path, rank: int) -> Path:
+    """The file of this rank's position; those of processes of an earlier start go."""
+    for path in shared.glob(progress_file(shared, 0).name.replace("0", "*")):
+        with contextlib.suppress(OSError, struct.error):
+            if (pid := position_in(path).pid) and state_of(pid) == "ended":
+                path.unlink()
+    return progress_file(shared, rank)
+
+
+def _check_is_rank() -> None:
+    """Refuses a process that a rank has started: it has the rank's environment, and would take its place.
+
+    Raises:
+        PipefitError: a rank has started it.
+    """
+    own = " ".join(os.environ.get(name, "") for name in _OF_RUN)
+    pid, _, run = os.environ.get(_PROCESS, "").partition(" ")
+    if run == own and pid != str(os.getpid()):
+        raise PipefitError(
+            f"rank {os.environ['RANK']} of a run has started this process, which is not a rank but runs pipefit: with "
+            "the start methods spawn and forkserver, multiprocessing runs a script again in each process that it "
+            'starts; put the work of the script under `if __name__ == "__main__":`, or give a DataLoader '
+            'multiprocessing_context="fork"; a subprocess with a run of its own needs an environment without RANK'
+        )
+    os.environ[_PROCESS] = f"{os.getpid()} {own}"
 
 
 def _leave_well() -> None:
     """Ends a script under torchrun; one that raised leaves at once, because the others may not be there."""
-    if not hasattr(sys, "last_value"):
+    if hasattr(sys, "last_value"):
+        return
+    try:
         with contextlib.suppress(RuntimeError):
             leave()
+    except PipefitError as problem:
+        sys.stdout.flush()
+        sys.stderr.write(f"{problem}\n")
+        sys.stderr.flush()
+        os._exit(1)  # the script has ended well, but the run has not
 
 
 def leave() -> None:
@@ -175,9 +271,10 @@ def leave() -> None:
         with _session.at(LEAVING):
             for finish in _session.before_leaving:
                 finish()
-            with _session.progress.waiting():
-                dist.barrier()
+            _session.roll_call(LEAVE)
             dist.destroy_process_group()
+        for finish in _session.after_leaving:
+            finish()
     if _session.watchdog is not None:
         _session.watchdog.stop()
     _session = None

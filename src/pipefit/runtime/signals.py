@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 ENDING = "ending"
 """A file in the run's folder: the launcher has given up, so ranks need not be given time."""
@@ -167,6 +168,34 @@ def _nothing() -> None:
 
 def _heard(*_: object) -> None:
     """Does nothing: the thread reads the signal's number from the pipe."""
+
+
+def _hold() -> None:
+    """Holds signals back while this process forks: the fork has the pipe, too, and the rank would hear of them."""
+    _held.before = signal.pthread_sigmask(signal.SIG_BLOCK, _USUAL)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _held.before)
+
+
+def _release_fork() -> None:
+    """Gives signals their usual meaning in a fork of a rank, such as a worker of a loader."""
+    heard = [number for number in _USUAL if signal.getsignal(number) is _heard]
+    if heard:
+        signal.set_wakeup_fd(-1)
+    for number in heard:
+        signal.signal(number, _USUAL[number])
+    _release()
+
+
+_USUAL: dict[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    PASSED_ON: signal.SIG_DFL,
+}
+_held = threading.local()
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_fork)
 
 
 def _serve(reader: int, stop: Stop, folder: Path | None) -> None:

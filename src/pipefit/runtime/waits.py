@@ -8,8 +8,20 @@ from pathlib import Path
 from pipefit.ir.graph import dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
+from pipefit.runtime.calls import ORDER, different_calls
 from pipefit.runtime.compiled import compile_rank
-from pipefit.runtime.progress import JOINING, LEAVING, LOSS, MEASURING, MEETING, OUTSIDE, PLACES, SAVING, Position
+from pipefit.runtime.progress import (
+    CALLS,
+    JOINING,
+    LEAVING,
+    LOSS,
+    MEASURING,
+    MEETING,
+    OUTSIDE,
+    PLACES,
+    SAVING,
+    Position,
+)
 
 _SLOW_TIMES = 10
 """A save, a load or a measurement may take so many deadlines without a sign of life."""
@@ -99,6 +111,8 @@ def state_of(pid: int) -> str:
 
 def where(program: Program | None, rank: int, position: Position) -> str:
     """A rank's position in words."""
+    if position.call:
+        return f"in {CALLS[position.call]}, which all ranks must call, after pass {position.passes}"
     if position.index in PLACES:
         return f"{PLACES[position.index]}, after pass {position.passes}"
     if program is None:
@@ -186,6 +200,22 @@ def _verdict(culprit: int, place: str, position: Position, state: str) -> str:
     return f"rank {culprit} does not continue, though it waits for no other rank: {place}"
 
 
+def missed_call(rank: int, program: Program | None, positions: Mapping[int, Position]) -> str:
+    """The message about a rank in a pass in which another one will never be; "": there is none.
+
+    The other one waits for all in a method that this rank has not called, and has not begun the pass. `step` has no
+    roll call but the first, so only positions show it.
+    """
+    here = positions[rank]
+    if not (here.index >= 0 or here.index == LOSS):
+        return ""
+    missing = {r: p for r, p in positions.items() if p.call and p.calls > here.calls and p.passes < here.passes}
+    if not missing:
+        return ""
+    called = different_calls({other: CALLS[position.call] for other, position in missing.items()})
+    return called.replace(ORDER, f"; rank {rank} trains or evaluates, {where(program, rank, here)}{ORDER}")
+
+
 def hang_report(
     rank: int,
     program: Program | None,
@@ -228,6 +258,6 @@ def hang_report(
     for other in range(num_ranks):
         mark = f"{states[other]}, " if states.get(other, "there") != "there" else ""
         lines.append(f"  rank {other}: {mark}{places.get(other, 'not known on this machine')}")
-    if states.get(culprit) == "there" and (stack := stacks(culprit)):
+    if culprit is not None and states.get(culprit) == "there" and (stack := stacks(culprit)):
         lines += [f"stack of rank {culprit} (innermost call first):", stack.rstrip()]
     return "\n".join(lines) + "\n"

@@ -8,6 +8,7 @@ process; the launcher then ends the others and shows the page's first lines.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import statistics
 import sys
@@ -21,7 +22,7 @@ from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.progress import JOINING, OUTSIDE, Position, Progress, positions_of
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
-from pipefit.runtime.waits import hang_report, patience
+from pipefit.runtime.waits import hang_report, missed_call, patience
 from pipefit.spec.files import write_atomically
 
 HANG_EXIT = 75
@@ -30,6 +31,7 @@ _FIRST_S = 600.0
 _FACTOR = 10.0
 _KEPT_PASSES = 31
 _ANSWER_S = 0.2
+_MISSED_S = 1.0
 
 
 def deadline_from_environment() -> float | None:
@@ -60,25 +62,34 @@ class Watchdog:
         rank: of this process.
         num_ranks: of the run.
         progress: of this rank.
-        folder: of the other ranks' positions; None: unknown.
+        folder: of a run that pipefit has started, for the page; else None.
+        shared: folder of the positions of the ranks on this machine; None: unknown.
         floor_s: smallest deadline; 0: no deadline.
     """
 
     def __init__(
-        self, rank: int, num_ranks: int, progress: Progress, folder: Path | None, floor_s: float | None = None
+        self,
+        rank: int,
+        num_ranks: int,
+        progress: Progress,
+        folder: Path | None,
+        shared: Path | None,
+        floor_s: float | None = None,
     ) -> None:
-        self._rank, self._num_ranks, self._progress, self._folder = rank, num_ranks, progress, folder
+        self._rank, self._num_ranks, self._progress = rank, num_ranks, progress
+        self._folder, self._shared = folder, shared
         self._given_s = floor_s
         self._program: Program | None = None
         self._steps_s: deque[float] = deque(maxlen=_KEPT_PASSES)
         self._stop = threading.Event()
-        if floor_s != 0:
-            threading.Thread(target=self._watch, name="pipefit-watchdog", daemon=True).start()
+        threading.Thread(target=self._watch, name="pipefit-watchdog", daemon=True).start()
 
     @property
     def deadline_s(self) -> float:
         """Seconds that one instruction may take now."""
         floor = self._given_s
+        if floor == 0:
+            return math.inf
         if floor is None:
             floor = _FLOOR_S if self._steps_s else _FIRST_S
         return max(floor, _FACTOR * statistics.median(self._steps_s) if self._steps_s else 0.0)
@@ -109,11 +120,17 @@ class Watchdog:
             # The time in which this process was stopped must not count as a hang.
             stood_s = stood_s + min(now - before, 2 * interval) if position == seen else 0.0
             seen, before = position, now
+            if stood_s >= _MISSED_S and (missed := missed_call(self._rank, self._program, self._positions(position))):
+                self._end(f"{missed}\n")
             if stood_s > self.deadline_s and self._is_watched(position):
-                others = positions_of(self._folder, self._num_ranks) if self._folder is not None else {}
-                positions = {**others, self._rank: position}
+                positions = self._positions(position)
                 if stood_s > patience(self._rank, self._program, positions, self.deadline_s, now):
-                    self._end(position, stood_s, positions)
+                    self._end(self._page(positions, stood_s))
+
+    def _positions(self, own: Position) -> dict[int, Position]:
+        """The positions that are known on this machine."""
+        others = {} if self._shared is None else positions_of(self._shared, self._num_ranks)
+        return {**others, self._rank: own}
 
     def _is_watched(self, position: Position) -> bool:
         """Returns whether it is a place of pipefit's: the user's code may take any time, other machines start late."""
@@ -121,10 +138,8 @@ class Watchdog:
             return False
         return position.index != OUTSIDE or position.waits
 
-    def _end(self, position: Position, stood_s: float, positions: dict[int, Position]) -> None:
-        if self._folder is not None and any(self._folder.glob("rank-*.hang")):
-            os._exit(HANG_EXIT)  # another rank was first, and is gone now
-        page = hang_report(
+    def _page(self, positions: dict[int, Position], stood_s: float) -> str:
+        return hang_report(
             self._rank,
             self._program,
             positions,
@@ -133,6 +148,10 @@ class Watchdog:
             self._num_ranks,
             lambda rank: self._stack_of(rank, positions[rank].pid),
         )
+
+    def _end(self, page: str) -> None:
+        if self._folder is not None and any(self._folder.glob("rank-*.hang")):
+            os._exit(HANG_EXIT)  # another rank was first, and is gone now
         if self._folder is not None:
             with contextlib.suppress(PipefitError):
                 write_atomically(self._folder / f"rank-{self._rank}.hang", page)

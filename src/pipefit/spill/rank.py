@@ -42,12 +42,14 @@ class RankStages:
         layers: of each stage.
         shared: ids of the parameters that several stages use; they stay on the device.
         initialise: the model's own function to draw a layer's weights.
+        run: name of the run where it is new.
     """
 
     rank: int
     layers: Mapping[int, list[NamedLayer]]
     shared: set[int]
     initialise: InitialiseLayer | None = None
+    run: str = ""
 
 
 @dataclass
@@ -120,7 +122,7 @@ class Spilling:
         folder = where.folder if spill.tier == "disk" else None
         if folder is None and spill.tier == "disk":
             raise PlanError("the plan spills to disk: name a folder by --disk FOLDER or spill=Spilled(disk=FOLDER)")
-        tier = TierStore(folder, tier_name(stages.rank), device=device, host_bytes=where.host_bytes)
+        tier = TierStore(folder, tier_name(stages.rank), device=device, host_bytes=where.host_bytes, run=stages.run)
         spilling = cls(stores, arena, tier)
         try:
             spilling.make_room(program, stages.rank, where)

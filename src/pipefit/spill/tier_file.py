@@ -5,16 +5,20 @@ rank-0.json                     facts that identify the records: model, run and 
 rank-0.commit, rank-0.before    the last commit and the one before it: complete records, their places and checksums
 
 A record that is committed has two copies, written alternately, so that the one that the last commit names is never
-overwritten. A record that does not have the checksum of its commit was damaged by the disk.
+overwritten. A record that does not have the checksum of its commit was damaged by the disk, or is not in its place: a
+checksum begins with the names of the run and its rank, the record and its version.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 import shutil
+import struct
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +32,11 @@ from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import sync_folder
 from pipefit.spec.lock import locked
 from pipefit.spec.sealed import read_sealed, write_sealed
-from pipefit.spill.tiers import ALIGNMENT, WEIGHTS, Key
+from pipefit.spill.tiers import WEIGHTS, Key
 from pipefit.units import format_bytes
 
-FORMAT = "pipefit.tier/5"
-_WORDS = ALIGNMENT // 8
+FORMAT = "pipefit.tier/6"
+_SUMMED_BYTES = 4 << 20
 _PIECE_BYTES = 16 << 20
 _THREADS = 2
 
@@ -78,11 +82,23 @@ class Commit(NamedTuple):
         step: weight updates done.
         state: JSON data: the other state that is needed to resume.
         records: of the step.
+        tier: names of the run and of the files, "8f14e45fceea167a rank-0".
     """
 
     step: int
     state: dict[str, Any]
     records: dict[Key, Written]
+    tier: str = ""
+
+    @property
+    def run(self) -> str:
+        """The name of the run, the same on all its ranks."""
+        return self.tier.partition(" ")[0]
+
+    @property
+    def name(self) -> str:
+        """The name of the files."""
+        return self.tier.partition(" ")[2]
 
     def version(self, stage: int) -> int:
         """The version of a stage's weights."""
@@ -90,22 +106,34 @@ class Commit(NamedTuple):
 
 
 _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-_Committed = tuple[_Step, dict[str, Any], list[list[Any]]]
+_Committed = tuple[_Step, dict[str, Any], list[list[Any]], str]
 
 
-def chunk_sum(data: memoryview) -> int:
-    """A checksum of whole blocks at the speed of memory: the CRC of the sums of their 64-bit words.
+def place_of(tier: str, key: Key, version: int) -> str:
+    """The place of a record, with which its checksum begins."""
+    return f"{tier}: {key}, version {version}"
 
-    A block that is missing, old, moved or has a flipped bit changes it; words that change places in a block do not.
+
+def record_sum(data: memoryview, place: str) -> int:
+    """The checksum of a record in its place: the CRC-32 of the place and of the CRC-32s of 4 MiB pieces.
+
     It uses all of the calling thread's cores, so call it where nothing else computes.
 
     Args:
-        data: writable memory; a multiple of `ALIGNMENT`.
+        data: of the record.
+        place: its run, rank, name and version.
     """
-    if not data:
-        return 0
-    words = torch.frombuffer(data, dtype=torch.int64).view(-1, _WORDS)
-    return zlib.crc32(words.sum(1).numpy())
+    pieces = [data[at : at + _SUMMED_BYTES] for at in range(0, len(data), _SUMMED_BYTES)]
+    threads = torch.get_num_threads()
+    mapped = map if min(threads, len(pieces)) < 2 else _summing_pool(os.getpid(), threads).map
+    sums = struct.pack(f"<{len(pieces)}I", *mapped(zlib.crc32, pieces))
+    return zlib.crc32(sums, zlib.crc32(place.encode()))
+
+
+@functools.cache
+def _summing_pool(pid: int, threads: int) -> ThreadPoolExecutor:
+    """The threads of this process for checksums; zlib frees Python's lock meanwhile."""
+    return ThreadPoolExecutor(threads, "pipefit-sum")
 
 
 class TierFile:
@@ -117,14 +145,18 @@ class TierFile:
         shared: whether other processes may have it open; then commits survive the death of one, and no power cut. Else
             it is read and written past the page cache, where the file system allows it.
 
+        run: name of the run where it is new; "": a name of its own.
+
     Attributes:
         path: of the records.
+        tier: names of the run and of the files; that of an earlier run once its commits are read.
 
     Raises:
         TierError: the folder cannot be used, or another run uses the file.
     """
 
-    def __init__(self, folder: Path, name: str, shared: bool) -> None:
+    def __init__(self, folder: Path, name: str, shared: bool, run: str = "") -> None:
+        self.tier = f"{run or new_run()} {name}"
         self.path = folder / f"{name}.tier"
         self._about, self._commit, self._before = (folder / f"{name}.{end}" for end in ("json", "commit", "before"))
         self._durable = not shared
@@ -225,13 +257,18 @@ class TierFile:
         for _ in mapped(lambda at: self._transfer(call, data[at : at + _PIECE_BYTES], position + at), starts):
             pass
 
-    def is_whole(self, at: Written) -> bool:
+    def checksum(self, data: memoryview, key: Key, version: int) -> int:
+        """The checksum of a version of a record."""
+        return record_sum(data, place_of(self.tier, key, version))
+
+    def is_whole(self, commit: Commit, key: Key) -> bool:
         """Returns whether a committed record has its checksum, or was not written yet."""
+        at = commit.records[key]
         if at.copy < 0:
             return True
         buffer = memoryview(mmap.mmap(-1, at.num_bytes)) if at.num_bytes else memoryview(b"")
         self.read(buffer, at.position(at.copy))
-        return at.checksum == chunk_sum(buffer)
+        return at.checksum == record_sum(buffer, place_of(commit.tier, key, at.version))
 
     def _transfer(self, call: Any, data: memoryview, position: int) -> None:
         done = 0
@@ -259,7 +296,7 @@ class TierFile:
             if self._durable and self._commit.exists():
                 self._commit.replace(self._before)
             # Later writes overwrite the step before, so the new commit must be on the disk when this returns.
-            data = {"format": FORMAT, "step": commit.step, "state": commit.state, "records": rows}
+            data = {"format": FORMAT, "step": commit.step, "state": commit.state, "records": rows, "tier": self.tier}
             write_sealed(self._commit, data, durable=self._durable)
         self._last = commit
 
@@ -273,6 +310,10 @@ class TierFile:
         if not found:
             raise TierError(f"{self.path.parent}: no step was committed there")
         self._last = found[0]
+        if found[0].name != self.path.stem:
+            raise DamageError(
+                f"{self.path}: its last commit is one of {found[0].name}: the files of two ranks have changed places"
+            )
         needed = max((written.end for written in found[0].records.values()), default=0)
         if (size := os.fstat(self._fd).st_size) < needed:
             raise DamageError(f"{self.path}: its records take {needed} bytes, the file has {size}: it was truncated")
@@ -301,6 +342,11 @@ class TierFile:
         for path in (self._commit, self._before, self._about, self.path) if discard else ():
             with contextlib.suppress(OSError):
                 path.unlink()
+
+
+def new_run() -> str:
+    """A name for a new run."""
+    return uuid.uuid4().hex[:16]
 
 
 def _open(path: Path, direct: bool) -> int:
@@ -360,11 +406,12 @@ def _read_commit(path: Path) -> Commit | None:
     if data is None:
         return None
     try:
-        step, state, rows = msgspec.convert([data.get(key) for key in ("step", "state", "records")], _Committed)
+        values = [data.get(key) for key in ("step", "state", "records", "tier")]
+        step, state, rows, tier = msgspec.convert(values, _Committed)
         records = {msgspec.convert(row[:3], Key): msgspec.convert(row[3:], Written) for row in rows}
     except msgspec.ValidationError as problem:
         raise DamageError(f"{path}: cannot be read: {problem}; resume from a checkpoint") from None
-    return Commit(step, state, records)
+    return Commit(step, state, records, tier)
 
 
 def read_about(folder: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from pipefit.errors import DamageError, TierError
 from pipefit.spill.arena import aligned, pin, unpin
 from pipefit.spill.lanes import Copy, Lane, Lanes
-from pipefit.spill.tier_file import Commit, TierFile, Written, chunk_sum
+from pipefit.spill.tier_file import Commit, TierFile, Written
 from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
 from pipefit.units import format_bytes
 
@@ -73,6 +73,7 @@ class TierStore:
             death of a process, but not a power cut. Else no other process may have it open, commits survive a power
             cut, and the one before the last stays as well.
         host_bytes: limit on the records in the host's memory; None: no limit, or with a folder no records there.
+        run: name of a new run, the same for all its ranks; "": a name of its own.
 
     Raises:
         TierError: the folder cannot be used, or another run uses the file.
@@ -86,8 +87,9 @@ class TierStore:
         device: torch.device | None = None,
         shared: bool = False,
         host_bytes: float | None = None,
+        run: str = "",
     ) -> None:
-        self.files = None if folder is None else TierFile(Path(folder), name, shared)
+        self.files = None if folder is None else TierFile(Path(folder), name, shared, run)
         self._shared, self._host_bytes = shared, host_bytes
         self._device = device or torch.device("cpu")
         self.lanes = lanes or Lanes(self._device)
@@ -217,7 +219,7 @@ class TierStore:
             _copy(source, memory)
             record.version = version
 
-        work = self._saving(record, version, source, is_ready=not after) if memory is None else copy
+        work = self._saving(key, version, source, is_ready=not after) if memory is None else copy
         return self._start(self.lanes.write, record, version, work, after)
 
     def _start(
@@ -228,21 +230,22 @@ class TierStore:
         record.written = lane.submit(work, after)
         return record.written
 
-    def _saving(self, record: _Record, version: int, source: Tensor, is_ready: bool = True) -> Callable[[], None]:
-        """The work of writing a version into the file."""
+    def _saving(self, key: Key, version: int, source: Tensor, is_ready: bool = True) -> Callable[[], None]:
+        """The work of writing a version of a record into the file."""
+        record, files = self._records[key], self.files
+        assert files is not None
         through = self._pinned["write"][: record.disk.num_bytes] if source.is_cuda else source
         data = through.numpy().data
         # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
         # by that time on every core. So the thread that has computed the data computes them, on all cores.
-        known = chunk_sum(data) if is_ready and not source.is_cuda else None
+        known = files.checksum(data, key, version) if is_ready and not source.is_cuda else None
 
         def work() -> None:
             if source.is_cuda:
                 through.copy_(source)
-            checksum = chunk_sum(data) if known is None else known
+            checksum = files.checksum(data, key, version) if known is None else known
             copy = record.next_copy
-            assert self.files is not None
-            self.files.write(data, record.disk.position(copy))
+            files.write(data, record.disk.position(copy))
             record.disk = record.disk._replace(version=version, copy=copy, checksum=checksum)
             record.version = version
 
@@ -275,7 +278,7 @@ class TierStore:
 
         def check() -> None:
             assert disk is not None
-            if found.checksum != chunk_sum(through.numpy().data):
+            if found.checksum != disk.checksum(through.numpy().data, key, version):
                 raise DamageError(
                     f"{key} in {disk.path} does not have its checksum: the disk has damaged it; {disk.status()}"
                 )
@@ -318,11 +321,11 @@ class TierStore:
         """
         files, copies = self.files, []
         assert files is not None
-        for record in self._records.values():
+        for key, record in self._records.items():
             if record.memory is not None and record.disk.copies and record.written is not None:
                 record.written.wait()
                 # Later writes to the host's memory wait for this copy of it: the lane keeps the order.
-                save = self._saving(record, record.version, record.memory)
+                save = self._saving(key, record.version, record.memory)
                 copies.append(self.lanes.write.submit(save))
 
         def work() -> None:
@@ -352,13 +355,15 @@ class TierStore:
             raise TierError(f"{path}: step {at_most} is needed, the first one there is {commits[-1].step}")
         damaged: Key | None = None
         for commit in candidates:
-            damaged = next((key for key, at in commit.records.items() if check and not self.files.is_whole(at)), None)
+            named = commit.records if check else ()
+            damaged = next((key for key in named if not self.files.is_whole(commit, key)), None)
             if damaged is None:
                 break
         else:
             raise DamageError(
                 f"{damaged} of step {commit.step} in {path} does not have its checksum; resume from a checkpoint"
             )
+        self.files.tier = commit.tier
         known = {key: record.memory for key, record in self._records.items()}
         memory = known | self._memory({key: at.num_bytes for key, at in commit.records.items() if key not in known})
         self._records = {key: record for key, record in self._records.items() if not record.is_committed} | {

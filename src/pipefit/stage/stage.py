@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
 from pipefit.stage.compiler import Forward
 from pipefit.stage.replay import AttentionCores, replayed_forwards
@@ -188,9 +188,9 @@ class Stage:
     def _run(self, layer: NamedLayer, forward: Callable[[], Any]) -> Any:
         try:
             return forward()
-        except ModelError:
-            raise
         except Exception as problem:
+            if isinstance(problem, ModelError) or is_lost_peer(problem):
+                raise
             kind = type(problem).__name__
             hint = "; make its first operation not in place" if "leaf Variable" in str(problem) else ""
             if type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):

@@ -1,0 +1,51 @@
+"""Roll calls: a method that all ranks must call begins with one, so that ranks in different methods find out.
+
+    rank 0   report() ─► "Pipeline.report()" ─┐
+                                              ├─► the names differ: the same error on both
+    rank 1   the script ends ─► "leaving" ────┘
+
+They have a process group of their own, in which nothing else is sent. A rank that is in a pass meanwhile, because only
+the first `step` has a roll call, is found by its position (`pipefit.runtime.waits.missed_call`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pipefit.parallel.alike import ranks_in_words
+from pipefit.runtime.progress import LEAVE
+
+ORDER = ": all ranks must call the same methods in the same order, none only `if pipe.rank == 0`"
+"""The end of a message about calls that differ."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def collective(method: F) -> F:
+    """Makes a method of a pipeline begin with a roll call under its name, which is one of `CALLS`."""
+    name = f"Pipeline.{method.__name__}()"
+
+    @functools.wraps(method)
+    def called(pipe: Any, *args: Any, **options: Any) -> Any:
+        pipe._session.roll_call(name)
+        return method(pipe, *args, **options)
+
+    return called  # type: ignore[return-value]
+
+
+def different_calls(called: Mapping[int, str]) -> str:
+    """The message about ranks that call different methods, each with its name."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in called.items():
+        ranks.setdefault(name, []).append(rank)
+    said = [_said(name, own) for name, own in sorted(ranks.items(), key=lambda item: item[0] == LEAVE)]
+    return "; ".join(said) + ORDER
+
+
+def _said(name: str, ranks: Sequence[int]) -> str:
+    one = len(ranks) == 1
+    if name == LEAVE:
+        return f"{ranks_in_words(ranks)} {'is' if one else 'are'} leaving the run"
+    return f"{ranks_in_words(ranks)} {'waits' if one else 'wait'} in {name}, which all ranks must call"
