@@ -1,12 +1,23 @@
-"""Twelve trials of different lengths on two workers: the makespan of each policy, compared with the lower bound."""
+"""Twelve trials of different lengths on two workers: the makespan of each policy, compared with the lower bound.
+
+The baselines run too: any trial at random, whole trials, and one trial after the other over both workers, as a pipeline
+(gpipe) and as plain model parallelism (naive).
+"""
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from pipefit import Parallelism, Pipeline
+from pipefit.run.sources import bundle_of
+from pipefit.runtime.launch import launch
+from pipefit.study.execute.admission import recipe_of
 from pipefit.study.execute.study_run import StudyRun
 from pipefit.study.trial import StudySpec, Trial
 
@@ -40,7 +51,7 @@ class StudyRow(NamedTuple):
 
 
 def study_policies(
-    policies: Sequence[str] = ("lrtf", "fifo", "whole-task"), scale: float = 1.0, workers: int = 2
+    policies: Sequence[str] = ("lrtf", "fifo", "random", "whole-task"), scale: float = 1.0, workers: int = 2
 ) -> list[StudyRow]:
     """Runs the same trials under each policy, one study after the other.
 
@@ -52,11 +63,38 @@ def study_policies(
     Raises:
         KeyboardInterrupt: a signal came; the study under way has stopped for it.
     """
-    return [_measure(policy, scale, workers) for policy in policies]
+    return [_measure(policy, _trials(scale), workers) for policy in policies]
 
 
-def _measure(policy: str, scale: float, workers: int) -> StudyRow:
-    trials = tuple(
+def one_after_another(schedule: str, scale: float = 1.0, workers: int = 2) -> StudyRow:
+    """Trains the same trials one after the other, each over all workers as a pipeline of a schedule."""
+    seconds, losses = launch(_train_all, workers, schedule, _trials(scale), threads=1, quiet=True)[0]
+    return StudyRow(schedule, sum(seconds), 0.0, 0.0, None, 0.0, losses)
+
+
+def _train_all(schedule: str, trials: Sequence[Trial]) -> tuple[list[float], tuple[float, ...]]:
+    """Seconds of each trial, with its building, and its last loss."""
+    seconds, losses = [], []
+    for trial in trials:
+        start_s = time.perf_counter()
+        recipe = recipe_of(trial)
+        torch.manual_seed(trial.seed)
+        pipe = Pipeline(
+            bundle_of("gpt", dict(trial.options), trial.seed, False).layers,
+            loss=recipe.training.loss,
+            optimizer=recipe.training.optimizer,
+            schedule=schedule,
+            microbatches=trial.microbatches,
+            parallelism=Parallelism(device="cpu"),
+        )
+        last = pipe.fit([recipe.batch_at(step) for step in range(trial.steps)])[-1]
+        seconds.append(time.perf_counter() - start_s)
+        losses.append(last)
+    return seconds, tuple(losses)
+
+
+def _trials(scale: float) -> tuple[Trial, ...]:
+    return tuple(
         Trial(
             name=f"steps-{number:02d}",
             options=OPTIONS,
@@ -70,6 +108,9 @@ def _measure(policy: str, scale: float, workers: int) -> StudyRow:
         )
         for number, steps in enumerate(LENGTHS)
     )
+
+
+def _measure(policy: str, trials: tuple[Trial, ...], workers: int) -> StudyRow:
     with tempfile.TemporaryDirectory(prefix="pipefit-bench-") as folder:
         spec = StudySpec(trials, workers, policy, threads=1, output=str(Path(folder) / policy), name=policy)
         result = StudyRun(spec, forked=False).run()
@@ -86,9 +127,14 @@ def main(steps: int = max(LENGTHS)) -> int:
     Args:
         steps: of the longest trial.
     """
-    rows = study_policies(scale=steps / max(LENGTHS))
+    scale = steps / max(LENGTHS)
+    rows = study_policies(scale=scale)
+    baselines = [one_after_another(schedule, scale) for schedule in ("gpipe", "naive")]
     print(f"{len(LENGTHS)} trials on 2 workers, the longest of {steps} steps\n")
     print(f"{'policy':<12} {'makespan':>10} {'bound':>10} {'× bound':>8} {'predicted':>10} {'moving state':>13}")
+    bound_s = rows[0].bound_s
+    for row in baselines:
+        print(f"{row.policy:<12} {row.makespan_s:>8.2f} s {bound_s:>8.2f} s {row.makespan_s / bound_s:>8.3f}")
     for row in rows:
         predicted = f"{row.predicted_s:.2f} s" if row.predicted_s is not None else "–"
         print(

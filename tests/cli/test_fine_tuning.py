@@ -1,6 +1,7 @@
 """`pipefit train --model FOLDER`: a model of transformers, its tokenizer, the user's records."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -49,11 +50,14 @@ def test_a_folder_is_fine_tuned_and_comes_back_as_a_folder(folder, tmp_path, cap
         total += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="sum").item()
         count += ids.shape[1] - len(prompt)
     assert total / count == pytest.approx(found["held_out_loss"], rel=1e-5)
-    # Its stages have written what the whole model draws.
-    prompt = tokenizer("The", return_tensors="pt").input_ids
-    torch.manual_seed(0)
-    drawn = model.generate(prompt, do_sample=True, top_k=None, top_p=None, max_new_tokens=5)[0]
-    assert found["text"].startswith(tokenizer.decode(drawn, skip_special_tokens=True)) and len(found["text"]) > 3
+    # Its stages have answered as the whole model does.
+    sample, record = found["samples"][0], json.loads((folder / "sums.jsonl").read_text().splitlines()[36])
+    assert (sample["prompt"], sample["target"]) == (record["prompt"], record["completion"])
+    prompt = tokenizer(record["prompt"], return_tensors="pt").input_ids
+    written = model.generate(prompt, do_sample=False, max_new_tokens=50)[0, prompt.shape[1] :]
+    assert sample["answer"] == tokenizer.decode(written, skip_special_tokens=True)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "From the held-out data" in page and f"<pre>{record['prompt']}</pre>" in page
 
 
 def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, tmp_path, capsys):
@@ -63,6 +67,28 @@ def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, 
     held_out = [entry["held_out_loss"] for entry in entries if "held_out_loss" in entry]
     assert len(held_out) < 30 and min(held_out) == min(held_out[:-2])
     assert found["held_out_loss"] == pytest.approx(min(held_out), rel=1e-6)
+
+
+def test_records_of_a_file_are_evaluated_on_and_none_is_held_out(folder, tmp_path, capsys):
+    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "1 and 1 are", "completion": " 2"}))
+    words = ("--eval-data", str(tmp_path / "other.jsonl"), "--epochs", "1", "--steps")
+    given = [
+        word for word in words_for(folder / "model", "--data", str(folder / "sums.jsonl"), *words) if word != "--steps"
+    ]
+    assert main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["losses"]) == 40 // 4
+    assert [sample["prompt"] for sample in found["samples"]] == ["1 and 1 are"]
+
+
+def test_a_wrong_record_is_refused_before_the_model_is_read(folder, tmp_path, capsys):
+    shutil.copytree(folder / "model", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"no weights")
+    (tmp_path / "wrong.jsonl").write_text('{"question": 1}')
+    assert main(words_for(tmp_path / "model", "--data", str(tmp_path / "wrong.jsonl"))) == 2
+    assert "line 1 of" in capsys.readouterr().err
+    assert main(words_for(tmp_path / "model", "--data", str(folder / "sums.jsonl"))) == 2
+    assert "its weights cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -40,6 +40,7 @@ loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
 def die(record):
     if sys.argv[2:] == ["die"] and record.step == 10 and pipe.rank == 1 and not once.exists():
         once.touch()
+        exec(os.environ.get("BEFORE_ITS_DEATH", ""))
         os.kill(os.getpid(), signal.SIGKILL)
 
 losses = []
@@ -61,6 +62,36 @@ def test_a_script_with_epochs_of_a_loader_goes_on(tmp_path, capsys):
         said[name] = (tmp_path / name / "losses").read_text()
     assert said["die"] == said["plain"] and said["plain"].count(",") == 11
     assert (tmp_path / "die" / "died").exists()
+
+
+DAMAGES = {
+    "a byte of the log": "log.write_bytes(b'x' + log.read_bytes()[1:])",
+    "no log": "log.unlink()",
+    "the list of earlier checkpoints": "earlier.write_text(earlier.read_text()[:-3]); os.utime(earlier, ns=(at, at))",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_only_checkpoints_decide_whether_a_run_goes_on(damage, tmp_path, monkeypatch):
+    script, place = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    place.mkdir()
+    words = ["run", "-n", "2", "--recover", "1", "--json", "--logs", str(place / "logs"), str(script), str(place)]
+    assert main([*words, "plain"]) == 0  # its checkpoints are those of an earlier run for the next one
+    plain = (place / "losses").read_text()
+    files = "log, earlier = place / 'checkpoints/metrics.jsonl', place / 'checkpoints/earlier.json'\n"
+    monkeypatch.setenv("BEFORE_ITS_DEATH", f"{files}at = earlier.stat().st_mtime_ns\n{DAMAGES[damage]}")
+    assert main([*words, "die"]) == 0
+    said = (place / "logs" / "rank-0.log").read_text()
+    losses = (place / "losses").read_text()
+    if damage == "no log":
+        assert losses.count("nan") == 9 and losses.split(",")[9:] == plain.split(",")[9:]
+        assert "the losses of 9 steps are in no log" in said
+    elif damage == "a byte of the log":
+        assert losses == plain.replace(plain[1:].split(",")[0], "nan", 1)
+        assert "metrics.jsonl:1: not the figures of a step" in said
+    else:
+        assert losses == plain and "earlier.json is damaged" in said
 
 
 def _kill_when_trained(folder, rank, num_steps):

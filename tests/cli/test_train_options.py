@@ -13,6 +13,7 @@ from pipefit.cli.display import Watcher, printable, report
 from pipefit.cli.train import _remove_if_only_logs
 from pipefit.pipeline.callbacks import Record
 from pipefit.run.config import RunConfig, with_defaults
+from pipefit.run.result import Sample
 from pipefit.spec import Layer, Partition, Placement, Plan, Prediction, Profile
 from pipefit.spec.options import Request, as_flat
 from pipefit.timeline.compare import Row
@@ -48,8 +49,9 @@ def test_a_plan_says_how_many_processes_there_are_where_nobody_does(settings, tm
 
 def test_every_setting_of_a_run_has_an_option(settings):
     words = (
-        "model=mlp option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
-        "recompute=layer plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 clip=0 seed=6 output=runs/x "
+        "model=. option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
+        "recompute=layer plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 weight_decay=0.2 betas=0.8,0.9 "
+        "lr_schedule=linear learn=all eval_data=b.txt clip=0 seed=6 output=runs/x "
         "resume=runs/y "
         "checkpoint_every=8 checkpoint_share=0.1 keep_checkpoints=5 "
         "sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
@@ -58,8 +60,9 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "patience=3 log=csv compile no_decay=bias,norm nonfinite=skip verify_replicas=12"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
-    # A setting that is not here has no option yet.
+    # A setting that is not here has no option yet; epochs come in place of steps.
     usual = as_flat(RunConfig())
+    usual.pop("epochs")
     assert set(arguments) == set(usual)
     typed = ["train"]
     for name, value in arguments.items():
@@ -202,19 +205,46 @@ def test_a_sample_that_is_no_text_is_escaped():
 def test_a_run_says_what_it_chose_before_anything_is_loaded(settings, monkeypatch, capsys):
     monkeypatch.setattr("pipefit.run.config.num_gpus", lambda: 0)
     monkeypatch.setattr("pipefit.run.config.num_cores", lambda: 8)
-    assert main(["train"]) == main(["train", "--ranks", "3", "--schedule", "gpipe", "-m", "8", "-o", "x"]) == 0
+    words = "--ranks 3 --schedule gpipe -m 8 -o x --lr 0.5 --warmup 0 --lr-schedule constant"
+    assert main(["train"]) == main(["train", *words.split()]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ranks          4, on a machine of 8 cores (--ranks)",
         "schedule       the fastest by measurements of the layers (--schedule)",
         "micro-batches  chosen with the schedule (--microbatches)",
+        "learning rate  0.002, usual for new weights (--lr); 10 steps of warm-up (--warmup), then cosine down to 5 % "
+        "(--lr-schedule)",
         "checkpoints    none without -o FOLDER",
         "loading torch …",
-        "checkpoints  by time, in at most 3 % of it, and at the end, in x; the newest 3 stay (--checkpoint-every)",
+        "learning rate  0.5 (--lr); 0 steps of warm-up (--warmup), then constant (--lr-schedule)",
+        "checkpoints    by time, in at most 3 % of it, and at the end, in x; the newest 3 stay (--checkpoint-every)",
         "loading torch …",
     ]
     first, second = (config.request for config, *_ in settings)
     assert (first.schedule, first.parallelism.ranks) == ("auto", 4)
     assert (second.schedule, second.parallelism.ranks) == ("gpipe", 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "lr", "steps", "warmup"),
+    [
+        ("", 2e-3, 100, 10),
+        ("--steps 4", 2e-3, 4, 1),
+        ("--model FOLDER --steps 40", 5e-5, 40, 4),
+        ("--model FOLDER --lora r=4 --steps 1000", 2e-4, 1000, 100),
+        ("--model FOLDER --lr 0.5 --warmup 7", 0.5, 100, 7),
+        ("--model FOLDER --epochs 3", 5e-5, None, None),
+    ],
+)
+def test_the_usual_learning_rate_follows_from_what_is_trained(words, lr, steps, warmup, settings, tmp_path):
+    assert main(["train", *words.replace("FOLDER", str(tmp_path)).split()]) == 0
+    config = settings[0][0]
+    assert (config.lr, config.steps, config.warmup) == (lr, steps, warmup)
+
+
+def test_epochs_and_steps_exclude_each_other(settings, capsys):
+    assert "give one of them" in refused(capsys, "train", "--steps", "3", "--epochs", "2")
+    assert "give --steps" in refused(capsys, "train", "--disk", "x", "--epochs", "2")
+    assert settings == []
 
 
 def test_a_number_of_microbatches_that_is_given_is_obeyed_even_if_it_is_the_usual_one(settings, capsys):
@@ -271,7 +301,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         compile_s=[2.0, 3.5],
         traffic=([2**16, 2**15], [0.0, 0.0]),
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
-        text="Once upon",
+        samples=[Sample("Once upon", "a time", "a\ntree")],
         faults=[],
         paths={"trace": "runs/a/measured.trace.json"},
     )
@@ -283,7 +313,8 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
     assert ["bubble", "20.0%", "25.0%", "+5.0", "points"] in [line.split() for line in text.splitlines()]
     assert "rank 1: 70%" in text and "rank 1: 2 MiB" in text
     assert "sent    rank 0: 64 KiB  rank 1: 32 KiB in a pass" in text and "inside" not in text
-    assert "Once upon" in text and "runs/a/measured.trace.json" in text
+    assert "prompt  Once upon\ntarget  a time\nanswer  a\n        tree\n" in text
+    assert "runs/a/measured.trace.json" in text
 
 
 def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.tiny_models import save_tokenizer
+from tests.tiny_models import CHAT, save_tokenizer
 
 from pipefit.data import corpus
 from pipefit.data.records import TokenBatches, token_samples
@@ -48,6 +48,77 @@ def test_messages_go_through_the_tokenizers_own_template(tmp_path, tokenizer):
     assert tokenizer.decode(sample.ids) == "user: hi<end>assistant: ho<end>"
 
 
+TURNS = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "ho"},
+    {"role": "user", "content": "ho?"},
+    {"role": "assistant", "content": "ho!"},
+]
+ASKING = CHAT + "{% if add_generation_prompt %}assistant: {% endif %}"
+MARKING = (
+    "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content if m.role == 'assistant' }}{% endgeneration %}"
+    "{{ m.content if m.role != 'assistant' }}<end>{% endfor %}"
+)
+FORGETFUL = "{% for m in messages %}{{ m.role }}: {{ m.content if loop.last else '…' }}<end>{% endfor %}"
+
+
+def learned(sample, tokenizer):
+    """The parts of a sequence that are learned, as text."""
+    text, is_learned = [""], False
+    for one, label in zip(sample.ids, sample.labels, strict=True):
+        if is_learned and label == IGNORED:
+            text.append("")
+        is_learned = label != IGNORED
+        text[-1] += tokenizer.decode([one]) if is_learned else ""
+    return [part for part in text if part]
+
+
+@pytest.mark.parametrize(
+    ("template", "answers"),
+    [(CHAT, ["ho<end>", "ho!<end>"]), (ASKING, ["ho<end>", "ho!<end>"]), (MARKING, ["ho", "ho!"])],
+    ids=["words", "prompt", "marks"],
+)
+def test_of_a_conversation_the_answers_are_learned(template, answers, tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    paths = written(tmp_path, {"messages": TURNS})
+    (sample,) = token_samples(paths, tokenizer, 64)
+    assert tokenizer.decode(sample.ids) == "user: hi<end>assistant: ho<end>user: ho?<end>assistant: ho!<end>"
+    assert learned(sample, tokenizer) == answers
+    (whole,) = token_samples(paths, tokenizer, 64, learns_all=True)
+    assert whole.ids == whole.labels == sample.ids
+
+
+def test_turns_of_sharegpt_are_those_of_a_conversation(tmp_path, tokenizer):
+    speakers = {"user": "human", "assistant": "gpt"}
+    turns = [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in TURNS]
+    found = token_samples(written(tmp_path, {"conversations": turns}), tokenizer, 64)
+    assert list(found) == list(token_samples(written(tmp_path, {"messages": TURNS}), tokenizer, 64))
+
+
+def test_a_record_of_alpaca_is_a_conversation_or_a_prompt(tmp_path, tokenizer, monkeypatch):
+    record = {"instruction": "add", "input": "1 2", "output": "3"}
+    paths = written(tmp_path, record, {**record, "input": ""})
+    of_chat = token_samples(paths, tokenizer, 64)
+    assert [tokenizer.decode(sample.ids) for sample in of_chat] == [
+        "user: add\n\n1 2<end>assistant: 3<end>", "user: add<end>assistant: 3<end>",
+    ]  # fmt: skip
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    plain = token_samples(paths, tokenizer, 128)
+    assert [tokenizer.decode(sample.ids) for sample in plain] == [
+        "### Instruction:\nadd\n\n### Input:\n1 2\n\n### Response:\n3<end>",
+        "### Instruction:\nadd\n\n### Response:\n3<end>",
+    ]
+    assert [learned(sample, tokenizer) for sample in (*of_chat, *plain)] == [["3<end>"]] * 4
+
+
+def test_a_template_that_hides_where_an_answer_is_is_refused(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", FORGETFUL)
+    paths = written(tmp_path, {"messages": TURNS})
+    with pytest.raises(DataError, match=r"changes message 2 when others follow.*--learn all"):
+        token_samples(paths, tokenizer, 64)
+    assert len(token_samples(paths, tokenizer, 64, learns_all=True)) == 1
+
+
 def test_packed_records_follow_each_other_and_none_is_lost(tmp_path, tokenizer):
     paths = written(tmp_path, *({"prompt": f"{n} is", "completion": f" {n}"} for n in range(20)))
     apart, packed = (token_samples(paths, tokenizer, 16, packed) for packed in (False, True))
@@ -81,6 +152,9 @@ def test_parquet_has_the_same_records(tmp_path, tokenizer):
         ('"words"', "got str"),
         ("{", "line 2 of .* is not JSON"),
         ('{"messages": [{"role": 3}]}', "the chat template cannot use"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "line 2 of .* has nothing to learn"),
+        ('{"conversations": [{"from": "cat", "value": "x"}]}', "from 'cat'; expected one of human"),
+        ('{"instruction": "x"}', "got instruction"),
         (json.dumps({"text": "long " * 99}), r"record 2 of .* tokens, more than the context of 64; .*--pack"),
     ],
 )

@@ -53,6 +53,19 @@ def test_gpipe_has_the_least_variance_and_of_equals_the_earliest_cuts(profile, n
     assert sizes(gpipe(profile, num_stages)) == min(one for cost, one in ranked if cost <= least + 1e-6)
 
 
+@given(profiles(7), st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=4))
+def test_gpipe_on_unequal_devices_has_the_least_squares_from_the_time_that_all_would_take(profile, speeds):
+    if len(speeds) > len(profile):
+        return
+
+    def away(layer_counts):
+        costs = stage_costs(profile, layer_counts)
+        return sum((cost / speed - sum(costs) / sum(speeds)) ** 2 for cost, speed in zip(costs, speeds, strict=True))
+
+    least = min(map(away, all_counts(len(profile), len(speeds))))
+    assert away(sizes(gpipe(profile, len(speeds), speeds=speeds))) <= least * (1 + 1e-9) + 1e-6
+
+
 @given(profiles(7), counts, st.sampled_from([None, 1.0, 10.0]), st.sampled_from([0.0, 2.0]))
 def test_minmax_has_the_least_maximum(profile, num_stages, bandwidth, latency):
     if num_stages > len(profile):

@@ -1,8 +1,11 @@
 """Loggers: what they write is what the callbacks were told, also over runs that resume from each other."""
 
 import csv
+import errno
 import importlib.util
+import io
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,3 +112,52 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(PipefitError, match="file"):
         trained(pf.csv_log(tmp_path / "file" / "metrics.csv"))
+
+
+@pytest.fixture
+def fills(monkeypatch):
+    """Makes the disk full after a number of bytes that are added to files; None: there is room again."""
+    room = [None]
+    add = io.FileIO.write
+
+    class Full(io.FileIO):
+        def write(self, data):
+            if room[0] is None:
+                return add(self, data)
+            if not room[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            part = bytes(data)[: room[0]]
+            room[0] -= len(part)
+            return add(self, part)
+
+    usual = Path.open
+
+    def open_(self, mode="r", *args, **kwargs):
+        return Full(self, mode) if mode == "ab" else usual(self, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_)
+    return lambda bytes_left: room.__setitem__(0, bytes_left)
+
+
+@pytest.mark.parametrize("log", [pf.json_log, pf.csv_log])
+def test_a_full_disk_ends_no_training_and_the_figures_are_written_when_there_is_room(log, fills, tmp_path, caplog):
+    path = tmp_path / "metrics"
+
+    def at(record):
+        fills({2: 7, 4: None}.get(record.step, 0 if record.step == 3 else None))
+
+    trained(at, log(path))
+    lines = path.read_text().splitlines()
+    rows = map(json.loads, lines) if log is pf.json_log else csv.DictReader(lines)
+    assert [int(row["step"]) for row in rows] == [1, 2, 2, 3, 4, 4]
+    assert caplog.text.count("No space left on device; training goes on") == 1
+
+
+@pytest.mark.parametrize("damage", ["x\n", '{"stop": 1}\n', "[1]\n", '{"step": "1"}\n', "\xff\n", "[" * 9999 + "\n"])
+def test_a_damaged_line_of_a_log_is_left_out_with_a_warning(damage, tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    trained(pf.json_log(path), until=2)
+    path.write_bytes(damage.encode("latin-1") + path.read_bytes())
+    trained(pf.json_log(path), start=2, until=3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 2, 3, 3]
+    assert "metrics.jsonl:1: not the figures of a step; left out" in caplog.text

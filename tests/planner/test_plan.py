@@ -342,6 +342,16 @@ def test_deeper_2bw_pipelines_allow_larger_microbatches_at_lower_throughput():
     assert same == sorted(same, reverse=True) and same[0] > same[2]
 
 
+def test_replicas_that_the_search_puts_into_a_server_are_in_one():
+    """Spread over servers they would sum their gradients through the ports, which the search does not count."""
+    machine = load_topology("pcie-3x4")
+    machine = msgspec.structs.replace(machine, device=msgspec.structs.replace(machine.device, memory_bytes=64e9))
+    made = plan(load_profile("gnmt"), machine, method="pipedream", microbatch_sizes=[64])
+    servers = [{rank // 4 for rank in ranks} for ranks in made.placement.ranks]
+    assert [len(ranks) for ranks in made.placement.ranks] == [4, 4, 4]
+    assert servers == [{0}, {1}, {2}]
+
+
 def test_pipedream_plans_say_the_published_times():
     made = plan(load_profile("vgg16"), Topology.local(4, 1e9), method="pipedream", cost="pipedream-code")
     assert [stage.replicas for stage in made.partition.stages] == [3, 1]

@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import threading
+import time
 from pathlib import Path
 from queue import Queue
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from pipefit.cost import speeds_of
 from pipefit.errors import DataError, ModelError, ProfileError, TopologyError
 from pipefit.models import build
 from pipefit.profiling import (
@@ -609,6 +611,28 @@ def test_every_rank_learns_the_same_links():
     assert level.cores == len(os.sched_getaffinity(0))
     assert level.latency_s == pytest.approx(1e-5)
     assert level.bandwidth_bytes_per_s == pytest.approx(1e9)
+
+
+def links_with_a_slow_rank() -> Topology:
+    """A product takes rank 1 much longer."""
+    if current().rank == 1:
+        fast = torch.mm
+
+        def slow(*matrices):
+            time.sleep(0.2)
+            return fast(*matrices)
+
+        torch.mm = slow
+    return links_by_rule()
+
+
+@pytest.mark.dist
+def test_links_know_the_rank_that_is_slow():
+    first, second = launch(links_with_a_slow_rank, 2, threads=1, quiet=True)
+    assert first == second
+    fast, slow = first.devices
+    assert first.device == fast and slow.flops < fast.flops / 2
+    assert speeds_of(first) == pytest.approx((1.0, slow.flops / fast.flops))
 
 
 def test_a_device_is_measured_in_its_own_units():

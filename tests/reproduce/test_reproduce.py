@@ -9,11 +9,13 @@ from tests.verbs import answered, refused
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError, TopologyError
 from pipefit.planner.machines import load_topology
-from pipefit.reproduce.entry import Bench, Entry, Made, Value
-from pipefit.reproduce.lectures import DECKS, ENTRIES
+from pipefit.reproduce.entry import MOST_WITHIN, Bench, Entry, Value, sort_of
+from pipefit.reproduce.lectures import DECKS, ENTRIES, find_entry
 from pipefit.reproduce.lectures_page import lectures_page
-from pipefit.reproduce.outcome import Compared, run_all, run_entry
+from pipefit.reproduce.outcome import Compared, run_all, run_entry, tally
+from pipefit.reproduce.predicted import data_parallel, minibatch_s, stages_by_hand
 from pipefit.reproduce.steps import Draw
+from pipefit.spec.published import load_profile
 from pipefit.timeline.breakdown import breakdown
 
 pytestmark = pytest.mark.slow
@@ -35,8 +37,7 @@ def test_every_name_is_used_once_and_every_lecture_has_entries():
 def test_every_published_value_has_a_source_and_every_entry_something_to_show():
     for entry in ENTRIES.values():
         assert entry.source and entry.topic and entry.line, entry.name
-        assert len(entry.values) == len(entry.made.values)
-        assert entry.values or entry.made.pictures or (entry.kind == "cited" and entry.note), entry.name
+        assert entry.values or entry.pictures or (entry.kind == "cited" and entry.note), entry.name
 
 
 def test_drawn_entries_agree_exactly_or_say_why(drawn):
@@ -69,19 +70,79 @@ def test_computed_entries_run_and_differences_have_causes():
             assert each.agrees is not False or named, (outcome.entry.name, each.value.name, each.ours)
 
 
+def nothing(run: Bench) -> float:
+    raise InfeasibleError("nothing fits")
+
+
 def test_a_ratio_within_its_tolerance_agrees():
-    value = Value("x", 100.0, within=0.08)
+    value = Value("x", nothing, 100.0, within=0.08)
     assert Compared(value, 107.0).agrees and Compared(value, 93.0).ratio == 0.93
     assert Compared(value, 109.0).agrees is False
     assert Compared(value, "does not fit").agrees is False
-    assert Compared(Value("x"), 3.0).agrees is None
+    assert Compared(Value("x", nothing), 3.0).agrees is None
+
+
+def test_a_number_agrees_within_less_than_the_effect_that_it_shows():
+    for entry in ENTRIES.values():
+        for value in entry.values:
+            if value.sort == "number" and value.unit == "×":
+                assert value.within <= abs(1 - 1 / value.published) / 2, (entry.name, value.name)
+            assert value.within <= MOST_WITHIN
+
+
+@pytest.mark.parametrize(
+    ("published", "within", "kind", "sort"),
+    [
+        (0.5, 0.0, "drawn", "formula"),
+        (True, 0.0, "drawn", "formula"),
+        (2, 0.1, "drawn", "number"),
+        (34, 0.1, "computed", "number"),
+        ("15-1", 0.0, "computed", "choice"),
+        (True, 0.0, "computed", "trend"),
+        (None, 0.0, "computed", None),
+    ],
+)
+def test_the_sort_of_a_value_follows_from_what_is_published(published, within, kind, sort):
+    assert sort_of(published, within, kind) == sort
+
+
+def test_no_figure_is_counted_twice(drawn):
+    plain = [outcome for outcome in drawn.values() if not outcome.entry.like]
+    repeating = [outcome for outcome in drawn.values() if outcome.entry.like]
+    assert {outcome.entry.name for outcome in repeating} == {"staleness"}
+    once, all_of_them = tally(plain), tally(drawn.values())
+    assert (once.agreeing, once.judged) == (all_of_them.agreeing, all_of_them.judged)
+    assert all_of_them.repeated == 3
+    assert once.judged["formula"] - once.agreeing["formula"] == 3 and once.judged["trend"] == 0
+    assert "formulas" in once.text and "3 repeat others" in all_of_them.text
+
+
+def test_every_cluster_has_one_assumption():
+    """A command that changes the links of a machine would be a second one."""
+    names = ("pipedream-table", "takeaways", "pipedream-speedups")
+    commands = [command for outcome in run_all(map(find_entry, names)) for command in outcome.commands]
+    assert any("nvlink-2x8" in command for command in commands)
+    assert not any("bandwidth" in command for command in commands)
+
+
+def test_the_authors_own_stages_are_simulated_next_to_the_plan_found():
+    outcome = run_entry(find_entry("pipedream-table"))
+    ours = {each.value.name: each.ours for each in outcome.values}
+    assert ours["vgg16 on pcie-4x4"] == "15-1"
+    same = ("vgg16 on pcie-4x4: speed-up of this plan", "vgg16 on pcie-4x4: speed-up of the authors' 15-1")
+    assert ours[same[0]] == ours[same[1]], "the same stages are as fast, by whichever way"
+
+
+@pytest.mark.parametrize("machine", ["pcie-4x4", "nvlink-2x8"])
+def test_no_simulated_pipeline_is_faster_than_its_slowest_stage(machine):
+    profile, topology = load_profile("vgg16").at(64), load_topology(machine)
+    seconds = minibatch_s(stages_by_hand(profile, (34, 7), (15, 1)), profile, topology)
+    convolutions_s = sum(layer.total_s for layer in profile.layers[:34])
+    assert convolutions_s / 15 < seconds < minibatch_s(data_parallel(profile, topology), profile, topology)
 
 
 def test_an_infeasible_plan_is_shown_as_such():
-    def none(run: Bench) -> float:
-        raise InfeasibleError("nothing fits")
-
-    outcome = run_entry(Entry("x", "t", "l", "computed", "s", (Value("v", 3, why="memory"),), made=Made((none,))))
+    outcome = run_entry(Entry("x", "t", "l", "computed", "s", (Value("v", nothing, 3, why="memory"),)))
     assert outcome.values[0].ours == "does not fit" and "memory" in outcome.text
 
 

@@ -44,9 +44,8 @@ def pipeline(model: nn.Module, num_microbatches: int, **options: object) -> Pipe
         copy.deepcopy(model),
         loss=F.mse_loss,
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-        stages=2,
         microbatches=num_microbatches,
-        **{"parallelism": Parallelism(ranks=2)} | options,  # type: ignore[arg-type]
+        **{"stages": 2, "parallelism": Parallelism(ranks=2)} | options,  # type: ignore[arg-type]
     )
 
 
@@ -160,7 +159,7 @@ def test_a_replay_changes_no_running_average(recompute: str, nested: bool) -> No
 def test_a_forward_that_changes_another_buffer_is_not_replayed(recompute: str, name: str) -> None:
     model, batches = model_of([name, name], nested=True), data(6)
     with pytest.raises(ModelError, match=r"changes the buffer 1\.0\.1\.running_mean, so it cannot be replayed"):
-        trained(model, batches, 2, parallelism=Parallelism(ranks=2, recompute=recompute))
+        trained(model, batches, 2, stages=[2, 2], parallelism=Parallelism(ranks=2, recompute=recompute))
 
 
 class Checkpointed(nn.Module):
@@ -232,8 +231,27 @@ def test_a_norm_over_all_processes_is_refused() -> None:
         trained(model, data(6), 2)
 
 
-def test_one_value_per_channel_is_refused_as_by_torch() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(CHANNELS * LENGTH, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
-    batches = [(x, y[:, 0]) for x, y in data(3)]
-    with pytest.raises(ModelError, match="Expected more than 1 value per channel"):
-        trained(model, batches, 3)
+def own_statistics(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
+    """The definition, which has a value for one sample too."""
+    assert norm.weight is not None
+    return (x - x.mean(0)) / (x.var(0, correction=0) + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+@pytest.mark.parametrize("kind", ["plain", "act before"])
+def test_a_channel_of_one_value_becomes_its_bias_and_counts_for_the_averages(kind: str) -> None:
+    """Five samples in three micro-batches: the last one holds a single sample."""
+    model = nn.Sequential(nn.Linear(3, CHANNELS), KINDS[kind](), nn.Linear(CHANNELS, 2)).double()
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d) and norm.momentum is not None
+    nn.init.normal_(norm.bias)
+    x, y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    losses, weights = trained(model, [(x, y)], 3)
+
+    hidden = model[0](x)
+    hidden, factor = (F.silu(hidden), 2) if kind == "act before" else (hidden, 1)
+    normal = torch.cat([factor * own_statistics(part, norm) for part in hidden.tensor_split(3)])
+    torch.testing.assert_close(normal[4], factor * norm.bias)
+    assert losses[0] == pytest.approx(F.mse_loss(model[2](normal), y).item())
+    torch.testing.assert_close(weights["1.running_mean"], norm.momentum * hidden.mean(0))
+    wanted = 1 - norm.momentum + norm.momentum * hidden.var(0)
+    torch.testing.assert_close(weights["1.running_var"], wanted)

@@ -91,10 +91,9 @@ def test_a_worker_that_dies_while_admitting_lets_another_try():
 
 
 def test_a_trial_without_room_waits_until_another_has_ended():
-    game = board(1, 1, devices=1)
-    game.next_job(0)
+    game = board(1, 1)
+    assert [game.next_job(device)[:2] for device in (0, 1)] == [("admit", 0), ("admit", 1)]
     admit(game, 0)
-    assert game.next_job(0).kind == "admit"
     game.sent_back(1)
     job = game.next_job(0)
     assert (job.kind, job.trial) == ("turn", 0)
@@ -103,10 +102,11 @@ def test_a_trial_without_room_waits_until_another_has_ended():
 
 
 def test_trials_held_at_a_rung_do_not_wait_for_ever_for_one_that_has_no_room():
-    game = board(4, 4, 4, stop=Halving(first=2))
+    game = board(4, 4, 4, devices=3, stop=Halving(first=2))
+    jobs = [game.next_job(device) for device in range(3)]
     for device in (0, 1):
-        admit(game, game.next_job(device).trial, device)
-    game.sent_back(game.next_job(0).trial)
+        admit(game, jobs[device].trial, device)
+    game.sent_back(jobs[2].trial)
     while (job := game.next_job(0)) is not None:
         step = game.entries[job.trial].steps
         take(game, *((job.trial, 0, step + n, 0, 1, 2, 1.0 + job.trial) for n in range(job.argument)))
@@ -164,12 +164,12 @@ def test_a_failure_frees_those_who_wait_for_it_at_a_rung():
 
 def test_remaining_time_is_what_turns_have_cost_and_the_first_of_each_kind_is_forgotten():
     entry = TrialProgress(0, Trial(steps=10), "t0", num_turns=2)
-    assert entry.remaining_s == math.inf
+    assert entry.cost is None
     for turn, seconds in ((0, 9.0), (1, 9.0), (0, 1.0), (1, 2.0)):
         entry.measured(turn, seconds)
     assert entry.cost.turns_s == (1.0, 2.0)
     entry.losses, entry.turn = [1.0] * 8, 1
-    assert entry.remaining_s == 2.0 + 3.0
+    assert entry.remaining_of(entry.cost) == 2.0 + 3.0
 
 
 def test_the_bound_is_that_of_the_measured_turns():
@@ -190,7 +190,6 @@ def test_the_best_is_the_lowest_mean_of_the_last_tenth():
 def ready(game, seconds=0.02, turns=2):
     """Both trials admitted and measured."""
     for number in range(len(game.entries)):
-        game.next_job(0)
         admit(game, number, turns=turns)
         for turn in range(turns):
             game.entries[number].turn_s[turn] = (seconds, 2)
@@ -231,3 +230,29 @@ def test_in_hindsight_every_policy_has_the_same_turns_and_the_same_bound():
         found = game.in_hindsight(policy)
         assert len(found.turns) == len(measured.turns) and math.isclose(found.bound_s, measured.bound_s)
         assert found.makespan_s >= found.bound_s
+
+
+def test_the_longest_trial_is_admitted_first_and_one_of_a_kind_is_measured():
+    """In the order of the file a third of the time passed before the longest trial began."""
+    game = board(10, 40, 20, 30, devices=1)
+    play(game)
+    firsts = {}
+    for turn in game.turns:
+        firsts.setdefault(turn.trial, turn.start_s)
+    assert sorted(firsts, key=firsts.get) == [1, 3, 2, 0]
+    begun = min(turn.start_s for turn in game.turns if turn.trial == 3)
+    assert max(turn.step for turn in game.turns if turn.trial == 1 and turn.end_s <= begun) >= 8
+
+
+def test_kinds_that_nobody_has_measured_are_measured_before_known_ones_go_on():
+    entries = [TrialProgress(n, Trial(steps=10, options={"layers": n}), f"t{n}") for n in range(3)]
+    game = Board(entries, 1, "lrtf")
+    play(game)
+    order = list(dict.fromkeys(turn.trial for turn in game.turns[:9]))
+    assert order == [0, 1, 2]
+    known = [TrialProgress(n, Trial(steps=10), f"t{n}") for n in range(2)]
+    game = Board(known, 1, "lrtf")
+    admit(game, 0, turns=1)
+    assert game.left_s == math.inf
+    take(game, (0, 0, 0, 0, 1, 2, 0.5))
+    assert game.left_s == pytest.approx(9 + 10)

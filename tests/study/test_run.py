@@ -309,7 +309,7 @@ def test_a_study_that_was_damaged_names_the_file_when_it_is_resumed(kind, tmp_pa
     given = trials(2, steps=4)
 
     def stop(board):
-        if board.entries[0].has_ended:
+        if board.entries[1].steps:
             os.kill(os.getpid(), signal.SIGTERM)
 
     first = study(given, tmp_path / "s", workers=1, policy="fifo").run(observer=stop)
@@ -390,5 +390,5 @@ def test_the_verb_tells_people_what_came_of_it(tmp_path, capsys, monkeypatch):
     assert main(["study", str(path), "-o", "out", "--policy", "fifo"]) == 0
     said = capsys.readouterr().out
     assert "fifo on 2 devices: makespan" in said and "lower bound" in said and "* t0" in said
-    assert "simulated with the measured turns: lrtf" in said
+    assert "simulated with the measured turns, without any wait: lrtf" in said
     assert "\nbest      out/best/model.safetensors\n" in said and Path("out/best/model.safetensors").exists()

@@ -23,7 +23,9 @@ from pipefit.spec import Profile, Topology
 from pipefit.spec.options import Parallelism
 from pipefit.timeline import Timeline, by_kind
 
-_WIDTH, _MICROBATCHES, _PASSES = 8, 16, 16
+_WIDTH = 8
+_MICROBATCHES = 16
+_PASSES = 16
 _ROUNDS, _REPEATS = 7, 9
 _CACHE = 1 << 19
 _HALVINGS = 8

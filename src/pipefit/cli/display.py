@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from pipefit.cli.heartbeat import NEXT_S, Heartbeat
-from pipefit.units import columns, format_bytes, format_count, format_seconds
+from pipefit.cli.heartbeat import Heartbeat, gap_s
+from pipefit.units import columns, counted, format_bytes, format_count, format_seconds
 
 
 class Watcher(Heartbeat):
     """Shows a run to people, on rank 0: a progress line in a terminal, plain lines in a file; never silent for long.
 
     Args:
-        num_steps: of the whole run.
+        num_steps: of the whole run; 0: `begins` gives it.
         batch: samples per step.
         stream: None: standard output.
     """
@@ -31,6 +31,16 @@ class Watcher(Heartbeat):
         super().__exit__()
         if self._width:
             self._write("\n")
+
+    def begins(self, config: Any) -> None:
+        """Notes the number of steps, and prints it where the user gave epochs."""
+        self._num_steps = config.steps
+        if config.epochs:
+            self._print(f"{counted(config.epochs, 'epoch')}: {counted(config.steps, 'step')}")
+
+    def says(self, text: str) -> None:
+        """Prints a line."""
+        self._print(text)
 
     def planned(self, plan: Any, profile: Any, bundle: Any, source: Any) -> None:
         """Prints the plan, without the candidates that lost."""
@@ -57,7 +67,7 @@ class Watcher(Heartbeat):
         moving, last = self._stream.isatty(), step >= self._num_steps
         self.doing("ending the training" if last else f"step {step + 1}", is_named=True)
         is_tenth = step % max(self._num_steps // 10, 1) == 0
-        due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= NEXT_S
+        due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= gap_s(seconds)
         if not (due or last):
             return
         self._last_s = seconds
@@ -132,12 +142,21 @@ def report(result: Any) -> str:
         lines += ["inside  " + _each(who, map(format_bytes, inside))]
     for fault, done in described(result.faults):
         lines += ["", f"fault: {fault}", f"  {done}"]
-    if result.text:
-        lines += ["", "a sample:", printable(result.text)]
+    for sample in result.samples:
+        lines += ["", "from the held-out data:", *columns(_sampled(sample))]
     if result.paths:
         width = max(map(len, result.paths))
         lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
     return "\n".join(lines)
+
+
+def _sampled(sample: Any) -> list[tuple[str, str]]:
+    """Prompt, target and answer, each with the lines after its first one below it."""
+    rows = []
+    for name, text in (("prompt", sample.prompt), ("target", sample.target), ("answer", sample.answer)):
+        first, *others = printable(text).split("\n")
+        rows += [(name, first), *(("", line) for line in others)]
+    return rows
 
 
 def _each(who: str, figures: Iterable[str]) -> str:

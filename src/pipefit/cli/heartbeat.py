@@ -11,6 +11,11 @@ _LOOK_S, _FIRST_S, NEXT_S = 0.1, 0.6, 5.0
 """Seconds between looks at what is done, until a line names it, and between two lines."""
 
 
+def gap_s(seconds: float) -> float:
+    """Seconds between two lines after so many seconds of work: a long run does not fill its log."""
+    return max(NEXT_S, seconds / 10)
+
+
 class Heartbeat:
     """The context of work that is never silent for long.
 
@@ -22,6 +27,7 @@ class Heartbeat:
         self._stream = stream
         # What is done, since when, when the last line was written, and whether one of them names it.
         self._what, self._since_s, self._said_s, self._is_named = "", 0.0, time.monotonic(), True
+        self._began_s = time.monotonic()
         self._ended = threading.Event()
 
     def __enter__(self) -> Self:
@@ -50,7 +56,8 @@ class Heartbeat:
         Args:
             now: seconds of `time.monotonic`.
         """
-        if self._what and now - max(self._said_s, self._since_s) >= (NEXT_S if self._is_named else _FIRST_S):
+        gap = gap_s(now - self._began_s) if self._is_named else _FIRST_S
+        if self._what and now - max(self._said_s, self._since_s) >= gap:
             self._print(f"{self._what}: {now - self._since_s:.0f} s so far" if self._is_named else f"{self._what} …")
             self._said_s, self._is_named = now, True
 

@@ -39,11 +39,15 @@ def command(
     measure = partial(measure_links, repeats=repeats, each=device, name=f"this machine, {ranks} ranks")
     topology = launch(measure, ranks, threads=1, quiet=True)[0]
     level = topology.levels[0]
-    text = (
-        f"{ranks} ranks: {format_bytes(level.bandwidth_bytes_per_s)}/s, latency {format_seconds(level.latency_s)}\n"
+    lines = [
+        f"{ranks} ranks: {format_bytes(level.bandwidth_bytes_per_s)}/s, latency {format_seconds(level.latency_s)}",
         f"each: {device.flops / 1e9:.4g} GFLOP/s, {format_bytes(device.memory_bandwidth_bytes_per_s)}/s to memory, "
-        f"{format_bytes(device.memory_bytes)} of memory"
-    )
+        f"{format_bytes(device.memory_bytes)} of memory",
+    ]
+    speeds = [f"rank {rank} {own.flops / 1e9:.4g}" for rank, own in enumerate(topology.devices)]
+    if speeds:
+        lines.append(f"GFLOP/s of each, for they differ: {', '.join(speeds)}")
     if output:
         topology.save(output)
-    return Answer({"device": device, "levels": topology.levels}, text, output=output)
+    data = {"device": device, "devices": topology.devices, "levels": topology.levels}
+    return Answer(data, "\n".join(lines), output=output)

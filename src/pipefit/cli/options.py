@@ -144,6 +144,7 @@ TopologyName = Annotated[str | None, Parameter(help="Links and devices: a TOML f
 _TYPED: Mapping[str, Any] = {
     "words": Annotated[list[str], Parameter(converter=lambda _, tokens: ",".join(t.value for t in tokens))],
     "numbers": Counts,
+    "figures": Figures,
     "pairs": Annotated[list[str], Parameter(converter=_paired)],
     "texts": Annotated[list[str], Parameter(consume_multiple=True)],
 }

@@ -283,7 +283,9 @@ def _answer(
         hint = "" if path else "; -o plan.json writes the plan"
         lines += ["", f"to run it, on each machine (HOST is one of them{hint}):"]
         lines.append(" \\\n".join(wrapped(f"  {command}", width - 2, "    ")))
-    return Answer(data, lambda: "\n".join([explain(made, profile, every=every), "", *lines]), output=written)
+    return Answer(
+        data, lambda: "\n".join([explain(made, profile, every=every, topology=machine), "", *lines]), output=written
+    )
 
 
 def _runs(layers: tuple[int, ...]) -> bool:

@@ -36,5 +36,5 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
         stack.enter_context(claimed(config.output, current()))
         if current().rank > 0 or quiet:
             return run(config, Observer())
-        with Watcher(config.steps, config.batch) as watcher:
+        with Watcher(config.steps or 0, config.batch) as watcher:
             return run(config, watcher)

@@ -42,7 +42,7 @@ def command(
     """
     from pipefit.reproduce.lectures import ENTRIES, find_entry
     from pipefit.reproduce.lectures_page import lectures_page
-    from pipefit.reproduce.outcome import run_all, run_entry
+    from pipefit.reproduce.outcome import run_all, run_entry, tally
     from pipefit.spec.files import write_atomically
 
     if all and name is not None:
@@ -64,7 +64,8 @@ def command(
     with Heartbeat(sys.stderr) as heartbeat:
         outcomes = run_all(chosen, heartbeat.doing)
     written = [write_atomically(output / "index.html", lectures_page(outcomes))] if output else None
-    return Answer({"entries": [each.as_dict() for each in outcomes]}, lambda: _summary(outcomes), output=written)
+    data = {"entries": [each.as_dict() for each in outcomes], "counts": tally(outcomes).as_dict()}
+    return Answer(data, lambda: _summary(outcomes), output=written)
 
 
 def _listed() -> Answer:
@@ -84,15 +85,12 @@ def _listed() -> Answer:
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
-    from pipefit.reproduce.outcome import row_of
+    from pipefit.reproduce.outcome import HEADER, row_of, tally
     from pipefit.units import columns, counted
 
-    rows, counts = [["", "", "published", "ours", "ratio", ""]], {"agrees": 0, "differs": 0}
+    rows = [["", *HEADER]]
     for outcome in outcomes:
-        for each in outcome.values:
-            rows.append([outcome.entry.name, *row_of(each)])
-            if each.verdict:
-                counts[each.verdict] += 1
+        rows += [[outcome.entry.name, *row_of(each)] for each in outcome.values]
     seconds = sum(outcome.seconds for outcome in outcomes)
-    last = f"{counts['agrees']} values agree, {counts['differs']} differ; {counted(len(outcomes), 'entry', 'entries')}"
-    return "\n".join([*columns(rows), "", f"{last} in {seconds:.1f} s"])
+    last = f"{counted(len(outcomes), 'entry', 'entries')} in {seconds:.1f} s: {tally(outcomes).text}"
+    return "\n".join([*columns(rows), "", last])

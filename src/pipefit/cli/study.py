@@ -172,7 +172,7 @@ def _table(board: Board, most: int) -> Any:
     for head in ("trial", "", "step", "loss", *(["held-out"] if evaluates else []), "left", "device"):
         table.add_column(head, justify="left" if head in ("trial", "") else "right")
     for entry in shown:
-        left = entry.remaining_s
+        left = board.remaining_s(entry)
         table.add_row(
             entry.name,
             _MARKS.get(entry.status, entry.status),

@@ -78,7 +78,10 @@ def _run(settings: RunConfig, transport: str, starts: dict[str, int | None], qui
     if settings.output and _is_first():
         from pipefit.run.report_page import write_report
 
-        result.paths["report"] = str(write_report(settings.output))
+        try:
+            result.paths["report"] = str(write_report(settings.output))
+        except PipefitError as problem:  # its log is damaged, or the disk is full: the training itself ended well
+            print(f"pipefit train: no report was written: {problem}", file=sys.stderr, flush=True)
     return result
 
 

@@ -166,7 +166,9 @@ def _steps(trainer: Trainer, num: int, config: CompareConfig) -> int:
 
 
 def _trainer(name: str, num: int, task: Task) -> Trainer:
-    work, kind, ranks = task.work, STRATEGIES[name], current().num_ranks
+    work = task.work
+    kind = STRATEGIES[name]
+    ranks = current().num_ranks
     if kind == "single":
         return OneProcess(work, num, num_cores() if name == "all-threads" else 1)
     if kind == "ddp":

@@ -54,7 +54,9 @@ class _Time:
     """
 
     def __init__(self, session: Session, limit_s: float, asked: Path | None, began_s: float | None) -> None:
-        self._session, self._limit_s, self._asked = session, limit_s, asked
+        self._session = session
+        self._limit_s = limit_s
+        self._asked = asked
         self._began_s = time.monotonic() if began_s is None else began_s
 
     def is_over(self, more_s: float) -> bool:
@@ -179,7 +181,10 @@ def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tu
     used = time.thread_time() - used
     dist.barrier()
     seconds = time.perf_counter() - began
-    cell.losses += losses if session.rank == 0 else [0.0] * len(mine)
+    if session.rank == 0:
+        cell.losses += losses
+    else:
+        cell.losses += [0.0] * len(mine)
     return seconds, used
 
 

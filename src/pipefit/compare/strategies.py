@@ -57,7 +57,9 @@ class OneProcess:
     """
 
     def __init__(self, work: Workload, num_microbatches: int, threads: int = 1) -> None:
-        self._loss, self._num, self._threads = work.loss, num_microbatches, threads
+        self._loss = work.loss
+        self._num = num_microbatches
+        self._threads = threads
         self._trains = current().rank == 0
         if self._trains:
             self._model = work.fresh()

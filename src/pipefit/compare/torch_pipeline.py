@@ -44,7 +44,9 @@ class TorchPipeline:
             from torch.distributed import pipelining
         except ImportError:
             raise PlanError("this torch has no torch.distributed.pipelining") from None
-        num_stages, rank, ranks = len(partition.stages), current().rank, current().num_ranks
+        num_stages = len(partition.stages)
+        rank = current().rank
+        ranks = current().num_ranks
         if num_stages != ranks:
             raise PlanError(f"needs one stage per rank, got {num_stages} for {ranks}")
         if schedule == "torch-1f1b" and num_microbatches < ranks:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.channels import Channels
 from pipefit.cutting.shell import Enter
 from pipefit.errors import ModelError
 from pipefit.stage.stage import replaced_forwards
@@ -37,28 +38,39 @@ class Seen(NamedTuple):
 
     Attributes:
         entries: leaves of each block's arguments.
+        made: of each block, the places of the leaves that depend on weights or on other blocks.
         exits: leaves of each block's output.
         owners: of each unit, the layers during which it was called.
         alike: for each block and unit, for each leaf of its output the place of a tensor among its arguments with the
             same shape and type, -1 for a leaf that is not a tensor, None where there is none.
         examples: an output of each block and unit.
         output: of the model.
-        buffers: of the model, after the run.
     """
 
     entries: list[list[Any]]
+    made: list[set[int]]
     exits: list[list[Any]]
     owners: dict[str, set[int]]
     alike: dict[str, list[int | None]]
     examples: dict[str, Any]
     output: Any
-    buffers: list[Tensor]
 
 
-def calls_of(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
-    """The modules that a model calls in one run, by their paths, in order."""
+def calls_of(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], channels: Channels | None = None
+) -> list[str]:
+    """The modules that a model calls in one run, by their paths, in order.
+
+    Args:
+        model: of any kind.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        channels: follow the run; None: nothing does.
+    """
+    channels = channels or Channels(model)
     found: list[str] = []
     with contextlib.ExitStack() as hooks:
+        hooks.enter_context(channels.following((args, kwargs)))
         for path, module in model.named_modules():
             hooks.enter_context(module.register_forward_pre_hook(lambda *_, path=path: found.append(path)))
         model(*args, **kwargs)
@@ -142,7 +154,14 @@ def _anatomy(model: nn.Module, blocks: Sequence[str]) -> Anatomy:
     return Anatomy(tuple(blocks), tuple(spine), tuple(units))
 
 
-def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mapping[str, Any], enter: Enter) -> Seen:
+def observe(
+    model: nn.Module,
+    parts: Anatomy,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    enter: Enter,
+    channels: Channels | None = None,
+) -> Seen:
     """Runs the whole model and records its blocks and units.
 
     Args:
@@ -151,8 +170,10 @@ def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mappi
         args: positional arguments.
         kwargs: keyword arguments.
         enter: called as each layer begins.
+        channels: follow the run; None: nothing does.
     """
-    seen = Seen([], [], {path: set() for path in parts.units}, {}, {}, None, [])
+    channels = channels or Channels(model)
+    seen = Seen([], [], [], {path: set() for path in parts.units}, {}, {}, None)
     numbers = {path: number for number, path in enumerate(parts.blocks, 1)}
     now = 0
 
@@ -165,10 +186,13 @@ def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mappi
             if path in numbers:
                 now = numbers[path]
                 seen.entries.append([_copy(leaf) for leaf in given])
+                seen.made.append({place for place, leaf in enumerate(given) if channels.is_made(leaf)})
                 enter(now)
             else:
                 seen.owners[path].add(now)
-            output = forward(*args, **kwargs)
+            with channels.inside(path, now, given):
+                output = forward(*args, **kwargs)
+                channels.hand(output)
             leaves = pytree.tree_leaves(output)
             seen.examples[path] = output
             seen.alike[path] = _alike([leaf for leaf in given if isinstance(leaf, Tensor)], leaves)
@@ -176,17 +200,21 @@ def observe(model: nn.Module, parts: Anatomy, args: Sequence[Any], kwargs: Mappi
                 seen.exits.append([_copy(leaf) for leaf in leaves])
                 if now == len(numbers):
                     now += 1
+                    channels.end_blocks(now)
                     enter(now)
             return output
 
         return run
 
-    watches = {module: watched(path, module) for path in (*parts.blocks, *parts.units)
-               for module in [model.get_submodule(path)]}  # fmt: skip
+    modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units)}
+    watches = {module: watched(path, module) for path, module in modules.items()}
+    channels.homes = {id(p): path for path in parts.units for p in modules[path].parameters()}
     enter(0)
-    with replaced_forwards(watches):
+    with channels.following((args, kwargs)), replaced_forwards(watches):
         output = model(*args, **kwargs)
-    return seen._replace(output=output, buffers=[buffer.clone() for buffer in model.buffers()])
+    for path in parts.units:
+        seen.owners[path].update(channels.users.get(path, ()))
+    return seen._replace(output=output)
 
 
 def _copy(leaf: Any) -> Any:

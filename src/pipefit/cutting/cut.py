@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
+from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
+from pipefit.cutting.lasting import States, fill_zeros, kept_outside, refuse_lasting
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
-from pipefit.cutting.proof import kept_buffers, prove, prove_trace
+from pipefit.cutting.proof import (
+    Difference,
+    borders,
+    branches,
+    entries,
+    prove,
+    prove_trace,
+    reference,
+    run_layer,
+)
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
+from pipefit.cutting.tracking import Foreign, place_of
 from pipefit.errors import ModelError
+from pipefit.spec.arguments import checked
 from pipefit.stage.materialise import InitialiseLayer, lent_weights
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
@@ -96,6 +107,7 @@ def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
 
 
+@checked()
 def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = None) -> Cut:
     """Cuts a model into layers, and proves the cut on an example.
 
@@ -113,8 +125,8 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     Raises:
         ModelError: no cut gives the results of the model; the message names the place and the reason.
     """
-    own = is_transformers(model)
-    if example is None and not own:
+    is_known = is_transformers(model)
+    if example is None and not is_known:
         raise ModelError(
             f"{type(model).__name__} is not a sequence of layers: a cut is found with an example of its "
             "input; give example=…, one batch"
@@ -123,13 +135,12 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     if unknown:
         raise ModelError(f"cuts: the model has no module {min(unknown)!r}")
     example = random_batch(model, 3) if example is None else example
-    ways = (Call.of(model), result, Routers.of(model)) if own else (plain_arguments, _as_it_is, None)
-    with lent_weights(model):
-        found = _cut(model, example, cuts, ways)
-    if isinstance(found.shell, Traced):
-        found = replace(found, layers=found.shell.hold(model))  # with its weights again, not the lent ones
-    loss, weigh = loss_of(model) if own else (None, None)
-    return replace(found, loss=loss, weigh=weigh)
+    ways = (Call.of(model), result, Routers.of(model)) if is_known else (plain_arguments, _as_it_is, None)
+    found = _found(model, example, cuts, ways)
+    # With the model's own weights again, not those of the proof.
+    own = found.shell.hold(model) if isinstance(found.shell, Traced) else _layers(model, found.shell)
+    loss, weigh = loss_of(model) if is_known else (None, None)
+    return replace(found, layers=own, loss=loss, weigh=weigh)
 
 
 class Layers(NamedTuple):
@@ -161,24 +172,45 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
+def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+    """The cut, found and proved with states of its own; nothing of them remains."""
+    kind = type(model).__name__
+    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise ModelError(f"{kind} has weights without a shape yet: call it once on a batch before it is cut")
+    states = States(model)
+    try:
+        with kept_outside(model), states.used(states.fresh()), lent_weights(model):
+            fill_zeros(model)
+            return _cut(model, example, cuts, ways)
+    except ModelError:
+        raise
+    except (Exception, Foreign) as problem:
+        path, line = place_of(problem, model)
+        raise ModelError(
+            f"{kind} cannot be cut: {type(problem).__name__} in {path} ({line}): {problem}. Give "
+            "cuts=['path.to.module', …], modules to cut before, or write the model as a list of layers"
+        ) from problem
+
+
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
-    args, kwargs = ways[0](example)
     kind, problems = type(model).__name__, list[str]()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            with kept_buffers(model):
-                calls = calls_of(model, args, kwargs)
-        except Exception as problem:
-            raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
-        found = _around_blocks(model, anatomies(model, calls, cuts), example, ways, problems)
-        if found is not None and (is_transformers(model) or _is_good(found, cuts)):
-            return found
-        try:
-            traced = _traced(model, example, cuts, ways)
-            if found is None or cuts is not None or _largest(traced) < _largest(found):
-                return traced
-        except ModelError as problem:
-            problems.append(f"as a graph: {problem}")
+    states = States(model)
+    try:
+        with states.used(states.fresh()):
+            calls = calls_of(model, *ways[0](example))
+    except Foreign as problem:
+        raise ModelError(f"{kind} cannot be cut: {problem}") from None
+    except Exception as problem:
+        raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
+    found = _around_blocks(model, anatomies(model, calls, cuts), example, ways, problems)
+    if found is not None and (is_transformers(model) or _is_good(found, cuts)):
+        return found
+    try:
+        traced = _traced(model, example, cuts, ways)
+        if found is None or cuts is not None or _largest(traced) < _largest(found):
+            return traced
+    except ModelError as problem:
+        problems.append(f"as a graph: {problem}")
     if found is not None:
         return found
     again = called_again(model, calls)
@@ -204,6 +236,8 @@ def _largest(found: Cut) -> int:
 
 def _traced(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     """The cut of a model's traced graph."""
+    args, kwargs = ways[0](example)
+    refuse_lasting(model, lambda: model(*args, **kwargs))
     hollow = copied(model, lambda tensor: tensor.to("meta"))
     shell = Traced(hollow, ways[0], ways[1], model.training)
     crossing = shell.choose(example, cuts)
@@ -225,50 +259,65 @@ def _around_blocks(
                 return found
     except ModelError as problem:
         problems.append(str(problem))
+    except Exception as problem:
+        problems.append(f"{type(problem).__name__} in {' ('.join(place_of(problem, model))}): {problem}")
     return None
 
 
 def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems: list[str]) -> Cut | None:
     """The cut with borders before as many of these blocks as can be proved."""
-    merged: list[tuple[str, str]] = []
-    writes = False
+    merged: dict[str, str] = {}
     while len(parts.blocks) > 1:
         try:
-            with kept_buffers(model):
-                shell, seen = _shell(model, parts, example, *ways)
-            shell.writes = writes
-            with kept_buffers(model):
-                difference = prove(shell, example, seen)
+            shell, seen, found = _attempt(model, parts, example, ways)
+        except Foreign as problem:
+            raise ModelError(str(problem)) from None
         except ModelError as problem:
             problems.append(str(problem))
             return None
-        if difference is not None and not writes:
-            writes = True
-            continue
-        if difference is None:
-            return Cut(_layers(model, parts, shell, seen), shell, _crossing(shell, seen), tuple(merged))
-        if difference.block is None:
-            problems.append(difference.why)
+        if not found:
+            return Cut(_layers(model, shell), shell, _crossing(shell, seen), tuple(merged.items()))
+        whole = [difference.why for difference in found if difference.block is None]
+        if whole:
+            problems.append(whole[0])
             return None
-        merged.append((parts.blocks[difference.block], difference.why))
-        gone = parts.blocks[difference.block]
-        parts = parts._replace(blocks=tuple(path for path in parts.blocks if path != gone), units=(*parts.units, gone))
-    problems += [f"{path}: {why}" for path, why in merged[:3]]
+        gone = {parts.blocks[difference.block]: difference.why for difference in found if difference.block is not None}
+        merged |= gone
+        left = tuple(path for path in parts.blocks if path not in gone)
+        parts = parts._replace(blocks=left, units=(*parts.units, *gone))
+    problems += [f"{path}: {why}" for path, why in list(merged.items())[:3]]
     return None
 
 
-def _shell(
-    model: nn.Module,
-    parts: Anatomy,
-    example: Any,
-    arguments: Arguments,
-    result: Callable[[Any], Any],
-    carries: Callable[[nn.Module], bool] | None,
-) -> tuple[Shell, Seen]:
-    """The shell of a model, with the values that cross each border, and the run of the whole model that proves it."""
-    args, kwargs = arguments(example)
-    with torch.no_grad():
-        seen = observe(model, parts, args, kwargs, torch.manual_seed)
+def _attempt(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways) -> tuple[Shell, Seen, list[Difference]]:
+    """The shell with borders before some blocks, and the borders at which it differs from the whole model."""
+    states = States(model)
+    with states.used(states.fresh()), torch.no_grad():
+        seen = observe(model, parts, *ways[0](example), torch.manual_seed)
+        seen = seen._replace(output=ways[1](seen.output))
+    shell = _shell(model, parts, seen, ways)
+    with states.used(states.fresh()), torch.no_grad():
+        shell.crossing, found = _crossings(shell, seen, example)
+    if found:
+        return shell, seen, found
+    found = borders(shell, seen, example)
+    if found:
+        shell.writes = True
+        shell.writes = len(borders(shell, seen, example)) < len(found)
+        found = borders(shell, seen, example)
+    if found:
+        return shell, seen, found
+    whole = reference(model, parts, example, shell)
+    num_blocks = len(parts.blocks)
+    found = [Difference(min(border, num_blocks - 1), channel.why) for channel in whole.channels
+             for border in range(channel.writer, channel.reader)]  # fmt: skip
+    found = found or [difference for difference in [prove(shell, whole)] if difference is not None]
+    return shell, seen, found or branches(model, parts, example, shell, whole)
+
+
+def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
+    """The shell of a model, without the values that cross its borders."""
+    arguments, result, carries = ways
     if len(seen.entries) != len(parts.blocks):
         raise ModelError(
             f"{len(seen.entries)} of {len(parts.blocks)} blocks were called in a second forward: which layers run must "
@@ -276,66 +325,54 @@ def _shell(
         )
     modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units, *parts.spine)}
     named = set(modules.values())
-    shell = Shell(
+    return Shell(
         model,
         [modules[path] for path in parts.blocks],
         [(modules[path], frozenset(seen.owners[path] or {0})) for path in parts.units],
         [modules[path] for path in parts.spine],
         [child for path in parts.spine for child in modules[path].children() if child not in named],
+        {modules[path]: path for path in (*parts.blocks, *parts.units)},
         arguments,
         result,
-        {
-            modules[path]: Stub(modules[path], seen.alike[path], output, path in parts.blocks)
-            for path, output in seen.examples.items()
-        },
+        {modules[path]: Stub(modules[path], seen.alike[path], output) for path, output in seen.examples.items()},
         [[m for m in modules[path].modules() if carries(m)] for path in parts.blocks] if carries else (),
     )
-    shell.crossing = _crossings(shell, seen, example)
-    return shell, seen
 
 
-def _crossings(shell: Shell, seen: Seen, example: Any) -> dict[int, list[int]]:
-    """For each border, the leaves that stubs cannot reproduce: they differ from those of the whole model."""
-    entered: list[list[Any]] = []
-    with torch.no_grad():
-        for number in range(1, len(shell.blocks) + 1):
-            # Reached without anything computed: all leaves of the block's arguments.
-            shell.crossing = {number: range(len(seen.entries[number - 1]))}
-            entered.append(shell.run(number, number - 1, Payload(example, [], [])._asdict())["values"])
+def _crossings(shell: Shell, seen: Seen, example: Any) -> tuple[dict[int, list[int]], list[Difference]]:
+    """For each border, the leaves that cross it: they are computed from weights or from stand-ins.
+
+    Also the borders that are impossible, since earlier code cannot run without the values themselves.
+    """
     crossing: dict[int, list[int]] = {}
-    for number, (mine, whole) in enumerate(zip(entered, seen.entries, strict=True), 1):
-        crossing[number] = [place for place, (a, b) in enumerate(zip(mine, whole, strict=True)) if not _same(a, b)]
+    entered, why = entries(shell, example)
+    for number, whole in enumerate(seen.entries, 1):
+        if number > len(entered):
+            return crossing, [Difference(k, why) for k in range(len(entered), len(shell.blocks))]
+        leaves, foreign = entered[number - 1]
+        if len(leaves) != len(whole):
+            return crossing, [Difference(number - 1, "its arguments have another structure after stand-ins")]
+        differing = (k for k, pair in enumerate(zip(leaves, whole, strict=True)) if not same_leaf(*pair))
+        crossing[number] = sorted(foreign.union(seen.made[number - 1], differing))
         for place in crossing[number]:
             if not isinstance(whole[place], Tensor):
-                kind = type(whole[place]).__name__
-                raise ModelError(
-                    f"block {number - 1} is given a {kind} that depends on earlier layers; only tensors can be sent"
-                )
+                what = f"is given a {type(whole[place]).__name__} that depends on earlier layers"
+                return crossing, [Difference(number - 1, f"it {what}; only tensors can be sent")]
     crossing[len(shell.blocks) + 1] = _needed_at_the_end(shell, seen, example)
-    return crossing
+    return crossing, []
 
 
 def _needed_at_the_end(shell: Shell, seen: Seen, example: Any) -> list[int]:
     """The output leaves of the last block that the model's output depends on."""
     leaves, number = seen.exits[-1], len(shell.blocks) + 1
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    wanted = pytree.tree_leaves(shell.result(seen.output))
     for place in places if len(places) > 1 and not shell.carried else ():
         fewer = [one for one in places if one != place]
         shell.crossing = {number: fewer}
         payload = Payload(example, [leaves[one] for one in fewer], [])
-        with torch.no_grad(), contextlib.suppress(Exception):
-            found = pytree.tree_leaves(shell.run(number, number, payload._asdict(), torch.manual_seed))
-            places = fewer if len(found) == len(wanted) and all(map(_same, found, wanted)) else places
+        if run_layer(shell, number, payload._asdict(), seen)[1] is None:
+            places = fewer
     return places
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(torch.equal(a, b))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False
-    return a is b or not isinstance(a, bool | int | float | str | None) or bool(a == b)
 
 
 def _crossing(shell: Shell, seen: Seen) -> tuple[tuple[int, int], ...]:
@@ -347,18 +384,17 @@ def _crossing(shell: Shell, seen: Seen) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _layers(model: nn.Module, parts: Anatomy, shell: Shell, seen: Seen) -> tuple[NamedLayer, ...]:
+def _layers(model: nn.Module, shell: Shell) -> tuple[NamedLayer, ...]:
     """The layers with the modules that each one owns."""
-    members: list[list[str]] = [[] for _ in range(shell.num_layers)]
-    for number, path in enumerate(parts.blocks, 1):
-        members[number].append(path)
-    for path in parts.units:
-        for owner in sorted(seen.owners[path] or {0}):
-            members[owner].append(path)
+    paths = [shell.labels[block] for block in shell.blocks]
+    spine = [path for path, module in model.named_modules() if module in shell.spine]
+    members: list[list[str]] = [[], *([path] for path in paths), []]
+    for unit, owners in shell.units:
+        for owner in sorted(owners):
+            members[owner].append(shell.labels[unit])
     layers = []
-    for number, paths in enumerate(members):
-        prefix, holder = _holder(model, paths, parts.spine if number == 0 else ())
-        label = "before" if number == 0 else "after" if number == shell.num_layers - 1 else parts.blocks[number - 1]
+    for number, (label, own) in enumerate(zip(["before", *paths, "after"], members, strict=True)):
+        prefix, holder = _holder(model, own, spine if number == 0 else ())
         layers.append(NamedLayer(number, prefix, CutLayer(shell, number, holder), label))
     return tuple(layers)
 

@@ -172,7 +172,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
     if target is normalised:  # a batch norm in training
         return node.all_input_nodes[:1]
     if isinstance(target, HigherOrderOperator):
-        return node.all_input_nodes if any(map(_writes_into_arguments, _bodies(node))) else []
+        return [one for body in _bodies(node) for one in _written_inside(node, body)]
     if not isinstance(target, OpOverload) or target is torch.ops.aten.detach_.default:
         return []
     values = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
@@ -190,9 +190,13 @@ def _bodies(node: fx.Node) -> list[fx.GraphModule]:
     return [one for one in found if isinstance(one, fx.GraphModule)]
 
 
-def _writes_into_arguments(body: fx.GraphModule) -> bool:
-    given = set().union(*map(_storages, body.graph.find_nodes(op="placeholder")))
-    return any(given & _storages(one) for node in body.graph.nodes for one in _written(node))
+def _written_inside(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
+    """The arguments of a node into whose tensors its body writes."""
+    places = body.graph.find_nodes(op="placeholder")
+    written = {storage for inner in body.graph.nodes for one in _written(inner) for storage in _storages(one)}
+    # What is handed to a body comes last among the arguments.
+    given = pytree.tree_leaves(node.args)[-len(places) :] if places else []
+    return [one for place, one in zip(places, given, strict=True) if _storages(place) & written]
 
 
 def _is_quick(node: fx.Node) -> bool:
@@ -331,10 +335,11 @@ def _deferred(node: fx.Node, path: str, module: _BatchNorm) -> fx.Node:
 def _put_writes_in_place(graph: fx.Graph, state: Mapping[fx.Node, tuple[str, ...]]) -> None:
     """Puts the new value of a buffer, which export notes at the end, where it is made and the old one was read last."""
     *nodes, _ = graph.nodes
+    order = {node: place for place, node in enumerate(nodes)}
     for node in list(takewhile(lambda one: one.target is torch.ops.aten.copy_.default, reversed(nodes))):
         buffer, value = node.args
         if buffer in state and _storages(buffer) == _storages(value):
             graph.erase_node(node)
         elif buffer in state:
             users = [one for given in state if _storages(given) == _storages(buffer) for one in given.users]
-            max([value, *users], key=lambda one: -1 if one is node else nodes.index(one)).append(node)
+            max([value, *users], key=lambda one: -1 if one is node else order[one]).append(node)

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import accumulate, pairwise
 
 from torch import fx
 
@@ -90,21 +90,35 @@ def _last_uses(flow: Flow, order: Mapping[fx.Node, int], end: int) -> dict[fx.No
 def _prices(flow: Flow) -> list[float]:
     """Bytes that cross a line before each operation; infinite where there can be none."""
     place = {node: i for i, node in enumerate(flow.nodes)}
-    prices = [0.0] * (len(place) + 1)
+    changes = [0.0] * (len(place) + 2)
+    closed = [False] * (len(place) + 1)
     views: Counter[tuple[int, int]] = Counter()
     for node, last in _last_uses(flow, {node: place[node] for node in flow.computed}, len(place)).items():
-        size = num_bytes(node)
-        for line in range(place[node] + 1, last + 1):
-            prices[line] += size
-            views.update((storage, line) for storage in flow.storages[node] & flow.writers.keys())
+        first, size = place[node] + 1, num_bytes(node)
+        if size == math.inf:
+            closed[first : last + 1] = [True] * (last + 1 - first)
+        elif first <= last:
+            changes[first] += size
+            changes[last + 1] -= size
+        for storage in flow.storages[node] & flow.writers.keys():
+            views.update((storage, line) for line in range(first, last + 1))
     for (storage, line), number in views.items():
         # What is written into later is copied as it arrives, which only one of its views may.
         if number > 1 and line <= place[flow.writers[storage][-1]]:
-            prices[line] = math.inf
-    for storage in flow.kept:
-        users = [place[node] for node in flow.computed if storage in flow.touched(node)]
-        prices[min(users) + 1 : max(users) + 1] = [math.inf] * (max(users) - min(users))
-    return prices
+            closed[line] = True
+    for first, last in _spans(flow, place):
+        closed[first + 1 : last + 1] = [True] * (last - first)
+    return [math.inf if shut else size for size, shut in zip(accumulate(changes), closed, strict=False)]
+
+
+def _spans(flow: Flow, place: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
+    """The first and the last place that touch each memory that outlives a forward and is written into."""
+    found: dict[int, tuple[int, int]] = {}
+    for node in flow.computed:
+        for storage in flow.touched(node) & flow.kept:
+            first, _ = found.get(storage, (place[node], 0))
+            found[storage] = first, place[node]
+    return found.values()
 
 
 def by_lines(flow: Flow, lines: Sequence[int]) -> dict[fx.Node, int]:

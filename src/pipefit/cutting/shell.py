@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.stubs import Stub, nan_like
 from pipefit.cutting.tensor_plan import Rules, tensor_rules
+from pipefit.cutting.tracking import arrived, stood_in
 from pipefit.errors import ModelError
 from pipefit.parallel import Ruled
 from pipefit.stage.stage import replaced_forwards
@@ -61,12 +62,14 @@ class Shell:
         units: other modules with weights, and the layers that call them.
         spine: modules that hold blocks; their forwards are the code between the layers.
         shared: modules without weights that this code calls, such as rotary tables; every stage has them.
+        labels: the paths of blocks and units.
         arguments: from a batch to the positional and keyword arguments of the model.
         result: from the output of the model to the input of the loss.
         carried: of each block, the modules in it whose outputs the model gathers from hooks for its end, such as the
             routers of a mixture of experts; they are sent with the values that cross the borders.
         crossing: of each border k (0: none), the positions of the leaves that cross it among the arguments of block k,
             and for the last among the outputs of the last block.
+        copies: blocks that write into what they are given, by number: as the first of a stage they get a copy.
         writes: values that crossed a border are also written into the tensors that they replace, for models whose own
             code uses these again, as in x + block(x); otherwise they only replace arguments of blocks.
     """
@@ -76,11 +79,13 @@ class Shell:
     units: Sequence[tuple[nn.Module, frozenset[int]]]
     spine: Sequence[nn.Module]
     shared: Sequence[nn.Module]
+    labels: Mapping[nn.Module, str]
     arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
     result: Callable[[Any], Any]
-    stubs: Mapping[nn.Module, Stub]
+    stubs: Mapping[nn.Module, Callable[..., Any]]
     carried: Sequence[Sequence[nn.Module]] = ()
     crossing: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    copies: set[int] = field(default_factory=set)
     writes: bool = False
 
     @property
@@ -110,9 +115,30 @@ class Shell:
                 output = self.model(*args, **kwargs)
             except _Reached as reached:
                 return Payload(begin.batch, reached.values, passage.carried)._asdict()
-        if last < self.num_layers - 1:
-            raise ModelError(f"the forward ended before block {last} was called, though it was in the example")
+        passage.check(None)
         return self.result(output)
+
+    def pass_by(self, batch: Any, note: Callable[[list[Any]], None]) -> None:
+        """Runs the code before the last block, with stand-ins for all modules with weights.
+
+        Args:
+            batch: of the model.
+            note: called with the leaves of each block's arguments.
+        """
+        num_blocks = len(self.blocks)
+
+        def noted(number: int, stub: Stub) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                note(pytree.tree_leaves((args, kwargs)))
+                if number == num_blocks:
+                    raise _Reached([])
+                return stub(*args, **kwargs)
+
+            return run
+
+        stubs = {block: noted(number, self.stubs[block]) for number, block in enumerate(self.blocks, 1)}
+        begin = Payload(batch, [], [])._asdict()
+        replace(self, stubs={**self.stubs, **stubs}, carried=()).run(num_blocks + 1, num_blocks, begin)
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode of all that runs between the layers."""
@@ -128,7 +154,7 @@ class _Passage:
 
     def __init__(self, shell: Shell, first: int, last: int, begin: Payload, enter: Enter) -> None:
         self.shell, self.first, self.last, self.values, self.enter = shell, first, last, begin.values, enter
-        self.carried = list(begin.carried)
+        self.carried, self.next = list(begin.carried), 1
         # Values that crossed the border, by the stub's tensor that they replace wherever the forward uses it again.
         self.arrived: dict[int, tuple[Any, Any]] = {}
 
@@ -138,21 +164,53 @@ class _Passage:
         shell, inside = self.shell, range(self.first, self.last + 1)
         forwards: dict[nn.Module, Callable[..., Any]] = {}
         for unit, owners in shell.units:
-            if unit in shell.stubs and owners.isdisjoint(inside):
+            if unit not in shell.stubs:
+                forwards[unit] = functools.partial(self._uncalled, shell.labels[unit])
+            elif owners.isdisjoint(inside):
                 forwards[unit] = shell.stubs[unit]
         for number, block in enumerate(shell.blocks, 1):
-            forwards[block] = self._forward_of(number, block)
-            if number > self.last:
-                break
+            forwards[block] = functools.partial(self._in_order, number, self._forward_of(number, block))
         hidden = [] if self.first == 0 else [(module, dict(module._parameters)) for module in shell.spine]
         try:
             for module, parameters in hidden:
-                module._parameters.update({name: nan_like(p) for name, p in parameters.items() if p is not None})
+                stand_ins = {name: nan_like(p) for name, p in parameters.items() if p is not None}
+                module._parameters.update(stood_in(stand_ins))
             with replaced_forwards(forwards):
                 yield
         finally:
             for module, parameters in hidden:
                 module._parameters.update(parameters)
+
+    def check(self, block: int | None) -> None:
+        """Checks that a block is the next one.
+
+        Args:
+            block: its number; None: the forward ends.
+
+        Raises:
+            ModelError: another block would be.
+        """
+        blocks = self.shell.blocks
+        wanted = self.next if self.next <= len(blocks) else None
+        if block == wanted:
+            return
+        came = "the forward ended" if block is None else f"{self._label(block)} was called"
+        other = "it ended" if wanted is None else f"{self._label(wanted)} was called"
+        raise ModelError(
+            f"{came} where in the example {other}: which blocks run must not depend on the data; put the branch into "
+            "the forward of the block, or give cuts=[…] elsewhere"
+        )
+
+    def _in_order(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.check(number)
+        self.next += 1
+        return forward(*args, **kwargs)
+
+    def _uncalled(self, label: str, *args: Any, **kwargs: Any) -> None:
+        raise ModelError(
+            f"{label} was not called in the example, so no stage has its weights: which modules run must not depend on "
+            "the data; put the branch into the forward of the module, or give an example that calls it"
+        )
 
     def _forward_of(self, number: int, block: nn.Module) -> Callable[..., Any]:
         stub, num_blocks = self.shell.stubs[block], len(self.shell.blocks)
@@ -170,16 +228,19 @@ class _Passage:
         if number == self.first:
             leaves, structure = pytree.tree_flatten((args, kwargs))
             for place, value in zip(self.shell.crossing[number], self.values, strict=True):
-                if getattr(leaves[place], "shape", None) != value.shape:
+                if place >= len(leaves) or getattr(leaves[place], "shape", None) != value.shape:
                     raise ModelError(
-                        f"a value that enters block {number - 1} has another shape than its stand-in; no cut there"
+                        f"a value that enters {self._label(number)} has another shape than its stand-in; no cut there"
                     )
                 known = self.arrived.setdefault(id(leaves[place]), (leaves[place], value))
                 if known[1] is not value:
-                    raise ModelError(f"two values that enter block {number - 1} cannot be distinguished; no cut there")
+                    raise ModelError(
+                        f"two values that enter {self._label(number)} cannot be distinguished; no cut there"
+                    )
                 if self.shell.writes and not leaves[place].requires_grad:
                     leaves[place].copy_(value)
-                leaves[place] = value
+                    arrived(leaves[place])
+                leaves[place] = value.clone() if number in self.shell.copies else value
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif len(self.arrived) > 1:
             args, kwargs = self._with_arrived((args, kwargs))
@@ -221,8 +282,15 @@ class _Passage:
         return pytree.tree_map(lambda leaf: self.arrived.get(id(leaf), (leaf, leaf))[1], tree)
 
     def _crossing(self, border: int, tree: Any) -> list[Any]:
-        leaves = pytree.tree_leaves(tree)
-        return [leaves[place] for place in self.shell.crossing[border]]
+        leaves, places = pytree.tree_leaves(tree), self.shell.crossing[border]
+        if any(place >= len(leaves) for place in places):
+            raise ModelError(f"what enters {self._label(border)} has another structure than in the example")
+        return [leaves[place] for place in places]
+
+    def _label(self, number: int) -> str:
+        """The path of a block; after the last one, the name of the code that follows."""
+        block = self.shell.block(number)
+        return "the code after the blocks" if block is None else self.shell.labels[block]
 
 
 class CutLayer(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.tracking import stood_in
 from pipefit.errors import ModelError
 from pipefit.stage.stage import in_mode
 
@@ -31,11 +32,10 @@ class Stub:
         alike: for each leaf of the output the place of a tensor among the arguments that had the same shape and type
             in the example, -1 for a leaf that is not a tensor, None where there is none.
         example: an output.
-        is_block: the output of the block before is returned as it is, so that a sequence of stubs takes no time.
     """
 
-    def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any, is_block: bool) -> None:
-        self.module, self.alike, self.example, self.is_block = module, alike, _to_meta(example), is_block
+    def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any) -> None:
+        self.module, self.alike, self.example = module, alike, _to_meta(example)
         self._known: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -56,16 +56,7 @@ class Stub:
                 self._known[key] = self._computed(args, kwargs)
             output = self._known[key]
         device = given[0].device if given else torch.get_default_device()
-        before = [tensor for tensor in given[:1] if self.is_block and hasattr(tensor, "made_by_stub")]
-
-        def stand_in(leaf: Tensor) -> Tensor:
-            if before and (before[0].shape, before[0].dtype) == (leaf.shape, leaf.dtype):
-                return before.pop()
-            made = nan_like(leaf, device)
-            made.made_by_stub = True
-            return made
-
-        return pytree.tree_map_only(Tensor, stand_in, output)
+        return stood_in(pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), output))
 
     def _like(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An output on the meta device, with the shapes of arguments."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -252,37 +253,42 @@ class Traced:
         tensors = dict(named)
         held = [{id(tensors[name]) for name in names} for names in self.weights]
         held[0] |= {id(tensor) for tensor in tensors.values()}.difference(*held)  # what nothing uses
+        owners: dict[int, list[int]] = defaultdict(list)
+        for number, mine in enumerate(held):
+            for tensor in mine:
+                owners[tensor].append(number)
         self.holders = [nn.Module() for _ in held]
-        for root, mine in zip(self.holders, held, strict=True):
-            norms = {id(module): _childless(module) for module in model.modules() if isinstance(module, _BatchNorm)}
-            for path, module in model.named_modules(remove_duplicate=False):
-                _place(root, path, module, mine, norms)
+        norms: list[dict[int, nn.Module]] = [{} for _ in held]
+        for path, module in model.named_modules(remove_duplicate=False):
+            for number in sorted({number for tensor in _tensors(module) for number in owners[id(tensor)]}):
+                _place(self.holders[number], path, module, held[number], norms[number])
         return tuple(
             NamedLayer(k, "", CutLayer(self, k, self.holders[k]), label) for k, label in enumerate(self.labels)
         )
 
 
-def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms: Mapping[int, nn.Module]) -> None:
-    """Puts a module into a layer, or a bare one, if the layer has tensors of it.
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """A module's own parameters and buffers."""
+    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+
+
+def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms: dict[int, nn.Module]) -> None:
+    """Puts a module into a layer that has tensors of it, or a bare one in its place.
 
     Args:
         root: holds the layer's modules.
         path: the module's in its model.
         module: of the model.
         mine: ids of the layer's tensors.
-        norms: a batch norm without children for each of the model's, by its id.
+        norms: the layer's batch norms without children, by the id of the model's own.
     """
-    has = [
-        id(tensor) in mine for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
-    ]
-    if not any(has):
-        return
+    has = [id(tensor) in mine for tensor in _tensors(module)]
     parent, _, name = path.rpartition(".")
     if all(has) and path and not module._modules:
         node_at(root, parent)._modules[name] = module
         return
-    if id(module) in norms and id(module._buffers["running_mean"]) in mine:
-        node_at(root, parent)._modules[name] = norms[id(module)]
+    if isinstance(module, _BatchNorm) and id(module._buffers["running_mean"]) in mine:
+        node_at(root, parent)._modules[name] = norms.setdefault(id(module), _childless(module))
     node = node_at(root, path)
     node._non_persistent_buffers_set = module._non_persistent_buffers_set
     for kind in ("_parameters", "_buffers"):

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from pipefit.data.arrays import ArrayBatches
+from pipefit.data.chats import chat_tokens, of_sharegpt
 from pipefit.data.corpus import pieces, text
 from pipefit.data.token_table import IGNORED, Tokens, TokenTable, TokenWriter
 from pipefit.errors import DataError
 
-_FIELDS = "'text', 'prompt' and 'completion', or 'messages'"
+_FIELDS = "'text', 'prompt' and 'completion', 'instruction' and 'output', 'messages', or 'conversations'"
 _LENGTHS = 32
 """Padded lengths are multiples of this, so that few shapes occur."""
 
@@ -66,7 +67,9 @@ class TokenBatches(ArrayBatches):
         }
 
 
-def token_samples(paths: Sequence[Path] | None, tokenizer: Any, context: int, packed: bool = False) -> TokenTable:
+def token_samples(
+    paths: Sequence[Path] | None, tokenizer: Any, context: int, packed: bool = False, learns_all: bool = False
+) -> TokenTable:
     """The sequences of some files, read piece by piece into a mapped file.
 
     Args:
@@ -76,29 +79,27 @@ def token_samples(paths: Sequence[Path] | None, tokenizer: Any, context: int, pa
         context: maximum number of tokens in a sequence.
         packed: records follow each other without padding; they are split into sequences of `context` tokens, which
             attend across the ends of records.
+        learns_all: whether prompts are learned too, not only completions and the assistant's answers.
 
     Raises:
-        DataError: a file is missing, empty or malformed, or a record lacks its fields or is too long.
+        DataError: a file is missing, empty or malformed, or a record lacks its fields, has nothing to learn or is too
+            long.
     """
     with TokenWriter() as writer:
         if paths is None:
             writer.add(_plain(tokenizer, text().decode()))
             writer.pack(0, 0, context)
         for path in paths or ():
-            _add_file(writer, path, tokenizer, context, packed)
+            first, start = len(writer), writer.num_tokens
+            is_text = path.suffix not in (".jsonl", ".parquet")
+            for sample in _text_of(path, tokenizer) if is_text else _samples_of(path, tokenizer, learns_all):
+                writer.add(sample)
+            if len(writer) == first:
+                raise DataError(f"data: {path} has no records")
+            if is_text or packed:
+                writer.pack(first, start, context)
+            _check_lengths(writer, first, path, context)
         return writer.table()
-
-
-def _add_file(writer: TokenWriter, path: Path, tokenizer: Any, context: int, packed: bool) -> None:
-    first, start = len(writer), writer.num_tokens
-    is_text = path.suffix not in (".jsonl", ".parquet")
-    for sample in _text_of(path, tokenizer) if is_text else _samples_of(path, tokenizer):
-        writer.add(sample)
-    if len(writer) == first:
-        raise DataError(f"data: {path} has no records")
-    if is_text or packed:
-        writer.pack(first, start, context)
-    _check_lengths(writer, first, path, context)
 
 
 def _check_lengths(writer: TokenWriter, first: int, path: Path, context: int) -> None:
@@ -122,9 +123,12 @@ def _text_of(path: Path, tokenizer: Any) -> Iterator[Tokens]:
     yield Tokens(_end(tokenizer), _end(tokenizer))
 
 
-def _samples_of(path: Path, tokenizer: Any) -> Iterator[Tokens]:
+def _samples_of(path: Path, tokenizer: Any, learns_all: bool) -> Iterator[Tokens]:
     for record, where in _records(path):
-        yield _tokens(record, tokenizer, where)
+        sample = _tokens(record, tokenizer, where, learns_all)
+        if all(label == IGNORED for label in sample.labels):
+            raise DataError(f"data: {where} has nothing to learn: no completion, and no answer of an assistant")
+        yield sample
 
 
 def _records(path: Path) -> Iterator[tuple[Any, str]]:
@@ -160,33 +164,45 @@ def _rows(path: Path) -> Iterator[tuple[Any, str]]:
         raise DataError(f"data: {path} cannot be read: {problem}") from None
 
 
-def _tokens(record: Any, tokenizer: Any, where: str) -> Tokens:
-    if isinstance(record, dict):
-        if isinstance(record.get("text"), str):
-            return _plain(tokenizer, record["text"])
-        if isinstance(record.get("prompt"), str) and isinstance(record.get("completion"), str):
-            asked = tokenizer(record["prompt"])["input_ids"]
-            given = tokenizer(record["completion"], add_special_tokens=False)["input_ids"] + _end(tokenizer)
-            return Tokens(asked + given, [IGNORED] * len(asked) + given)
-        if isinstance(record.get("messages"), list):
-            return _chat(record["messages"], tokenizer, where)
-    fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+def _tokens(record: Any, tokenizer: Any, where: str, learns_all: bool) -> Tokens:
+    """The sequence of a record, by the fields that it has."""
+    given = record if isinstance(record, dict) else {}
+    words = {name for name, value in given.items() if isinstance(value, str)}
+    if "text" in words:
+        return _plain(tokenizer, given["text"])
+    if {"prompt", "completion"} <= words:
+        return _answered(given["prompt"], given["completion"], tokenizer, learns_all)
+    if {"instruction", "output"} <= words:
+        return _instructed(given, tokenizer, where, learns_all)
+    if isinstance(given.get("messages"), list):
+        return chat_tokens(given["messages"], tokenizer, where, learns_all)
+    if isinstance(given.get("conversations"), list):
+        return chat_tokens(of_sharegpt(given["conversations"], where), tokenizer, where, learns_all)
+    fields = ", ".join(map(str, given)) if isinstance(record, dict) else type(record).__name__
     raise DataError(f"data: {where}: expected {_FIELDS}, got {fields or 'nothing'}")
+
+
+def _answered(prompt: str, completion: str, tokenizer: Any, learns_all: bool) -> Tokens:
+    asked = tokenizer(prompt)["input_ids"]
+    given = tokenizer(completion, add_special_tokens=False)["input_ids"] + _end(tokenizer)
+    labels = asked if learns_all else [IGNORED] * len(asked)
+    return Tokens(asked + given, labels + given)
+
+
+def _instructed(record: dict[str, Any], tokenizer: Any, where: str, learns_all: bool) -> Tokens:
+    """A record of Alpaca: a conversation for a tokenizer with a chat template, else in Alpaca's own words."""
+    parts = [record["instruction"], record.get("input") or ""]
+    if getattr(tokenizer, "chat_template", None):
+        asked = "\n\n".join(filter(None, parts))
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+        return chat_tokens(messages, tokenizer, where, learns_all)
+    headed = [f"### {name}:\n{part}\n\n" for name, part in zip(("Instruction", "Input"), parts, strict=True) if part]
+    return _answered("".join(headed) + "### Response:\n", record["output"], tokenizer, learns_all)
 
 
 def _plain(tokenizer: Any, words: str) -> Tokens:
     # A tokenizer warns about a long text, though it is split afterwards.
     ids = tokenizer(words, verbose=False)["input_ids"] + _end(tokenizer)
-    return Tokens(ids, ids)
-
-
-def _chat(messages: list[Any], tokenizer: Any, where: str) -> Tokens:
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(f"data: {where} has 'messages', but the model's tokenizer has no chat template")
-    try:
-        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
-    except Exception as problem:
-        raise DataError(f"data: {where}: the chat template cannot use its messages: {problem}") from None
     return Tokens(ids, ids)
 
 

@@ -70,7 +70,8 @@ def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) ->
             continue
         left -= cost
         drawing = drawn(wish, pricing, how or How())
-        found += [drawing] if drawing else []
+        if drawing:
+            found.append(drawing)
     return found
 
 

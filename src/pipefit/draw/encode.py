@@ -60,7 +60,9 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
     copies: list[list[int]] = [[] for _ in scene.stages]
     for number, bar in enumerate(scene.bars, len(scene.boxes)):
         why, back = _why(number, found[number])
-        kind, start, end = COPIED_KINDS.index(bar.what), round(bar.start_s / tick), round(bar.end_s / tick)
+        kind = COPIED_KINDS.index(bar.what)
+        start = round(bar.start_s / tick)
+        end = round(bar.end_s / tick)
         copies[bar.rank] += (scene.lanes.index(bar.lane), kind, bar.stage, bar.mb, start, end - start)
         copies[bar.rank] += (round(found[number].waited_s / tick), why, back)
     slots: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]

@@ -43,7 +43,9 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
-    scene, width, paint = scene_of(timeline, seconds), max(columns, 40), _painted if color else _plain
+    scene = scene_of(timeline, seconds)
+    width = max(columns, 40)
+    paint = _painted if color else _plain
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
     gutter = max(len(name) for name in names) + 2
     peaks = [peak_words(scene, rank) for rank in range(scene.num_ranks)]

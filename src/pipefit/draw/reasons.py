@@ -47,7 +47,9 @@ def reasons(scene: Scene) -> list[Reason]:
 
 
 def _reason(timeline: Timeline, event: Event, numbers: dict[tuple[int, int, int], int]) -> Reason:
-    why, current, waited_s = Why.START, event, 0.0
+    why = Why.START
+    current = event
+    waited_s = 0.0
     # Loads, losses, messages and drops are not items: the reason is the item that they waited for.
     for _ in timeline.events:
         wait = waited_for(timeline, current)

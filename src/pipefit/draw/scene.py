@@ -8,6 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
+from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Header, WeightRule
@@ -117,7 +118,9 @@ class Scene:
     def lanes(self) -> tuple[str, ...]:
         """The lanes below each rank, where stages are spilled."""
         used = {bar.lane for bar in self.bars}
-        return SPILL_LANES if "host" in used else SPILL_LANES[:2] if used else ()
+        if "host" in used:
+            return SPILL_LANES
+        return SPILL_LANES[:2] if used else ()
 
     @cached_property
     def items(self) -> tuple[Box, ...]:
@@ -139,6 +142,14 @@ class Scene:
         return all(held == (rank,) for rank, held in enumerate(self.stages))
 
 
+def _letter(i: Instruction, lane: str) -> str:
+    if lane == "host":
+        return "S"
+    if lane:
+        return _MOVED.get(i.kind, "a")
+    return OP_SPEC[i.op].letter
+
+
 def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0.0) -> Scene:
     """The scene of a timeline.
 
@@ -155,7 +166,7 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
     for event in timeline.events:
         i, rank = timeline.instruction(event), event.rank
         lane = _LANE_OF.get(i.op, "")
-        letter = OP_SPEC[i.op].letter if not lane else "S" if lane == "host" else _MOVED.get(i.kind, "a")
+        letter = _letter(i, lane)
         if letter:
             times = event.start_s - zero, event.end_s - zero
             operands = i.stage, i.mb, i.version, chunk_of[rank].get(i.stage, 0)

@@ -14,7 +14,9 @@ from importlib.resources import files
 import msgspec
 
 FILE = "shelf.jsonl.gz"
-STAGES, MICROBATCHES, CHUNKS = (2, 4, 8), (4, 8, 16, 32), (1, 2)
+STAGES = (2, 4, 8)
+MICROBATCHES = (4, 8, 16, 32)
+CHUNKS = (1, 2)
 
 
 class Stored(msgspec.Struct, frozen=True):

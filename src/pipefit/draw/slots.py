@@ -37,6 +37,7 @@ def stays_of(scene: Scene) -> list[Stay]:
         elif i.op is Op.EVICT or (i.op is Op.DROP and newest.get((rank, i.stage)) == i.version):
             # After a drop of an older version the slot holds the newer one, in the same place.
             stay = held.pop((rank, i.kind if i.op is Op.EVICT else Kind.WEIGHTS.value, i.stage), None)
-            found += [stay._replace(end_s=event.end_s - zero)] if stay else []
+            if stay:
+                found.append(stay._replace(end_s=event.end_s - zero))
     found += [stay._replace(end_s=scene.facts.makespan_s) for stay in held.values()]
     return sorted(found, key=lambda stay: (stay.rank, _KINDS.index(stay.kind), stay.slot, stay.start_s))

@@ -119,6 +119,13 @@ def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
     return parts
 
 
+def _radius(width: float) -> int:
+    """Radius of a cell's corners in pixels."""
+    if width > 7:
+        return 2
+    return 1 if width > 4 else 0
+
+
 def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
     x, height = plan.x(box.start_s), plan.cell_height
     width = plan.x(box.end_s) - x
@@ -131,7 +138,7 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
     inset = 0.5 if width > 3 else min(0.12 * width, 0.5)
     rect = (
         f'<rect class="{box.letter}{box.chunk}" {data} x="{x + inset:.2f}" y="{y:.1f}" '
-        f'width="{max(width - 2 * inset, 0.3):.2f}" height="{height}" rx="{2 if width > 7 else 1 if width > 4 else 0}">'
+        f'width="{max(width - 2 * inset, 0.3):.2f}" height="{height}" rx="{_radius(width)}">'
         f"<title>{describe(box, scene)}</title></rect>"
     )
     middle, label = x + width / 2, str(box.mb)
@@ -164,7 +171,9 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
         )
     for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
         instruction = scene.timeline.program.ranks[bar.rank][bar.position]
-        x, y, size = plan.x(bar.start_s), plan.lane_y(bar.rank, bar.lane), 8.5
+        x = plan.x(bar.start_s)
+        y = plan.lane_y(bar.rank, bar.lane)
+        size = 8.5
         width = max(plan.x(bar.end_s) - x, 1.5)
         parts.append(
             f'<rect class="{bar.lane}" x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" '

@@ -159,7 +159,9 @@ def _legend_items(scene: Scene, versions: bool, numbers: bool) -> Iterator[Item]
 
 
 def _placed(items: Iterator[Item], width: float) -> tuple[Item, ...]:
-    placed, x, line = [], 0.0, 0
+    placed = []
+    x = 0.0
+    line = 0
     for item in items:
         length = (item.swatch + 1) * len(item.classes) + 5 + 6.6 * len(item.words)
         if x and x + length > width:

@@ -46,7 +46,11 @@ class Blocking:
 
         Called again after `post`, it returns only ranks that were awake since.
         """
-        graph, done, asleep, awaited, awake = self._graph, self._done, self._asleep, self._awaited, self._awake
+        graph = self._graph
+        done = self._done
+        asleep = self._asleep
+        awaited = self._awaited
+        awake = self._awake
         collective_of = graph.collective_of
         ran: set[int] = set()
         while awake:

@@ -58,7 +58,9 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     there = (Value(WEIGHTS, stage, 0) for stage in header.stages_of(rank) if not header.is_spilled(stage))
     lives = {value: Lifetime(value, -1, -1) for value in there}
     ended: list[Lifetime] = []
-    step, drop, evict = Op.STEP, Op.DROP, Op.EVICT
+    step = Op.STEP
+    drop = Op.DROP
+    evict = Op.EVICT
     for index, instruction in enumerate(instructions):
         op = instruction.op
         for value in NEEDS[op](instruction, program, rank):
@@ -68,7 +70,10 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
         if spills and (op is evict or (spilled and (op is step or op is drop))):
             ended += [lives.pop(value) for value in CONSUMES[op](instruction, program, rank) if value in lives]
         if op is step:
-            birth += 1 if spilled else 2 * is_in_place(instructions, index)
+            if spilled:
+                birth += 1
+            else:
+                birth += 2 * is_in_place(instructions, index)
         for value in MAKES[op](instruction, program, rank):
             if value not in lives:
                 lives[value] = Lifetime(value, birth, birth)

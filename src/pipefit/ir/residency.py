@@ -84,7 +84,10 @@ def _walk(program: Program, rank: int, later: bool) -> tuple[dict[int, tuple[int
 
 
 def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, tuple[int, ...]], list[int]]:
-    home, freed, fetched, written = copies.home, copies.freed, copies.fetched, copies.written
+    home = copies.home
+    freed = copies.freed
+    fetched = copies.fetched
+    written = copies.written
     waits: dict[int, tuple[int, ...]] = {}
     kept: list[int] = []
     for index, i in enumerate(program.ranks[rank]):

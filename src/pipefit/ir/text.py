@@ -62,7 +62,10 @@ def parse(text: str, where: str = "program") -> Program:
                 raise ProgramError(f"the header has a line {words[0]!r} already")
             elif words[0] in _LINES:
                 found = _LINES[words[0]][1](words[1:])
-                fields |= {"ties": fields["ties"] + found["ties"]} if words[0] == "tie" else found
+                if words[0] == "tie":
+                    fields |= {"ties": fields["ties"] + found["ties"]}
+                else:
+                    fields |= found
                 named.add(words[0])
             else:
                 raise ProgramError(f"unknown header line {words[0]!r}; {nearest(words[0], _LINES)}")

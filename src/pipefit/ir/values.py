@@ -17,8 +17,15 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import OP_SPEC, PIECE_OF, WHOLE_OF, Kind, Reduction
 from pipefit.ir.program import Header, Program
 
-INPUT, ACT, GRAD, SAVED, HALF = Kind.INPUT.value, Kind.ACT.value, Kind.GRAD.value, Kind.SAVED.value, Kind.HALF.value
-WGRAD, WEIGHTS, NORM, OPTIM = Kind.WGRAD.value, Kind.WEIGHTS.value, Kind.NORM.value, Kind.OPTIM.value
+INPUT = Kind.INPUT.value
+ACT = Kind.ACT.value
+GRAD = Kind.GRAD.value
+SAVED = Kind.SAVED.value
+HALF = Kind.HALF.value
+WGRAD = Kind.WGRAD.value
+WEIGHTS = Kind.WEIGHTS.value
+NORM = Kind.NORM.value
+OPTIM = Kind.OPTIM.value
 SHARDS = Kind.SHARDS.value
 
 

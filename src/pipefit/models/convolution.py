@@ -45,7 +45,9 @@ def convnet(
     size, width = image, inputs
     for index in range(layers - 1):
         halve = index >= 2 and index % 2 == 0 and size > 2
-        outputs = 2 * width if halve else (channels if index == 0 else width)
+        outputs = channels if index == 0 else width
+        if halve:
+            outputs = 2 * width
         model.append((f"block{index}", _norm_block(width, outputs, 2 if halve else 1)))
         size, width = (size + 1) // 2 if halve else size, outputs
     head = [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("dropout", nn.Dropout(dropout))]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.cutting import Cut, cut
-from pipefit.cutting.own import random_batch, without_adapters
+from pipefit.cutting.own import random_batch
 from pipefit.errors import ModelError, look_up, nearest
 from pipefit.models.examples import Example
 from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
 from pipefit.runtime.malloc import trim
+from pipefit.spec.arguments import checked
 from pipefit.stage.materialise import lent_weights, materialise
 
 PREFIX = "transformers:"
@@ -67,6 +68,7 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     return found, _examples(found.shell.model)
 
 
+@checked()
 def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     """A model from a folder that `save_pretrained` wrote, cut into layers that have no weights yet.
 
@@ -80,10 +82,9 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
         ModelError: the folder or the settings are wrong, or the model cannot be cut.
     """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder}: expected a folder that save_pretrained wrote, but it has no config.json")
+    config = _configuration(folder)
     files = weight_files(folder)
-    model = _empty(folder)
+    model = _empty(folder, config)
     weights = FolderWeights(folder, files, model)
     found = replace(cut(with_adapters(model, lora) if lora else model), initialise_layer=weights)
     # The memory of the proof is free, but malloc would keep it in addition to the weights that are read next.
@@ -91,8 +92,8 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     return found
 
 
-def tokenizer_of(found: Cut, folder: str | Path) -> tuple[Any, int, int]:
-    """The tokenizer in a model's folder, the model's maximum number of tokens (0: no limit), and its vocabulary size.
+def tokenizer_of(folder: str | Path) -> Any:
+    """The tokenizer in a model's folder.
 
     Raises:
         ModelError: there is none.
@@ -100,11 +101,33 @@ def tokenizer_of(found: Cut, folder: str | Path) -> tuple[Any, int, int]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as problem:
         raise ModelError(f"{folder}: transformers finds no tokenizer in it: {problem}") from problem
-    config: Any = without_adapters(found.shell.model).config.get_text_config()
-    return tokenizer, getattr(config, "max_position_embeddings", None) or 0, config.vocab_size
+
+
+def limits_of(folder: str | Path) -> tuple[int, int]:
+    """The maximum number of tokens of a folder's model (0: no limit), and its vocabulary size.
+
+    Raises:
+        ModelError: it is no folder of a model.
+    """
+    config = _configuration(Path(folder)).get_text_config()
+    return getattr(config, "max_position_embeddings", None) or 0, config.vocab_size
+
+
+def _configuration(folder: Path) -> Any:
+    """The configuration in a model's folder."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder}: expected a folder that save_pretrained wrote, but it has no config.json")
+    try:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except ImportError:
+        raise ModelError(f"{folder}: {_NEEDED}") from None
+    except Exception as problem:
+        raise ModelError(f"{folder}: transformers cannot read its config.json: {problem}") from problem
 
 
 def _examples(model: nn.Module) -> Example:
@@ -144,15 +167,11 @@ def _built(kind: Any, config: Any) -> nn.Module:
     return model.train()
 
 
-def _empty(folder: Path) -> nn.Module:
+def _empty(folder: Path, config: Any) -> nn.Module:
     """The model of a folder, its weights on the meta device, its other buffers as they are computed."""
     import transformers
     from accelerate import init_empty_weights
 
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as problem:
-        raise ModelError(f"{folder}: transformers cannot read its config.json: {problem}") from problem
     if getattr(config, "quantization_config", None):
         raise ModelError(f"{folder}: its weights are quantised, which cannot be trained; use weights that are not")
     named = (getattr(config, "architectures", None) or ["none"])[0]

@@ -62,7 +62,10 @@ class FolderWeights:
     is_complete = True
 
     def __init__(self, folder: Path, files: Mapping[str, str], model: Any) -> None:
-        self.folder, self._file_of, self._model, self._mesh = folder, files, model, Mesh()
+        self.folder = folder
+        self._file_of = files
+        self._model = model
+        self._mesh = Mesh()
         state = dict(model.state_dict(keep_vars=True))
         self._groups, self._shown = self._grouped(state)
         # A tied weight is on disk under one of its names.
@@ -151,7 +154,8 @@ class FolderWeights:
             name, target = group.sources[0][0], group.targets[0]
             if group.is_renamed:
                 shape, expected = self._shape(name), list(state[target].shape)
-                wrong += [f"{name} {shape} instead of {expected}"] if shape != expected else []
+                if shape != expected:
+                    wrong.append(f"{name} {shape} instead of {expected}")
         problems = [("missing", missing), ("not of this model", extra), ("of another shape", wrong)]
         told = [f"{len(names)} {what}: {_some(names)}" for what, names in problems if names]
         if told:

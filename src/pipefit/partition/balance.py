@@ -31,25 +31,32 @@ def uniform(profile: Profile, num_stages: int) -> Partition:
     return Partition.even(len(profile), num_stages)
 
 
-def gpipe(profile: Profile, num_stages: int, costs: Sequence[float] | None = None) -> Partition:
+def gpipe(
+    profile: Profile, num_stages: int, costs: Sequence[float] | None = None, speeds: Sequence[float] = ()
+) -> Partition:
     """Least variance of the stages' costs (Huang et al., GPipe, NeurIPS 2019, section 2.2).
 
     The mean is fixed by the total, so this minimises Σ (cost − total/num_stages)², by dynamic programming over (stages,
-    layers): O(num_stages · layers²).
+    layers): O(num_stages · layers²). On devices of different speeds it is Σ (cost/speed − total/Σ speeds)².
 
     Args:
         profile: the layers.
         num_stages: number of stages.
         costs: of each layer; None: its forward and backward time, the loss with the last layer. (GPipe estimates
             floating-point operations.)
+        speeds: of each stage's device, by which its cost is divided, when they differ.
 
     Raises:
         PlanError: fewer layers than stages, or another number of costs than layers.
     """
     _check(profile, num_stages)
     cost = spans(_costs(profile, costs))
+    speeds = speeds or (1.0,) * num_stages
+    if len(speeds) != num_stages or not min(speeds) > 0:
+        raise PlanError(f"speeds: expected {num_stages} above 0, one for each stage, got {list(speeds)}")
     total = cost[0, -1]
-    return Partition.from_counts(_least_sum([allowed((cost - total / num_stages) ** 2)] * num_stages, total**2))
+    away = {speed: allowed((cost / speed - total / sum(speeds)) ** 2) for speed in speeds}
+    return Partition.from_counts(_least_sum([away[speed] for speed in speeds], (total / min(speeds)) ** 2))
 
 
 def minmax(

@@ -95,9 +95,13 @@ def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> di
     forward = Op.FWD
     for index, i in enumerate(instructions):
         if i.op is forward and i.stage < header.last_stage:
-            user, stage, kind = i.stage + 1, i.stage, ACT
+            user = i.stage + 1
+            stage = i.stage
+            kind = ACT
         elif i.op in GRADIENT_OPS and i.stage > header.frozen:
-            user, stage, kind = i.stage - 1, i.stage - 1, GRAD
+            user = i.stage - 1
+            stage = i.stage - 1
+            kind = GRAD
         else:
             continue
         if (peer := header.rank_of(user, i.mb)) != rank:

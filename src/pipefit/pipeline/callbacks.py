@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
+from msgspec import Meta
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipefit.checkpoint.commit import save
 from pipefit.checkpoint.manifest import candidates, step_of
+from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, PlanError
 from pipefit.pipeline.intervals import Interval
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.signals import Stop
+from pipefit.spec.arguments import Amount, Share, checked
 from pipefit.spec.options import Saves
 
 _EVENTS = ("step", "evaluation", "checkpoint", "end")
@@ -150,13 +153,14 @@ class Checkpoints:
         clock: returns seconds.
     """
 
+    @checked()
     def __init__(
         self,
-        pipe: Any,
+        pipe: Trained,
         folder: str | Path,
-        every: int | None = None,
-        keep: int | None = Saves.keep,
-        share: float = Saves.share,
+        every: Amount | None = None,
+        keep: Amount | None = Saves.keep,
+        share: Annotated[float, Meta(ge=0.001, le=1)] = Saves.share,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pipe, self.folder, self._every, self._keep = pipe, Path(folder), every or 0, keep or None
@@ -221,7 +225,8 @@ class EarlyStopping:
         folder: keeps the best weights, which are restored from it at the end; None: they are not kept.
     """
 
-    def __init__(self, pipe: Any, patience: int = 0, folder: str | Path | None = None) -> None:
+    @checked()
+    def __init__(self, pipe: Trained, patience: Amount = 0, folder: str | Path | None = None) -> None:
         self._pipe, self._patience, self._folder = pipe, patience, folder
         self._best, self._since = math.inf, 0
 
@@ -257,7 +262,8 @@ class EMA:
 
     every = 1
 
-    def __init__(self, pipe: Any, decay: float = 0.999) -> None:
+    @checked()
+    def __init__(self, pipe: Trained, decay: Share = 0.999) -> None:
         if not pipe.schedule.is_synchronous or any(worker.spilling for worker in pipe.workers):
             raise PlanError("EMA: expected a synchronous schedule and stages that stay on the device")
         stages = [owned for worker in pipe.workers for owned in worker.owned.values()]

@@ -1,18 +1,58 @@
-"""Bytes of a model's layers, and of an optimizer's states for them, on a device or a tier."""
+"""Sizes of a model's layers: FLOP and parameters, and bytes on a device or a tier."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from logging import getLogger
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from pipefit.cost import LayerBytes, ModelBytes
+from pipefit.profiling import analytic_profile
+from pipefit.profiling.workload import Workload
+from pipefit.spec import Device
 from pipefit.spill.optimizer_states import StateSpec, probe_states
 from pipefit.stage.record_layout import laid_out_bytes
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_layers
 from pipefit.stage.training import MakeOptimizer
+
+_log = getLogger("pipefit.plan")
+
+
+def layer_costs(work: Workload) -> list[float]:
+    """The cost of each layer, by which stages are balanced where nothing is measured; the same on every rank.
+
+    With an example these are FLOP of its forward and backward, and one for each parameter, which a step changes.
+    Without an example, or where the FLOP cannot be counted, parameters count alone.
+    """
+    owned = ([p for p in layer.module.parameters() if not is_lazy(p)] for layer in work.layers)
+    weights = [float(sum(p.numel() for p in parameters)) for parameters in owned]
+    flop = [0.0] * len(weights) if work.example is None else _flop_of(work.layers, work.example[0])
+    return [own + weight for own, weight in zip(flop, weights, strict=True)]
+
+
+def _flop_of(layers: Sequence[NamedLayer], x: Any) -> list[float]:
+    """FLOP of each layer; 0 for all where they cannot be counted."""
+    # On a device of one FLOP per second, seconds are FLOP.
+    one = Device(flops=1.0, efficiency=1.0)
+    try:
+        # Copies: a layer may note something in its forward.
+        profile = analytic_profile([layer._replace(module=_without_data(layer.module)) for layer in layers], x, one)
+    except Exception as problem:  # a layer of the user's may raise anything on tensors without data
+        _log.debug("stages are balanced by parameters: FLOP are not counted: %s", problem)
+        return [0.0] * len(layers)
+    return [layer.total_s for layer in profile.layers]
+
+
+def _without_data(module: nn.Module) -> nn.Module:
+    """A copy of a module whose parameters and buffers have no data."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()})
 
 
 def _states_by(optimizer: MakeOptimizer) -> Callable[[Sequence[nn.Parameter]], list[StateSpec]]:

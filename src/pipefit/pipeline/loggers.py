@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import csv
+import errno
 import importlib.util
 import io
 import json
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError
+from pipefit.spec.arguments import checked
 from pipefit.spec.files import write_atomically
 
 if TYPE_CHECKING:
     from pipefit.pipeline.callbacks import Record
+
+_log = logging.getLogger("pipefit.logs")
 
 _OF_A_STEP = "loss seconds learning_rates gradient_norm samples_per_s tokens_per_s bubble memory_bytes".split()
 _COLUMNS = ["step", *_OF_A_STEP, "held_out_loss"]
@@ -29,6 +34,9 @@ Write = Callable[[int, Mapping[str, Any]], Any]
 class Logger:
     """A callback that passes the figures of steps and evaluations to a writer.
 
+    A log does not decide whether a training lives: figures that cannot be written, as on a full disk, wait for the next
+    step, with a warning. Only a place where a training cannot even begin its log is refused.
+
     Args:
         begin: from the number of the first step to a writer; when a training resumes it is more than 1.
         place: of the files.
@@ -37,10 +45,23 @@ class Logger:
     def __init__(self, begin: Callable[[int], Write], place: Path) -> None:
         self._begin, self.place = begin, place
         self._write: Write | None = None
+        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
+        self._is_failing = False
 
     def begin(self, step: int) -> None:
-        """Removes the figures of a step and later ones, which an earlier run has left."""
-        self._add(step, None)
+        """Removes the figures of a step and later ones, which an earlier run has left.
+
+        Raises:
+            PipefitError: it cannot be written, and nothing has been.
+        """
+        from pipefit.runtime.session import current
+
+        if current().rank != 0 or self._write is not None:
+            return
+        try:
+            self._write = self._begin(step)
+        except (OSError, ValueError) as problem:
+            self._failed(step, problem)
 
     def step(self, record: Record) -> None:
         """Writes the known figures of a step."""
@@ -52,35 +73,58 @@ class Logger:
         metrics = {_HELD_OUT + name: value for name, value in record.held_out_metrics.items()}
         self._add(record.step, {"held_out_loss": record.held_out_loss, **metrics})
 
-    def _add(self, step: int, figures: Mapping[str, Any] | None) -> None:
+    def _add(self, step: int, figures: Mapping[str, Any]) -> None:
         from pipefit.runtime.session import current
 
-        if current().rank == 0:
-            try:
-                self._write = self._write or self._begin(step)
-                if figures is not None:
-                    self._write(step, figures)
-            except (OSError, ValueError) as problem:
-                why = getattr(problem, "strerror", None) or problem
-                raise PipefitError(f"{self.place}: cannot be written: {why}") from None
+        if current().rank != 0:
+            return
+        self._waiting.append((step, figures))
+        self.begin(step)
+        if self._write is None:
+            return
+        try:
+            while self._waiting:
+                self._write(*self._waiting[0])
+                self._waiting.pop(0)
+        except (OSError, ValueError) as problem:
+            self._failed(step, problem)
+        else:
+            self._is_failing = False
+
+    def _failed(self, step: int, problem: Exception) -> None:
+        """Warns, once for each time that it cannot be written; refuses a log that cannot even begin."""
+        reason = (
+            problem if isinstance(problem, PipefitError) else f"{self.place}: cannot be written: {_reason(problem)}"
+        )
+        if step == 1:
+            raise PipefitError(str(reason)) from None
+        if not self._is_failing:
+            _log.warning("%s; training goes on, and the figures wait until it can be written", reason)
+        self._is_failing = True
 
 
+def _reason(problem: Exception) -> str:
+    return getattr(problem, "strerror", None) or str(problem)
+
+
+@checked()
 def json_log(path: str | Path) -> Logger:
     """A logger that writes a line of JSON for each step, and one for each evaluation."""
     place = Path(path)
 
     def begin(first: int) -> Write:
-        write_atomically(place, "".join(line for line in whole_lines(place) if int(json.loads(line)["step"]) < first))
+        before = [entry for entry in entries_of(place) if entry["step"] < first]
+        write_atomically(place, "".join(json.dumps(entry) + "\n" for entry in before))
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
-            with place.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **figures}) + "\n")
+            _append(place, json.dumps({"step": step, **figures}) + "\n")
 
         return write
 
     return Logger(begin, place)
 
 
+@checked()
 def csv_log(path: str | Path) -> Logger:
     """A logger that writes a CSV table with a row for each step, and one for each evaluation.
 
@@ -89,7 +133,8 @@ def csv_log(path: str | Path) -> Logger:
     place = Path(path)
 
     def begin(first: int) -> Write:
-        before = [row for row in csv.DictReader(whole_lines(place)) if int(row["step"]) < first]
+        rows = csv.DictReader(_whole_lines(place))
+        before = [row for row in rows if str(row.get("step")).isdecimal() and int(row["step"]) < first]
         columns: list[str] = []
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
@@ -98,18 +143,40 @@ def csv_log(path: str | Path) -> Logger:
                 more = dict.fromkeys([*names, *(_HELD_OUT + name for name in figures if name in names)])
                 columns.extend([*_COLUMNS, *more])
                 write_atomically(place, _rows(columns, [dict(zip(columns, columns, strict=True)), *before]))
-            with place.open("a", encoding="utf-8") as file:
-                file.write(_rows(columns, [{"step": step, **_numbers(figures)}]))
+            _append(place, _rows(columns, [{"step": step, **_numbers(figures)}]))
 
         return write
 
     return Logger(begin, place)
 
 
-def whole_lines(path: Path) -> list[str]:
+def entries_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The entries of a log of lines of JSON, each with its step; damaged lines are left out, with a warning."""
+    for number, line in enumerate(_whole_lines(path), 1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield entry
+        else:
+            _log.warning("%s:%d: not the figures of a step; left out", path, number)
+
+
+def _whole_lines(path: Path) -> list[str]:
     """The complete lines of a file, with their ends; none where there is no file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _append(path: Path, text: str) -> None:
+    """Adds text to a file; where not all of it can be written, none of it stays."""
+    data = text.encode()
+    with path.open("ab", buffering=0) as file:
+        size = file.tell()
+        if file.write(data) < len(data):
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _rows(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
@@ -118,6 +185,7 @@ def _rows(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+@checked()
 def tensorboard_log(folder: str | Path) -> Logger:
     """A logger that writes event files of TensorBoard.
 
@@ -142,6 +210,7 @@ def tensorboard_log(folder: str | Path) -> Logger:
     return Logger(begin, place)
 
 
+@checked()
 def wandb_log(folder: str | Path, **settings: Any) -> Logger:
     """A logger that writes a run of Weights & Biases: offline, unless WANDB_MODE or `mode` is set.
 

@@ -146,7 +146,8 @@ def evaluate(
     for batch in _compared(engine, batches):
         x, y = pair_of(batch)
         engine.check(x)
-        samples = samples_of(y) or 0
+        found = samples_of(y)
+        samples = 1 if found is None else found
         num = max(min(header.num_microbatches, samples), 1)
         count = weigh(y) if weigh else samples
         feed = feed_of((x, y), num, 0, "eval", weigh)

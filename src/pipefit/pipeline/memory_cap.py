@@ -55,7 +55,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     meet(session)
     device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32))
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
-    topology = msgspec.structs.replace(links, tiers=(tier,), device=device)
+    topology = msgspec.structs.replace(links, tiers=(tier,), device=device, devices=())
     state = state_per_weight(work.layers, work.optimizer)
     size = largest_part(example[0], request.num_microbatches)
     profile = agreed(session, lambda: profile_kinds(work, size, device, state, spill.cap_bytes or 0.0))

@@ -44,6 +44,7 @@ from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
+from pipefit.spec.arguments import checked
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
 from pipefit.stage.device import usable_device
@@ -56,6 +57,7 @@ from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
 
+@checked("optimizer")
 class Pipeline:
     """Trains a model over a pipeline of ranks.
 

@@ -21,6 +21,7 @@ from pipefit.profiling import profile_sizes
 from pipefit.runtime.microbatches import largest_part
 from pipefit.schedules import program_of
 from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.arguments import checked
 from pipefit.stage.split import named_layers
 
 
@@ -45,7 +46,7 @@ class Planned:
 
     def explain(self, width: int | None = None, every: bool = False) -> str:
         """Its stages, its prediction, and the candidates that lost; see `pipefit.planner.explain.explain`."""
-        return explain(self.plan, self.profile, width, every)
+        return explain(self.plan, self.profile, width, every, self.topology)
 
     def sweep(self, **over: Sequence[Any]) -> Sweep:
         """The plans for other options, such as `sweep(depth=[1, 2, 4])`; see `pipefit.planner.sweeps.sweep`."""
@@ -64,6 +65,7 @@ class Planned:
         return self.plan.save(path)
 
 
+@checked()
 def plan(
     model: nn.Module | Sequence[nn.Module] | Profile | str,
     *,

@@ -8,7 +8,6 @@ A script runs from its beginning again, and asks again for all its steps. Those 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -24,7 +23,7 @@ from pipefit.checkpoint.memory import memory_of, recall
 from pipefit.errors import PipefitError
 from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.loaders import number_of
-from pipefit.pipeline.loggers import Logger, json_log, whole_lines
+from pipefit.pipeline.loggers import Logger, entries_of, json_log
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import note, noted
 from pipefit.runtime.meeting import can_restart
@@ -166,6 +165,9 @@ class Recovery:
                     _log.warning("skipped a checkpoint: %s", problem)
         now = self._pipe.num_updates
         self._losses = [known.get(str(step), math.nan) for step in range(before + 1, now + 1)]
+        unknown = sum(map(math.isnan, self._losses))
+        if unknown and self._session.rank == 0:
+            _log.warning("the losses of %d steps are in no log, and are returned as NaN: %s", unknown, log)
         ranks, lost = self._pipe.plan.num_processes, max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
         if ranks != self._session.start.full:
@@ -204,11 +206,23 @@ def _checkpoints(folder: Path | None) -> list[Path]:
     """The checkpoints of this run in a folder, newest first."""
     if folder is None or not folder.is_dir():
         return []
-    earlier = read_json(folder / EARLIER) if (folder / EARLIER).exists() else []
-    return [path for path in candidates(folder) if path.name not in earlier]
+    found = candidates(folder)
+    names = folder / EARLIER
+    if not names.exists():
+        return found
+    try:
+        earlier = read_json(names)
+        return [path for path in found if path.name not in earlier]
+    except (PipefitError, TypeError) as problem:
+        _log.warning(
+            "%s is damaged (%s): only checkpoints that are newer are taken for those of this run", names, problem
+        )
+        began = names.stat().st_mtime
+        return [path for path in found if path.stat().st_mtime > began]
 
 
 def _losses(path: Path | None) -> dict[int, float]:
-    """The losses in a log, by step; a line that is not whole is left out."""
-    entries = map(json.loads, whole_lines(path) if path else ())
-    return {entry["step"]: entry["loss"] for entry in entries if "loss" in entry}
+    """The losses in a log, by step."""
+    if path is None:
+        return {}
+    return {entry["step"]: entry["loss"] for entry in entries_of(path) if isinstance(entry.get("loss"), float)}

@@ -1,7 +1,8 @@
 """The plan of a request: the one place where stages, ranks and schedule are decided.
 
 A plan comes from (in this order) the request; the records of the run that is resumed; the search under a memory cap;
-the search over all schedules ("auto"); or the user's own stages and ranks, balanced by a measured profile.
+the search over all schedules ("auto"); or the user's own stages and ranks, balanced by a measured
+profile, or by FLOP and parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import PlanError
 from pipefit.parallel import widths_of
 from pipefit.pipeline.fewer import fitting
-from pipefit.pipeline.layer_sizes import state_per_weight
+from pipefit.pipeline.layer_sizes import layer_costs, state_per_weight
 from pipefit.pipeline.memory_cap import plan_under_cap
 from pipefit.pipeline.resume import recorded_plan, resumed_folder
 from pipefit.planner import by_hand, ranks_of
@@ -189,7 +190,7 @@ def _measured(request: Request, plan: Plan | None, work: Workload, session: Sess
     if not (is_run or request.schedule == AUTO):
         return Decision(plan, profile)
     num_processes = plan.num_processes if plan else request.parallelism.ranks or session.num_ranks
-    return Decision(plan, profile, links_of(session, num_processes))
+    return Decision(plan, profile, links_of(session, num_processes, work.device))
 
 
 def _new_plan(request: Request, made: Decision, work: Workload, session: Session) -> Plan:
@@ -222,9 +223,12 @@ def _spelled_out(
     usual = "spilled" if request.spill is not None and in_one_rank else "1f1b"
     if count is None:
         count = session.num_ranks if session.is_distributed else spread.ranks
+    num_ranks = _num_ranks(request, count)
+    is_open = profile is None and (stages is None or isinstance(stages, int))
+    costs = layer_costs(work) if is_open and num_ranks * spread.chunks > 1 else None
     return by_hand(
         len(work.layers),
-        num_ranks=_num_ranks(request, count),
+        num_ranks=num_ranks,
         schedule=request.schedule or usual,
         num_microbatches=request.num_microbatches,
         num_chunks=spread.chunks,
@@ -237,6 +241,7 @@ def _spelled_out(
         sharded_optimizer=spread.shard_optimizer,
         options=dict(spread.options),
         profile=profile,
+        costs=costs,
         model=work.model,
     )
 

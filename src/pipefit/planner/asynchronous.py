@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import accumulate
 
 import msgspec
 
+from pipefit.cost import speeds_of
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import PipeDreamResult, pipedream
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.space import Config, Problem, Space
-from pipefit.schedules import placement_of
 from pipefit.spec import Candidate, Partition, Placement, Plan, Prediction, Profile, StageSpec, Topology
 from pipefit.units import format_bytes
 
@@ -30,8 +31,15 @@ def plan_pipedream(
     for the optimizer only; gradients take one more byte per weight byte.
 
     Raises:
+        PlanError: devices differ in speed, for which the partitioner has no rule.
         InfeasibleError: nothing fits.
     """
+    speeds = speeds_of(topology)
+    if len(set(speeds)) > 1:
+        raise PlanError(
+            "method pipedream: expected devices that are equally fast, got some that are "
+            f"{max(speeds) / min(speeds):.3g} × as fast as others; use method auto, which plans by their speeds"
+        )
     state = 1.0 if state_per_weight is None else state_per_weight
     found = pipedream(profile, topology, cost=cost, straight=straight, state_factor=1.0 + state)
     if found.partition is None:
@@ -41,7 +49,9 @@ def plan_pipedream(
     counts = tuple(stage.replicas for stage in stages)
     num_workers = sum(counts)
     specs = stages if not is_single else (StageSpec(stages[0].layers),)
-    placement = placement_of(num_workers, 1, "replicas") if is_single else placement_of(len(stages), 1, "loop", counts)
+    # Replicas are on consecutive ranks, so that those of a stage which fits into a server are in one: the search
+    # assumes it.
+    placement = tuple(tuple(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True))
     per_update = num_workers if is_single else 1
     update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
     partition = Partition(specs)

@@ -34,31 +34,34 @@ def cut(problem: Problem, config: Config, recomputed: set[int], within: Within |
         stages = zip(config.layers, config.replicas or (1,) * len(config.layers), strict=True)
         return Partition(tuple(StageSpec(layers, count, recompute=config.recompute) for layers, count in stages))
     profile = problem.of(config)
-    if config.partitioner in ("gpipe", "uniform"):
-        found = (gpipe if config.partitioner == "gpipe" else uniform)(profile, config.num_stages)
-        counts: list[int] | None = [len(stage.layers) for stage in found.stages]
-    else:
-        slow = problem.slowness_of(config)
-        # The key holds only the settings that determine the cut: many candidates share one.
-        replays = config.inside, tuple(sorted(recomputed))
-        key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), replays)
-        where = config.depth if config.partitioner == "links" else 0
-        if within is None:
-            counts = problem.once(
-                (key, config.partitioner, where), lambda: divide(_time_spans(problem, config, recomputed, slow))
-            )
-        else:
-            times = _time_spans(problem, config, recomputed, slow)
-            each = zip(_needs(problem, config, within.holdings), within.limits, times, strict=True)
-            counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
-    if counts is None:
+    plain = _divided(problem, config, recomputed, within)
+    if plain is None:
         return None
-    plain = Partition.from_counts(counts)
     frozen = profile.num_frozen(plain)
-    kinds = ("none" if k < frozen else "stage" if k in recomputed else config.inside for k in range(len(counts)))
+    kinds = ("none" if k < frozen else "stage" if k in recomputed else config.inside for k in range(config.num_stages))
     return Partition(
         tuple(StageSpec(stage.layers, 1, config.tensor, kind) for stage, kind in zip(plain.stages, kinds, strict=True))
     )
+
+
+def _divided(problem: Problem, config: Config, recomputed: set[int], within: Within | None) -> Partition | None:
+    """The layers of each stage, by the candidate's partitioner and the speeds of its ranks."""
+    profile, slow = problem.of(config), problem.slowness_of(config)
+    if config.partitioner == "uniform":
+        return uniform(profile, config.num_stages)
+    if config.partitioner == "gpipe":
+        return gpipe(profile, config.num_stages, speeds=[1 / slow[rank] for rank in positions(config)])
+    if within is not None:
+        times = _time_spans(problem, config, recomputed, slow)
+        each = zip(_needs(problem, config, within.holdings), within.limits, times, strict=True)
+        counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
+    else:
+        # The key holds only the settings that determine the cut: many candidates share one.
+        replays = config.inside, tuple(sorted(recomputed))
+        where = config.depth if config.partitioner == "links" else 0
+        key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), replays, where)
+        counts = problem.once(key, lambda: divide(_time_spans(problem, config, recomputed, slow)))
+    return None if counts is None else Partition.from_counts(counts)
 
 
 def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: list[float]) -> list[Array]:

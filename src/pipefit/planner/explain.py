@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipefit.cost import speeds_of
 from pipefit.planner.computed_profile import gpt_of
 from pipefit.planner.plan_figures import replays_of
 from pipefit.planner.ptdp import mfu, num_parameters, training_days
@@ -13,7 +14,13 @@ from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
 
 
-def explain(plan: Plan, profile: Profile | None = None, width: int | None = None, every: bool = False) -> str:
+def explain(
+    plan: Plan,
+    profile: Profile | None = None,
+    width: int | None = None,
+    every: bool = False,
+    topology: Topology | None = None,
+) -> str:
     """The plan as text of several lines.
 
     Args:
@@ -21,11 +28,12 @@ def explain(plan: Plan, profile: Profile | None = None, width: int | None = None
         profile: of the model, for the seconds and weights of each stage.
         width: characters of a line; None: those of the terminal, or 100 where there is none.
         every: all candidates that lost, in place of the best of the five next families.
+        topology: of the machine, for the seconds on devices that differ; None: those of the profile's device.
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
     by = "" if plan.method == plan.schedule else f" by {plan.method.removeprefix('by ')}"
     title = f"{plan.model or 'plan'}: {plan.schedule}{by}, {_counts(plan)}"
-    lines = [title, "", *table(_stages(plan, profile), width)]
+    lines = [title, "", *table(_stages(plan, profile, topology), width)]
     prediction = plan.prediction
     if prediction is not None:
         rate = f"{prediction.throughput:.4g} samples/s"
@@ -106,7 +114,9 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
         return {}
     gpt, rate = gpt_of(plan.model), plan.prediction.throughput
     found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
-    peak = topology.device.flops
+    # Where devices differ, the fraction is that of their peaks together.
+    peaks = [device.flops for device in topology.devices[: plan.num_processes] or (topology.device,)]
+    peak = sum(peaks) / len(peaks)
     if peak:
         used, every = (mfu(gpt, rate, plan.num_processes, peak, recompute=each) for each in (False, True))
         found |= {
@@ -176,10 +186,11 @@ def _counts(plan: Plan) -> str:
     return ", ".join(words)
 
 
-def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
+def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> list[list[str]]:
     head = ["stage", "layers", "ranks", "replay", "memory"]
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
+    speeds = speeds_of(topology, plan.tensor) if topology else ()
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
         replays = stage.recompute if index >= plan.frozen and stage.recompute != "none" else "no"
         row = [str(index), _layers(stage.layers), _ranks(ranks), str(replays)]
@@ -187,11 +198,18 @@ def _stages(plan: Plan, profile: Profile | None) -> list[list[str]]:
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
         if figures:
             layers = [figures.layers[layer] for layer in stage.layers]
-            row += [format_seconds(sum(layer.forward_s for layer in layers) / stage.tensor)]
-            row += [format_seconds(sum(layer.backward_s for layer in layers) / stage.tensor)]
+            own = [speeds[rank] for rank in ranks] if speeds else [1.0]
+            row.append(_own_times(sum(layer.forward_s for layer in layers) / stage.tensor, own))
+            row.append(_own_times(sum(layer.backward_s for layer in layers) / stage.tensor, own))
             row += [format_bytes(sum(layer.weight_bytes for layer in layers) / stage.tensor)]
         rows.append(row)
     return rows
+
+
+def _own_times(seconds: float, speeds: Sequence[float]) -> str:
+    """The seconds on devices of these speeds: of the fastest to the slowest, where they differ."""
+    fastest, slowest = format_seconds(seconds / max(speeds)), format_seconds(seconds / min(speeds))
+    return fastest if fastest == slowest else f"{fastest}…{slowest}"
 
 
 def _layers(layers: tuple[int, ...]) -> str:

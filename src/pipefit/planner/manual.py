@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 from pipefit.errors import PlanError
 from pipefit.partition import minmax
+from pipefit.partition.balance import divide, spans
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
+
+_LEAST_SHARE = 100
+"""A layer without cost counts as this part of the mean layer."""
 
 
 def ranks_of(num_processes: int, tensor: int, data: int = 1) -> int:
@@ -42,9 +46,10 @@ def by_hand(
     sharded_optimizer: bool = False,
     options: dict[str, int] | None = None,
     profile: Profile | None = None,
+    costs: Sequence[float] | None = None,
     model: str = "",
 ) -> Plan:
-    """A plan that a user specifies: consecutive layers, balanced by time where there is a profile, else by count.
+    """A plan that a user specifies: consecutive layers, balanced by time, by costs, or else by number.
 
     >>> made = by_hand(8, num_ranks=2, schedule="1f1b", num_microbatches=4)
     >>> [stage.layers for stage in made.partition.stages], made.placement.ranks
@@ -65,6 +70,7 @@ def by_hand(
         sharded_optimizer: optimizer states sharded over the copies.
         options: further arguments of the schedule.
         profile: of the model; its times balance the stages.
+        costs: of each layer, in any unit: they balance the stages where there is no profile.
         model: its name.
 
     Raises:
@@ -84,8 +90,12 @@ def by_hand(
         )
     if stages is not None:
         partition = Partition.from_counts(stages, num_layers)
+    elif profile is not None:
+        partition = minmax(profile, count)
+    elif costs is not None:
+        partition = _balanced(costs, count)
     else:
-        partition = minmax(profile, count) if profile is not None else Partition.even(num_layers, count)
+        partition = Partition.even(num_layers, count)
     placement = placement_of(depth, num_chunks, layout, tuple(replicas))
     copies = [len(ranks) for ranks in placement]
     alike = copies[0] if len(set(copies)) == 1 else 1
@@ -106,6 +116,19 @@ def by_hand(
         sharded_optimizer=sharded_optimizer,
         model=model,
     )
+
+
+def _balanced(costs: Sequence[float], num_stages: int) -> Partition:
+    """The largest cost of a stage is as small as possible.
+
+    >>> [len(stage.layers) for stage in _balanced([0, 1, 1, 1, 1, 0], 4).stages]
+    [2, 1, 1, 2]
+    """
+    # Layers without cost are spread: each counts a little.
+    least = (sum(costs) or 1.0) / (_LEAST_SHARE * len(costs))
+    counts = divide([spans([cost + least for cost in costs])] * num_stages)
+    assert counts is not None
+    return Partition.from_counts(counts)
 
 
 def _depth(num_ranks: int, replicas: Sequence[int]) -> int:

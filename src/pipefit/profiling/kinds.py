@@ -38,7 +38,9 @@ from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import replaced_forwards
 from pipefit.stage.training import MakeOptimizer
 
-_FEWEST, _MOST, _LIMIT_S = 2, 15, 0.8
+_FEWEST = 2
+_MOST = 15
+_LIMIT_S = 0.8
 T = TypeVar("T")
 _ROUNDED_TO_BYTES = 1024
 """The memory in use, without tensors, varies by less than this: other threads allocate too."""

@@ -1,7 +1,7 @@
-"""Bandwidth and latency between ranks, from round trips of messages of several sizes.
+"""Bandwidth and latency between ranks, from round trips of messages of several sizes; the speed of each rank.
 
 A message of n bytes takes latency + n / bandwidth. Pairs are measured one after the other, so that they do not
-share a link.
+share a link, and the ranks of a host one after the other, so that they do not share its cores.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from pipefit.errors import TopologyError
+from pipefit.profiling.clock import Clock
+from pipefit.profiling.untouched import random_state_kept
 from pipefit.runtime.collectives import exchange_in_group, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
+
+
+_DIFFERENT = 1.25
+"""Ranks whose speeds differ by less are alike: measured speeds of equal ones differ by some per cent."""
 
 
 def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -60,17 +67,20 @@ def measure_links(
     sizes: Sequence[int] = SIZES,
     repeats: int = 20,
     each: Device | None = None,
+    device: str | torch.device = "cpu",
     name: str = "measured",
 ) -> Topology:
     """Measures the links among the ranks of the default process group; every rank calls it and gets the result.
 
     Ranks on one host form the inner level, hosts the outer one, when every host has as many ranks, in order. The inner
-    level also gets the cores that they share.
+    level also gets the cores that they share. Where the speeds of ranks differ by more than a quarter, every rank gets
+    a device of its own; that of rank 0 is the one that profiles are for.
 
     Args:
         sizes: message sizes in bytes.
         repeats: round trips per size; see `ping_pong`.
         each: every device; see `measure_device`.
+        device: where the ranks compute.
         name: of the topology.
 
     Raises:
@@ -85,7 +95,8 @@ def measure_links(
         mine = _time_pair(rank, a, b, sizes, repeats) if rank in (a, b) else []
         # Every rank gets the figures of rank a, and no rank disturbs the next pair.
         times[a, b] = exchange_in_group(mine)[a]
-    return topology_of(times, sizes, world, per_host, each or Device(), name, _cores(per_host))
+    found = topology_of(times, sizes, world, per_host, each or Device(), name, _cores(per_host))
+    return with_speeds(found, _speeds(rank, per_host, torch.device(device)))
 
 
 def topology_of(
@@ -106,6 +117,39 @@ def topology_of(
             latency_s, bandwidth = fit_link(sizes, [median_low(same) for same in zip(*chosen, strict=True)])
             levels.append(Level(label, width, bandwidth, latency_s, cores if is_inner else None))
     return Topology(tuple(levels), device=each, name=name)
+
+
+def with_speeds(topology: Topology, flops: Sequence[float]) -> Topology:
+    """The topology with a device for each rank, where their speeds differ by more than a measurement does.
+
+    Args:
+        topology: whose devices are all alike.
+        flops: FLOP per second that each rank reaches.
+    """
+    if max(flops) < _DIFFERENT * min(flops):
+        return topology
+    devices = tuple(msgspec.structs.replace(topology.device, flops=own, efficiency=1.0) for own in flops)
+    return msgspec.structs.replace(topology, device=devices[0], devices=devices)
+
+
+def _speeds(rank: int, per_host: int, device: torch.device) -> list[float]:
+    """FLOP per second that each rank reaches in a product, while no other rank of its host computes."""
+    mine = 0.0
+    for turn in range(per_host):
+        if rank % per_host == turn:
+            mine = _product_flops(device)
+        exchange_in_group(turn)
+    return exchange_in_group(mine)
+
+
+def _product_flops(device: torch.device, repeats: int = 7) -> float:
+    """FLOP per second in a product of matrices; of several the fastest, which no other program has disturbed."""
+    size = 4096 if device.type == "cuda" else 384
+    with random_state_kept(device):
+        matrix = torch.randn(size, size, device=device)
+        clock = Clock(device)
+        seconds = [clock.seconds(lambda: torch.mm(matrix, matrix)) for _ in range(repeats)]
+    return 2 * size**3 / min(seconds)
 
 
 def ping_pong(
@@ -130,7 +174,8 @@ def ping_pong(
             start = time.perf_counter()
             for act in (send, receive) if starts else (receive, send):
                 act(size)
-            kept += [(time.perf_counter() - start) / 2] if turn >= 2 else []
+            if turn >= 2:
+                kept.append((time.perf_counter() - start) / 2)
     return [sorted(kept)[len(kept) // 4] for kept in trips]
 
 
@@ -175,8 +220,8 @@ def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:
 _TRIES = 3
 
 
-def links_of(session: Session, num_ranks: int) -> Topology:
-    """The links between the ranks of a run, measured now; in one process they are without cost.
+def links_of(session: Session, num_ranks: int, device: str | torch.device = "cpu") -> Topology:
+    """The links between the ranks of a run and their speeds, measured now; in one process links are without cost.
 
     On a machine too busy to measure them, these are the usual figures of Gloo over loopback.
     """
@@ -186,7 +231,7 @@ def links_of(session: Session, num_ranks: int) -> Topology:
         for _ in range(_TRIES):
             meet(session)
             with contextlib.suppress(TopologyError):
-                return measure_links(repeats=8)
+                return measure_links(repeats=8, device=device)
     return Topology.local(num_ranks, cores=os.cpu_count())
 
 

@@ -67,5 +67,6 @@ def step_seconds(
         store.rebase()
         clock.settle()
         # The first step makes the optimizer's states.
-        samples += [clock.between(start, end)] if turn >= _WARMUP else []
+        if turn >= _WARMUP:
+            samples.append(clock.between(start, end))
     return median_of(samples)

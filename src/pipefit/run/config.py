@@ -34,14 +34,20 @@ class RunConfig:
             text, prompt and completion, or messages; default: the data that suits the model.
         context: maximum tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.
         pack: records follow each other without padding, in sequences of that many tokens.
+        learn: answers: of a prompt with its completion, and of a chat, only the answers; or all.
+        eval_data: text or records to evaluate on, as for --data; default: the last tenth of the data.
         request: the pipeline.
         precision: the type in which layers compute.
         updates: clipping and seed.
         batch: samples per step.
-        steps: weight updates.
+        steps: weight updates; default: 100.
+        epochs: passes over the data, in place of --steps.
         optimizer: of every stage.
-        lr: peak learning rate.
-        warmup: steps of linear warm-up; then a cosine down to 5 %.
+        weight_decay: of adamw and adam (default: 0.1 and 0) and sgd (0).
+        betas: of adamw (default: 0.9,0.99) and adam (0.9,0.999).
+        lr: peak learning rate; default: 5e-5 for the weights of a folder, 2e-4 for --lora, else 2e-3.
+        lr_schedule: learning rates after the warm-up: down to 5 % of the peak by a cosine or a line, or constant.
+        warmup: steps of linear warm-up; default: a tenth of all steps.
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
         saves: checkpoints in the folder.
@@ -57,13 +63,19 @@ class RunConfig:
     data: Sequence[str] = setting((), typed="texts")
     context: int = setting(0, least=0)
     pack: bool = False
+    learn: Literal["answers", "all"] = "answers"
+    eval_data: str = ""
     request: Request = field(default_factory=Request)
     precision: Precision = field(default_factory=Precision)
     batch: int = setting(16, least=1)
-    steps: int = setting(100, least=1)
+    steps: int | None = setting(None, least=1)
+    epochs: int | None = setting(None, least=1)
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = setting(2e-3, least=0.0)
-    warmup: int = setting(20, least=0)
+    weight_decay: float | None = setting(None, least=0.0)
+    betas: Sequence[float] = setting((), typed="figures")
+    lr: float | None = setting(None, least=0.0)
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: int | None = setting(None, least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
     output: str = setting("", "--output", "-o")
     resume: str = ""
@@ -85,8 +97,12 @@ def checkpoints_of(folder: str | Path) -> Path:
 
 
 def with_defaults(config: RunConfig) -> RunConfig:
-    """The configuration with the schedule and the number of processes that follow from the other options."""
+    """The configuration with the options that follow from others: schedule, processes, steps, learning rate.
+
+    The steps of --epochs, and a warm-up that follows from them, stay None until the data is known.
+    """
     check_least(config)
+    config = _with_rates(config)
     request, spread = config.request, config.request.parallelism
     is_capped = config.spill.cap_bytes is not None
     if spread.ranks is None:
@@ -102,6 +118,38 @@ def with_defaults(config: RunConfig) -> RunConfig:
     schedule = request.schedule or (AUTO if is_capped or config.request == Request() else "1f1b")
     count = request.microbatches if schedule == AUTO and not is_capped else request.num_microbatches
     return replace(config, request=replace(request, schedule=schedule, microbatches=count))
+
+
+_USUAL_STEPS = 100
+_PEAKS = {"": 2e-3, "pretrained weights": 5e-5, "adapters": 2e-4}
+"""Usual learning rates by what is trained; "": new weights."""
+
+
+def _trained(config: RunConfig) -> str:
+    """What is trained, in words; "": new weights."""
+    if not Path(config.model).is_dir():
+        return ""
+    return "adapters" if config.lora else "pretrained weights"
+
+
+def _with_rates(config: RunConfig) -> RunConfig:
+    if config.epochs and config.steps:
+        raise PipefitError("--steps and --epochs: give one of them")
+    if not Path(config.model).is_dir() and (config.context or config.pack or config.learn == "all"):
+        raise PipefitError(
+            f"--context, --pack and --learn are for models with a tokenizer, in a folder; {config.model} has none"
+        )
+    if config.epochs and config.spill.disk:
+        raise PipefitError("--epochs: a run on a disk must know its steps: give --steps")
+    lr = _PEAKS[_trained(config)] if config.lr is None else config.lr
+    config = replace(config, lr=lr)
+    return config if config.epochs else with_steps(config, config.steps or _USUAL_STEPS)
+
+
+def with_steps(config: RunConfig, steps: int) -> RunConfig:
+    """The configuration with this number of steps, and the warm-up that follows from it."""
+    warmup = -(-steps // 10) if config.warmup is None else config.warmup
+    return replace(config, steps=steps, warmup=warmup)
 
 
 def _usual_ranks(request: Request) -> int:
@@ -148,7 +196,15 @@ def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
     if request.microbatches is None and not is_own:
         said = "chosen with the schedule" if is_auto else str(request.num_microbatches)
         found.append(("micro-batches", f"{said} (--microbatches)"))
-    return [*found, ("checkpoints", _saving(config))]
+    return [*found, ("learning rate", _rates(asked, config)), ("checkpoints", _saving(config))]
+
+
+def _rates(asked: RunConfig, config: RunConfig) -> str:
+    """The learning rates of a run, in words."""
+    usual = f", usual for {_trained(config) or 'new weights'}" if asked.lr is None else ""
+    warmup = "a tenth of the steps" if config.warmup is None else counted(config.warmup, "step")
+    after = "constant" if config.lr_schedule == "constant" else f"{config.lr_schedule} down to 5 %"
+    return f"{config.lr:g}{usual} (--lr); {warmup} of warm-up (--warmup), then {after} (--lr-schedule)"
 
 
 def _saving(config: RunConfig) -> str:

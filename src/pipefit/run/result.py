@@ -52,6 +52,21 @@ class ReadyRun:
     pipe: Pipeline
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A text that the trained model has written.
+
+    Attributes:
+        prompt: the beginning of a held-out sequence.
+        target: what follows there.
+        answer: of the model.
+    """
+
+    prompt: str
+    target: str
+    answer: str
+
+
 @dataclass
 class RunResult:
     """The figures of a run; the same on every rank, except paths and rows, which only rank 0 has."""
@@ -75,7 +90,7 @@ class RunResult:
     compile_s: list[float] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
-    text: str = ""
+    samples: list[Sample] = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
 
 

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.cutting import Cut
 from pipefit.data import ArrayBatches, SyntheticBatches, TextBatches, digits, split_corpus, text, unigram_entropy
-from pipefit.data.records import TokenBatches, token_samples
+from pipefit.data.records import TokenBatches
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build
-from pipefit.models.hub import is_folder, tokenizer_of
+from pipefit.models.hub import is_folder
 from pipefit.models.registry import hub_bundle
+from pipefit.run.config import RunConfig
+from pipefit.run.texts import HeldOutPrompt, Texts, is_named, texts_of
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
 
-_USUAL_CONTEXT, _MOST_HELD_OUT = 512, 32
+_MOST_HELD_OUT = 32
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class Source:
         held_out: batches to evaluate on; () when there are none.
         baseline: a loss that a trained model should beat, and its name; None when there is none.
         tokens_per_sample: mean of a text; 0 otherwise.
+        longest: maximum number of tokens of a text; 0 otherwise.
         counts_hits: whether accuracy is defined.
         example: one of its batches, where it is known without drawing one.
         is_tuned: whether the model was trained before, so that the held-out loss before training is informative.
         tokenizer: of the text for the model of a folder; None: other data.
+        prompts: beginnings of held-out sequences, for language models; of bytes without a tokenizer.
     """
 
     name: str
@@ -46,10 +49,19 @@ class Source:
     held_out: tuple[Any, ...] = ()
     baseline: tuple[str, float] | None = None
     tokens_per_sample: int = 0
+    longest: int = 0
     counts_hits: bool = False
     example: tuple[Any, Any] | None = None
     is_tuned: bool = False
     tokenizer: Any = None
+    prompts: tuple[HeldOutPrompt, ...] = ()
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of some tokens."""
+        if self.tokenizer is None:
+            # Bytes that are no text, and half a character at the end, are shown by their numbers.
+            return bytes(tokens).decode(errors="backslashreplace")
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, Any]:
@@ -69,7 +81,7 @@ def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, An
 
 
 def source_of(
-    bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, context: int = 0, packed: bool = False
+    bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, eval_data: str = "", texts: Texts | None = None
 ) -> Source:
     """The data of a run.
 
@@ -78,13 +90,15 @@ def source_of(
         data: "text", "digits" or "synthetic", or text files; (): the data that suits the model.
         batch: samples per step.
         seed: of the order of the data.
-        context: maximum tokens of a sequence, for models with a tokenizer; 0: the model's own, at most 512.
-        packed: whether records follow each other without padding; see `token_samples`.
+        eval_data: file of text to evaluate on; "": the last tenth of the data.
+        texts: of the model of a folder, where they have been read; None: they are read now.
 
     Raises:
         DataError: unknown, missing, empty, or unsuitable for the model.
     """
     wanted = tuple(data) or ((bundle.data,) if bundle.data else ("synthetic",))
+    if is_named(wanted) and eval_data:
+        raise DataError(f"--eval-data is for text and records; {wanted[0]} has its own, or none")
     if wanted == ("digits",):
         images = digits(seed=seed)
         batches = ArrayBatches(images.train_x, images.train_y, batch, seed=seed)
@@ -92,55 +106,56 @@ def source_of(
         return Source("digits", batches, ((images.test_x, images.test_y),), counts_hits=True, example=first)
     if wanted == ("synthetic",):
         return Source("synthetic", SyntheticBatches(bundle.example, batch, seed=seed))
-    paths = None if wanted == ("text",) else [Path(path) for path in wanted]
-    name = "text" if paths is None else ", ".join(map(str, paths))
     if is_folder(bundle.name):
-        return _of_tokens(name, bundle, paths, batch, seed, context, packed)
-    if context or packed:
-        raise DataError(f"--context and --pack are for models with a tokenizer, in a folder; {bundle.name} takes bytes")
+        texts = texts or texts_of(RunConfig(model=bundle.name, data=wanted, eval_data=eval_data))
+        return _of_tokens(texts, batch, seed)
     x, _ = bundle.example(1, 0)
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
         raise DataError(f"text is for language models; {bundle.name} takes other data: use --data synthetic or digits")
-    context = x.shape[1]
-    train, held = split_corpus(text(paths))
-    batches = TextBatches(train, batch, context, seed=seed)
-    held_out = TextBatches(held, batch, context, seed=1, num_batches=4)
+    return _of_bytes(wanted, eval_data, x.shape[1], batch, seed)
+
+
+def _of_bytes(data: Sequence[str], eval_data: str, context: int, batch: int, seed: int) -> Source:
+    """Text as bytes; without data to evaluate on, its last tenth is held out."""
+    paths = None if data == ("text",) else [Path(path) for path in data]
+    train = text(paths)
+    if eval_data:
+        held = text(eval_data)
+    else:
+        train, held = split_corpus(train)
+    half = context // 2
+    prompt = HeldOutPrompt(list(held[:half]), list(held[half : 4 * context]), is_answer=False)
     return Source(
-        name,
-        batches,
-        tuple(held_out),
+        ", ".join(data),
+        TextBatches(train, batch, context, seed=seed),
+        tuple(TextBatches(held, batch, context, seed=1, num_batches=4)),
         ("unigram entropy", unigram_entropy(train)),
         tokens_per_sample=context,
+        longest=context,
+        prompts=(prompt,),
     )
 
 
-def _of_tokens(
-    name: str, bundle: ModelBundle, paths: list[Path] | None, batch: int, seed: int, context: int, packed: bool
-) -> Source:
-    """Text for the model of a folder, by the tokenizer in it; its last tenth is held out."""
-    assert isinstance(bundle.layers, Cut)
-    tokenizer, longest, vocabulary = tokenizer_of(bundle.layers, bundle.name)
-    if context > longest > 0:
-        raise DataError(f"--context {context}: {bundle.name} takes at most {longest} tokens")
-    context = context or min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
-    samples = token_samples(paths, tokenizer, context, packed)
-    highest = samples.highest
-    if highest >= vocabulary:
-        raise DataError(
-            f"{bundle.name}: its tokenizer gives the token {highest}, but the model knows {vocabulary} tokens; they do "
-            "not belong together"
-        )
-    num_held, lengths = len(samples) // 10, samples.lengths
-    padding = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
-    batches = TokenBatches(samples[: len(samples) - num_held], batch, padding, context, seed)
+def _of_tokens(texts: Texts, batch: int, seed: int) -> Source:
+    """Text for the model of a folder."""
+    batches = TokenBatches(texts.train, batch, texts.padding, texts.context, seed)
     held_out: tuple[Any, ...] = ()
-    if num_held:
-        held = TokenBatches(samples[-num_held:], batch, padding, context, 1, ragged=True)
+    if len(texts.held_out):
+        held = TokenBatches(texts.held_out, batch, texts.padding, texts.context, 1, ragged=True)
         held_out = tuple(islice(held, _MOST_HELD_OUT))
+    lengths = texts.train.lengths
     example = batches.batch_at(max(range(len(batches)), key=lambda k: lengths[batches.longest_at(k)]))
-    mean = round(float(lengths.mean()))
-    more: dict[str, Any] = {"example": (example, example), "is_tuned": True, "tokenizer": tokenizer}
-    return Source(name, batches, held_out, tokens_per_sample=mean, **more)
+    return Source(
+        texts.name,
+        batches,
+        held_out,
+        tokens_per_sample=round(float(lengths.mean())),
+        longest=texts.context,
+        example=(example, example),
+        is_tuned=True,
+        tokenizer=texts.tokenizer,
+        prompts=texts.prompts(),
+    )
 
 
 def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora: str = "") -> ModelBundle:

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipefit.calibrate.prediction import costs_on_ranks, prediction_of
 from pipefit.cost import CostModel
-from pipefit.data import sample
+from pipefit.data import ArrayBatches, sample
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.models.hub import is_folder
@@ -27,11 +27,12 @@ from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, count_flop
 from pipefit.profiling.workload import Workload
-from pipefit.run.config import RunConfig, checkpoints_of, with_defaults
+from pipefit.run.config import RunConfig, checkpoints_of, with_defaults, with_steps
 from pipefit.run.following import LatestTimeline
-from pipefit.run.optimizers import STATE_PER_WEIGHT, make_optimizer, warmed_cosine
-from pipefit.run.result import METRICS, ReadyRun, RunResult, write_folder
+from pipefit.run.optimizers import STATE_PER_WEIGHT, Rates, make_optimizer, rates
+from pipefit.run.result import METRICS, ReadyRun, RunResult, Sample, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
+from pipefit.run.texts import HeldOutPrompt, is_named, texts_of
 from pipefit.run.tier_records import with_tier
 from pipefit.runtime.collectives import exchange, from_first
 from pipefit.runtime.faults import noted
@@ -59,6 +60,12 @@ class Observer:
     Only rank 0 has one that does anything.
     """
 
+    def begins(self, config: RunConfig) -> None:
+        """All options are known, the number of steps too."""
+
+    def says(self, text: str) -> None:
+        """A fact about the run that its user should know."""
+
     def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
         """The plan is made; training begins."""
 
@@ -80,11 +87,12 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     """
     config = with_tier(_restarted(with_defaults(config)), current().rank)
     ready = _ready(config, observer)
-    pipe, source = ready.pipe, ready.source
+    config, pipe, source = ready.config, ready.pipe, ready.source
+    observer.begins(config)
     pipe.loop.last_step = config.steps
     observer.planned(ready.plan, ready.profile, ready.bundle, source)
     observer.doing("loading the checkpoint" if config.resume else "evaluating")
-    _resume(config, pipe)
+    _resume(config, pipe, observer)
     before = pipe.evaluate(source.held_out) if source.is_tuned and source.held_out else None
     observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
     began = time.perf_counter()
@@ -109,12 +117,13 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     state = {} if ready.plan.spill or is_folder(config.model) else pipe.state_dict()
     if config.output and is_folder(config.model):
         result.paths["model"] = str(pipe.save_pretrained(Path(config.output) / "model"))
-    result.text = _continued(ready) if source.tokenizer is not None and not ready.plan.spill else ""
+    if source.tokenizer is not None and not ready.plan.spill:
+        result.samples = _answered(ready)
     if pipe.rank == 0:
         measured = report.timeline
         predicted = simulate(measured.program, ready.cost, repeats=measured.num_repeats)
         result.rows = compare(predicted, measured)
-        result.text = result.text or _generated(ready, state)
+        result.samples = result.samples or _continued(ready, state)
         if config.output:
             write_folder(ready, measured, predicted, result)
     end_run(pipe.workers, pipe.num_updates >= config.steps)
@@ -131,14 +140,10 @@ def _restarted(config: RunConfig) -> RunConfig:
 
 def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     """Model, data, plan and pipeline of a run."""
-    observer.doing("building the model and reading the data")
-    torch.manual_seed(config.updates.seed)
-    may_be_empty = config.spill.cap_bytes is not None or is_folder(config.model)
-    options = parse_options(config.option, config.model)
-    bundle = bundle_of(config.model, options, config.updates.seed, may_be_empty, config.lora)
-    source = source_of(bundle, config.data, config.batch, config.updates.seed, config.context, config.pack)
+    bundle, source = _model_and_data(config, observer)
     if config.evaluate_every and not source.held_out:
         raise PipefitError(f"--evaluate-every: {source.name} has no held-out part")
+    config = _with_epochs(config, source)
     work = _workload(config, bundle, source)
     sizes = " for several numbers of micro-batches, and planning" if config.request.schedule == AUTO else ""
     observer.doing(f"measuring the layers{sizes}")
@@ -157,10 +162,39 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         plan=made.plan,
         parallelism=Parallelism(device=work.device),
         precision=config.precision,
-        updates=replace(config.updates, scheduler=warmed_cosine(config.warmup, config.steps)),
+        updates=replace(config.updates, scheduler=rates(config.lr_schedule, config.warmup, config.steps)),
         spill=config.request.spill,
     )
     return ReadyRun(config, bundle, source, _with_prediction(config, pipe, cost), profile, cost, pipe)
+
+
+def _model_and_data(config: RunConfig, observer: Observer) -> tuple[ModelBundle, Source]:
+    """Model and data; the user's records are read first, because that shows soon whether they fit."""
+    data, seed, in_folder = config.data, config.updates.seed, is_folder(config.model)
+    texts = None
+    if in_folder and data and not is_named(data):
+        observer.doing("reading the data")
+        texts = texts_of(config)
+    observer.doing("building the model" if texts else "building the model and reading the data")
+    torch.manual_seed(seed)
+    options = parse_options(config.option, config.model)
+    bundle = bundle_of(config.model, options, seed, in_folder or config.spill.cap_bytes is not None, config.lora)
+    if in_folder and not data and bundle.data == "text":
+        texts = texts_of(config)
+    return bundle, source_of(bundle, data, config.batch, seed, config.eval_data, texts)
+
+
+def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
+    """The configuration with the steps of --epochs.
+
+    Raises:
+        PipefitError: the data has no end.
+    """
+    if config.epochs is None:
+        return config
+    if not isinstance(source.batches, ArrayBatches):
+        raise PipefitError(f"--epochs: {source.name} is drawn at random, without an end: give --steps")
+    return with_steps(config, config.epochs * len(source.batches))
 
 
 def _flop(work: Workload, num_processes: int) -> ModelFlop | None:
@@ -176,7 +210,7 @@ def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workloa
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
-        make_optimizer(config.optimizer, config.lr),
+        make_optimizer(config.optimizer, config.lr, config.weight_decay, config.betas),
         place,
         example_of(bundle, source, config.batch),
         bool(config.updates.clip_norm),
@@ -211,7 +245,7 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
-def _resume(config: RunConfig, pipe: Pipeline) -> None:
+def _resume(config: RunConfig, pipe: Pipeline, observer: Observer) -> None:
     """Resumes from a run's folder, that of its checkpoints, or one of them."""
     if config.resume and config.spill.resume is False:
         inside = checkpoints_of(config.resume)
@@ -221,6 +255,18 @@ def _resume(config: RunConfig, pipe: Pipeline) -> None:
                 f"{config.resume} has done {pipe.num_updates} steps, and --steps {config.steps} counts them all: "
                 f"give more than {pipe.num_updates}"
             )
+        _compare_rates(config, pipe, observer)
+
+
+def _compare_rates(config: RunConfig, pipe: Pipeline, observer: Observer) -> None:
+    """Says which learning rates the first run left behind, if the options name others."""
+    found = [scheduler for worker in pipe.workers for scheduler in worker.schedulers.values()]
+    first = next((one for one in found if isinstance(one, Rates)), None)
+    if first is None:
+        return
+    asked = (config.lr_schedule, config.warmup, config.steps)
+    if (first.kind, first.warmup, first.num_steps) != asked or max(first.base_lrs) != config.lr:
+        observer.says(f"learning rate: the first run's go on ({first}); --lr, --warmup and --steps do not change them")
 
 
 def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[Any]:
@@ -266,27 +312,42 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
     )
 
 
-def _continued(run: ReadyRun) -> str:
-    """A sample of the trained model of a folder, generated by its stages; "": none. Every rank makes the same call."""
-    prompt = run.source.tokenizer("The", return_tensors="pt").input_ids
-    length = min(run.config.sample // _BYTES_PER_TOKEN, run.source.tokens_per_sample) - prompt.shape[1]
-    if length < 1 or prompt.shape[1] < 1:
-        return ""
-    try:
-        tokens = run.pipe.generate(prompt, max_new_tokens=length, do_sample=True, seed=run.config.updates.seed)
-    except ModelError:
-        return ""
-    return str(run.source.tokenizer.decode(tokens[0], skip_special_tokens=True))
+def _answered(run: ReadyRun) -> list[Sample]:
+    """Answers of the trained model of a folder, generated by its stages. Every rank makes the same call."""
+    config, found = run.config, []
+    for prompt in run.source.prompts:
+        room = run.source.longest - len(prompt.tokens)
+        length = min(config.sample // _BYTES_PER_TOKEN, room)
+        if length < 1:
+            continue
+        ids = torch.tensor([prompt.tokens])
+        how: dict[str, Any] = {"do_sample": not prompt.is_answer, "seed": config.updates.seed}
+        try:
+            tokens = run.pipe.generate(ids, max_new_tokens=length, **how)[0, len(prompt.tokens) :].tolist()
+        except ModelError:
+            return []
+        found.append(_sample(run.source, prompt, run.source.decoded(tokens), length))
+    return found
 
 
-def _generated(run: ReadyRun, state: dict[str, torch.Tensor]) -> str:
-    """A sample of the trained language model, made by the whole model on this rank; "": it is none."""
-    config, context = run.config, run.source.tokens_per_sample
-    if not (context and config.sample and state):
-        return ""
+def _continued(run: ReadyRun, state: dict[str, torch.Tensor]) -> list[Sample]:
+    """Text of the trained model of bytes, made by the whole model on this rank."""
+    config, source = run.config, run.source
+    if not (source.prompts and config.sample and state):
+        return []
     # The layers of a tensor-parallel run are parts of the model's.
     whole = build(config.model, **parse_options(config.option, config.model)) if run.plan.tensor > 1 else run.bundle
     model: nn.Module = whole.layers
     model.load_state_dict(state, assign=True)
     model.eval()
-    return sample(model, b"The ", config.sample, seed=config.updates.seed, context=context)
+    found = []
+    for prompt in source.prompts:
+        context = source.tokens_per_sample
+        text = sample(model, bytes(prompt.tokens), config.sample, seed=config.updates.seed, context=context)
+        answer = text.removeprefix(source.decoded(prompt.tokens))
+        found.append(_sample(source, prompt, answer, config.sample))
+    return found
+
+
+def _sample(source: Source, prompt: HeldOutPrompt, answer: str, length: int) -> Sample:
+    return Sample(source.decoded(prompt.tokens), source.decoded(prompt.target[:length]), answer)

@@ -70,7 +70,8 @@ class DistributedTransport:
         self._mesh, self._stages = mesh, num_stages
         self._process = rank * mesh.tensor + mesh.index
         self._has_link_groups = link_groups or device.type == "cuda"
-        self._world: dist.ProcessGroup = dist.group.WORLD
+        world: Any = dist.group.WORLD
+        self._world: dist.ProcessGroup = world
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: dict[tuple[int, str], Contract] = {}
         self._announced: dict[tuple[int, int, str], Contract] = {}
@@ -158,6 +159,7 @@ class DistributedTransport:
     def _agree(self, i: Instruction, to: int, message: Message, sent: _Sent) -> None:
         """Checks an activation by its contract, and announces the contract to a receiver that has not seen it."""
         signature = self._feed[i.mb].signature
+        assert message.structure is not None
         contract = Contract.of(message.leaves, message.flags, message.structure)
         known = self._made.setdefault((i.stage, signature), contract)
         if known != contract:

@@ -21,7 +21,8 @@ from pipefit.runtime.finite import is_taken, may_step, with_losses
 from pipefit.runtime.halves import Saved, WeightRun, accumulate_backward, input_half, run_backward, weight_half
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
-from pipefit.stage.payload import carries_gradient, check_values, flatten, sent, unflatten
+from pipefit.stage.opened import Rest
+from pipefit.stage.payload import Structure, carries_gradient, check_values, flatten, flatten_any, sent, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
 from pipefit.stage.training import with_metrics
 
@@ -30,7 +31,7 @@ def _load(run: Execution, i: Instruction) -> None:
     part, device, what = run.feed[i.mb], run.worker.device, "the input of the model"
     source = target = None
     if i.stage == 0:
-        leaves, structure = flatten(_on(part.input, device, what), what)
+        leaves, structure = flatten_any(_on(part.input, device, what), what)
         source = Message(leaves, [False] * len(leaves), structure)
     if i.stage == run.compiled.program.header.last_stage:
         target = _on(part.target, device, "the target")
@@ -41,7 +42,7 @@ def _on(payload: Any, device: torch.device, what: str) -> Any:
     """A payload on the device; on a CPU, anything as it is."""
     if device.type == "cpu":
         return payload
-    leaves, structure = flatten(payload, what)
+    leaves, structure = flatten_any(payload, what)
     return unflatten([leaf.to(device, non_blocking=True) for leaf in leaves], structure)
 
 
@@ -83,10 +84,7 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         payload["batch"] = _on(run.feed[i.mb].input, run.worker.device, "the batch")
     with spill_handlers.saving(run, i):
         output = stage.forward(payload, run.feed[i.mb].ordinal, replay, update)
-    outputs, structure = flatten(sent(output), f"the output of stage {i.stage}")
-    if i.stage < run.compiled.program.header.last_stage:
-        known = run.worker.structures.setdefault((i.stage, run.feed[i.mb].signature), structure)
-        check_values(i.stage, i.mb, known, structure)
+    outputs, structure = _flattened(run, i, output)
     # Without a graph there are no edges, though a layer may return an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
     if stage.half is not None and i.stage < run.compiled.program.header.last_stage:
@@ -94,6 +92,17 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         outputs = narrowed(outputs, needed, stage.half)
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     return Saved(inputs, edges), Message([leaf.detach() for leaf in outputs], flags, structure)
+
+
+def _flattened(run: Execution, i: Instruction, output: Any) -> tuple[list[Tensor], Structure | Rest]:
+    """The tensors of a stage's output and its structure; that of the last stage goes to the loss only."""
+    where = f"the output of stage {i.stage}"
+    if i.stage == run.compiled.program.header.last_stage:
+        return flatten_any(output, where)
+    outputs, structure = flatten(sent(output), where)
+    known = run.worker.structures.setdefault((i.stage, run.feed[i.mb].signature), structure)
+    check_values(i.stage, i.mb, known, structure)
+    return outputs, structure
 
 
 def _loss(run: Execution, i: Instruction) -> None:
@@ -106,8 +115,8 @@ def _loss(run: Execution, i: Instruction) -> None:
     given = leaves if half is None else in_float32(leaves, half)
     compute = run.loss or run.worker.training.loss
     loss, metrics = with_metrics(compute(act.payload(given), target))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = f"a tensor of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
     share = run.feed[i.mb].share
     run.losses.append((i.mb, loss.detach() * share))
@@ -147,10 +156,11 @@ def _backward(run: Execution, i: Instruction) -> None:
             else:
                 accumulate_backward(saved.edges, grads)
     if i.stage > run.compiled.program.header.frozen:
-        run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
+        leaves: Sequence[Any] = saved.inputs
+        run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in leaves], leaves)
 
 
-def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Message:
+def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """Gradients of some leaves, zero where autograd found no path to a leaf."""
     return Message([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)])
 

@@ -16,6 +16,9 @@ Weigh = Callable[[Any], float]
 """The weight of a micro-batch in the mean of its batch, from its target; by default its number of samples."""
 
 
+_WHOLE = "a batch that cannot be split by samples, such as a graph, trains with microbatches=1"
+
+
 class MicroBatch(NamedTuple):
     """The data of a micro-batch.
 
@@ -45,17 +48,22 @@ class Feed(Protocol):
 def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]:
     """A pytree of tensors, split along their first dimension into nearly equal parts; plain values are in every part.
 
+    A single micro-batch is the batch itself, whatever that is: a graph, or a scalar next to samples.
+
     Raises:
         DataError: there are fewer samples than micro-batches, or the tensors have different numbers of samples.
     """
     leaves, structure = pytree.tree_flatten(batch)
     split = [leaf for leaf in leaves if not is_plain(leaf)]
-    if not split or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in split):
+    have_samples = all(isinstance(leaf, Tensor) and leaf.dim() for leaf in split) and bool(split)
+    sizes = {leaf.shape[0] for leaf in split} if have_samples else set()
+    if num_microbatches == 1 and len(sizes) != 1:
+        return [batch]
+    if not have_samples:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in split or leaves})) or "nothing"
-        raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {kinds}")
-    sizes = {leaf.shape[0] for leaf in split}
+        raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {kinds}; {_WHOLE}")
     if len(sizes) > 1:
-        raise DataError(f"{what}: its tensors have {sorted(sizes)} samples; all need the same number")
+        raise DataError(f"{what}: its tensors have {sorted(sizes)} samples; all need the same number, or {_WHOLE}")
     if (size := sizes.pop()) < num_microbatches:
         raise DataError(
             f"{what} has {size} samples, too few for {num_microbatches} micro-batches; "
@@ -103,8 +111,11 @@ def feed_of(
     ]
 
 
-def _num_samples(target: Any) -> int:
-    return next(int(leaf.shape[0]) for leaf in pytree.tree_leaves(target) if isinstance(leaf, Tensor))
+def _num_samples(batch: Any) -> int:
+    """Samples of the first tensor that has any; 1 where none has."""
+    tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    first = next(tensors, None)
+    return 1 if first is None else len(first)
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

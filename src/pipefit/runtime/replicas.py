@@ -59,7 +59,7 @@ def _checksums(worker: Worker, stage: int) -> dict[str, str]:
 
 def _checksum(tensor: Tensor) -> str:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{zlib.crc32(content.numpy()):08x}"
+    return f"{zlib.crc32(content.numpy().data):08x}"
 
 
 def _refuse(name: str, sums: Sequence[dict[str, str] | None], num_updates: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipefit.stage.opened import Rest
 from pipefit.stage.payload import Structure, unflatten
 
 
@@ -23,7 +24,7 @@ class Message(NamedTuple):
 
     leaves: list[Tensor]
     flags: Sequence[bool] = ()
-    structure: Structure | None = None
+    structure: Structure | Rest | None = None
     shapes: Sequence[torch.Size] = ()
 
     def payload(self, leaves: list[Tensor] | None = None) -> Any:

@@ -28,7 +28,8 @@ def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
         for done, mb in enumerate(mbs):
             order += [fwd(stage, ahead) for ahead in mbs[warmup + done : warmup + done + 1]]
             order.append(bwd_input(stage, mb))
-            order += [bwd_weight(stage, mbs[done - late])] if done >= late else []
+            if done >= late:
+                order.append(bwd_weight(stage, mbs[done - late]))
         yield order + [bwd_weight(stage, mb) for mb in mbs[len(mbs) - late :]]
 
 

@@ -84,10 +84,20 @@ class EventEngine:
     def _issue(self, rank: int) -> Iterator[None]:
         """Runs a rank; yields where it waits for an arrival, for ranks whose clocks are behind, or for a core."""
         layout, prices = self.layout, self.prices
-        codes, waits, partners, ranks = layout.codes, layout.waits, layout.partners, layout.graph.ranks
-        start, posted, end, clock, blocked_on = self.start, self.posted, self.end, self.clock, self.blocked_on
+        codes = layout.codes
+        waits = layout.waits
+        partners = layout.partners
+        ranks = layout.graph.ranks
+        start = self.start
+        posted = self.posted
+        end = self.end
+        clock = self.clock
+        blocked_on = self.blocked_on
         wait, message = Code.WAIT.value, Code.MESSAGE.value
-        hold, size, shares, alone = prices.hold, len(codes), bool(self.cores), not (self.contention or self.cores)
+        hold = prices.hold
+        size = len(codes)
+        shares = bool(self.cores)
+        alone = not (self.contention or self.cores)
         first, stop = layout.graph.starts[rank : rank + 2]
         now: float = 0
         for base in range(0, size * self.repeats if first < stop else 0, size):

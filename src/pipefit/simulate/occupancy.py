@@ -29,7 +29,9 @@ def memory_over_time(program: Program, cost: CostModel, engine: EventEngine) -> 
 
 def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: int) -> Samples:
     starts = engine.layout.graph.starts
-    first, size, count = starts[rank], starts[-1], starts[rank + 1] - starts[rank]
+    first = starts[rank]
+    size = starts[-1]
+    count = starts[rank + 1] - starts[rank]
     header = program.header
     lives = [life for life in lifetimes(program, rank) if header.spill is None or not lies_in_slot(header, life.value)]
     # The same for all micro-batches and versions.
@@ -45,7 +47,12 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
         after = engine.end[base + last] if last >= 0 else seam
         for born, dies, amount in sized:
             # Values held at the start of a pass are those held at the end of the pass before.
-            begin = seam if born < 0 else engine.start[base + born] if born < count else after
+            if born < 0:
+                begin = seam
+            elif born < count:
+                begin = engine.start[base + born]
+            else:
+                begin = after
             end = after if dies >= count else engine.end[base + dies]
             if begin < end:
                 changes[begin] = changes.get(begin, 0) + amount

@@ -52,5 +52,8 @@ class Machine:
         num = len(self.work)
         if num:
             passed = now - self.now
-            self.done += passed if num <= self.cores else passed * self.cores / num
+            if num <= self.cores:
+                self.done += passed
+            else:
+                self.done += passed * self.cores / num
         self.now = now

@@ -163,7 +163,8 @@ def _hang(graph: Graph) -> str:
         here = next((side for side in graph.sides(awaited) if graph.ranks[side] == rank), this)
         peer, there = graph.place(awaited)
         line = f"  rank {rank} is at instruction {index} ({graph.instructions[this]})"
-        line += f" and waits for {graph.instructions[here]}" if here != this else ""
+        if here != this:
+            line += f" and waits for {graph.instructions[here]}"
         lines.append(
             f"{line}, which rank {peer} has not reached (its instruction {there}: {graph.instructions[awaited]})"
         )

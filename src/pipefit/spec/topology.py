@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from pipefit.errors import ABOVE_0, PipefitError, TopologyError, check_figures
+from pipefit.spec.arguments import check_fields, checked
 from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
 from pipefit.units import parse_quantity
 
@@ -112,7 +113,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         levels: from the innermost (devices in a server) to the outermost.
-        device: every device, unless `devices` is given.
+        device: every device; where `devices` differ, the one that profiles are for, by default the first of them.
         devices: one entry per rank, when they differ.
         tiers: host and disk, for spilling.
         name: for people.
@@ -125,6 +126,9 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, TopologyError)
+        if self.devices and self.device == Device():
+            msgspec.structs.force_setattr(self, "device", self.devices[0])
         if not self.levels:
             raise TopologyError("levels: expected at least one level with its width, got none: there is no device")
         for index, level in enumerate(self.levels):
@@ -217,6 +221,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     @classmethod
+    @checked()
     def local(
         cls,
         num_devices: int,
@@ -243,6 +248,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TopologyError(f"{where}: {said(problem)}") from None
 
     @classmethod
+    @checked()
     def load(cls, path: str | Path) -> Topology:
         """Reads a TOML file, or the short form "local:N"."""
         if str(path).startswith("local:"):

@@ -164,6 +164,9 @@ class RunningAverages:
     ) -> Tensor:
         """Normalises a micro-batch by its own statistics, and notes them.
 
+        A channel of one value becomes its bias, since the value is its own mean. `F.batch_norm` refuses such a batch,
+        but here the other micro-batches may be larger.
+
         Args:
             x: samples × channels × any.
             weight: factor of each channel.
@@ -173,7 +176,7 @@ class RunningAverages:
             counted: the module's counter counts it.
         """
         count = x.numel() / x.shape[1]
-        if count <= 1 or eps <= 0:
+        if eps <= 0:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)  # which says what is wrong
         normal, mean, invstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
         if self._fresh is not None:
@@ -193,7 +196,7 @@ class RunningAverages:
             self._values = {name: value.clone() for name, value in self._values.items()}
         for number, call in enumerate(fresh[self._num_applied :], self._num_applied):
             share = self.share(number + 1) if call.share is None else call.share
-            variance = (call.invstd.pow(-2) - call.eps) * (call.count / (call.count - 1))
+            variance = (call.invstd.pow(-2) - call.eps) * (call.count / max(call.count - 1, 1))
             for one, new in (("running_mean", call.mean), ("running_var", variance)):
                 self._values[one].lerp_(new.to(self._values[one].dtype), share)
         self._num_applied = len(fresh)

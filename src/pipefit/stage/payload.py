@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
+from pipefit.stage.opened import Rest, opened
 
 _PLAIN = (NoneType, bool, int, float, str)
 """Values that are part of a payload's structure."""
@@ -59,6 +60,37 @@ class Structure:
 _LEAF = Structure(pytree.tree_flatten(None)[1])
 
 
+def _is_known(payload: Any) -> bool:
+    """Returns whether it consists of tensors and plain values."""
+    return all(isinstance(leaf, Tensor) or is_plain(leaf) for leaf in pytree.tree_leaves(payload))
+
+
+def flatten_any(payload: Any, where: str) -> tuple[list[Tensor], Structure | Rest]:
+    """The tensors of a payload that no other stage gets, and its structure; it may hold objects of any class.
+
+    Raises:
+        ModelError: an object cannot be opened.
+    """
+    if _is_known(payload):
+        return flatten(payload, where)
+    try:
+        return opened(payload)
+    except Exception as problem:
+        raise ModelError(
+            f"{where} holds an object whose tensors cannot be found ({problem}); use tensors, tuples, lists, dicts or "
+            "dataclasses of them"
+        ) from problem
+
+
+def leaves_of(payload: Any, where: str) -> list[Any]:
+    """The leaves of a payload; where it holds objects of other classes, the tensors in all of it.
+
+    Raises:
+        ModelError: an object cannot be opened.
+    """
+    return pytree.tree_leaves(payload) if _is_known(payload) else flatten_any(payload, where)[0]
+
+
 def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], Structure]:
     """The tensors of a payload and its structure.
 
@@ -82,8 +114,10 @@ def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], Struc
     return tensors, Structure.of(tree, json.dumps(plain))
 
 
-def unflatten(leaves: list[Tensor], structure: Structure) -> Any:
-    """The payload of some tensors; the inverse of `flatten`."""
+def unflatten(leaves: list[Tensor], structure: Structure | Rest) -> Any:
+    """The payload of some tensors; the inverse of `flatten` and `flatten_any`."""
+    if isinstance(structure, Rest):
+        return structure.closed(leaves)
     if structure is _LEAF:
         return leaves[0]
     whole: list[Any] = list(leaves)

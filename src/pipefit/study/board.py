@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -56,10 +56,14 @@ class Board:
         on_end: Callable[[TrialProgress], None] = lambda entry: None,
         admits_singly: bool = False,
     ) -> None:
-        self.entries, self.num_devices, self.policy = list(entries), num_devices, policy
+        self.entries = list(entries)
+        self.num_devices = num_devices
+        self.policy = policy
         self.turns: list[TimedTurn] = []
         self.prediction: StudyTimeline | None = None
-        self._choose, self._stop, self._on_end = POLICIES[policy], stop, on_end
+        self._choose = POLICIES[policy]
+        self._stop = stop
+        self._on_end = on_end
         self._admits_singly = admits_singly
         self._count = 0
         self._sent_back = False  # whether a trial was sent back for lack of space, and nothing has ended since
@@ -68,15 +72,42 @@ class Board:
 
     def next_job(self, device: int) -> Job | None:
         """The next job of a free device; None: there is none until another one ends."""
-        waiting = [entry for entry in self.entries if entry.status == "waiting"]
-        if waiting and self._may_begin(device):
-            return self._begin(waiting[0], device, "admit")
-        offer = [Ready(e.number, e.remaining_s, e.last_turn, e.device) for e in self.entries if e.status == "ready"]
+        known = self._measured_kinds()
+        offer = [self._ready(entry, known) for entry in self.entries if self._may_continue(entry)]
         number = self._choose(offer, device) if offer else None
         if number is None:
             return None
         entry = self.entries[number]
+        if not entry.is_built:
+            return self._begin(entry, device, "admit")
         return self._begin(entry, device, "turn", self._num_turns(entry, offer))
+
+    def _ready(self, entry: TrialProgress, known: Mapping[str, TrialCost]) -> Ready:
+        cost = self._expected_cost(entry, known)
+        remaining_s = math.inf if cost is None else entry.remaining_of(cost)
+        return Ready(entry.number, remaining_s, entry.last_turn, entry.device, entry.trial.steps - entry.steps)
+
+    def _measured_kinds(self, least: int = 1) -> dict[str, TrialCost]:
+        """The times of turns of each kind of trial, of the first trial whose turns were all measured some times."""
+        found: dict[str, TrialCost] = {}
+        for entry in self.entries:
+            cost = entry.cost
+            if cost is not None and min(count for _, count in entry.turn_s.values()) >= least:
+                found.setdefault(entry.trial.kind, cost)
+        return found
+
+    def _expected_cost(self, entry: TrialProgress, known: Mapping[str, TrialCost]) -> TrialCost | None:
+        """The time of a trial's turns: its own, or else that of its kind; None: neither was measured."""
+        cost = entry.cost or known.get(entry.trial.kind)
+        return None if cost is None else cost._replace(num_steps=entry.trial.steps)
+
+    def _may_continue(self, entry: TrialProgress) -> bool:
+        """Returns whether a trial could take a turn now, or be admitted."""
+        if entry.status != "waiting":
+            return entry.status == "ready"
+        if self._sent_back:
+            return False
+        return not (self._admits_singly and any(e.status == "running" and not e.is_built for e in self.entries))
 
     def _num_turns(self, entry: TrialProgress, offer: Sequence[Ready]) -> int:
         """Turns of a trial before the policy chooses again: at most one step where a rule stops trials."""
@@ -94,20 +125,11 @@ class Board:
             others = [trial.remaining_s for trial in offer if trial.number != entry.number]
             if math.inf in others:
                 return 1
-            slack_s = SLACK * (entry.remaining_s + sum(others))
-            most_s = min(most_s, entry.remaining_s - max(others, default=0.0) + slack_s)
+            own_s = entry.remaining_of(cost)
+            slack_s = SLACK * (own_s + sum(others))
+            most_s = min(most_s, own_s - max(others, default=0.0) + slack_s)
         ends_s = itertools.accumulate(cost.turns_s[(entry.turn + n) % num_turns] for n in range(left))
         return max(1, sum(1 for _ in itertools.takewhile(lambda end_s: end_s <= most_s, ends_s)))
-
-    def _may_begin(self, device: int) -> bool:
-        """Returns whether a device may begin a trial: whole tasks one at a time; else all of them."""
-        if self._sent_back or (
-            self._admits_singly and any(e.status == "running" and not e.is_built for e in self.entries)
-        ):
-            return False
-        if self.policy != "whole-task":
-            return True
-        return not any(e.device == device and e.status in ("ready", "running", "held") for e in self.entries)
 
     def _begin(self, entry: TrialProgress, device: int, kind: str, count: int = 1) -> Job:
         entry.status = "running"
@@ -261,33 +283,51 @@ class Board:
         return spent
 
     def predict(self) -> None:
-        """Simulates the whole study once every trial was measured twice, because first turns are slow."""
-        entries = [entry for entry in self.entries if not entry.has_ended]
-        is_known = all(min((n for _, n in entry.turn_s.values()), default=0) >= 2 for entry in entries)
-        if self.prediction is None and entries and is_known:
+        """Simulates the whole study once a trial of every kind was measured twice, because first turns are slow."""
+        if self.prediction is not None:
+            return
+        known = self._measured_kinds(least=2)
+        kinds = {entry.trial.kind for entry in self.entries if not entry.has_ended}
+        if kinds and kinds <= known.keys():
             self.prediction = self.predicted()
 
     def predicted(self) -> StudyTimeline | None:
-        """This run, simulated with the mean times of turns so far; None until every trial that continues was measured.
+        """This run, simulated with the mean times of turns so far; None until a trial of every kind was measured.
 
         Trials that failed are left out, stopped ones count with the steps they have done. Steps of an earlier run do
         not count.
         """
+        known, admissions = self._measured_kinds(), self._admissions_s()
+        usual_s = sum(admissions.values()) / max(len(admissions), 1)
         costs = []
         for entry in self.entries:
+            cost = self._expected_cost(entry, known)
             if entry.status == "failed" or (entry.has_ended and entry.cost is None):
                 continue
-            if entry.cost is None:
+            if cost is None:
                 return None
             end = entry.steps if entry.status == "stopped" else entry.trial.steps
-            admission_s = sum(turn.seconds for turn in self.turns if turn.trial == entry.number and turn.step < 0)
-            costs.append(entry.cost._replace(num_steps=end - entry.first_step, admission_s=admission_s))
+            admission_s = admissions.get(entry.number, 0.0 if entry.has_ended else usual_s)
+            costs.append(cost._replace(num_steps=end - entry.first_step, admission_s=admission_s))
         return simulate_study(coarser(costs), self.num_devices, self.policy) if costs else None
+
+    def _admissions_s(self) -> dict[int, float]:
+        """Seconds of the admissions so far, by trial."""
+        found: dict[int, float] = {}
+        for turn in self.turns:
+            if turn.step < 0:
+                found[turn.trial] = found.get(turn.trial, 0.0) + turn.seconds
+        return found
+
+    def remaining_s(self, entry: TrialProgress) -> float:
+        """Remaining seconds of a trial in isolation; infinite until one of its kind was measured."""
+        return self._ready(entry, self._measured_kinds()).remaining_s
 
     @property
     def left_s(self) -> float:
-        """Lower bound of the remaining seconds of the study; infinite until every trial was measured."""
-        left = [entry.remaining_s for entry in self.entries if not entry.has_ended]
+        """Lower bound of the remaining seconds of the study; infinite until a trial of every kind was measured."""
+        known = self._measured_kinds()
+        left = [self._ready(entry, known).remaining_s for entry in self.entries if not entry.has_ended]
         return lower_bound_s(left, self.num_devices)
 
     @property

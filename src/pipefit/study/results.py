@@ -204,7 +204,7 @@ def table_of(result: StudyResult) -> str:
     if result.policies:
         found = result.policies.items()
         others = (f"{name} {format_seconds(under['makespan_s'])} ({under['gap']:+.1%})" for name, under in found)
-        lines.append("simulated with the measured turns: " + ", ".join(others))
+        lines.append("simulated with the measured turns, without any wait: " + ", ".join(others))
     if largest := max((row.device_bytes for row in result.trials), default=0):
         lines.append(f"the largest shard needs {format_bytes(largest)} on its device")
     return "\n".join([*lines, "", *columns(list(result.paths.items()))])

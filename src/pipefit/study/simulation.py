@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -22,15 +23,17 @@ class Ready(NamedTuple):
 
     Attributes:
         number: of the trial, in the order of the study.
-        remaining_s: in isolation; infinite until it was measured.
+        remaining_s: in isolation; infinite until it, or a trial of its kind, was measured.
         last_turn: time of its last turn, counted in turns of the study; −1: none.
         device: of its last turn; −1: none.
+        steps: that remain.
     """
 
     number: int
     remaining_s: float
     last_turn: int
     device: int
+    steps: int = 0
 
 
 Policy = Callable[[Sequence[Ready], int], int | None]
@@ -38,16 +41,18 @@ Policy = Callable[[Sequence[Ready], int], int | None]
 
 
 def lrtf(ready: Sequence[Ready], device: int) -> int | None:
-    """Sharded-LRTF: the trial with the longest remaining time.
+    """Sharded-LRTF: the trial with the longest remaining time; among those of unknown time, that with the most steps.
 
     Among trials of almost the same length, the one that the device had last: its shards need not be read.
     Source: Hydra (PVLDB 2022) §4.
     """
-    longest = max(ready, key=lambda trial: (trial.remaining_s, -trial.number))
-    least = longest.remaining_s
-    if least < math.inf:
-        least -= SLACK * sum(trial.remaining_s for trial in ready)
-    near = [trial for trial in ready if trial.device == device and trial.remaining_s >= least]
+    longest = max(ready, key=lambda trial: (trial.remaining_s, trial.steps, -trial.number))
+    own = [trial for trial in ready if trial.device == device]
+    if longest.remaining_s == math.inf:
+        near = [trial for trial in own if trial.remaining_s == math.inf and trial.steps == longest.steps]
+    else:
+        least = longest.remaining_s - SLACK * sum(trial.remaining_s for trial in ready)
+        near = [trial for trial in own if trial.remaining_s >= least]
     return max(near, key=lambda trial: trial.last_turn).number if near else longest.number
 
 
@@ -68,8 +73,19 @@ def whole_task(ready: Sequence[Ready], device: int) -> int | None:
     return min(kept) if kept else min(new, default=None)
 
 
-POLICIES: Mapping[str, Policy] = {"lrtf": lrtf, "fifo": fifo, "round-robin": round_robin, "whole-task": whole_task}
-"""By name; `whole-task` is the baseline."""
+def random_order(ready: Sequence[Ready], device: int) -> int | None:
+    """Any trial, by a fixed hash: what a study without a policy comes to."""
+    return min(ready, key=lambda trial: zlib.crc32(f"{trial.number}:{trial.steps}:{device}".encode())).number
+
+
+POLICIES: Mapping[str, Policy] = {
+    "lrtf": lrtf,
+    "fifo": fifo,
+    "round-robin": round_robin,
+    "whole-task": whole_task,
+    "random": random_order,
+}
+"""By name; `whole-task` and `random` are baselines."""
 
 
 # ---- simulation ----------------------------------------------------------------------------------------------------
@@ -196,7 +212,10 @@ class _Run:
     def __init__(self, cost: TrialCost) -> None:
         self.turns = [(-1, 0, cost.admission_s)] if cost.admission_s else []
         self.turns += [(step, turn, s) for step in range(cost.num_steps) for turn, s in enumerate(cost.turns_s)]
-        self.at, self.left_s, self.last_turn, self.device = 0, cost.total_s, -1, -1
+        self.at = 0
+        self.left_s = cost.total_s
+        self.last_turn = -1
+        self.device = -1
 
 
 def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "lrtf") -> StudyTimeline:
@@ -228,7 +247,9 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
             ready.discard(number)
             idle.remove(device)
             run = runs[number]
-            run.last_turn, run.device, count = count, device, count + 1
+            run.last_turn = count
+            run.device = device
+            count = count + 1
             heapq.heappush(busy, (now + run.turns[run.at][2], device, number, now))
         now, device, number, began = heapq.heappop(busy)
         run = runs[number]

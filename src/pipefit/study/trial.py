@@ -103,7 +103,9 @@ class Trial:
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
-        label = self.name or ", ".join(f"{key}={value}" for key, value in self.values.items())
+        named = self.name if isinstance(self.name, str) else ""
+        values = self.values if isinstance(self.values, Mapping) else {}
+        label = named or ", ".join(f"{key}={value}" for key, value in values.items())
         with at(f"trial {label}" if label else "trial"):
             self._check()
 
@@ -126,6 +128,14 @@ class Trial:
             raise StudyError("a factory's model needs loss=… and data=…, a function of the step's number")
         if not listed and (self.held_out is None) != (self.evaluate == 0):
             raise StudyError("held_out=… gives the batches, and evaluate=… how often: give both or neither")
+
+    @property
+    def kind(self) -> str:
+        """A key that trials share whose turns take the same time; a model of a factory is like no other."""
+        if callable(self.model):
+            return f"{id(self)}"
+        sizes = (self.batch, self.microbatches, self.shards, self.clip > 0, plain(self.optimizer))
+        return repr((self.model, sorted(self.options.items()), plain(self.data), *sizes))
 
     def as_dict(self) -> dict[str, Any]:
         """The trial as JSON data; callables by their names."""
@@ -183,9 +193,6 @@ class StudySpec:
 
     def __post_init__(self) -> None:
         check_least(self)
-        for trial in self.trials:
-            if not isinstance(trial, Trial):
-                raise StudyError(f"trials: expected Trial objects, got {trial!r}; Study.load reads a study's file")
         _expect(
             *((key, vars(self)[key], isinstance(vars(self)[key], str), "text") for key in _TEXTS),
             ("tier", self.tier, self.tier in ("disk", "host"), "disk or host"),

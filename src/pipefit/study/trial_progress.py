@@ -129,10 +129,6 @@ class TrialProgress:
             return None
         return TrialCost(tuple(self.turn_s[k][0] for k in range(self.num_turns)), self.trial.steps)
 
-    @property
-    def remaining_s(self) -> float:
-        """Remaining time in isolation; infinite until each of its turns was measured."""
-        cost = self.cost
-        if cost is None:
-            return math.inf
+    def remaining_of(self, cost: TrialCost) -> float:
+        """Remaining time in isolation, in seconds, for known times of its turns."""
         return sum(cost.turns_s[self.turn :]) + (self.trial.steps - self.steps - 1) * sum(cost.turns_s)

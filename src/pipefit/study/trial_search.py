@@ -43,7 +43,9 @@ class OptunaSearch:
             raise StudyError(
                 "scores of trials are losses: expected an Optuna study that minimises, got one that maximises"
             )
-        self._study, self._suggest, self._left = study, suggest, num_trials
+        self._study = study
+        self._suggest = suggest
+        self._left = num_trials
         self._open: list[tuple[Values, int]] = []
 
     def ask(self) -> Values | None:

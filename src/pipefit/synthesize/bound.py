@@ -29,7 +29,8 @@ def bound_s(problem: OrderProblem) -> float:
         seconds[second] = min(seconds[second], seconds[whole] - seconds[first])
     # The steps of a micro-batch, in an order that its dependencies allow.
     chain = [*range(count), *(backward * count + stage for stage in reversed(range(count)))]
-    chain += [WEIGHT * count + stage for stage in range(count)] if problem.split else []
+    if problem.split:
+        chain += [WEIGHT * count + stage for stage in range(count)]
     edges = [Edge(step, step, 0.0, 1) for step in chain]
     for step in chain:
         source, lag = problem.feeds[step]

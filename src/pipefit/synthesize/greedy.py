@@ -90,7 +90,9 @@ class _Board:
 
     def __init__(self, problem: OrderProblem, policy: Policy) -> None:
         ranks, count = len(problem.stages), problem.header.num_stages
-        self.problem, self.policy, self.count = problem, policy, count
+        self.problem = problem
+        self.policy = policy
+        self.count = count
         self.free, self.held = [0.0] * ranks, [0.0] * ranks
         self.done = [0] * (3 * count)
         self.arrived: list[list[float]] = [[] for _ in range(2 * count)]

@@ -91,7 +91,9 @@ class OrderProblem:
             static_bytes: of each rank, in addition to activations.
             split: whether backwards may come in halves.
         """
-        count, stages, ranks = header.num_stages, range(header.num_stages), range(header.num_ranks)
+        count = header.num_stages
+        stages = range(header.num_stages)
+        ranks = range(header.num_ranks)
         home = [header.placement[stage][0] for stage in stages]
         seconds = [cost.duration_s(Instruction(op, stage, 0, 0), home[stage]) for op in _OPS for stage in stages]
         ends = {0: (Op.LOAD,), header.last_stage: (Op.LOAD,) * (header.last_stage > 0) + (Op.LOSS,)}
@@ -143,11 +145,16 @@ class OrderProblem:
 
     def keeps(self, rank: int, order: Sequence[int]) -> bool:
         """Returns whether every micro-batch of a rank takes its steps in order, within the memory limit."""
-        count, held, room = self.header.num_stages, 0.0, self.room[rank]
+        count = self.header.num_stages
+        held = 0.0
+        room = self.room[rank]
         done = [0] * (4 * count)
         for step in order:
             kind, stage = divmod(step, count)
-            held += self.takes[stage] if kind == FORWARD else self.halves[stage] if kind == INPUT else 0.0
+            if kind == FORWARD:
+                held += self.takes[stage]
+            elif kind == INPUT:
+                held += self.halves[stage]
             done[step] += 1
             firsts = done[count + stage] + done[3 * count + stage]
             if held > room or firsts > done[stage] or done[2 * count + stage] > done[count + stage]:

@@ -37,7 +37,9 @@ class Times:
 
 def timed(problem: OrderProblem, order: Order) -> Times | None:
     """The times of an order; None: its ranks wait for each other for ever."""
-    seconds, feeds, count = problem.seconds, problem.feeds, problem.header.num_stages
+    seconds = problem.seconds
+    feeds = problem.feeds
+    count = problem.header.num_stages
     # Steps that feed others: forwards by stage, then backwards by stage; ends and places by micro-batch.
     ends: list[list[float]] = [[] for _ in range(2 * count)]
     places: list[list[tuple[int, int]]] = [[] for _ in range(2 * count)]
@@ -48,7 +50,10 @@ def timed(problem: OrderProblem, order: Order) -> Times | None:
     ready = list(range(len(order)))
     while ready:
         rank = ready.pop()
-        steps, begun, fed, now = order[rank], starts[rank], fed_by[rank], clock[rank]
+        steps = order[rank]
+        begun = starts[rank]
+        fed = fed_by[rank]
+        now = clock[rank]
         for step in steps[len(begun) :]:
             source, lag = feeds[step]
             feeder = None

@@ -132,7 +132,10 @@ def improved(problem: OrderProblem, order: Order, random: Random) -> Iterator[tu
         new = [*order[:rank], moved, *order[rank + 1 :]]
         then = timed(problem, new)
         if then is not None and (_worth(then) <= worth or _worth(then) <= past[turn % _MEMORY]):
-            order, times, worth, path = new, then, _worth(then), then.critical()
+            order = new
+            times = then
+            worth = _worth(then)
+            path = then.critical()
         past[turn % _MEMORY] = worth
         turn += 1
         yield times.makespan_s, order

@@ -158,7 +158,9 @@ class Timeline:
 
     def _steady_steps(self) -> int:
         last_forward: dict[int, float] = {}
-        ranks, frozen, forward = self.program.ranks, self.program.header.frozen, Op.FWD
+        ranks = self.program.ranks
+        frozen = self.program.header.frozen
+        forward = Op.FWD
         for event in reversed(self._work):
             # Nothing holds frozen stages back: their last forward is no sign that the pipeline drains.
             if event.rank not in last_forward:

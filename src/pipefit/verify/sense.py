@@ -84,8 +84,11 @@ def _problems(header: Header, i: Instruction, rank: int) -> Problems:
     if rank >= header.num_ranks:
         yield "ownership", f"there is no rank {rank}: the placement names {header.num_ranks} ranks"
     if kinds and i.kind not in kinds:
-        of_kind = "collectives" if i.op is Op.REDUCE else "residency" if "tier" in fields else "messages"
-        yield of_kind, f"expected one of {', '.join(kinds)}, got {i.kind or 'nothing'!r}"
+        if i.op is Op.REDUCE:
+            rule = "collectives"
+        else:
+            rule = "residency" if "tier" in fields else "messages"
+        yield rule, f"expected one of {', '.join(kinds)}, got {i.kind or 'nothing'!r}"
     if "tier" in fields:
         yield from _tier(header, i)
     if i.op in MESSAGE_OPS or i.op is Op.GATHER:

@@ -15,7 +15,9 @@ from pipefit.ir.program import Header
 from pipefit.ir.spill import SLOTTED
 from pipefit.verify.subject import Finding, Subject
 
-_WEIGHTS, _WGRAD, _OPTIM = Kind.WEIGHTS.value, Kind.WGRAD.value, Kind.OPTIM.value
+_WEIGHTS = Kind.WEIGHTS.value
+_WGRAD = Kind.WGRAD.value
+_OPTIM = Kind.OPTIM.value
 _NOUN = {_WEIGHTS: "weights", _WGRAD: "gradients", _OPTIM: "optimizer states"}
 
 

@@ -16,7 +16,7 @@ from pipefit.errors import DataError, InfeasibleError, ModelError, PipefitError
 from pipefit.partition.capacity import hydra, shard_bytes
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.profiling import analytic_profile, profile_sizes
-from pipefit.run.optimizers import make_optimizer, warmed_cosine
+from pipefit.run.optimizers import make_optimizer, rates
 from pipefit.run.sources import bundle_of, source_of
 from pipefit.runtime.microbatches import largest_part, pair_of
 from pipefit.spec import Device, Partition, Profile
@@ -73,10 +73,14 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
     if isinstance(trial.model, str):
         bundle = bundle_of(trial.model, dict(trial.options), trial.seed, empty)
         model: Any = bundle.layers
-        loss = trial.loss or bundle.loss
+        loss: Any = trial.loss or bundle.loss
+        data: Any
         data, held_out = (trial.data, trial.held_out) if callable(trial.data) else _named_data(trial, bundle)
     else:
-        model, loss, data, held_out = trial.model(), trial.loss, trial.data, trial.held_out
+        model = trial.model()
+        loss = trial.loss
+        data = trial.data
+        held_out = trial.held_out
         if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
             model = [model]
     assert callable(loss) and callable(data)
@@ -84,7 +88,7 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, trial.lr)
     if trial.warmup and not scheduler:
-        scheduler = warmed_cosine(trial.warmup, trial.steps)
+        scheduler = rates("cosine", trial.warmup, trial.steps)
     training = Training(loss, optimizer, scheduler, trial.clip or None, trial.seed)
     return Recipe(named_layers(model), training, data, held_out, getattr(model, "initialise_layer", None))
 
@@ -162,7 +166,9 @@ def _record_bytes(layers: Sequence[NamedLayer]) -> int:
 
 def _split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) -> tuple[Partition, float]:
     """The shards of a model, and the bytes that the largest needs on the device (0: not measured)."""
-    num_layers, wanted, state = len(recipe.layers), trial.shards, recipe.state_per_weight
+    num_layers = len(recipe.layers)
+    wanted = trial.shards
+    state = recipe.state_per_weight
     if wanted > num_layers:
         raise PipefitError(f"{wanted} shards need as many layers, the model has {num_layers}")
     partition = Partition.even(num_layers, max(wanted, 1))

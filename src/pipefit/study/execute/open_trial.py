@@ -40,7 +40,9 @@ from pipefit.study.trial import NoRoomError, Trial
 from pipefit.study.turns import Turn, step_program, turns_of
 
 _RESIDENT = "resident"
-_OWN, _GRADIENT, _SUMS = "own/", "gradient/", "sums/"
+_OWN = "own/"
+_GRADIENT = "gradient/"
+_SUMS = "sums/"
 
 
 class OpenTrial:
@@ -81,7 +83,10 @@ class OpenTrial:
         capacity_bytes: float = 0.0,
         room_bytes: float = math.inf,
     ) -> None:
-        self.number, self.trial, self.folder, self.step = number, trial, folder, 0
+        self.number = number
+        self.trial = trial
+        self.folder = folder
+        self.step = 0
         self._device, self._is_limited = device, capacity_bytes > 0
         self._mark: object = None
         self._loaded: set[int] = set()
@@ -149,7 +154,9 @@ class OpenTrial:
         """
         if self._mark != (mark := commit_mark(self.folder)):
             commit = self.tier.recover(check=False)
-            self.step, self.state, self._mark = commit.step, state_of(commit), mark
+            self.step = commit.step
+            self.state = state_of(commit)
+            self._mark = mark
             self.spilling.parked.restore(self.state.parked)
             self.spilling.resident.restore(self.state.places)
             self._loaded.clear()

@@ -112,7 +112,11 @@ def _keep(opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
     if opened.trial.evaluate:
         held_out = _evaluate(opened)
     write_loss(opened.folder, opened.step, loss, held_out)
-    state.turn, state.norms, state.squares, state.payloads, state.reached = 0, {}, [], [], {}
+    state.turn = 0
+    state.norms = {}
+    state.squares = []
+    state.payloads = []
+    state.reached = {}
     opened.commit(opened.step + 1)
     return loss, held_out
 

@@ -66,7 +66,9 @@ class StudyRun:
                 "this program has used the GPU already, which a fork of it cannot: run the study first, in another "
                 "program, or from a study file"
             )
-        self.spec, self._define, self._search = spec, define, search
+        self.spec = spec
+        self._define = define
+        self._search = search
         self._observer = observer or (lambda board: None)
         self._resume, self._forked = resume, forked
         self.board = Board([], spec.workers, spec.policy, spec.stop, self._ended, admits_singly=spec.tier_bytes > 0)

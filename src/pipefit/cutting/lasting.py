@@ -1,0 +1,347 @@
+"""The state of a model besides its weights: attributes, buffers, and variables that its code keeps elsewhere.
+
+A cut is proved with a state of its own for each layer, as stages in different processes have them. The modules stay the
+same objects; their dictionaries are exchanged:
+
+    module.__dict__      the user's ─► that of layer 1 ─► that of layer 2 ─► the user's
+    weights              shared by all
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import logging
+import random
+import threading
+import types
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from pipefit.cutting.outer import is_code, outer_variables
+from pipefit.errors import ModelError
+
+_TREE = ("_parameters", "_modules")
+_SHARED = (
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    types.FunctionType,
+    types.ModuleType,
+    logging.Logger,
+    fx.Graph,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
+"""Types that are never copied."""
+
+_DEPTH = 6
+_MOST = 100_000
+
+
+@dataclass
+class State:
+    """One state of a model.
+
+    Attributes:
+        dicts: of its modules.
+        values: of its outer variables.
+    """
+
+    dicts: list[dict[str, Any]]
+    values: list[Any]
+
+
+class States:
+    """Separate states of one model, all copies of the one it has now.
+
+    Args:
+        model: its weights are shared by all states.
+
+    Raises:
+        ModelError: an attribute cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # A script's dictionary is its compiled code's: its state is shared.
+        self._modules = {path: m for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
+        self._variables = outer_variables(model)
+        self._fixed: dict[int, Any] = {id(module): module for module in model.modules()}
+        self._fixed |= {id(parameter): parameter for parameter in model.parameters()}
+        self._start = self._now()
+
+    def fresh(self, own: Collection[nn.Module] | None = None) -> State:
+        """A copy of the state from which these states were made.
+
+        Args:
+            own: modules whose buffers are copied; None: all.
+        """
+        memo = dict(self._fixed)
+        for module, values in zip(self._modules.values(), self._start.dicts, strict=True):
+            if own is not None and module not in own:
+                memo |= {id(buffer): buffer for buffer in values["_buffers"].values()}
+        dicts = []
+        with _Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
+                place = f"{path or type(module).__name__}."
+                dicts.append({key: _copy_of(place + key, key, value, memo) for key, value in values.items()})
+            outer = [_copy_or_same(value, memo) for value in self._start.values]
+        return State(dicts, outer)
+
+    @contextlib.contextmanager
+    def used(self, state: State) -> Iterator[None]:
+        """The context in which the model has a state, and leaves what it changes there."""
+        before = self._now()
+        self._put(state)
+        try:
+            yield
+        finally:
+            state.values = self._now().values
+            self._put(before)
+
+    def _now(self) -> State:
+        return State([vars(m) for m in self._modules.values()], [variable.get() for variable in self._variables])
+
+    def _put(self, state: State) -> None:
+        for module, values in zip(self._modules.values(), state.dicts, strict=True):
+            object.__setattr__(module, "__dict__", values)
+        for variable, value in zip(self._variables, state.values, strict=True):
+            variable.put(value)
+
+
+class _Copying(TorchFunctionMode):
+    """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            args[1][id(args[0])] = made = args[0].detach().clone()
+            return made
+        return func(*args, **(kwargs or {}))
+
+
+def _copy_of(name: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
+    if key in _TREE:
+        return value.copy()
+    try:
+        return _copy(value, memo)
+    except Exception as problem:
+        raise ModelError(
+            f"{name} ({type(value).__name__}) cannot be copied, which the proof of a cut needs: {problem}; give its "
+            "class a method __deepcopy__, or the model as a list of layers"
+        ) from problem
+
+
+def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _SHARED):
+        return value
+    if isinstance(value, dict | set | list) and not value:
+        return value.copy()
+    return copy.deepcopy(value, memo)
+
+
+def _copy_or_same(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return _copy(value, memo)
+    except Exception:  # of any kind: the object is not the model's own
+        return value
+
+
+def facts(model: nn.Module, buffers_of: Collection[nn.Module] = ()) -> dict[str, Any]:
+    """The values of a model's attributes and outer variables, and the states of Python's random numbers, by name.
+
+    Args:
+        model: with its state.
+        buffers_of: modules whose buffers count as attributes.
+    """
+    found: dict[str, Any] = {"Python's random numbers": random.getstate(), "NumPy's random numbers": _drawn()}
+    seen = {id(module) for module in model.modules()}
+    for path, module in model.named_modules():
+        buffers = module._buffers if module in buffers_of else {}
+        for name, value in {**vars(module), **buffers}.items():
+            if name not in (*_TREE, "_buffers", "training") and not name.endswith("_hooks"):
+                _gather(f"{path}.{name}" if path else name, value, seen, found)
+    for variable in outer_variables(model):
+        _gather(variable.name, variable.get(), seen, found)
+    return found
+
+
+def _drawn() -> str:
+    return repr(np.random.get_state())
+
+
+def _gather(name: str, value: Any, seen: set[int], found: dict[str, Any], depth: int = 0) -> None:
+    """Adds the plain values that a value holds, by their names."""
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        found[name] = value
+        return
+    if id(value) in seen or depth > _DEPTH or len(found) > _MOST:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        found[name] = value.detach().clone()
+    elif isinstance(value, np.ndarray):
+        found[name] = torch.from_numpy(value.copy()) if value.dtype.kind in "biuf" else repr(value)
+    elif isinstance(value, torch.Generator):
+        found[name] = value.get_state()
+    elif isinstance(value, random.Random):
+        found[name] = value.getstate()
+    elif isinstance(value, np.random.RandomState):
+        found[name] = repr(value.get_state())
+    elif isinstance(value, np.random.Generator):
+        found[name] = repr(value.bit_generator.state)
+    elif isinstance(value, weakref.ref):
+        _gather(name, value(), seen, found, depth + 1)
+    elif hasattr(value, "cache_info"):
+        found[f"the number of results in the cache of {name}"] = value.cache_info().currsize
+    elif isinstance(value, dict):
+        found[f"the length of {name}"] = len(value)
+        for key, inner in list(value.items()):
+            _gather(f"{name}[{str(key)[:40]!r}]", inner, seen, found, depth + 1)
+    elif isinstance(value, list | tuple | deque):
+        found[f"the length of {name}"] = len(value)
+        for index, inner in enumerate(value):
+            _gather(f"{name}[{index}]", inner, seen, found, depth + 1)
+    elif isinstance(value, set | frozenset):
+        found[name] = frozenset(value)
+    elif not is_code(value) and hasattr(value, "__dict__"):
+        for key, inner in list(vars(value).items()):
+            _gather(f"{name}.{key}", inner, seen, found, depth + 1)
+    elif type(value).__module__ in ("itertools", "builtins") and hasattr(value, "__next__"):
+        found[name] = _position(value)
+
+
+def _position(iterator: Any) -> str:
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning), contextlib.suppress(TypeError):
+        return repr(iterator.__reduce__())
+    return ""
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Describes the first fact that two records differ in, for people; None: there is none."""
+    for name in [*before, *(name for name in after if name not in before)]:
+        old, new = before.get(name), after.get(name)
+        if not _equal(old, new):
+            plain = all(isinstance(one, bool | int | float | None) for one in (old, new))
+            return f"{name} ({old} → {new})" if plain else name
+    return None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        return bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False
+    return bool(a == b or (a != a and b != b))
+
+
+def refuse_lasting(model: nn.Module, forward: Callable[[], Any], buffers_of: Collection[nn.Module] = ()) -> None:
+    """Refuses a model whose forwards leave more in Python than buffers, such as a counter in an attribute.
+
+    Stages run code several times for one micro-batch: in one process, in replays, and on each replica. So three
+    forwards with the same batch, buffers and random numbers must leave the same.
+
+    Args:
+        model: keeps its state.
+        forward: runs it once on a batch.
+        buffers_of: modules whose code every stage runs: their buffers must stay too.
+
+    Raises:
+        ModelError: something changes from one forward to the next; the message names it.
+    """
+    states = States(model)
+    state = states.fresh()
+    records = []
+    with kept_outside(model), states.used(state), kept_buffers(model, buffers_of) as restore:
+        for _ in range(3):
+            torch.manual_seed(0)
+            forward()
+            records.append(facts(model, buffers_of))
+            restore()
+    for before, after in itertools.pairwise(records):
+        found = changed(before, after)
+        if found is not None:
+            raise ModelError(lasting(found))
+
+
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[Callable[[], None]]:
+    """The context after which a model has its buffers back, also those that its forward replaced by others.
+
+    It gives the function that does this.
+
+    Args:
+        model: of any kind.
+        but: modules whose buffers stay as they are.
+    """
+    kept = [(module, dict(module._buffers)) for module in model.modules() if module not in but]
+    values = {id(one): one.clone() for _, buffers in kept for one in buffers.values() if one is not None}
+
+    @torch.no_grad()
+    def restore() -> None:
+        for module, buffers in kept:
+            module._buffers.update(buffers)
+            for buffer in buffers.values():
+                if buffer is not None:
+                    buffer.copy_(values[id(buffer)])
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+@contextlib.contextmanager
+def kept_outside(model: nn.Module) -> Iterator[None]:
+    """The context after which weights and random numbers are what they were."""
+    drawn = random.getstate(), np.random.get_state()
+    kept = [(one, one.data, one.grad, one.requires_grad) for one in model.parameters()]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
+        for parameter, data, grad, trains in kept:
+            if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
+                parameter.data = data
+            parameter.grad = grad
+            parameter.requires_grad_(trains)
+
+
+def fill_zeros(model: nn.Module) -> None:
+    """Replaces the weights that are all 0 by random ones: a 0 hides what it multiplies, and its gradient."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta:
+                if id(parameter) not in made and not parameter.count_nonzero():
+                    values = torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter)
+                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+                module._parameters[name] = made.get(id(parameter), parameter)
+
+
+def lasting(found: str) -> str:
+    """The message for a fact that changes at every forward."""
+    if found.endswith("random numbers"):
+        return f"its forward draws from {found}, which stages would draw in another order: draw from torch's"
+    return (
+        f"{found} changes at every forward. Stages run forwards in another order, and again in replays: make it a "
+        "buffer of a block (register_buffer), a value that comes with the batch, or remove it"
+    )

@@ -1,0 +1,136 @@
+"""Variables of Python outside of a model's modules that its code can keep state in.
+
+They are attributes of its classes, globals that its functions name, variables of closures, and default arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_KNOWN = ("torch", "transformers", "peft", "pipefit", "numpy", "builtins", "typing", "abc", "collections")
+"""Packages whose code keeps no state of a model in such variables."""
+
+_HOLDERS = (bool, int, float, complex, str, type(None), list, dict, set, deque, Tensor, np.ndarray, np.random.Generator,
+            np.random.RandomState, random.Random, torch.Generator)  # fmt: skip
+"""Types that hold state; with them the objects of the user's own classes."""
+
+
+class Variable(NamedTuple):
+    """A variable outside of modules.
+
+    Attributes:
+        name: for people.
+        get: gives its value.
+        put: sets it.
+    """
+
+    name: str
+    get: Callable[[], Any]
+    put: Callable[[Any], None]
+
+
+def outer_variables(model: nn.Module) -> list[Variable]:
+    """The variables that the code of a model can keep state in, each once."""
+    found: dict[tuple[int, str], Variable] = {}
+    functions: list[Any] = []
+    for module in model.modules():
+        for value in vars(module).values():
+            functions += _functions_in(value)
+    for kind in {kind: None for module in model.modules() for kind in type(module).__mro__}:
+        if _is_known(kind.__module__):
+            continue
+        for name, value in list(vars(kind).items()):
+            functions += _functions_in(value)
+            if not name.startswith("__") and _holds_state(value):
+                put = functools.partial(setattr, kind, name)
+                found[id(kind), name] = Variable(f"{kind.__name__}.{name}", functools.partial(getattr, kind, name), put)
+    seen: set[int] = set()
+    while functions:
+        function = functions.pop()
+        if id(function) in seen or _is_known(getattr(function, "__module__", None)):
+            continue
+        seen.add(id(function))
+        for key, variable, value in _of_function(function):
+            functions += _functions_in(value)
+            if variable is not None:
+                found[key] = variable
+    return list(found.values())
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Variable | None, Any]]:
+    """The variables that a function reads outside of its arguments, with their keys; None: it holds no state."""
+    label = function.__qualname__
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not set yet
+            continue
+        variable = Variable(f"{name} in {label}", _getter(cell), functools.partial(setattr, cell, "cell_contents"))
+        yield (id(cell), ""), variable if _holds_state(value) else None, value
+    for name in _names(function.__code__):
+        value = function.__globals__.get(name)
+        if name in function.__globals__:
+            get = functools.partial(function.__globals__.get, name)
+            put = functools.partial(function.__globals__.__setitem__, name)
+            variable = Variable(f"global {name} of {function.__module__}", get, put)
+            yield (id(function.__globals__), name), variable if _holds_state(value) else None, value
+    for name in ("__defaults__", "__kwdefaults__"):
+        value = getattr(function, name)
+        if value:
+            variable = Variable(f"a default argument of {label}", functools.partial(getattr, function, name),
+                                functools.partial(setattr, function, name))  # fmt: skip
+            yield (id(function), name), variable, value
+
+
+def _getter(cell: Any) -> Callable[[], Any]:
+    return lambda: cell.cell_contents
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names of a function's code and of the functions inside it."""
+    inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _functions_in(value: Any) -> list[types.FunctionType]:
+    """The functions of a value: itself, of a wrapper or property, or among the values of a dict or list."""
+    inside = list(value.values()) if isinstance(value, dict) else [value]
+    if isinstance(value, list | tuple):
+        inside = list(value[:100])
+    found = []
+    for one in inside:
+        if isinstance(one, property):
+            found += [one.fget, one.fset]
+        elif isinstance(one, functools.partial):
+            found.append(one.func)
+        else:
+            one = getattr(one, "__func__", one)
+            found.append(getattr(one, "__wrapped__", one))
+    return [one for one in found if isinstance(one, types.FunctionType)]
+
+
+def is_code(value: Any) -> bool:
+    """Returns whether a value is a function, a class or a module of Python."""
+    kinds = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type, functools.partial)
+    return isinstance(value, kinds) or hasattr(value, "__wrapped__")
+
+
+def _holds_state(value: Any) -> bool:
+    if isinstance(value, _HOLDERS):
+        return True
+    if isinstance(value, nn.Module) or is_code(value):
+        return False
+    return not _is_known(type(value).__module__) and bool(getattr(value, "__dict__", None))
+
+
+def _is_known(module: str | None) -> bool:
+    return module is None or module.partition(".")[0] in _KNOWN

@@ -1,0 +1,257 @@
+"""The origin of every tensor of a forward: by which operations it was made, not by which values it has.
+
+    stage run     stand-ins and parameters that are stood in for are foreign; so is what is computed from them
+    whole run     every tensor has the run, layer and module that made it
+
+Values can be equal by chance, as a mask that is False in the example; origins cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import linecache
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_OF_SHAPES = {
+    f"aten::{name}"
+    for name in ("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
+                 "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided", "is_same_size", "sym_size",
+                 "sym_numel", "sym_stride", "sym_storage_offset", "_assert_tensor_metadata")
+}  # fmt: skip
+"""Operations that use only shape, type and device of their input."""
+
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
+"""Functions that read a tensor's memory without an operation."""
+
+_FOR_PEOPLE = {Tensor.__repr__, Tensor.__format__}
+
+
+class Origin(NamedTuple):
+    """What made a tensor.
+
+    Attributes:
+        run: number of the forward.
+        layer: number of the layer.
+        inside: path of the block or other module with weights; empty: code between them.
+        foreign: it depends on weights or on earlier layers, not on the batch only.
+    """
+
+    run: int
+    layer: int
+    inside: str
+    foreign: bool
+
+
+class Foreign(BaseException):
+    """Code would need a value that it cannot have; not an `Exception`, so that no handler of the model catches it."""
+
+
+class Tracker(TorchDispatchMode):
+    """Follows tensors through operations.
+
+    Attributes:
+        known: the origins of storages, with weak references, which keep their ids from being used again.
+        now: the origin of what is made now.
+        on_use: called before an operation with the origins of its arguments by the ids of their storages.
+        on_read: called as Python reads a tensor whose origin is known, with a place in the code; returns what is read.
+        on_write: called before an operation writes into a storage, with the storage's id.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, tuple[Any, Origin]] = {}
+        self.now = Origin(0, 0, "", False)
+        self.on_use: Callable[[dict[int, Origin]], None] = lambda origins: None
+        self.on_read: Callable[[list[Origin], Any], Any] = lambda origins, value: value
+        self.on_write: Callable[[int], None] = lambda storage: None
+        self._is_quiet = False
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        """The context in which tensors are followed."""
+        global _followed_by
+        before, _followed_by = _followed_by, self
+        try:
+            with _Direct(self), self:
+                yield
+        finally:
+            _followed_by = before
+
+    def mark(self, tree: Any, origin: Origin) -> None:
+        """Gives the tensors of a tree an origin."""
+        for key, storage in storages_of(tree):
+            self.known[key] = StorageWeakRef(storage) if isinstance(storage, UntypedStorage) else storage, origin
+
+    def forget(self, tree: Any) -> None:
+        """Takes the origins of the tensors of a tree away: they are given."""
+        for key, _ in storages_of(tree):
+            self.known.pop(key, None)
+
+    def origins(self, tree: Any) -> dict[int, Origin]:
+        """The known origins of the tensors of a tree, by the ids of their storages."""
+        return {key: self.known[key][1] for key, _ in storages_of(tree) if key in self.known}
+
+    def is_foreign(self, tree: Any) -> bool:
+        """Returns whether a tensor of a tree is foreign."""
+        return any(origin.foreign for origin in self.origins(tree).values())
+
+    def read(self, tree: Any, value: Any) -> Any:
+        """Reports that Python reads tensors, and returns what it gets."""
+        found = list(self.origins(tree).values())
+        return value if self._is_quiet or not found else self.on_read(found, value)
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """The context in which reads are not reported."""
+        before, self._is_quiet = self._is_quiet, True
+        try:
+            yield
+        finally:
+            self._is_quiet = before
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = self.origins((args, kwargs))
+        written = _written(func, args, kwargs)
+        for key, _ in storages_of(written):
+            self.on_write(key)
+        if used and not _is_of_shapes(func):
+            self.on_use(used)
+        result = func(*args, **kwargs)
+        if _is_of_shapes(func):
+            used = {}
+        if used:
+            foreign = any(origin.foreign for origin in used.values())
+            self.mark([result, written], self.now._replace(foreign=foreign))
+        return self.read((args, kwargs), result) if _is_read(func, args) else result
+
+
+class _Direct(TorchFunctionMode):
+    """Reports functions that read memory without an operation."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        super().__init__()
+        self._tracker = tracker
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FOR_PEOPLE:
+            with self._tracker.quiet():
+                return func(*args, **(kwargs or {}))
+        value = func(*args, **(kwargs or {}))
+        return self._tracker.read(args[:1], value) if func in _READS else value
+
+
+_followed_by: Tracker | None = None
+
+
+def stood_in(tree: Any) -> Any:
+    """A tree of stand-ins as it is; who follows tensors learns that they are foreign."""
+    if _followed_by is not None:
+        _followed_by.mark(tree, _followed_by.now._replace(foreign=True))
+    return tree
+
+
+def arrived(tensor: Tensor) -> None:
+    """Reports that a stand-in got the value that it stands for."""
+    if _followed_by is not None and tensor.nbytes == tensor.untyped_storage().nbytes():
+        _followed_by.forget(tensor)
+
+
+def place_in_code(model: nn.Module) -> tuple[str, str]:
+    """The path of the module of a model whose code runs now, and the line, for people."""
+    frame: FrameType | None = sys._getframe(1)
+    frames = []
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _place(model, frames)
+
+
+def place_of(problem: BaseException, model: nn.Module) -> tuple[str, str]:
+    """The path of the module of a model whose code raised an error, and the line, for people."""
+    traceback, frames = problem.__traceback__, []
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _place(model, frames[::-1])
+
+
+def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
+    """The first frame of the user's code, and the first module of the model at or after it."""
+    paths = {id(module): path or type(model).__name__ for path, module in model.named_modules()}
+    text = ""
+    for frame, number in frames:
+        if not text and not _is_of_torch(frame):
+            code = linecache.getline(frame.f_code.co_filename, number).strip()
+            text = f"line {number} of {frame.f_code.co_filename.rpartition('/')[2]}: `{code}`"
+        path = paths.get(id(frame.f_locals.get("self")))
+        if text and path is not None:
+            return path, text
+    return type(model).__name__, text
+
+
+def _is_of_torch(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "pipefit")
+
+
+def storages_of(tree: Any) -> list[tuple[int, Any]]:
+    """The storages of the tensors of a tree, with ids; of a tensor without a storage itself."""
+    found: list[tuple[int, Any]] = []
+    _gather_storages(tree, found)
+    return found
+
+
+def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
+    if isinstance(tree, Tensor):
+        try:
+            storage = tree.untyped_storage()
+            found.append((storage._cdata, storage))
+        except (NotImplementedError, RuntimeError):  # such as sparse tensors
+            found.append((id(tree), tree))
+    elif isinstance(tree, list | tuple):
+        for inner in tree:
+            _gather_storages(inner, found)
+    elif not isinstance(tree, bool | int | float | str | None | torch.dtype) and not pytree.tree_is_leaf(tree):
+        for leaf in pytree.tree_leaves(tree):
+            _gather_storages(leaf, found)
+
+
+@functools.cache
+def _is_of_shapes(func: Any) -> bool:
+    return isinstance(func, OpOverload) and func._schema.name in _OF_SHAPES
+
+
+def _is_read(func: Any, args: Any) -> bool:
+    if not isinstance(func, OpOverload):
+        return False
+    if func._schema.name in ("aten::index", "aten::_unsafe_index"):
+        places = pytree.tree_leaves(args[1:])
+        return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in places)
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments into which an operation writes."""
+    if not isinstance(func, OpOverload):
+        return []
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in _writing(func)]
+
+
+@functools.cache
+def _writing(func: OpOverload) -> list[tuple[int, str]]:
+    arguments = enumerate(func._schema.arguments)
+    return [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
