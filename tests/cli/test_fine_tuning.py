@@ -67,6 +67,10 @@ def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, 
     held_out = [entry["held_out_loss"] for entry in entries if "held_out_loss" in entry]
     assert len(held_out) < 30 and min(held_out) == min(held_out[:-2])
     assert found["held_out_loss"] == pytest.approx(min(held_out), rel=1e-6)
+    best, ending = found["notes"]
+    assert f"best held-out loss {min(held_out):.4f} at step {1 + held_out.index(min(held_out))}" in best
+    assert f"ended at step {len(held_out)} of 30: no better held-out loss in 2 evaluations" in ending
+    assert found["paths"]["best"] == str(tmp_path / "run" / "best")
 
 
 def test_records_of_a_file_are_evaluated_on_and_none_is_held_out(folder, tmp_path, capsys):
@@ -97,6 +101,10 @@ def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, 
     assert found["held_out_loss"] < found["held_out_before"]
     assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
     assert not list((tmp_path / "run" / "model").glob("model*.safetensors"))
+    config = json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "model")
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert f"base_model: {folder / 'model'}" in card and "lora_alpha: 8" in card and "More Information" not in card
 
 
 @pytest.mark.long

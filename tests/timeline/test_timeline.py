@@ -26,6 +26,7 @@ from pipefit.timeline import (
     to_chrome_trace,
     waited_for,
 )
+from pipefit.timeline.compare import Row, notable
 
 
 def run(name="1f1b", p=4, m=8, c=0, *, repeats=1, **shape):
@@ -244,3 +245,14 @@ def test_what_is_no_trace_is_refused(tmp_path):
     lost = Timeline(timeline.program, (Event(0, 999, 0, 0.0, 1.0),))
     with pytest.raises(IndexError):
         to_chrome_trace(lost)
+
+
+def test_rows_below_a_percent_of_the_period_are_noise():
+    rows = [
+        Row("period", 1.0, 2.0, 1.0, 1),
+        Row("bubble", 0.001, 0.3, 0.299, 1),
+        Row("fwd s0", 0.5, 1.0, 1.0, 1),
+        Row("loss", 1e-6, 4e-4, 399.0, 1),
+        Row("loss", 1e-6, 1.0, 1e6, 1),
+    ]
+    assert notable(rows) == rows[:3]

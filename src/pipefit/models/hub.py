@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,8 @@ def _empty(folder: Path, config: Any) -> nn.Module:
     try:
         with init_empty_weights(include_buffers=False):
             model: Any = _built(kind, config)
+        # Adapters name their base by this; a relative path would hold only in this working folder.
+        model.name_or_path = str(folder.resolve())
         model.tie_weights()
     except Exception as problem:
         raise ModelError(f"{folder}: {named} cannot be built: {type(problem).__name__}: {problem}") from problem
@@ -214,8 +217,9 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
             target_modules=target if target == "all-linear" else target.split("+"),
             task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         )
-        # Adapters are made in memory, because no folder has them.
-        with lent_weights(model):
+        # Adapters are made in memory, because no folder has them. peft asks transformers 5 by an old name.
+        with lent_weights(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = get_peft_model(model, config)
     except ValueError as problem:
         raise ModelError(f"lora={settings}: {problem}") from problem

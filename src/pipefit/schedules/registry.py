@@ -110,7 +110,7 @@ class Schedule:
                 f"{self.name} has one stage per rank, got {shape.num_chunks} chunks; use interleaved or breadth-first"
             )
         for option, value in shape.options.items():
-            if type(value) is not int or value < 0:
+            if value < 0:
                 raise ScheduleError(f"{self.name}: {option}: expected a whole number of at least 0, got {value!r}")
         if self.check:
             self.check(shape)
