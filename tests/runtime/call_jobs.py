@@ -1,6 +1,9 @@
 """Ranks that call different methods; importable by name."""
 
+import os
+import signal
 import time
+from pathlib import Path
 
 from tests.runtime import jobs
 
@@ -50,3 +53,22 @@ def train_when_others_take_their_time(seconds: float) -> list[float]:
         getattr(pipe, method)()
     time.sleep(seconds * pipe.rank)
     return losses
+
+
+def lose_a_peer(place: str, method: str) -> None:
+    """Rank 1 dies before a method that both call; rank 0 leaves the kind of its error in a file."""
+    pipe = jobs.pipeline()
+    pipe.step(*jobs.batches()[0])
+    if current().rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    calls = {
+        "step": lambda: pipe.step(*jobs.batches()[1]),
+        "fit": lambda: pipe.fit(jobs.batches()),
+        "evaluate": lambda: pipe.evaluate(jobs.batches()),
+        "save": lambda: pipe.save(place),
+    }
+    try:
+        calls.get(method, getattr(pipe, method))()
+    except Exception as problem:
+        Path(f"{place}-kind").write_text(type(problem).__name__)
+        raise

@@ -7,7 +7,7 @@ import pytest
 from tests.runtime import call_jobs as jobs
 
 from pipefit.errors import DisagreementError
-from pipefit.runtime.launch import launch
+from pipefit.runtime.launch import LaunchError, launch
 from pipefit.runtime.progress import CALLS, LEAVE, LOSS, OUTSIDE, Position
 from pipefit.runtime.waits import missed_call
 
@@ -74,3 +74,12 @@ def test_a_call_is_missed_only_where_the_other_rank_will_not_come():
     assert not missed_call(0, None, {0: _at(2, 5, 2), 1: waiting})
     assert not missed_call(0, None, {0: _at(3, OUTSIDE, 2), 1: waiting})
     assert not missed_call(0, None, {0: _at(3, 5, 2), 1: _at(2, OUTSIDE, 3)})
+
+
+@pytest.mark.parametrize("method", ["step", "fit", "evaluate", "state_dict", "save", "report"])
+def test_a_rank_that_is_gone_gives_the_same_error_everywhere(method: str, tmp_path: Path):
+    with pytest.raises(LaunchError, match=r"rank 1 failed .*SIGKILL"):
+        launch(jobs.lose_a_peer, 2, str(tmp_path / "run"), method, quiet=True)
+    # The survivor has a moment before it is ended.
+    if (tmp_path / "run-kind").exists():
+        assert (tmp_path / "run-kind").read_text() == "CommunicationError"

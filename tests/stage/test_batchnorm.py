@@ -221,7 +221,7 @@ def test_averages_that_are_changed_after_the_norm_are_refused() -> None:
             return normal
 
     model = nn.Sequential(nn.Linear(LENGTH, LENGTH), Clamps(CHANNELS), nn.Linear(LENGTH, 2)).double()
-    with pytest.raises(ModelError, match="Clamps changes its running averages after torch's batch norm"):
+    with pytest.raises(ModelError, match="Clamps changes its running averages itself, and torch's batch norm does too"):
         trained(model, data(6), 2)
 
 

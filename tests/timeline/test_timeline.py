@@ -83,6 +83,14 @@ def test_neither_fill_nor_drain_counts_in_the_period():
     assert ends[-1] - ends[-2] < timeline.period_s == 8
 
 
+@pytest.mark.parametrize("num_steps", [60, 75, 105])
+def test_the_period_of_replicas_is_that_of_their_whole_rounds(num_steps):
+    # 15 replicas end their mini-batches together: a window of other lengths has a round too many or too few.
+    program = generate("pipedream", Shape(2, 1, replicas=(15, 1), num_steps=num_steps))
+    timeline = simulate(program, CostModel((15, 1), (7, 0.5), (8, 0.5)))
+    assert timeline.period_s == pytest.approx(2)
+
+
 # ------------------------------------------------------------------------------------------------------------ reasons
 
 

@@ -57,7 +57,9 @@ def main() -> int:
 def print_trial(specimen: Specimen) -> None:
     """Tries a model in this process, and prints its outcome with what led to it."""
     result = tried(specimen, show=traceback.print_exception)
-    sys.stdout.write(f"{result.name}: {result.outcome} ({result.layers} layers, {result.seconds:.1f} s) {result.detail}\n")
+    sys.stdout.write(
+        f"{result.name}: {result.outcome} ({result.layers} layers, {result.seconds:.1f} s) {result.detail}\n"
+    )
 
 
 def _run(wanted: list[Specimen], path: Path) -> Counter[str]:
@@ -68,7 +70,9 @@ def _run(wanted: list[Specimen], path: Path) -> Counter[str]:
             file.write(line(result) + "\n")
         counts[result.outcome] += 1
         clock = f"{time.perf_counter() - begun:6.0f} s {number:4}/{len(wanted)}"
-        sys.stdout.write(f"{clock} {result.name:45} {result.outcome:12} {result.seconds:5.1f} s  {result.detail[:150]}\n")
+        sys.stdout.write(
+            f"{clock} {result.name:45} {result.outcome:12} {result.seconds:5.1f} s  {result.detail[:150]}\n"
+        )
         sys.stdout.flush()
     return counts
 

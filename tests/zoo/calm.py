@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
-CHANCES = ("drop_prob", "drop_rate", "p", "dropout", "dropout_p", "attention_dropout", "activation_dropout", "stochastic_depth_prob")
+CHANCES = (
+    "drop_prob",
+    "drop_rate",
+    "p",
+    "dropout",
+    "dropout_p",
+    "attention_dropout",
+    "activation_dropout",
+    "stochastic_depth_prob",
+)
 KINDS = ("Drop", "StochasticDepth")
 
 

@@ -177,7 +177,6 @@ def _forked(function: Callable[[], Any], words: Path) -> int:
         os._exit(code)
 
 
-
 def _die_with_parent() -> None:
     """Ends this process when the one that forked it ends, even if that is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -48,8 +48,9 @@ put("UNet2DModel", UNET | {"down_block_types": ("DownBlock2D", "DownBlock2D"), "
     keywords(sample=LATENT, timestep=steps, class_labels=classes), label="UNet2DModel with classes")  # fmt: skip
 put("UNet2DConditionModel", UNET | CROSS | {"down_block_types": DOWN, "up_block_types": UP},
     keywords(sample=LATENT, timestep=steps, encoder_hidden_states=TEXT))  # fmt: skip
-put("UNet2DConditionModel", UNET | CROSS | {"down_block_types": DOWN, "up_block_types": UP, "use_linear_projection": True,
-    "transformer_layers_per_block": 2}, keywords(sample=LATENT, timestep=steps, encoder_hidden_states=TEXT),
+put("UNet2DConditionModel", UNET | CROSS | {"down_block_types": DOWN, "up_block_types": UP,
+    "use_linear_projection": True, "transformer_layers_per_block": 2}, keywords(sample=LATENT, timestep=steps,
+    encoder_hidden_states=TEXT),
     label="UNet2DConditionModel, two transformer layers")  # fmt: skip
 put("UNet1DModel", {"sample_size": 16, "in_channels": 2, "out_channels": 2, "extra_in_channels": 16,
     "block_out_channels": (8, 8), "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"),
@@ -108,7 +109,8 @@ put("TransformerTemporalModel", DIT | {"in_channels": 8, "norm_num_groups": 4},
     keywords(hidden_states=vectors(8, 8, 8)), splits=False)  # fmt: skip
 put("SD3Transformer2DModel", DIT | {"sample_size": 16, "patch_size": 4, "in_channels": 4, "out_channels": 4,
     "joint_attention_dim": 16, "caption_projection_dim": 16, "pooled_projection_dim": 8, "pos_embed_max_size": 16},
-    keywords(hidden_states=LATENT, encoder_hidden_states=TEXT, pooled_projections=vectors(8), timestep=steps))  # fmt: skip
+    keywords(hidden_states=LATENT, encoder_hidden_states=TEXT, pooled_projections=vectors(8),
+    timestep=steps))  # fmt: skip
 put("FluxTransformer2DModel", {"patch_size": 1, "in_channels": 4, "num_layers": 1, "num_single_layers": 2,
     "attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 16, "pooled_projection_dim": 8,
     "axes_dims_rope": (4, 2, 2)}, keywords(hidden_states=vectors(9, 4), encoder_hidden_states=TEXT,
@@ -134,8 +136,9 @@ put("AuraFlowTransformer2DModel", {"sample_size": 16, "patch_size": 2, "in_chann
     "joint_attention_dim": 16, "out_channels": 4, "pos_embed_max_size": 64},
     keywords(hidden_states=LATENT, encoder_hidden_states=TEXT,
              timestep=lambda n, g: torch.rand(n, generator=g)))  # fmt: skip
-put("SanaTransformer2DModel", DIT | {"patch_size": 1, "in_channels": 4, "out_channels": 4, "num_cross_attention_heads": 2,
-    "cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 16, "sample_size": 16},
+put("SanaTransformer2DModel", DIT | {"patch_size": 1, "in_channels": 4, "out_channels": 4,
+    "num_cross_attention_heads": 2, "cross_attention_head_dim": 8, "cross_attention_dim": 16, "caption_channels": 16,
+    "sample_size": 16},
     keywords(hidden_states=LATENT, encoder_hidden_states=TEXT, timestep=steps))  # fmt: skip
 put("LTXVideoTransformer3DModel", DIT | {"in_channels": 4, "out_channels": 4, "cross_attention_dim": 16,
     "caption_channels": 16}, keywords(hidden_states=vectors(16, 4), encoder_hidden_states=TEXT, timestep=steps,
@@ -144,8 +147,9 @@ put("LTXVideoTransformer3DModel", DIT | {"in_channels": 4, "out_channels": 4, "c
 put("Lumina2Transformer2DModel", {"sample_size": 16, "patch_size": 2, "in_channels": 4, "hidden_size": 24,
     "num_layers": 2, "num_refiner_layers": 1, "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 16,
     "ffn_dim_multiplier": None, "norm_eps": 1e-5, "scaling_factor": 1.0, "axes_dim_rope": (4, 2, 2),
-    "axes_lens": (128, 128, 128), "cap_feat_dim": 16}, keywords(hidden_states=LATENT, timestep=lambda n, g: torch.rand(n, generator=g),
-    encoder_hidden_states=TEXT, encoder_attention_mask=lambda n, g: torch.ones(n, 6, dtype=torch.bool)))  # fmt: skip
+    "axes_lens": (128, 128, 128), "cap_feat_dim": 16}, keywords(hidden_states=LATENT,
+    timestep=lambda n, g: torch.rand(n, generator=g), encoder_hidden_states=TEXT, encoder_attention_mask=lambda n,
+    g: torch.ones(n, 6, dtype=torch.bool)))  # fmt: skip
 put("WanTransformer3DModel", DIT | {"patch_size": (1, 2, 2), "in_channels": 4, "out_channels": 4, "text_dim": 16,
     "freq_dim": 16, "ffn_dim": 32, "cross_attn_norm": True, "rope_max_seq_len": 32},
     keywords(hidden_states=VIDEO, timestep=steps, encoder_hidden_states=TEXT))  # fmt: skip
@@ -158,8 +162,9 @@ put("ControlNetModel", {"in_channels": 4, "block_out_channels": (8, 16), "layers
     "conditioning_embedding_out_channels": (8, 8)}, keywords(sample=LATENT, timestep=steps, encoder_hidden_states=TEXT,
     controlnet_cond=vectors(3, 32, 32)))  # fmt: skip
 put("T2IAdapter", {"in_channels": 3, "channels": [8, 8], "num_res_blocks": 1, "downscale_factor": 4}, IMAGE)
-put("StableCascadeUNet", {"in_channels": 4, "out_channels": 4, "timestep_ratio_embedding_dim": 8, "conditioning_dim": 16,
-    "block_out_channels": (16, 16), "num_attention_heads": (2, 2), "down_num_layers_per_block": (1, 1),
+put("StableCascadeUNet", {"in_channels": 4, "out_channels": 4, "timestep_ratio_embedding_dim": 8,
+    "conditioning_dim": 16, "block_out_channels": (16, 16), "num_attention_heads": (2, 2),
+    "down_num_layers_per_block": (1, 1),
     "up_num_layers_per_block": (1, 1), "down_blocks_repeat_mappers": (1, 1), "up_blocks_repeat_mappers": (1, 1),
     "block_types_per_layer": (("SDCascadeResBlock", "SDCascadeTimestepBlock", "SDCascadeAttnBlock"),) * 2,
     "clip_text_in_channels": 16, "clip_text_pooled_in_channels": 16, "clip_image_in_channels": 16, "clip_seq": 2,

@@ -1,8 +1,8 @@
 """Training in plain torch, the reference of the zoo: a loop over micro-batches. Nothing of pipefit is used here.
 
 One thing is not torch's own: a mini-batch in several micro-batches has no definition of batch norm in torch. It is that
-of GPipe (Huang et al. 2019, section 2.2): each micro-batch is normalised by its own statistics, and the running averages
-move once, by the statistics of the whole mini-batch.
+of GPipe (Huang et al. 2019, section 2.2): each micro-batch is normalised by its own statistics, and the running
+averages move once, by the statistics of the whole mini-batch.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def bounded(output: Any, y: Tensor) -> Tensor:
     return total
 
 
-# ----------------------------------------------------------------------------------------------------------- differences
+# --------------------------------------------------------------------------------------------------------- differences
 
 
 class Difference(NamedTuple):

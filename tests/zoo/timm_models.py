@@ -14,11 +14,12 @@ SHORT = {"depth": 4, "embed_dim": 48, "num_heads": 3}
 LEVELS = {"layers": (1, 1, 1, 1), "channels": (16, 32, 48, 64)}
 WINDOWS = {"embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4), "window_size": 4}
 
-MODELS: dict[str, dict[str, Any]] = {
+CONVOLUTIONAL: dict[str, dict[str, Any]] = {
     # made by its authors for tests
-    "test_byobnet": {}, "test_convnext": {}, "test_convnext2": {}, "test_efficientnet": {}, "test_efficientnet_gn": {},
-    "test_efficientnet_evos": {}, "test_mambaout": {}, "test_nfnet": {}, "test_resnet": {}, "test_vit": {},
-    "test_vit2": {}, "test_vit4": {}, "test_coatnet": {}, "test_maxvit": {}, "test_vit_relpos": {},
+    "test_byobnet": {"size": 64}, "test_convnext": {}, "test_convnext2": {}, "test_efficientnet": {},
+    "test_efficientnet_gn": {}, "test_efficientnet_evos": {}, "test_mambaout": {}, "test_nfnet": {}, "test_resnet": {}, 
+    "test_vit": {"size": 64}, "test_vit2": {"size": 64}, "test_vit4": {"size": 64}, "test_coatnet": {"size": 64}, 
+    "test_maxvit": {"size": 64}, "test_vit_relpos": {"size": 64},
     # mobile
     "mnasnet_small": {}, "mnasnet_050": {}, "semnasnet_075": {}, "spnasnet_100": {}, "fbnetc_100": {}, "fbnetv3_b": {},
     "rexnet_100": {}, "rexnetr_100": {}, "lcnet_050": {}, "mobilenetv1_100": {}, "mobilenetv2_050": {},
@@ -26,7 +27,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mobilenetv4_hybrid_medium_075": {}, "efficientnet_b0": {}, "efficientnet_lite0": {}, "tf_efficientnetv2_b0": {},
     "efficientnet_es": {}, "mixnet_s": {}, "tinynet_e": {}, "hardcorenas_a": {}, "ghostnet_050": {},
     "ghostnetv3_050": {}, "repghostnet_050": {}, "mobileone_s0": {}, "fasternet_t0": {}, "starnet_s050": {},
-    "shvit_s1": {}, "repvit_m0_9": {}, "efficientvit_b0": {}, "efficientvit_m0": {},
+    "shvit_s1": {}, "repvit_m0_9": {}, "efficientvit_b0": {}, "efficientvit_m0": {"size": 64},
     # convolutional
     "densenet121": {"growth_rate": 8, "block_config": (2, 2, 2, 2)},
     "densenetblur121d": {"growth_rate": 8, "block_config": (2, 2, 2, 2)},
@@ -39,14 +40,18 @@ MODELS: dict[str, dict[str, Any]] = {
     "resnetrs50": LEVELS, "res2net50_26w_4s": LEVELS, "res2next50": LEVELS, "resnest14d": {}, "selecsls42": {},
     "resnet50": LEVELS, "wide_resnet50_2": LEVELS, "resnext50_32x4d": LEVELS, "gernet_s": {}, "nf_regnet_b0": {},
     "nf_resnet26": {}, "inception_next_atto": {}, "rdnet_tiny": {}, "convmixer_768_32": {"depth": 4, "dim": 48},
-    "legacy_xception": {}, "xception41": {}, "tresnet_m": {}, "mambaout_femto": {}, "csatv2": {}, "nextvit_small": {},
-    # attention and convolutions
+    "legacy_xception": {}, "xception41": {}, "tresnet_m": {}, "mambaout_femto": {}, "csatv2": {},
+    "nextvit_small": {"size": 64},
+}  # fmt: skip
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    # and convolutions
     "mobilevit_xxs": {}, "mobilevitv2_050": {}, "coatnet_pico_rw_224": {}, "coatnet_nano_cc_224": {},
     "maxvit_pico_rw_256": {}, "maxxvit_rmlp_nano_rw_256": {}, "edgenext_xx_small": {}, "fastvit_t8": {},
     "poolformer_s12": {}, "poolformerv2_s12": {}, "botnet26t_256": {}, "lambda_resnet26t": {}, "halonet26t": {},
     "levit_128s": {}, "levit_conv_128s": {}, "visformer_tiny": {}, "efficientformer_l1": {},
     "efficientformerv2_s0": {}, "swiftformer_xs": {}, "vit_tiny_r_s16_p8_224": {},
-    # attention
+    # without
     "pvt_v2_b0": {}, "swin_tiny_patch4_window7_224": WINDOWS, "swinv2_tiny_window8_256": WINDOWS,
     "swinv2_cr_tiny_224": WINDOWS, "vit_tiny_patch16_224": {"depth": 4}, "vit_relpos_small_patch16_224": SHORT,
     "vit_srelpos_small_patch16_224": SHORT, "vit_small_patch16_18x2_224": SHORT, "vit_base_patch16_siglip_224": SHORT,
@@ -71,10 +76,11 @@ def _make(name: str, size: int, more: dict[str, Any]) -> nn.Module:
         return calm(timm.create_model(name, num_classes=5, **more))
 
 
-def _specimen(name: str, options: dict[str, Any]) -> Specimen:
+def _specimen(name: str, size: int, options: dict[str, Any]) -> Specimen:
     more = dict(options)
-    size = more.pop("size", 64)
+    size = more.pop("size", size)
     return Specimen(f"timm/{name}", lambda: _make(name, size, more), vectors(3, size, size))
 
 
-SPECIMENS = [_specimen(name, options) for name, options in MODELS.items()]
+SPECIMENS = [_specimen(name, 32, options) for name, options in CONVOLUTIONAL.items()]
+SPECIMENS += [_specimen(name, 64, options) for name, options in ATTENTION.items()]

@@ -112,7 +112,8 @@ put("gated graph", lambda: Gated())
 put("edge-conditioned convolutions", lambda: stack(
     lambda a, b: pyg.NNConv(a, b, nn.Linear(4, a * b))), several(nodes, edges, edge_features))  # fmt: skip
 put("isomorphism with edges", lambda: stack(lambda a, b: pyg.GINEConv(
-    nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()), edge_dim=4)), several(nodes, edges, edge_features))  # fmt: skip
+    nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()), edge_dim=4)),
+    several(nodes, edges, edge_features))  # fmt: skip
 put("cluster convolutions", lambda: stack(lambda a, b: pyg.ClusterGCNConv(a, b)))
 put("diffusion by APPNP", lambda: Propagates(pyg.APPNP(4, 0.1)))
 put("jumping knowledge", lambda: Jumps())

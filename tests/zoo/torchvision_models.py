@@ -36,9 +36,9 @@ SMALL = ("resnet18", "squeezenet1_1", "mobilenet_v2", "mobilenet_v3_small", "mob
          "mnasnet0_5", "efficientnet_b0", "regnet_y_400mf", "regnet_x_400mf", "resnet34", "squeezenet1_0", "mnasnet1_0",
          "shufflenet_v2_x1_0")  # fmt: skip
 for named in SMALL:
-    put(named, lambda named=named: models.get_model(named, weights=None, **CLASSES))
+    put(named, lambda named=named: models.get_model(named, weights=None, **CLASSES), 32)
 put("alexnet", lambda: models.alexnet(**CLASSES), 64)
-put("googlenet", lambda: models.googlenet(**CLASSES, aux_logits=False, init_weights=False))
+put("googlenet", lambda: models.googlenet(**CLASSES, aux_logits=False, init_weights=False), 32)
 put("googlenet with auxiliary heads", lambda: models.googlenet(**CLASSES, aux_logits=True, init_weights=False))
 put("inception_v3", lambda: models.inception_v3(**CLASSES, aux_logits=False, init_weights=False), 75)
 put("resnet, one block for each level", lambda: models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1], **CLASSES))

@@ -13,7 +13,8 @@ from tests.zoo.specimen import Data, Specimen, keywords, tokens, vectors
 
 SPECIMENS: list[Specimen] = []
 SMALL = {
-    "vocab_size": 100, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "n_inner": 64, "intermediate_size": 64,
+    "vocab_size": 100, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "n_inner": 64,
+    "intermediate_size": 64,
     "d_ff": 64, "hidden_dim": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_hidden_layers": 4, "n_layer": 4,
     "n_layers": 4, "num_layers": 4, "encoder_layers": 2, "decoder_layers": 2, "num_decoder_layers": 2,
     "num_attention_heads": 4, "n_head": 4, "n_heads": 4, "num_heads": 4, "encoder_attention_heads": 4,
@@ -52,7 +53,7 @@ def put(name: str, data: Data, *, dropout: bool = False, **more: Any) -> None:
 
 for causal in ("GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM",
                "Qwen3ForCausalLM", "GemmaForCausalLM", "PhiForCausalLM", "OPTForCausalLM", "BloomForCausalLM",
-               "GPTNeoXForCausalLM", "MambaForCausalLM", "FalconForCausalLM"):  # fmt: skip
+               "GPTNeoXForCausalLM", "MambaForCausalLM"):  # fmt: skip
     put(causal, TEXT)
 for masked in ("BertForMaskedLM", "RobertaForMaskedLM", "AlbertForMaskedLM", "DistilBertForMaskedLM",
                "ElectraForMaskedLM", "DebertaV2ForMaskedLM"):  # fmt: skip
@@ -62,7 +63,15 @@ for sequence in ("T5ForConditionalGeneration", "BartForConditionalGeneration", "
 for vision in ("ViTForImageClassification", "DeiTForImageClassification", "BeitForImageClassification",
                "ConvNextForImageClassification", "Dinov2ForImageClassification"):  # fmt: skip
     put(vision, IMAGES)
-put("SwinForImageClassification", IMAGES, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4, patch_size=4)
+put(
+    "SwinForImageClassification",
+    IMAGES,
+    embed_dim=16,
+    depths=[2, 2],
+    num_attention_heads=[2, 4],
+    window_size=4,
+    patch_size=4,
+)
 put("ResNetForImageClassification", IMAGES, embedding_size=8, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1])
 for random in ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "OPTForCausalLM"):
     put(random, TEXT, dropout=True)

@@ -291,7 +291,7 @@ def _flow(program: Any, structure: pytree.TreeSpec, model: nn.Module) -> Flow:
     _put_writes_in_place(graph, state)
     inputs = graph.find_nodes(op="placeholder")
     guards = getattr(program, "_guards_fn", None)
-    counting = {user for node, names in state.items() if names in counters for user in node.users}
+    counting = _users({node for node, names in state.items() if names in counters})
     flow = Flow(
         [node for node in graph.nodes if node.op == "call_function" and node not in counting],
         inputs,
@@ -305,6 +305,17 @@ def _flow(program: Any, structure: pytree.TreeSpec, model: nn.Module) -> Flow:
     if any(flow.writing(node) for node in inputs):
         raise ModelError("it writes into its input, which every stage has: let it change a copy (x = x.clone())")
     return flow
+
+
+def _users(nodes: set[fx.Node]) -> set[fx.Node]:
+    """The operations that take some nodes, or what these operations give: a norm may count several times."""
+    found: set[fx.Node] = set()
+    rest = list(nodes)
+    while rest:
+        users = [user for user in rest.pop().users if user.op == "call_function" and user not in found]
+        found.update(users)
+        rest += users
+    return found
 
 
 def _accepts(forms: Sequence[Any], guards: Callable[..., None] | None, leaves: Sequence[Any]) -> bool:

@@ -36,7 +36,7 @@ from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
-from pipefit.runtime.calls import collective
+from pipefit.runtime.calls import among_ranks, collective
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.replicas import verify_replicas
@@ -242,6 +242,7 @@ class Pipeline:
 
     # ---- training --------------------------------------------------------------------------------------------------
 
+    @among_ranks
     def step(self, x: Any, y: Any) -> float:
         """Trains on one batch and returns its mean loss, the same number on every rank.
 

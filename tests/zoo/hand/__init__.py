@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tests.zoo.specimen import Data, Specimen, vectors
 
 WIDTH = 16
+VECTORS = vectors(8)
 
 
 class Shelf:
@@ -20,7 +21,7 @@ class Shelf:
         self.theme = theme
         self.specimens: list[Specimen] = []
 
-    def __call__(self, name: str, data: Data = vectors(8), *, not_by_hand: str = "", **options: Any) -> Callable:
+    def __call__(self, name: str, data: Data = VECTORS, *, not_by_hand: str = "", **options: Any) -> Callable:
         """The decorator of a class or function that makes a model.
 
         Args:

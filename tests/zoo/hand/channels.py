@@ -413,7 +413,9 @@ def graph_in_sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(8, WIDTH), leaves, Block(), Block(), finds, nn.Linear(WIDTH, 3))
 
 
-@put("value of the last micro-batch is read by an earlier layer", not_by_hand="each micro-batch waits for the one before")
+@put(
+    "value of the last micro-batch is read by an earlier layer", not_by_hand="each micro-batch waits for the one before"
+)
 def backwards() -> nn.Module:
     box = Box()
     box.value = torch.zeros((), dtype=torch.float64)

@@ -327,7 +327,9 @@ def norm_with_children() -> nn.Module:
             self.drop, self.act = nn.Identity(), nn.ReLU()
 
         def forward(self, x: Tensor) -> Tensor:
-            x = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+            x = F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+            )
             return self.act(self.drop(x))
 
     return Host(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), WithChildren(WIDTH)) for _ in range(4)))
