@@ -177,6 +177,8 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "sequence_parallel": "True",
         "whole_messages": "True",
         "shard_optimizer": "True",
+        "verify_replicas": "None 0",
+        "recompute": "True",
         "options": "dict",
         "device": " ".join(WRONG),  # a Pipeline checks it
     },
