@@ -20,7 +20,7 @@ from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
 from pipefit.errors import ModelError
 from pipefit.stage.materialise import InitialiseLayer, lent_weights
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import NamedLayer, is_sequence, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
 
 Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
@@ -154,7 +154,7 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
     """
     if isinstance(model, Cut):
         return Layers(model.layers, model.loss, model.weigh)
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+    if not isinstance(model, nn.Module) or is_sequence(model):
         return Layers(named_layers(model))
     return as_layers(cut(model, None if example is None else example[0]))
 
