@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 import pipefit
 from pipefit import Parallelism, cut
+from pipefit.errors import ModelError
 from pipefit.testing import Case, check, compare, expected, run
 from pipefit.testing.users_model import whole
 
@@ -222,3 +223,22 @@ def test_a_tied_weight_of_a_cut_model_has_a_version_in_each_stage(schedule: str)
         microbatches=1 if schedule == "pipedream" else 3,
     )
     assert found.equal, found
+
+
+class Scaled(nn.Sequential):
+    """A sequence that does more than its layers."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 3 * super().forward(input)
+
+
+@pytest.mark.parametrize("kind", ["forward", "hook"])
+def test_a_sequence_with_a_forward_of_its_own_is_not_taken_apart(kind: str) -> None:
+    made: nn.Sequential = (Scaled if kind == "forward" else nn.Sequential)(*sequence("plain", "act after"))
+    if kind == "hook":
+        made.register_forward_hook(lambda module, given, output: 3 * output)
+    with pytest.raises(ModelError, match=r"a forward or hooks of its own.*pipefit\.cut"):
+        check(made, example=example, loss=F.mse_loss)
+    if kind == "forward":
+        found = cut(made.double(), data(3, 0)[0])
+        assert check(found, example=example, loss=F.mse_loss).equal, "each norm is a block: a layer of its own"

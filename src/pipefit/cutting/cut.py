@@ -32,7 +32,7 @@ from pipefit.cutting.tracking import Foreign, place_of
 from pipefit.errors import ModelError
 from pipefit.spec.arguments import checked
 from pipefit.stage.materialise import InitialiseLayer, is_meta, lent_weights
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import NamedLayer, is_sequence, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
 
 Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
@@ -167,7 +167,7 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
     """
     if isinstance(model, Cut):
         return Layers(model.layers, model.loss, model.weigh)
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
+    if not isinstance(model, nn.Module) or is_sequence(model):
         layers = named_layers(model)
         if example is not None and not is_meta(layers):
             refuse_channels(layers, example[0])

@@ -14,7 +14,7 @@ from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
 from pipefit.stage.compiler import Forward
 from pipefit.stage.replay import AttentionCores, replayed_forwards
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, modules_of
 
 
 def layer_seed(seed: int, ordinal: int, layer: int) -> int:
@@ -81,7 +81,7 @@ class Stage:
         self.compiled: dict[nn.Module, Forward] = {}
         for layer in self.layers:
             layer.module.to(device)
-        self.batchnorms = batchnorm.adopt(module for layer in self.layers for module in layer.module.modules())
+        self.batchnorms = batchnorm.adopt(module for layer in self.layers for _, module in modules_of(layer.module))
         self._norm_forwards = {norm.module: norm.forward for norm in self.batchnorms if not norm.has_own_forward}
         self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
         self._is_replicated = False
@@ -270,7 +270,7 @@ def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[
     return [
         (f"{path}.{key}" if path else key, module, key)
         for layer in layers
-        for path, module in layer.module.named_modules(prefix=layer.prefix)
+        for path, module in modules_of(layer.module, layer.prefix)
         if module not in norms
         for key, buffer in module._buffers.items()
         if buffer is not None
