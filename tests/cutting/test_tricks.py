@@ -141,7 +141,7 @@ trainings = st.builds(
 )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=settings().max_examples * 2 // 5, suppress_health_check=[HealthCheck.too_slow])
 @given(trainings)
 def test_a_model_of_any_tricks_trains_exactly_or_is_refused(training: Training) -> None:
     wanted = train(training.model(), bounded, training.batches(), training.micro_batches)

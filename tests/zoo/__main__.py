@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--here", action="store_true", help="in this process, with the traceback of an error")
     parser.add_argument("--list", action="store_true", help="only print the names")
     arguments = parser.parse_args()
-    prefixes = [prefix for given in arguments.prefixes for prefix in given.split(",")]
+    prefixes = arguments.prefixes
     known = {} if arguments.again else read_lines(arguments.results)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
