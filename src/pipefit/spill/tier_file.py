@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import mmap
 import os
 import shutil
-import struct
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import torch
+import xxhash
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import sync_folder
@@ -36,7 +34,6 @@ from pipefit.spill.tiers import WEIGHTS, Key
 from pipefit.units import format_bytes
 
 FORMAT = "pipefit.tier/6"
-_SUMMED_BYTES = 4 << 20
 _PIECE_BYTES = 16 << 20
 _THREADS = 2
 
@@ -115,25 +112,15 @@ def place_of(tier: str, key: Key, version: int) -> str:
 
 
 def record_sum(data: memoryview, place: str) -> int:
-    """The checksum of a record in its place: the CRC-32 of the place and of the CRC-32s of 4 MiB pieces.
+    """The checksum of a record in its place: XXH3 with 64 bits, whose seed is the CRC-32 of the place.
 
-    It uses all of the calling thread's cores, so call it where nothing else computes.
+    One core computes 24 GB/s; call it where nothing else computes.
 
     Args:
         data: of the record.
         place: its run, rank, name and version.
     """
-    pieces = [data[at : at + _SUMMED_BYTES] for at in range(0, len(data), _SUMMED_BYTES)]
-    threads = torch.get_num_threads()
-    mapped = map if min(threads, len(pieces)) < 2 else _summing_pool(os.getpid(), threads).map
-    sums = struct.pack(f"<{len(pieces)}I", *mapped(zlib.crc32, pieces))
-    return zlib.crc32(sums, zlib.crc32(place.encode()))
-
-
-@functools.cache
-def _summing_pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """The threads of this process for checksums; zlib frees Python's lock meanwhile."""
-    return ThreadPoolExecutor(threads, "pipefit-sum")
+    return xxhash.xxh3_64_intdigest(data, zlib.crc32(place.encode()))
 
 
 class TierFile:
