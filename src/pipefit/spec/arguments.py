@@ -140,8 +140,11 @@ def check_value(name: str, value: object, hint: Any, error: type[PipefitError] =
         PipefitError: or `error`: it does not fit.
     """
     kind = kind_of(hint)
-    if not kind.fits(value):
-        raise error(f"{name}: expected {kind.words}, got {shown_value(value)}")
+    if kind.fits(value):
+        return
+    if type(value) is int and abs(value) > _MOST:
+        raise error(f"{name}: expected at most 2^63, got a number of {value.bit_length()} bits")
+    raise error(f"{name}: expected {kind.words}, got {shown_value(value)}")
 
 
 def shown_value(value: object) -> str:
