@@ -7,6 +7,7 @@ import collections
 import contextlib
 import copy
 import functools
+import re
 import weakref
 
 import pytest
@@ -15,6 +16,8 @@ from torch import nn
 
 import pipefit as pf
 from pipefit.errors import ModelError
+from pipefit.models import ModelBundle
+from pipefit.testing import check
 
 pytestmark = pytest.mark.slow
 
@@ -258,8 +261,12 @@ class MaskForLater(Own):
         return h
 
 
+def masked(block, h, mask):
+    return h.masked_fill(mask, 0.0)
+
+
 def mask_that_crosses():
-    return MaskForLater(None, lambda block, h, mask: h.masked_fill(mask, 0.0))
+    return MaskForLater(None, masked)
 
 
 class CountForLater(Own):
@@ -270,8 +277,12 @@ class CountForLater(Own):
         return h
 
 
+def divided(block, h, count):
+    return h / (1 + count)
+
+
 def count_that_crosses():
-    return CountForLater(None, lambda block, h, count: h / (1 + count))
+    return CountForLater(None, divided)
 
 
 class TruthForLater(Own):
@@ -485,7 +496,8 @@ class Parts(Host):
         return self.head(h)
 
 
-EXACT, REFUSED = "exact", "refused"
+EXACT = "exact"
+"""Models that are trained; for others the message of the refusal, None where both are right."""
 
 TABLE = {
     in_attribute: EXACT,
@@ -577,18 +589,29 @@ def test_a_model_that_could_fool_the_proof_trains_exactly_or_is_refused(kind):
         pf.cut(before, data(1.0, steps=1)[0][0][:4] * 0.7)
     except ModelError as problem:
         assert TABLE[kind] is not EXACT, problem
-        assert TABLE[kind] is None or pytest.raises(ModelError, match=TABLE[kind]).__exit__(ModelError, problem, None)
+        assert TABLE[kind] is None or re.search(TABLE[kind], str(problem))
         return
     finally:
         assert {name: vars(module) for name, module in before.named_modules()} == attributes
     assert TABLE[kind] in (EXACT, None)
-    for scale in (0.05, 1.0, 20.0):
-        for stages, schedule in ((2, "1f1b"), (4, "gpipe")):
-            wanted, state = plain(made(kind), data(scale))
-            losses, got = trained(kind, scale, stages, schedule)
-            assert losses == pytest.approx(wanted, rel=1e-9), (scale, stages)
-            for name, value in state.items():
-                assert torch.allclose(got[name], value, rtol=1e-8, atol=1e-12), (name, scale, stages)
+    for scale, stages, schedule in ((20.0, 4, "gpipe"), (1.0, 2, "1f1b"), (0.05, 2, "zb-h1")):
+        wanted, state = plain(made(kind), data(scale))
+        losses, got = trained(kind, scale, stages, schedule)
+        assert losses == pytest.approx(wanted, rel=1e-9), (scale, stages)
+        for name, value in state.items():
+            assert torch.allclose(got[name], value, rtol=1e-8, atol=1e-12), (name, scale, stages)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", [mask_that_crosses, count_that_crosses])
+def test_masks_and_counts_are_sent_from_process_to_process(kind):
+    def example(batch, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return 20 * torch.randn(batch, 4, generator=generator), torch.randn(batch, 3, generator=generator)
+
+    bundle = ModelBundle("crosses", pf.cut(kind(), torch.randn(4, 4)), nn.functional.mse_loss, example, None, {})
+    assert [num_tensors for _, num_tensors in bundle.layers.crossing][:3] == [1, 2, 2]
+    assert check(bundle, schedule="1f1b", steps=2, transport="distributed").equal
 
 
 def test_layers_of_a_sequence_that_pass_values_aside_are_refused():

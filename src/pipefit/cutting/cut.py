@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
 from pipefit.cutting.differences import same_leaf
@@ -184,6 +185,10 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
     kind = type(model).__name__
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         raise ModelError(f"{kind} has weights without a shape yet: call it once on a batch before it is cut")
+    if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in pytree.tree_leaves(example)):
+        raise ModelError(
+            f"{kind} cannot be cut: its input has a sparse tensor, which has no micro-batches: make it dense"
+        )
     scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripts:
         raise ModelError(

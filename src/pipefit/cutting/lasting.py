@@ -152,7 +152,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, _SHARED):
         return value
     if isinstance(value, dict | set | list) and not value:
-        return value.copy()
+        return memo.setdefault(id(value), value.copy())
     return copy.deepcopy(value, memo)
 
 
