@@ -73,8 +73,8 @@ def measure_links(
     """Measures the links among the ranks of the default process group; every rank calls it and gets the result.
 
     Ranks on one host form the inner level, hosts the outer one, when every host has as many ranks, in order. The inner
-    level also gets the cores that they share. Where the speeds of ranks differ by more than a quarter, every rank gets a
-    device of its own; that of rank 0 is the one that profiles are for.
+    level also gets the cores that they share. Where the speeds of ranks differ by more than a quarter, every rank gets
+    a device of its own; that of rank 0 is the one that profiles are for.
 
     Args:
         sizes: message sizes in bytes.
