@@ -35,10 +35,12 @@ class MeasuredCosts(NamedTuple):
     Attributes:
         profile: of the layers, at the size of its micro-batches.
         cost: of its operations on these ranks.
+        cores_of_others: that other programs took meanwhile, so that the run was slower than it will be without them.
     """
 
     profile: Profile
     cost: CostModel
+    cores_of_others: float = 0.0
 
 
 @dataclass(frozen=True)

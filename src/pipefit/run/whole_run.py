@@ -26,6 +26,7 @@ from pipefit.pipeline.request import Decision, decide, default_device
 from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, count_flop
+from pipefit.profiling.machine import CpuUse, cores_of_others
 from pipefit.profiling.workload import Workload
 from pipefit.run.config import RunConfig, checkpoints_of, with_defaults, with_steps
 from pipefit.run.following import LatestTimeline
@@ -53,6 +54,8 @@ from pipefit.units import counted
 
 _BYTES_PER_TOKEN = 4
 """Of text, about."""
+_NOTABLE_CORES = 0.5
+"""Cores of other programs from which a measurement is reported as that of a busy machine."""
 
 
 class Observer:
@@ -116,6 +119,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     if best.best_step:
         result.notes = _ending(best, config, pipe.num_updates)
         result.paths |= {} if best.folder is None else {"best": str(best.folder)}
+    if ready.costs is not None and ready.costs.cores_of_others >= _NOTABLE_CORES:
+        result.notes = [*result.notes, _busy(ready.costs.cores_of_others)]
     place = current().folder or (checkpoints_of(config.output) if config.output else None)
     result.faults = noted(place) if place else []
     # A model on a tier may be larger than the host's memory.
@@ -173,6 +178,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
 
 def _measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Plan, MeasuredCosts]:
     """The plan of a run, and the costs of its operations here."""
+    before = CpuUse.now()
     sizes = " for several numbers of micro-batches, and planning" if config.request.schedule == AUTO else ""
     observer.doing(f"measuring the layers{sizes}")
     made = decide(config.request, work, current(), measure=True)
@@ -181,7 +187,26 @@ def _measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Pl
     if config.spill.cap_bytes is None:
         observer.counted(kept(current(), "flop", ModelFlop | None, lambda: _flop(work, made.plan.num_processes)))
     observer.doing("measuring the machine, and predicting the run")
-    return made.plan, MeasuredCosts(profile, _cost(config, work, made._replace(profile=profile)))
+    cost = _cost(config, work, made._replace(profile=profile))
+    others = _cores_of_others(before)
+    if others >= _NOTABLE_CORES:
+        observer.says(_busy(others))
+    return made.plan, MeasuredCosts(profile, cost, others)
+
+
+def _cores_of_others(before: CpuUse | None) -> float:
+    """Mean number of cores that other programs took since a reading; every rank makes the same call."""
+    after = CpuUse.now()
+    own_s = 0.0 if before is None or after is None else after.own_s - before.own_s
+    total_s = sum(exchange(current(), own_s))
+    return 0.0 if before is None or after is None else cores_of_others(before, after, total_s)
+
+
+def _busy(others: float) -> str:
+    return (
+        f"other programs took {others:.1f} cores while the layers were measured: the prediction is for a machine as "
+        "busy; measure again on a quiet one"
+    )
 
 
 def _model_and_data(config: RunConfig, observer: Observer) -> tuple[ModelBundle, Source]:
