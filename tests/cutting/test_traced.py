@@ -420,13 +420,16 @@ class Rounding(Base):
         ),
         (Chance, "Python's random numbers"),
         (Overwriting, "writes into its input"),
-        (Rounding, "as a graph: the gradient of .* differs"),
     ],
 )
 def test_what_no_trace_can_follow_is_refused_with_the_reason(kind, message, capfd):
     with pytest.raises(ModelError, match=message):
         pf.cut(kind(), torch.randn(4, 6))
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_backward_of_its_own_is_not_traced_but_kept_around_blocks():
+    assert pf.cut(Rounding(), torch.randn(4, 6)).way == "around its blocks"
 
 
 FACTORY = """
