@@ -496,6 +496,17 @@ class Parts(Host):
         return self.head(h)
 
 
+class ReadsAverages(Host):
+    """Running averages move once in a step, not with every micro-batch as in plain torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return super().forward(self.norm(x) + self.norm.running_mean)
+
+
 EXACT = "exact"
 """Models that are trained; for others the message of the refusal, None where both are right."""
 
@@ -536,6 +547,7 @@ TABLE = {
     RunningMean: EXACT,
     InitialisesWeights: "writes into its weights",
     Parts: EXACT,
+    ReadsAverages: "uses the running averages of norm",
 }
 
 

@@ -247,9 +247,9 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
 
 
 def _is_good(found: Cut, cuts: Sequence[str] | None) -> bool:
-    """Returns whether no layer has most of the weights; for cuts by hand, whether all were possible."""
+    """Returns whether all borders were possible and, unless given by hand, no layer has most of the weights."""
     total = sum(p.numel() for p in found.shell.model.parameters())
-    return not found.merged if cuts is not None else 2 * _largest(found) <= total
+    return not found.merged and (cuts is not None or 2 * _largest(found) <= total)
 
 
 def _largest(found: Cut) -> int:
