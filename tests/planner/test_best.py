@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipefit.errors import InfeasibleError, PlanError
-from pipefit.planner import plan
+from pipefit.planner import gpt_profile, plan
 from pipefit.planner.bounds import quick_bytes, quick_s
 from pipefit.planner.candidate import costs_of, plan_of
 from pipefit.planner.estimate import estimate, need_bytes, of_cut_s
@@ -172,3 +172,27 @@ def test_no_program_is_faster_than_its_bounds(profile: Profile, topology: Topolo
         assert bound_s <= update_s * (1 + 1e-9)
     need = max(found.peak_bytes) if found.fits else need_bytes(problem, config)
     assert quick_bytes(problem, config) <= need * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["layer", "selective", "stage"])
+def test_a_gpt_that_needs_replays_gets_the_best_kind(kind: str):
+    """A search that gave up a family with its first members once found 5 % less than one for whole stages alone."""
+    levels = (Level("server", 4, 300e9, 5e-6), Level("rack", 2, 25e9, 1e-5))
+    machine = Topology(levels, Device(memory_bytes=24 * 2**30, flops=71e12))
+    profile = gpt_profile(32, 4096, 32, sequence=4096, device=machine.device)
+    found = plan(profile, machine, global_batch=8, tensors=[2])
+    own = plan(profile, machine, global_batch=8, tensors=[2], recompute=kind)
+    assert found.prediction.period_s <= own.prediction.period_s
+
+
+def test_a_family_on_unequal_devices_is_never_better_than_its_bound():
+    """A bound once took all devices for equally fast: 1F1B was shown as twice as fast as it is."""
+    devices = tuple(Device(flops=speed * 1e12) for speed in (1.0, 1.0, 0.2, 1.0))
+    machine = Topology((Level("machine", 4, 1e9, 1e-4),), devices=devices)
+    layers = tuple(Layer(f"layer{i}", 2e-3, 2e-3, 2e-3, 1e5, 1e6, 1e7) for i in range(12))
+    profile = Profile("twelve", 1, layers)
+    found = plan(profile, machine, global_batch=12)
+    own = plan(profile, machine, global_batch=12, schedules=["1f1b"], depths=[4])
+    line = next(each for each in found.candidates if each.family == "1f1b, depth 4")
+    assert found.prediction.period_s <= own.prediction.period_s
+    assert own.prediction.throughput <= line.throughput * (1 + 1e-9)
