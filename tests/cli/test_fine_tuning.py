@@ -67,7 +67,7 @@ def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, 
     held_out = [entry["held_out_loss"] for entry in entries if "held_out_loss" in entry]
     assert len(held_out) < 30 and min(held_out) == min(held_out[:-2])
     assert found["held_out_loss"] == pytest.approx(min(held_out), rel=1e-6)
-    best, ending = found["notes"]
+    best, ending, *_ = found["notes"]  # and perhaps that the machine was busy
     assert f"best held-out loss {min(held_out):.4f} at step {1 + held_out.index(min(held_out))}" in best
     assert f"ended at step {len(held_out)} of 30: no better held-out loss in 2 evaluations" in ending
     assert found["paths"]["best"] == str(tmp_path / "run" / "best")
