@@ -102,7 +102,9 @@ def save(
     Raises:
         PipefitError: on every rank, and nothing is committed: the disk is full, the path is a file, …
     """
-    session, place, record = pipeline._session, Path(directory), pipeline.loop.callbacks.last
+    session = pipeline._session
+    place = Path(directory)
+    record = pipeline.loop.callbacks.last
     session.settle()
     with session.at(SAVING):
         pipeline.verify_replicas()

@@ -52,7 +52,9 @@ class Memory:
     """
 
     def __init__(self, pipeline: Trained, folder: Path, every: int) -> None:
-        self._pipeline, self._folder, self.every = pipeline, folder, every
+        self._pipeline = pipeline
+        self._folder = folder
+        self.every = every
         mesh, processes = pipeline.workers[0].mesh, processes_here(pipeline._session)
         self._is_first = pipeline._session.rank == processes[0]
         # Sharded optimizers are whole on the first replica alone.

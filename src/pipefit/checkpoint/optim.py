@@ -252,7 +252,9 @@ def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:
             first, second = values[0][0], value
             if isinstance(first, dict) and isinstance(second, dict):
                 key = next(k for k in {**first, **second} if first.get(k) != second.get(k))
-                what, first, second = f"{key} of the {what}", first.get(key), second.get(key)
+                what = f"{key} of the {what}"
+                first = first.get(key)
+                second = second.get(key)
             raise ModelError(
                 f"{what} was {first} for {values[0][1]} and {second} for {name}, which now belong together; {_CURE}"
             )

@@ -22,7 +22,9 @@ class BatchLines:
     """
 
     def __init__(self, process: int, group: dist.ProcessGroup, tag: int) -> None:
-        self._process, self._group, self._tag = process, group, tag
+        self._process = process
+        self._group = group
+        self._tag = tag
         self._feed: Feed = []
         # By peer and the batch's first micro-batch: lines sent, and lines that are being received (None: compared).
         self._sent: set[tuple[int, int]] = set()

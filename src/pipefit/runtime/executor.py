@@ -80,9 +80,13 @@ class Execution:
         Args:
             handlers: of the operations; see `pipefit.runtime.handlers`.
         """
-        compiled, clock, progress = self.compiled, time.perf_counter, self.progress
+        compiled = self.compiled
+        clock = time.perf_counter
+        progress = self.progress
         progress.passes += 1
-        instructions, awaits, frees = compiled.instructions, compiled.awaits, compiled.frees
+        instructions = compiled.instructions
+        awaits = compiled.awaits
+        frees = compiled.frees
         starts = self.starts = [0.0] * len(instructions)
         ends = self.ends = [0.0] * len(instructions)
         values, look = self.values, self.look

@@ -28,7 +28,9 @@ from pipefit.stage.training import with_metrics
 
 
 def _load(run: Execution, i: Instruction) -> None:
-    part, device, what = run.feed[i.mb], run.worker.device, "the input of the model"
+    part = run.feed[i.mb]
+    device = run.worker.device
+    what = "the input of the model"
     source = target = None
     if i.stage == 0:
         leaves, structure = flatten_any(_on(part.input, device, what), what)
@@ -240,7 +242,10 @@ def _local_square(run: Execution, update: int) -> Tensor:
     norms = _norms_of(reducing.counted_parts(run) if header.sharded else [])
     gone = worker.spilling.parts if worker.spilling else {}
     for stage in mine:
-        norms += gone[update, stage] if (update, stage) in gone else _norms_of(worker.counted_gradients(stage))
+        if (update, stage) in gone:
+            norms += gone[update, stage]
+        else:
+            norms += _norms_of(worker.counted_gradients(stage))
     return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=worker.device)
 
 

@@ -28,7 +28,9 @@ from pipefit.errors import PipefitError
 from pipefit.spec.files import write_atomically
 
 TIMEOUT = timedelta(minutes=30)
-RESTART, FULL, MEMORY = "PIPEFIT_RESTART", "PIPEFIT_FULL", "PIPEFIT_MEMORY"
+RESTART = "PIPEFIT_RESTART"
+FULL = "PIPEFIT_FULL"
+MEMORY = "PIPEFIT_MEMORY"
 """Variables that the launcher sets for its ranks: the numbers of a `Start`, and a folder in the machine's memory."""
 
 SHARED, AGENT = Path("/dev/shm"), f"pipefit-agent-{os.getuid()}-"

@@ -19,7 +19,9 @@ from pathlib import Path
 from pipefit.runtime.meeting import SHARED
 from pipefit.spec.lock import locked
 
-_NAME, _NEW, _LOCK = "pipefit-memory-", "pipefit-new-", "lock"
+_NAME = "pipefit-memory-"
+_NEW = "pipefit-new-"
+_LOCK = "lock"
 
 
 @contextlib.contextmanager

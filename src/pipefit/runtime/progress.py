@@ -14,7 +14,14 @@ from typing import NamedTuple
 _LAYOUT = struct.Struct("qqqqdqqq")
 
 # Places of a rank outside of the instructions of a program.
-OUTSIDE, SAVING, LOSS, MEETING, TOKEN, JOINING, MEASURING, LEAVING = -1, -2, -3, -4, -5, -6, -7, -8
+OUTSIDE = -1
+SAVING = -2
+LOSS = -3
+MEETING = -4
+TOKEN = -5
+JOINING = -6
+MEASURING = -7
+LEAVING = -8
 PLACES = {
     OUTSIDE: "between two passes, in the code of the user",
     SAVING: "saving or loading a checkpoint",

@@ -76,7 +76,9 @@ class Watchdog:
         shared: Path | None,
         floor_s: float | None = None,
     ) -> None:
-        self._rank, self._num_ranks, self._progress = rank, num_ranks, progress
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._progress = progress
         self._folder, self._shared = folder, shared
         self._given_s = floor_s
         self._program: Program | None = None
@@ -114,7 +116,9 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(1.0, (self._given_s or _FLOOR_S) / 10)
-        seen, stood_s, before = self._progress.position, 0.0, time.monotonic()
+        seen = self._progress.position
+        stood_s = 0.0
+        before = time.monotonic()
         while not self._stop.wait(interval):
             now, position = time.monotonic(), self._progress.position
             # The time in which this process was stopped must not count as a hang.

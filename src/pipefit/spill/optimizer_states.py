@@ -163,7 +163,9 @@ class MovedStates:
         device: torch.device,
     ) -> None:
         self.layout = Layout(spec.like for _, spec in specs)
-        self._stage, self._specs, self._device = stage, list(specs), device
+        self._stage = stage
+        self._specs = list(specs)
+        self._device = device
         self._rules = rules
         self.known: set[int] = set()
         self.optimizer: Optimizer | None = None

@@ -38,7 +38,9 @@ class ParkedTensors:
     """
 
     def __init__(self, tier: TierStore, device: torch.device, is_scratch: bool = True) -> None:
-        self._tier, self._device, self._is_scratch = tier, device, is_scratch
+        self._tier = tier
+        self._device = device
+        self._is_scratch = is_scratch
         self._sizes: dict[Key, int] = {}
         self._waiting: dict[Key, _Waiting] = {}
         self._lent: dict[Key, tuple[_Waiting, list[weakref.ref[Tensor]]]] = {}

@@ -16,7 +16,9 @@ from pipefit.ir.spill import GRAIN_BYTES
 ALIGNMENT = GRAIN_BYTES
 """Bytes to which records, slots and positions in files are aligned."""
 
-WEIGHTS, WGRAD, OPTIM = "weights", "wgrad", "optim"
+WEIGHTS = "weights"
+WGRAD = "wgrad"
+OPTIM = "optim"
 """Kinds of records that are in slots while they are on the device."""
 
 

@@ -134,4 +134,6 @@ class LossScale:
 
     def load(self, state: dict[str, Any]) -> None:
         """Takes the state from a checkpoint."""
-        self.scale, self.streak, self.skipped = float(state["scale"]), int(state["streak"]), int(state["skipped"])
+        self.scale = float(state["scale"])
+        self.streak = int(state["streak"])
+        self.skipped = int(state["skipped"])

@@ -224,7 +224,9 @@ def _difference(got: Tensor, wanted: Tensor, floor: float) -> float:
 
 def _parts(model: Any, loss: Loss | None, example: Example | None) -> tuple[Any, Loss, Example]:
     if not isinstance(model, nn.Module | list | tuple | Cut):
-        loss, example, model = loss or model.loss, example or model.example, model.layers
+        loss = loss or model.loss
+        example = example or model.example
+        model = model.layers
     if example is None:
         raise ModelError(
             "a check needs random data of the model's shapes: give example=function(batch, seed) -> (input, target)"
