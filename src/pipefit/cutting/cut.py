@@ -20,10 +20,10 @@ from pipefit.cutting.proof import (
     branches,
     entries,
     prove,
-    prove_trace,
     reference,
     run_layer,
 )
+from pipefit.cutting.proof_of_trace import own_copy, prove_trace
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
@@ -192,15 +192,18 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
 
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     kind, problems = type(model).__name__, list[str]()
+    calls: list[str] = []
+    found = None
     states = States(model)
     try:
         with states.used(states.fresh()):
             calls = calls_of(model, *ways[0](example))
     except Foreign as problem:
-        raise ModelError(f"{kind} cannot be cut: {problem}") from None
+        problems.append(str(problem))
     except Exception as problem:
         raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
-    found = _around_blocks(model, anatomies(model, calls, cuts), example, ways, problems)
+    else:
+        found = _around_blocks(model, anatomies(model, calls, cuts), example, ways, problems)
     if found is not None and (is_transformers(model) or _is_good(found, cuts)):
         return found
     try:
@@ -234,8 +237,12 @@ def _largest(found: Cut) -> int:
 
 def _traced(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     """The cut of a model's traced graph."""
-    args, kwargs = ways[0](example)
-    refuse_lasting(model, lambda: model(*args, **kwargs))
+
+    def forward() -> None:
+        args, kwargs = ways[0](own_copy(example))
+        model(*args, **kwargs)
+
+    refuse_lasting(model, forward)
     hollow = copied(model, lambda tensor: tensor.to("meta"))
     shell = Traced(hollow, ways[0], ways[1], model.training)
     crossing = shell.choose(example, cuts)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +25,9 @@ from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
 from pipefit.cutting.lasting import States, changed, facts, kept_buffers, lasting
 from pipefit.cutting.shell import Payload, Shell
-from pipefit.cutting.traced import Traced
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
+from pipefit.stage.payload import leaves_of
 
 
 class Difference(NamedTuple):
@@ -155,7 +155,11 @@ def reference(model: nn.Module, parts: Anatomy, example: Any, shell: Shell) -> R
 
 
 def _tensors(seen: Seen) -> list[Any]:
-    return pytree.tree_leaves(seen.output)
+    return _leaves(seen.output)
+
+
+def _leaves(output: Any) -> list[Any]:
+    return leaves_of(output, "the output of the model")
 
 
 def _is_finite(seen: Seen) -> bool:
@@ -244,7 +248,7 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
     except (Exception, Foreign) as problem:
         return None, _why(problem, shell.model)
     if number == last:
-        got, wanted, name = pytree.tree_leaves(output), pytree.tree_leaves(seen.output), "the output"
+        got, wanted, name = _leaves(output), _tensors(seen), "the output"
     else:
         leaves = seen.entries[number] if number < last - 1 else seen.exits[-1]
         got, wanted = output["values"], [leaves[place] for place in shell.crossing[number + 1]]
@@ -322,7 +326,7 @@ def _difference_of_gradients(
             got = sums_of_gradients(model, payload)
         except RuntimeError as problem:
             return f"its backward fails: {problem}"
-        worst = None if got is None or sums is None else compared_sums(got, sums)
+        worst = compared_sums(got, sums)
         if worst is not None:
             return worst
     return None
@@ -336,7 +340,7 @@ def _together(shell: Shell, states: States, whole: Reference) -> Difference | No
             first = shell.run(0, half - 1, whole.batches[0], torch.manual_seed)
         with states.used(states.fresh()):
             joined = shell.run(half, last, first, torch.manual_seed)
-    worst = worst_difference(pytree.tree_leaves(joined), _tensors(whole.runs[0]))
+    worst = worst_difference(_leaves(joined), _tensors(whole.runs[0]))
     if worst is None:
         return None
     return Difference(None, f"several layers together differ from the same ones one by one by {worst}")
@@ -399,58 +403,3 @@ def _other_values(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     return [0, value + 1000] if isinstance(value, int) else [-1e9, 1e9]
-
-
-def prove_trace(shell: Traced, model: nn.Module, example: Any) -> str | None:
-    """Compares the layers of a trace with the whole model: outputs and buffers in both modes, and gradients.
-
-    Args:
-        shell: its layers hold the model's own weights.
-        model: the whole one.
-        example: a batch.
-
-    Returns:
-        What differs; None: nothing does.
-    """
-    args, kwargs = shell.arguments(example)
-    own, modes = model.training, [(module, module.training) for module in model.modules()]
-    with kept_buffers(model) as restore:
-
-        def begin(layer: int = 0) -> None:
-            if layer == 0:
-                torch.manual_seed(0)
-                restore()
-
-        def whole() -> Any:
-            begin()
-            return shell.result(model(*args, **kwargs))
-
-        def after(output: Any) -> list[Any]:
-            return [*pytree.tree_leaves(output), *(buffer.clone() for buffer in model.buffers())]
-
-        try:
-            for mode in sorted({key[0] for key, traces in shell.traces.items() if traces}, key=own.__eq__):
-                shell.train(mode)
-                for module, flag in modes:
-                    module.training = flag if mode == own else mode
-                with torch.no_grad():
-                    worst = worst_difference(after(shell.run(0, shell.num_layers - 1, example, begin)), after(whole()))
-                if worst is not None:
-                    return f"its {'training' if mode else 'evaluation'} differs from the whole model's by {worst}"
-            payload = example
-            for number in range(shell.num_layers):
-                payload = shell.run(number, number, payload, begin)
-            return _gradients(model, payload, whole)
-        finally:
-            shell.train(own)
-            for module, flag in modes:
-                module.training = flag
-
-
-def _gradients(model: nn.Module, payload: Any, whole: Callable[[], Any]) -> str | None:
-    try:
-        got = sums_of_gradients(model, payload)
-        wanted = got and sums_of_gradients(model, whole())
-    except RuntimeError as problem:
-        return f"its backward fails: {problem}"
-    return None if got is None or wanted is None else compared_sums(got, wanted)

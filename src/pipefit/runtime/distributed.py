@@ -33,7 +33,7 @@ from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
-from pipefit.stage.payload import Contract
+from pipefit.stage.payload import Contract, Structure
 
 _MAX_LEAVES = 64
 _MAX_TAG = 2**31
@@ -158,6 +158,7 @@ class DistributedTransport:
     def _agree(self, i: Instruction, to: int, message: Message, sent: _Sent) -> None:
         """Checks an activation by its contract, and announces the contract to a receiver that has not seen it."""
         signature = self._feed[i.mb].signature
+        assert isinstance(message.structure, Structure)
         contract = Contract.of(message.leaves, message.flags, message.structure)
         known = self._made.setdefault((i.stage, signature), contract)
         if known != contract:
