@@ -14,6 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 DEMO_ARGS  ?=
 BENCH_ARGS ?= --help
+ZOO        ?=
 PYTEST     := $(PY) -m pytest -q
 # Two workers; a file stays on one of them: what its tests share is made once.
 BY_FILE    := -n 2 --dist loadfile
@@ -24,7 +25,7 @@ PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules ve
 	planner synthesize draw,src/pipefit/$(part)))
 
 .NOTPARALLEL:
-.PHONY: help venv demo test fast long faults check format lint types imports doctest docs golden bench clean
+.PHONY: help venv demo test fast long faults zoo check format lint types imports doctest docs golden bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -49,6 +50,14 @@ long: .venv/stamp ## the tests that take more than ten seconds each: benchmarks,
 
 faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes, random input; prints a table (PIPEFIT_TRIALS=all: every one)
 	@$(PYTEST) -n 2 --dist worksteal -m faults tests/faults
+
+# A run that was stopped resumes from runs/zoo.jsonl; remove that file to try all of them again.
+zoo: .venv-zoo/stamp ## models of libraries and hand-written tricks against plain torch: docs/zoo.md, in about an hour; ZOO=hand/state: a part
+	@status=0; PYTHONPATH=src:. nice .venv-zoo/bin/python -m tests.zoo $(ZOO) || status=$$?; \
+	  [ -n "$(ZOO)" ] || .venv-zoo/bin/python -m tests.zoo.table; exit $$status
+
+.venv-zoo/stamp: pyproject.toml tests/zoo/constraints.txt scripts/make-zoo-venv
+	@PYTHON="$(PYTHON)" scripts/make-zoo-venv
 
 check: lint types imports doctest docs test long ## everything a change must pass
 
@@ -79,5 +88,5 @@ bench: .venv/stamp ## run a benchmark: make bench BENCH_ARGS=NAME
 	@$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and built pages; runs/ stays
-	rm -rf .venv build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-zoo build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,6 +7,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "pipefit"
 CONTRACTS = {
@@ -67,3 +69,17 @@ def test_the_contract_against_torch_names_the_whole_pure_half():
     there = {name for name in PURE if (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()}
     named = {name.removeprefix("pipefit.") for name in CONTRACTS["forbidden"]["source_modules"]}
     assert named == there
+
+
+@pytest.mark.long
+def test_a_checker_of_types_knows_every_public_name_and_no_other(tmp_path):
+    import pipefit
+
+    code = "import pipefit as pf\n" + "".join(f"pf.{name}\n" for name in (*pipefit.__all__, "Pipelin"))
+    words = ["--config-file", os.devnull, "--follow-imports=silent", "--ignore-missing-imports"]
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *words, "--cache-dir", str(tmp_path), "-c", code],
+        capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(ROOT / "src")}, timeout=500,
+    )  # fmt: skip
+    errors = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert len(errors) == 1 and '"Pipelin"' in errors[0], done.stdout

@@ -6,6 +6,7 @@ The torch half loads when it is first used; `import pipefit` needs neither torch
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # `as`: checkers of types take a name for public only so
@@ -74,15 +75,17 @@ _HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}
 __all__ = [*_HOMES, "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name when it is first used."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'pipefit' has no attribute {name!r}")
-    home = importlib.import_module(f"pipefit.{_HOMES[name]}")
-    # `pipefit.draw` is a module that can be called.
-    value = home if name == _HOMES[name] else getattr(home, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a checker of types this would make every name a public one
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name when it is first used."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'pipefit' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
+        home = importlib.import_module(f"pipefit.{_HOMES[name]}")
+        # `pipefit.draw` is a module that can be called.
+        value = home if name == _HOMES[name] else getattr(home, name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

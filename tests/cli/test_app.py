@@ -236,3 +236,39 @@ for verb in {cli_app.VERBS!r}:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_mistyped_schedule_is_named_before_the_options_that_are_missing(capsys):
+    assert main(["draw", "1f1c"]) == 2
+    assert "unknown schedule '1f1c'; did you mean 1f1b?" in capsys.readouterr().err
+    assert main(["draw", "1f1b"]) == 2
+    assert "--stages" in capsys.readouterr().err
+
+
+def test_completion_is_installed_for_a_shell(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert main(["--install-completion", "--shell", "bash"]) == 0
+    (script,) = (path for path in tmp_path.rglob("*") if path.name == "pipefit")
+    assert str(script) in capsys.readouterr().out and str(script) in (tmp_path / ".bashrc").read_text()
+    assert all(word in script.read_text() for word in (*cli_app.VERBS, "--lr-schedule"))
+
+
+ESCAPE = "\x1b]0;title\x07\x1b[2J"
+
+
+def test_escape_sequences_of_a_file_do_not_reach_the_terminal(tmp_path, capsys, a_verb_that):
+    program = tmp_path / "small.pipe"
+    assert main(["draw", "1f1b", "-p", "2", "-m", "2", "-o", str(program)]) == 0
+    program.write_text(program.read_text().replace("schedule 1f1b", f"schedule {ESCAPE}"))
+    assert main(["verify", str(program)]) == 2
+    (tmp_path / "run.toml").write_text('"\\u001b[2J" = 3')
+    assert main(["train", "--config", str(tmp_path / "run.toml")]) == 2
+    (tmp_path / "links.toml").write_text('"\\u001b[2J" = 3')
+    assert main(["plan", "--profile", "gpt", "--topology", str(tmp_path / "links.toml")]) == 2
+    a_verb_that(raising(PipefitError(ESCAPE)))
+    assert main(["schedules"]) == 2
+    a_verb_that(lambda: Answer({}, f"\x1b[32mgreen\x1b[0m {ESCAPE}"))
+    assert main(["schedules"]) == 0
+    shown = capsys.readouterr()
+    assert "\x1b" not in shown.err and "\\x1b]0;title" in shown.err
+    assert shown.out.splitlines()[-1] == "\x1b[32mgreen\x1b[0m \\x1b]0;title\\x07\\x1b[2J"

@@ -67,6 +67,10 @@ def test_the_best_evaluation_is_kept_and_ends_a_run_that_gets_no_better(folder, 
     held_out = [entry["held_out_loss"] for entry in entries if "held_out_loss" in entry]
     assert len(held_out) < 30 and min(held_out) == min(held_out[:-2])
     assert found["held_out_loss"] == pytest.approx(min(held_out), rel=1e-6)
+    best, ending = found["notes"]
+    assert f"best held-out loss {min(held_out):.4f} at step {1 + held_out.index(min(held_out))}" in best
+    assert f"ended at step {len(held_out)} of 30: no better held-out loss in 2 evaluations" in ending
+    assert found["paths"]["best"] == str(tmp_path / "run" / "best")
 
 
 def test_records_of_a_file_are_evaluated_on_and_none_is_held_out(folder, tmp_path, capsys):
@@ -91,12 +95,54 @@ def test_a_wrong_record_is_refused_before_the_model_is_read(folder, tmp_path, ca
     assert "its weights cannot be read" in capsys.readouterr().err
 
 
+def test_a_model_in_a_folder_writes_what_transformers_writes(folder, capsys):
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "model").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
+    for words, text in (([], "1 and 1 are"), (["--chat"], "user: 1 and 1 are<end>")):
+        assert (
+            main(["generate", str(folder / "model"), "--prompt", "1 and 1 are", "--tokens", "5", "--json", *words]) == 0
+        )
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        written = model.generate(ids, do_sample=False, max_new_tokens=5)[0, ids.shape[1] :]
+        assert json.loads(capsys.readouterr().out)["text"] == tokenizer.decode(written, skip_special_tokens=True)
+
+
+def test_a_run_on_bytes_writes_with_its_newest_checkpoint(tmp_path, capsys):
+    words = "train --model gpt --option layers=1,hidden=16,heads=1,context=16 --steps 3 --batch 4 --ranks 1 --quick -o"
+    assert main([*words.split(), str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    found = []
+    for more in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"]):
+        given = ["--prompt", "The", "--tokens", "20", "--temperature", "1", "--json"]
+        assert main(["generate", str(tmp_path / "run"), *given, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out)["text"])
+    assert found[0] == found[1] != found[2] and len(found[0]) >= 20
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["FOLDER", "--prompt", "x"], "expected the folder of a model or of a run"),
+        (["none", "--prompt", "x"], "got none"),
+        (["FOLDER", "--prompt="], "--prompt"),
+    ],
+)
+def test_what_writes_no_text_is_refused(words, told, tmp_path, capsys):
+    assert main(["generate", *(word.replace("FOLDER", str(tmp_path)) for word in words)]) == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_adapters_over_the_folder_are_trained_and_saved_alone(folder, tmp_path, capsys):
     found = trained(folder, "--lora", "r=4,alpha=8", "--lr", "1e-2", "-o", str(tmp_path / "run"), capsys=capsys)
     assert found["held_out_loss"] < found["held_out_before"]
     assert (tmp_path / "run" / "model" / "adapter_config.json").is_file()
     assert not list((tmp_path / "run" / "model").glob("model*.safetensors"))
+    config = json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "model")
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "1 and 1 are", "--tokens", "5", "--json"]) == 0
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert f"base_model: {folder / 'model'}" in card and "lora_alpha: 8" in card and "More Information" not in card
 
 
 @pytest.mark.long

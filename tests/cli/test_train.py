@@ -32,6 +32,14 @@ def test_a_run_over_two_processes_leaves_what_it_names(tmp_path, capsys):
     assert page.read_text() == (folder / "report.html").read_text()
 
 
+def test_a_quick_run_measures_and_predicts_nothing(tmp_path, capsys):
+    assert train(*HERE, "--quick", "--json", ranks="2", output=str(tmp_path)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["losses"]) == 4 and found["predicted"] is None and found["rows"] == []
+    assert "Predicted next to measured" not in (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "profile.json").exists() and (tmp_path / "measured.svg").exists()
+
+
 def test_metrics_and_logs_hold_the_figures_of_every_step(tmp_path, capsys):
     words = ["--json", "--evaluate-every", "2", "--data", "digits", "--log", "csv", "--log", "tensorboard"]
     assert train(*words, output=str(tmp_path)) == 0

@@ -60,9 +60,9 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "patience=3 log=csv compile no_decay=bias,norm nonfinite=skip verify_replicas=12"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
-    # A setting that is not here has no option yet; epochs come in place of steps.
+    # A setting that is not here has no option yet; epochs come in place of steps, and a cap needs measurements.
     usual = as_flat(RunConfig())
-    usual.pop("epochs")
+    del usual["epochs"], usual["quick"]
     assert set(arguments) == set(usual)
     typed = ["train"]
     for name, value in arguments.items():
@@ -241,6 +241,18 @@ def test_the_usual_learning_rate_follows_from_what_is_trained(words, lr, steps, 
     assert (config.lr, config.steps, config.warmup) == (lr, steps, warmup)
 
 
+def test_a_quick_run_takes_no_plan_that_needs_measurements(settings, capsys):
+    for words in (["--schedule", "auto"], ["--device-memory", "1GiB"]):
+        assert "--quick: a plan by measurements" in refused(capsys, "train", "--quick", *words)
+    assert main(["train", "--quick"]) == 0
+    assert settings[0][0].request.schedule == "1f1b"
+
+
+def test_a_quiet_run_prints_nothing_before_its_result(settings, capsys):
+    assert main(["train", "--quiet"]) == 0
+    assert capsys.readouterr().out.strip() == ""
+
+
 def test_epochs_and_steps_exclude_each_other(settings, capsys):
     assert "give one of them" in refused(capsys, "train", "--steps", "3", "--epochs", "2")
     assert "give --steps" in refused(capsys, "train", "--disk", "x", "--epochs", "2")
@@ -301,12 +313,14 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         compile_s=[2.0, 3.5],
         traffic=([2**16, 2**15], [0.0, 0.0]),
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
+        notes=["best held-out loss 1.5000 at step 1"],
         samples=[Sample("Once upon", "a time", "a\ntree")],
         faults=[],
         paths={"trace": "runs/a/measured.trace.json"},
     )
     text = report(result)
     assert "loss 3.0000 → 1.5000   (unigram entropy: 2.9000)" in text
+    assert "best held-out loss 1.5000 at step 1" in text
     assert "held-out loss 1.6000" in text and "accuracy" not in text
     assert "layers compiled in 3.5 s" in text
     assert ["period", "900", "ms", "1", "s", "+11.1%"] in [line.split() for line in text.splitlines()]

@@ -46,6 +46,8 @@ FOUR = {
     "Gemma 2, zero bubble": ("Gemma2ForCausalLM", WIDE, {"schedule": "zb-h1"}),
     "Starcoder 2, two copies": ("Starcoder2ForCausalLM", SIZES, {"replicas": (2,)}),
     "Mixtral": ("MixtralForCausalLM", {**SIZES, "num_local_experts": 4}, {"whole_messages": True}),
+    "adapters, dropout": ("LlamaForCausalLM", {**SIZES, "attention_dropout": 0.2, "lora": LORA}, {}),
+    "dropout, layers replayed": ("LlamaForCausalLM", {**TIED, "attention_dropout": 0.2}, {"recompute": "layer"}),
 }  # fmt: skip
 
 

@@ -115,8 +115,10 @@ def test_the_page_on_the_command_line_names_every_verb(capsys):
 
 def test_every_option_that_a_page_names_is_there(capsys):
     main(["--help"])
-    verbs = re.findall(r"^│ ([a-z]+)  ", capsys.readouterr().out, re.MULTILINE)
-    known = {"--help", "--version", "--no-sync", "--torch-backend"}  # of pipefit itself, and of uv
+    text = capsys.readouterr().out
+    verbs = re.findall(r"^│ ([a-z]+)  ", text, re.MULTILINE)
+    known = set(re.findall(r"--[a-z][a-z-]+", text))  # of pipefit itself
+    known |= {"--no-sync", "--torch-backend", "--generate-hashes", "--require-hashes"}  # of uv and pip
     known |= {"--max-restarts", "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}  # of torchrun
     for verb in verbs:
         main([verb, "--help"])

@@ -44,6 +44,24 @@ def test_the_progress_line_names_bubble_memory_and_mfu() -> None:
     assert "bubble 30%  memory 1 MiB + 2 MiB  MFU 20%" in stream.getvalue()
 
 
+def test_more_flop_than_the_device_has_is_no_share_of_it() -> None:
+    stream = io.StringIO()
+    watcher = Watcher(num_steps=1, batch=4, stream=stream)
+    watcher.counted(ModelFlop(10.0, 20.0, "model FLOP"))
+    watcher.step(Record(1, 2.0, 1.0))
+    assert "MFU unknown: the machine was busy while its speed was measured" in stream.getvalue()
+
+
+def test_the_speed_of_a_device_is_the_highest_that_was_measured_twice(monkeypatch) -> None:
+    measured = iter([1e3, 2e3, 1.5e3, 4e3, 3.9e3, 9e9])
+    monkeypatch.setattr(step_figures, "measure_device", lambda *_, **__: Device(flops=next(measured)))
+    layers = named_layers(nn.Sequential(nn.Linear(8, 4)))
+    batch = torch.randn(6, 8), torch.randn(6, 4)
+    work = Workload(layers, nn.functional.mse_loss, torch.optim.SGD, torch.device("cpu"), batch)
+    found = count_flop(work, num_ranks=1)
+    assert found is not None and found.flops == 4e3
+
+
 def test_processes_that_share_a_rank_do_not_make_its_bubble_smaller() -> None:
     """Two ranks of two processes that only wait; the sum of the first ones' was once divided by four."""
     program = SimpleNamespace(header=SimpleNamespace(num_ranks=2))

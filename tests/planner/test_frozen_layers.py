@@ -59,11 +59,12 @@ def test_a_frozen_stage_replays_nothing_and_is_cut_so():
 @pytest.mark.parametrize(("schedule", "depth", "chunks"), SHAPES)
 @pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("frozen", [3, 5])
-def test_estimates_of_frozen_layers_are_near_what_the_simulator_says(schedule, depth, chunks, recompute, frozen):
+def test_bounds_of_frozen_layers_are_never_above_what_the_simulator_says(schedule, depth, chunks, recompute, frozen):
     problem = problem_of(model(8, frozen=frozen), Topology((Level("rack", depth, 2e9, 1e-4),)), 96)
     config = Config(schedule, 1, depth, 1, chunks, 2, 48, recompute)
     estimated = estimate(problem, config)
-    assert estimated.step_s == pytest.approx(simulated(problem, estimated).period_s, rel=0.12)
+    found_s = simulated(problem, estimated).period_s
+    assert 0.6 * found_s <= estimated.period_s <= found_s
     made = plan_of(problem, config, estimated.partition)
     _, cost = costs_of(problem, config, estimated.partition)
     for rank, need in enumerate(estimated.peak_bytes):
@@ -71,7 +72,7 @@ def test_estimates_of_frozen_layers_are_near_what_the_simulator_says(schedule, d
         own = program.header.stages_of(rank)
         held = peak(lifetimes(program, rank), cost.held_bytes) + sum(map(cost.frozen_bytes, own))
         assert need == pytest.approx(held + cost.resident_bytes(own), rel=0.25) and need >= held * (1 - 1e-9)
-    assert made.frozen == 1 or find(schedule).chunks
+    assert made.frozen in (1, 2) or find(schedule).chunks
 
 
 def test_a_large_program_with_frozen_layers_is_extrapolated_as_it_is_simulated():

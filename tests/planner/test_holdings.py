@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipefit.planner.closed_forms import quick_bytes
+from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.estimate import estimate
 from pipefit.planner.holdings import holdings_of, least_holdings, least_in_flight
 from pipefit.planner.space import Config, Problem

@@ -9,7 +9,7 @@ from tests.verbs import answered, refused
 from pipefit.cli import main
 from pipefit.errors import InfeasibleError, TopologyError
 from pipefit.planner.machines import load_topology
-from pipefit.reproduce.entry import MOST_WITHIN, Bench, Entry, Made, Value, sort_of
+from pipefit.reproduce.entry import MOST_WITHIN, Bench, Entry, Value, sort_of
 from pipefit.reproduce.lectures import DECKS, ENTRIES, find_entry
 from pipefit.reproduce.lectures_page import lectures_page
 from pipefit.reproduce.outcome import Compared, run_all, run_entry, tally
@@ -37,8 +37,7 @@ def test_every_name_is_used_once_and_every_lecture_has_entries():
 def test_every_published_value_has_a_source_and_every_entry_something_to_show():
     for entry in ENTRIES.values():
         assert entry.source and entry.topic and entry.line, entry.name
-        assert len(entry.values) == len(entry.made.values)
-        assert entry.values or entry.made.pictures or (entry.kind == "cited" and entry.note), entry.name
+        assert entry.values or entry.pictures or (entry.kind == "cited" and entry.note), entry.name
 
 
 def test_drawn_entries_agree_exactly_or_say_why(drawn):
@@ -71,12 +70,16 @@ def test_computed_entries_run_and_differences_have_causes():
             assert each.agrees is not False or named, (outcome.entry.name, each.value.name, each.ours)
 
 
+def nothing(run: Bench) -> float:
+    raise InfeasibleError("nothing fits")
+
+
 def test_a_ratio_within_its_tolerance_agrees():
-    value = Value("x", 100.0, within=0.08)
+    value = Value("x", nothing, 100.0, within=0.08)
     assert Compared(value, 107.0).agrees and Compared(value, 93.0).ratio == 0.93
     assert Compared(value, 109.0).agrees is False
     assert Compared(value, "does not fit").agrees is False
-    assert Compared(Value("x"), 3.0).agrees is None
+    assert Compared(Value("x", nothing), 3.0).agrees is None
 
 
 def test_a_number_agrees_within_less_than_the_effect_that_it_shows():
@@ -139,10 +142,7 @@ def test_no_simulated_pipeline_is_faster_than_its_slowest_stage(machine):
 
 
 def test_an_infeasible_plan_is_shown_as_such():
-    def none(run: Bench) -> float:
-        raise InfeasibleError("nothing fits")
-
-    outcome = run_entry(Entry("x", "t", "l", "computed", "s", (Value("v", 3, why="memory"),), made=Made((none,))))
+    outcome = run_entry(Entry("x", "t", "l", "computed", "s", (Value("v", nothing, 3, why="memory"),)))
     assert outcome.values[0].ours == "does not fit" and "memory" in outcome.text
 
 

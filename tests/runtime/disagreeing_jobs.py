@@ -118,13 +118,15 @@ def load_on_one_rank(place: str) -> None:
         raise
 
 
-def spoil(place: str, how: str, options: dict[str, Any]) -> tuple[list[float], int]:
-    """Trains two steps, changes one bit of a weight on rank 1, and trains on or saves; the error goes to a file."""
+def spoil(
+    place: str, how: str, options: dict[str, Any], rank: int = 1, name: str = "0.bias", bit: int = 0
+) -> tuple[list[float], int]:
+    """Trains two steps, changes one bit of a weight on one rank, and trains on or saves; the error goes to a file."""
     pipe = jobs.pipeline(scheduler=None, **options)
     losses = pipe.fit(jobs.batches()[:2])
-    if current().rank == 1:
-        weight = next(p for name, p in pipe.workers[0].stages[0].named_parameters() if name == "0.bias")
-        weight.detach().view(torch.int32)[3] ^= 1
+    if current().rank == rank:
+        named = {key: p for stage in pipe.workers[0].stages.values() for key, p in stage.named_parameters()}
+        named[name].detach().reshape(-1).view(torch.int32)[3 % named[name].numel()] ^= torch.tensor(1 << bit).int()
     try:
         if how == "save":
             pipe.save(f"{place}-saved")

@@ -1,9 +1,11 @@
-"""A user's script without a main guard whose loader has workers: `loader_script.py FOLDER [die] [spawn | forkserver]`.
+"""A user's script without a main guard whose loader has workers: `loader_script.py FOLDER [die | worker] [WORD…]`.
 
-With `die` one rank kills itself once.
+With `die` a rank kills itself once, with `worker` a worker of its loader: `rank=1 step=6`. `spawn` and `forkserver` are
+other ways to start workers.
 """
 
 import json
+import multiprocessing as mp
 import os
 import signal
 import sys
@@ -29,11 +31,18 @@ workers: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "multip
 loader = DataLoader(data, batch_size=8, shuffle=True, **workers)
 
 
+def number(name: str, usual: int) -> int:
+    return next((int(word.partition("=")[2]) for word in sys.argv if word.startswith(f"{name}=")), usual)
+
+
 def die(record: Any) -> None:
     once = place / "died"
-    if "die" in sys.argv and pipe.rank == 1 and record.step == 6 and not once.exists():
+    if (pipe.rank, record.step) != (number("rank", 1), number("step", 6)) or once.exists():
+        return
+    victims = {"die": os.getpid(), "worker": next((child.pid for child in mp.active_children()), None)}
+    for word in {"die", "worker"}.intersection(sys.argv):
         once.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(victims[word], signal.SIGKILL)
 
 
 losses = pipe.fit(loader, 10, callbacks=[pf.Checkpoints(pipe, place / "checkpoints", every=2), die])

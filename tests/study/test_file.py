@@ -64,8 +64,8 @@ def test_trials_take_what_is_shared_then_their_own_then_the_grid():
         ({"data": [3]}, "data: expected names"),
         ({"model": 3}, "model: expected a name, package.module:factory or a factory, got 3"),
         ({"optimizer": "adma"}, "optimizer: unknown 'adma'; did you mean adam"),
-        ({"optimizer": 3}, "optimizer: unknown 3"),
-        ({"policy": ["lrtf"]}, "unknown policy"),
+        ({"optimizer": 3}, "optimizer: expected text or a function, got 3"),
+        ({"policy": ["lrtf"]}, "policy: expected text"),
         ({"stop": {"rule": ["median"]}}, "stop: unknown rule"),
         ({"batch": 2, "microbatches": 4}, "batch: 2 samples are too few for 4 micro-batches"),
         ({"policy": "lrft"}, "unknown policy 'lrft'; did you mean lrtf"),
@@ -104,7 +104,7 @@ def test_the_optimizers_by_name_are_those_of_training():
 
 
 def test_what_is_given_in_python_is_checked_too():
-    with pytest.raises(StudyError, match=r"expected Trial objects, got 's'; Study.load reads a study's file"):
+    with pytest.raises(StudyError, match=r"expected Trial objects, got 'study\.toml'; Study.load reads a study's file"):
         pf.Study("study.toml")
     assert pf.Study([Trial(data="digits")], stop="median").spec.stop == Median()
     assert Trial(data="digits").data == ("digits",)

@@ -352,7 +352,7 @@ def test_a_check_takes_a_built_in_model_with_its_loss_and_data() -> None:
     bundle = build("gpt", layers=2, hidden=16, heads=2, vocab=TOKENS, context=8)
     result = check(bundle, **grouped(num_ranks=2, num_microbatches=2, steps=2))
     assert result.equal and set(result.as_dict()) == {
-        "equal", "loss_diff", "grad_diff", "weight_diff", "first_difference", "tolerance"
+        "equal", "loss_diff", "grad_diff", "weight_diff", "first_difference", "tolerance", "num_norms"
     }  # fmt: skip
 
 

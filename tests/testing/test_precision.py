@@ -43,7 +43,9 @@ def checked(precision: str, name: str = "wide", **options: Any) -> Any:
 def test_without_replicas_a_pipeline_is_one_process_to_the_bit(shape: str, precision: str) -> None:
     result = checked(precision, **SHAPES[shape])
     assert result.equal
-    assert (result.loss_diff, result.grad_diff, result.weight_diff) == (0, 0, 0)
+    assert (result.loss_diff, result.grad_diff) == (0, 0)
+    # A running average takes the statistics of micro-batches; the reference's, of their samples together.
+    assert result.weight_diff <= (1e-6 if result.num_norms else 0)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

@@ -26,6 +26,7 @@ from pipefit.timeline import (
     to_chrome_trace,
     waited_for,
 )
+from pipefit.timeline.compare import Row, notable
 
 
 def run(name="1f1b", p=4, m=8, c=0, *, repeats=1, **shape):
@@ -80,6 +81,14 @@ def test_neither_fill_nor_drain_counts_in_the_period():
     timeline = simulate(program, CostModel((4, 1, 1), (2, 1, 1), (2, 1, 1)))
     ends = timeline.step_ends_s
     assert ends[-1] - ends[-2] < timeline.period_s == 8
+
+
+@pytest.mark.parametrize("num_steps", [60, 75, 105])
+def test_the_period_of_replicas_is_that_of_their_whole_rounds(num_steps):
+    # 15 replicas end their mini-batches together: a window of other lengths has a round too many or too few.
+    program = generate("pipedream", Shape(2, 1, replicas=(15, 1), num_steps=num_steps))
+    timeline = simulate(program, CostModel((15, 1), (7, 0.5), (8, 0.5)))
+    assert timeline.period_s == pytest.approx(2)
 
 
 # ------------------------------------------------------------------------------------------------------------ reasons
@@ -236,3 +245,14 @@ def test_what_is_no_trace_is_refused(tmp_path):
     lost = Timeline(timeline.program, (Event(0, 999, 0, 0.0, 1.0),))
     with pytest.raises(IndexError):
         to_chrome_trace(lost)
+
+
+def test_rows_below_a_percent_of_the_period_are_noise():
+    rows = [
+        Row("period", 1.0, 2.0, 1.0, 1),
+        Row("bubble", 0.001, 0.3, 0.299, 1),
+        Row("fwd s0", 0.5, 1.0, 1.0, 1),
+        Row("loss", 1e-6, 4e-4, 399.0, 1),
+        Row("loss", 1e-6, 1.0, 1e6, 1),
+    ]
+    assert notable(rows) == rows[:3]

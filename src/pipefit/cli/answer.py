@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,22 @@ class Answer:
         text = self.text() if callable(self.text) else self.text
         written = [self.output] if isinstance(self.output, Path) else self.output or []
         return "\n".join([*filter(None, [text]), *(f"wrote {path}" for path in written)])
+
+
+_COLOUR = re.compile("(\x1b\\[[0-9;]*m)")
+
+
+def printable(text: str, colours: bool = False) -> str:
+    """A text whose characters that do not print are escaped: they could write anywhere in a terminal.
+
+    Args:
+        text: of any origin, such as a name in a file.
+        colours: whether sequences that only change the colour stay.
+    """
+    if colours:
+        parts = _COLOUR.split(text)
+        return "".join(part if place % 2 else printable(part) for place, part in enumerate(parts))
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def as_json(data: Mapping[str, Any]) -> str:

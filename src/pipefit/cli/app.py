@@ -10,20 +10,20 @@ import inspect
 import os
 import sys
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from cyclopts import App, Parameter
-from cyclopts.exceptions import CycloptsError
+from cyclopts.exceptions import CycloptsError, MissingArgumentError
 
 import pipefit
-from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer
+from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer, printable
 from pipefit.cli.options import exact, shown
 from pipefit.cli.version import version_text
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
 VERBS: Final = (
     "train", "run", "check", "cut", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize",
-    "schedules", "study", "reproduce", "report", "watch", "links", "doctor",
+    "schedules", "study", "reproduce", "report", "generate", "watch", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 
@@ -32,6 +32,7 @@ _WORK: Final = {
     "cut": "building the model, and proving its cut",
     "doctor": "looking at the machine",
     "draw": "drawing",
+    "generate": "reading the model, and writing",
     "links": "measuring links and devices",
     "plan": "searching for the best plan",
     "profile": "measuring the layers",
@@ -64,10 +65,29 @@ def make_app(tokens: list[str], config: Any = None) -> App:
         # Ctrl-C is handled below, for all verbs alike.
         suppress_keyboard_interrupt=False,
     )
+    if not _verb(tokens):
+        app.command(_install_completion, name="--install-completion", sort_key=len(VERBS))
     for verb in tokens[:1] if _verb(tokens) else VERBS:
         module = import_module(f"pipefit.cli.{verb}")
         app.command(module.command, name=verb, sort_key=VERBS.index(verb), help=_flowing(module.command.__doc__))
     return app
+
+
+def _install_completion(*, shell: Literal["bash", "zsh", "fish"] | None = None) -> Answer:
+    """Install completion of verbs and options for your shell.
+
+    Args:
+        shell: Default: the one that runs this.
+    """
+    from cyclopts.completion.detect import ShellDetectionError
+
+    try:
+        path = make_app([]).install_completion(shell=shell)
+    except ShellDetectionError:
+        raise PipefitError("--install-completion: the shell is not known; give --shell bash, zsh or fish") from None
+    except OSError as problem:
+        raise PipefitError(f"{problem.filename}: cannot be written: {problem.strerror}") from None
+    return Answer({}, f"wrote {path}, and a line in your shell's start-up file that reads it; begin a new shell")
 
 
 def _flowing(text: str | None) -> str:
@@ -147,7 +167,14 @@ def _dispatch(tokens: list[str]) -> int:
         from pipefit.cli.configuration import configuration
 
         config = configuration(tokens)
-    command, bound, _ = make_app(tokens, config).parse_args(tokens, print_error=False, exit_on_error=False)
+    try:
+        command, bound, _ = make_app(tokens, config).parse_args(tokens, print_error=False, exit_on_error=False)
+    except MissingArgumentError:
+        if tokens[:1] == ["draw"]:
+            from pipefit.cli.draw import check_name
+
+            check_name(tokens[1:])
+        raise
     wants_json = bool(bound.arguments.get("json"))
     # Output of a user's model or a library must not get between the lines of the JSON object.
     with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
@@ -156,7 +183,7 @@ def _dispatch(tokens: list[str]) -> int:
         return result if isinstance(result, int) else FINE
     # Under a launcher of several processes the first one speaks.
     text = result.show(wants_json) if int(os.environ.get("RANK", 0)) == 0 else ""
-    _write(text.rstrip("\n") + "\n" if text else "")
+    _write(printable(text.rstrip("\n"), colours=True) + "\n" if text else "")
     return result.code
 
 
@@ -184,7 +211,7 @@ def _verb(tokens: list[str]) -> str:
 
 def _complain(verb: str, message: str, code: int) -> int:
     with contextlib.suppress(BrokenPipeError, OSError):
-        print(f"pipefit{' ' * bool(verb)}{verb}: {message}", file=sys.stderr, flush=True)
+        print(printable(f"pipefit{' ' * bool(verb)}{verb}: {message}"), file=sys.stderr, flush=True)
     return code
 
 

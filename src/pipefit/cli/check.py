@@ -97,6 +97,11 @@ def command(
         f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
         f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})"
     )
+    if result.num_norms:
+        text += (
+            f"\n{counted(result.num_norms, 'batch norm')}, on both sides: each micro-batch by its own statistics, "
+            "running averages by those of the mini-batch (GPipe)"
+        )
     data = result.as_dict() | facts | {"transport": transport, "steps": steps}
     return Answer(data, text, FINE if result.equal else FINDING)
 

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterable
 from typing import Any, TextIO
 
+from pipefit.cli.answer import printable
 from pipefit.cli.heartbeat import Heartbeat, gap_s
+from pipefit.timeline.compare import notable
 from pipefit.units import columns, counted, format_bytes, format_count, format_seconds
 
 
@@ -78,9 +80,9 @@ class Watcher(Heartbeat):
         parts += [f"{rate:.1f} samples/s"]
         parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
         parts += _of_ranks(record)
-        parts += [f"MFU {self._flop.mfu(rate):.0%}"] if self._flop is not None else []
+        parts += [] if self._flop is None else [_mfu(self._flop.mfu(rate))]
         parts += [] if last else [f"{format_seconds(seconds / done * (self._num_steps - step))} left"]
-        line = "  ".join(parts)
+        line = printable("  ".join(parts))
         if moving:
             self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))
             self._width = 0 if last else len(line)
@@ -93,9 +95,10 @@ class Watcher(Heartbeat):
         self._width = 0
 
 
-def printable(text: str) -> str:
-    """A text whose characters that do not print are escaped."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+def _mfu(share: float) -> str:
+    if share > 1:
+        return "MFU unknown: the machine was busy while its speed was measured"
+    return f"MFU {share:.0%}"
 
 
 def _of_ranks(record: Any) -> list[str]:
@@ -126,6 +129,7 @@ def report(result: Any) -> str:
         lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}{more}")
         if result.held_out_before is not None:
             lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
+    lines += result.notes
     if result.rows:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
         turns = " (the ranks alternated in this one process; the prediction is for a process each)" if alone else ""
@@ -185,7 +189,7 @@ _WAITING = ("load", "send", "recv", "reduce", "drop")
 
 def _compared(rows: Any) -> list[tuple[str, ...]]:
     table: list[tuple[str, ...]] = [("", "predicted", "measured", "error")]
-    for row in rows:
+    for row in notable(rows):
         if row.name.split()[0] in _WAITING:
             continue
         if row.name == "bubble":

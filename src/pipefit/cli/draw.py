@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -102,6 +103,18 @@ def command(
     if output:
         drawing.save(output, **({} if follow is None else {"follow": follow}))
     return Answer(data, "" if output else drawing.grid, output=output)
+
+
+def check_name(words: Sequence[str]) -> None:
+    """Refuses an unknown schedule; its name says more about a typo than the options that are missing.
+
+    Raises:
+        ScheduleError: the first word is no option, and no schedule.
+    """
+    from pipefit.schedules import find
+
+    if words and not words[0].startswith("-"):
+        find(words[0])
 
 
 def _figures(drawing: Drawing, num_microbatches: int) -> dict[str, Any]:

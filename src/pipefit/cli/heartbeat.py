@@ -7,6 +7,8 @@ import threading
 import time
 from typing import Self, TextIO
 
+from pipefit.cli.answer import printable
+
 _LOOK_S, _FIRST_S, NEXT_S = 0.1, 0.6, 5.0
 """Seconds between looks at what is done, until a line names it, and between two lines."""
 
@@ -62,7 +64,7 @@ class Heartbeat:
             self._said_s, self._is_named = now, True
 
     def _print(self, text: str) -> None:
-        self._write(text + "\n")
+        self._write(printable(text) + "\n")
         self._said_s = time.monotonic()
 
     def _write(self, text: str) -> None:

@@ -85,10 +85,10 @@ def _listed() -> Answer:
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:
-    from pipefit.reproduce.outcome import row_of, tally
+    from pipefit.reproduce.outcome import HEADER, row_of, tally
     from pipefit.units import columns, counted
 
-    rows = [["", "", "published", "ours", "ratio", ""]]
+    rows = [["", *HEADER]]
     for outcome in outcomes:
         rows += [[outcome.entry.name, *row_of(each)] for each in outcome.values]
     seconds = sum(outcome.seconds for outcome in outcomes)

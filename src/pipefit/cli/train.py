@@ -31,6 +31,7 @@ def command(
     recover: Count | None = None,
     min_ranks: Count | None = None,
     config: Path | None = None,
+    quiet: bool = False,
     json: Json = False,
 ) -> Answer:
     """Train a model over a pipeline of processes.
@@ -46,6 +47,7 @@ def command(
         recover: Times that the ranks are started again, and resume, after one has died or hung.
         min_ranks: Ranks with which to continue if one cannot be started again; default: all.
         config: TOML file with any of these options; the command line has priority.
+        quiet: Print nothing before the result.
     """
     asked, run = run, with_defaults(replace(run, model=importable(run.model)))
     folder = Path(run.output)
@@ -55,9 +57,9 @@ def command(
         who = "torchrun starts its processes again by --max-restarts" if _is_launched() else "no process is started"
         raise PipefitError(f"--recover and --min-ranks: {who}; leave them out")
     starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
-    if not json and _is_first():
+    if not (json or quiet) and _is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
-    result = _run(run, transport, starts, quiet=json)
+    result = _run(run, transport, starts, quiet=json or quiet)
     return Answer(_data(run, result), partial(report, result) if _is_first() else "")
 
 

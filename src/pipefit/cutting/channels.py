@@ -14,8 +14,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, storages_of
+from pipefit.cutting.tracking import Foreign, Origin, Tracker, innermost, place_in_code, storages_of
+
+_WEIGHT, _AVERAGE = -1, -2
+"""In place of a layer's number, origins of parameters, and of running averages of batch norms in training."""
 
 _MOST = 1000
 """Times that a place in the code reads another value, after which it is a loop that waits for the true one."""
@@ -60,6 +64,8 @@ class Channels:
         self.homes: dict[int, str] = {}
         self.users: dict[str, set[int]] = {}
         self._times = 0
+        norms = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
+        self._norms = {path: one for path, one in norms.items() if one.training and one.running_mean is not None}
         self._given: list[frozenset[int]] = []
         self._handed: set[int] = set()
         self._parameters: frozenset[int] = frozenset()
@@ -78,10 +84,12 @@ class Channels:
         self.tracker.now = Origin(run, 0, "", False)
         parameters = list(self.model.parameters())
         self.tracker.forget(list(self.model.buffers()))
-        for parameter in parameters:
-            self.tracker.mark(parameter, Origin(run, -1, self.homes.get(id(parameter), ""), True))
+        self.tracker.mark_weights({p: Origin(run, _WEIGHT, self.homes.get(id(p), ""), True) for p in parameters})
+        for path, module in self._norms.items():
+            self.tracker.mark([module.running_mean, module.running_var], Origin(run, _AVERAGE, path, False))
         self.tracker.mark(batch, self.tracker.now)
-        self._parameters, self._batch = _keys(parameters), _keys(batch)
+        self._parameters = _keys(parameters) | _keys([parameter.data for parameter in parameters])
+        self._batch = _keys(batch)
         self._given, self._handed = [], set()
         with contextlib.ExitStack() as contexts:
             for module in self._carried:
@@ -125,7 +133,9 @@ class Channels:
         for key, origin in origins.items():
             if origin.run != now.run:
                 self.lasting = self.lasting or self._text("reads a tensor that an earlier forward left")
-            elif origin.layer == -1:
+            elif origin.layer == _AVERAGE:
+                self._refuse_average(origin.inside)
+            elif origin.layer == _WEIGHT:
                 self.users.setdefault(origin.inside, set()).add(now.layer)
             elif origin.layer == now.layer:
                 continue
@@ -133,6 +143,15 @@ class Channels:
                 self._add(origin, "uses a tensor of")
             elif not now.inside and origin.inside and key not in self._handed:
                 self._add(origin, "uses a tensor of")
+
+    def _refuse_average(self, path: str) -> None:
+        """Refuses code that uses the running averages of a batch norm besides the batch norm itself."""
+        if innermost(self.model) is not self._norms[path]:
+            reader, line = place_in_code(self.model)
+            raise Foreign(
+                f"{reader} uses the running averages of {path} ({line}), which move once in a step, not with every "
+                "micro-batch"
+            )
 
     def _add(self, origin: Origin, verb: str) -> None:
         now = self.tracker.now

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
 from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
-from pipefit.cutting.lasting import States, fill_zeros, kept_outside, refuse_lasting
+from pipefit.cutting.lasting import States, fill_zeros, kept_outside, second_batch
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
 from pipefit.cutting.proof import (
     Difference,
@@ -21,20 +22,23 @@ from pipefit.cutting.proof import (
     entries,
     prove,
     reference,
+    refuse_channels,
     run_layer,
 )
-from pipefit.cutting.proof_of_trace import own_copy, prove_trace
+from pipefit.cutting.proof_of_trace import prove_trace
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
 from pipefit.cutting.tracking import Foreign, place_of
 from pipefit.errors import ModelError
-from pipefit.stage.materialise import InitialiseLayer, lent_weights
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.spec.arguments import checked
+from pipefit.stage.materialise import InitialiseLayer, is_meta, lent_weights
+from pipefit.stage.split import NamedLayer, is_sequence, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
 
 Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
 _Ways = tuple[Arguments, Callable[[Any], Any], Callable[[nn.Module], bool] | None]
+_Batches = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Cut:
     Attributes:
         layers: in order; their parameters have the model's own names.
         shell: the model's forward, which the layers share, around its blocks or traced.
+        model: the whole one, as its author wrote it; the layers have its weights.
         crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
         merged: blocks before which it cannot be cut, with the reason.
         loss: the model's own, (output, batch) -> mean; None: it has none.
@@ -53,6 +58,7 @@ class Cut:
 
     layers: tuple[NamedLayer, ...]
     shell: Shell | Traced
+    model: nn.Module
     crossing: tuple[tuple[float, int], ...]
     merged: tuple[tuple[str, str], ...] = ()
     loss: Callable[[Any, Any], Tensor] | None = None
@@ -106,6 +112,7 @@ def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
 
 
+@checked()
 def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = None) -> Cut:
     """Cuts a model into layers, and proves the cut on an example.
 
@@ -157,12 +164,15 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         example: (input, target) of one batch.
 
     Raises:
-        ModelError: it cannot be cut.
+        ModelError: it cannot be cut; or, with an example, its layers pass values aside.
     """
     if isinstance(model, Cut):
         return Layers(model.layers, model.loss, model.weigh)
-    if not isinstance(model, nn.Module) or isinstance(model, nn.Sequential | nn.ModuleList):
-        return Layers(named_layers(model))
+    if not isinstance(model, nn.Module) or is_sequence(model):
+        layers = named_layers(model)
+        if example is not None and not is_meta(layers):
+            refuse_channels(layers, example[0])
+        return Layers(layers)
     return as_layers(cut(model, None if example is None else example[0]))
 
 
@@ -175,6 +185,16 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
     kind = type(model).__name__
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         raise ModelError(f"{kind} has weights without a shape yet: call it once on a batch before it is cut")
+    if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in pytree.tree_leaves(example)):
+        raise ModelError(
+            f"{kind} cannot be cut: its input has a sparse tensor, which has no micro-batches: make it dense"
+        )
+    scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripts:
+        raise ModelError(
+            f"{kind} cannot be cut: {scripts[0]} is TorchScript, whose forward cannot be followed; give it as Python "
+            "code, or write the model as a list of layers"
+        )
     states = States(model)
     try:
         with kept_outside(model), states.used(states.fresh()), lent_weights(model):
@@ -202,16 +222,21 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
         problems.append(str(problem))
     except Exception as problem:
         raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
-    else:
-        found = _around_blocks(model, anatomies(model, calls, cuts), example, ways, problems)
+    try:
+        batches = example, second_batch(model, example, ways[0])
+    except (ModelError, Foreign) as problem:
+        raise ModelError(f"{kind} cannot be cut: {problem}") from None
+    if not problems:
+        found = _around_blocks(model, anatomies(model, calls, cuts), batches, ways, problems)
     if found is not None and (is_transformers(model) or _is_good(found, cuts)):
         return found
     try:
-        traced = _traced(model, example, cuts, ways)
+        traced = _traced(model, batches, cuts, ways)
         if found is None or cuts is not None or _largest(traced) < _largest(found):
             return traced
-    except ModelError as problem:
-        problems.append(f"as a graph: {problem}")
+    except Exception as problem:
+        kind_of = "" if isinstance(problem, ModelError) else f"{type(problem).__name__}: "
+        problems.append(f"as a graph: {kind_of}{problem}")
     if found is not None:
         return found
     again = called_again(model, calls)
@@ -235,31 +260,25 @@ def _largest(found: Cut) -> int:
     return max(sum(p.numel() for p in layer.module.parameters()) for layer in found.layers)
 
 
-def _traced(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+def _traced(model: nn.Module, batches: _Batches, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     """The cut of a model's traced graph."""
-
-    def forward() -> None:
-        args, kwargs = ways[0](own_copy(example))
-        model(*args, **kwargs)
-
-    refuse_lasting(model, forward)
     hollow = copied(model, lambda tensor: tensor.to("meta"))
     shell = Traced(hollow, ways[0], ways[1], model.training)
-    crossing = shell.choose(example, cuts)
+    crossing = shell.choose(batches[0], cuts)
     layers = shell.hold(model)
-    why = prove_trace(shell, model, example)
+    why = prove_trace(shell, model, batches)
     if why is not None:
         raise ModelError(why)
-    return Cut(layers, shell, crossing)
+    return Cut(layers, shell, model, crossing)
 
 
 def _around_blocks(
-    model: nn.Module, possible: Iterator[Anatomy], example: Any, ways: _Ways, problems: list[str]
+    model: nn.Module, possible: Iterator[Anatomy], batches: _Batches, ways: _Ways, problems: list[str]
 ) -> Cut | None:
     """The cut before blocks that are modules, the most promising that can be proved."""
     try:
         for parts in possible:
-            found = _best(model, parts, example, ways, problems)
+            found = _best(model, parts, batches, ways, problems)
             if found is not None:
                 return found
     except ModelError as problem:
@@ -269,19 +288,19 @@ def _around_blocks(
     return None
 
 
-def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems: list[str]) -> Cut | None:
+def _best(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways, problems: list[str]) -> Cut | None:
     """The cut with borders before as many of these blocks as can be proved."""
     merged: dict[str, str] = {}
     while len(parts.blocks) > 1:
         try:
-            shell, seen, found = _attempt(model, parts, example, ways)
+            shell, seen, found = _attempt(model, parts, batches, ways)
         except Foreign as problem:
             raise ModelError(str(problem)) from None
         except ModelError as problem:
             problems.append(str(problem))
             return None
         if not found:
-            return Cut(_layers(model, shell), shell, _crossing(shell, seen), tuple(merged.items()))
+            return Cut(_layers(model, shell), shell, model, _crossing(shell, seen), tuple(merged.items()))
         whole = [difference.why for difference in found if difference.block is None]
         if whole:
             problems.append(whole[0])
@@ -294,9 +313,9 @@ def _best(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways, problems:
     return None
 
 
-def _attempt(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways) -> tuple[Shell, Seen, list[Difference]]:
+def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -> tuple[Shell, Seen, list[Difference]]:
     """The shell with borders before some blocks, and the borders at which it differs from the whole model."""
-    states = States(model)
+    states, example = States(model), batches[0]
     with states.used(states.fresh()), torch.no_grad():
         seen = observe(model, parts, *ways[0](example), torch.manual_seed)
         seen = seen._replace(output=ways[1](seen.output))
@@ -312,7 +331,7 @@ def _attempt(model: nn.Module, parts: Anatomy, example: Any, ways: _Ways) -> tup
         found = borders(shell, seen, example)
     if found:
         return shell, seen, found
-    whole = reference(model, parts, example, shell)
+    whole = reference(model, parts, batches, shell)
     num_blocks = len(parts.blocks)
     found = [Difference(min(border, num_blocks - 1), channel.why) for channel in whole.channels
              for border in range(channel.writer, channel.reader)]  # fmt: skip

@@ -21,6 +21,8 @@ def worst_difference(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
             if not same_leaf(mine, other):
                 return f"a {type(mine).__name__} ({mine!r:.40}, {other!r:.40} wanted)"
             continue
+        if mine.layout != torch.strided or other.layout != torch.strided:
+            mine, other = mine.to_dense(), other.to_dense()
         if mine.shape != other.shape or mine.dtype != other.dtype:
             return f"its shape ({list(mine.shape)}, {list(other.shape)} wanted)"
         if not mine.is_floating_point():
@@ -83,7 +85,8 @@ def sums_of_gradients(model: nn.Module, payload: Any) -> dict[str, Tensor] | Non
 
     def keep(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        rows = parameter.grad.reshape(len(parameter) if parameter.dim() > 1 and parameter.numel() else 1, -1)
+        grad = parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad
+        rows = grad.reshape(len(parameter) if parameter.dim() > 1 and parameter.numel() else 1, -1)
         found = rows @ _uneven(rows.shape[1], rows)
         # A checkpoint within the model may have a backward of its own, which adds to a gradient later.
         sums[name] = sums[name] + found if name in sums else found

@@ -246,7 +246,7 @@ def _flow(program: Any, structure: pytree.TreeSpec | Rest, model: nn.Module) -> 
         node.meta["nn_module_stack"] = {key: (_own_name(path), kind) for key, (path, kind) in stack.items()}
     inputs = graph.find_nodes(op="placeholder")
     guards = getattr(program, "_guards_fn", None)
-    counting = {user for node, names in state.items() if names in counters for user in node.users}
+    counting = _users({node for node, names in state.items() if names in counters})
     flow = Flow(
         [node for node in graph.nodes if node.op == "call_function" and node not in counting],
         inputs,
@@ -282,6 +282,17 @@ def _copy_overwritten(graph: fx.Graph) -> bool:
         copied.meta = dict(node.meta)
         node.meta["val"] = node.meta["val"].clone()
     return bool(found)
+
+
+def _users(nodes: set[fx.Node]) -> set[fx.Node]:
+    """The operations that take some nodes, or what these operations give: a norm may count several times."""
+    found: set[fx.Node] = set()
+    rest = list(nodes)
+    while rest:
+        users = [user for user in rest.pop().users if user.op == "call_function" and user not in found]
+        found.update(users)
+        rest += users
+    return found
 
 
 def _accepts(forms: Sequence[Any], guards: Callable[..., None] | None, leaves: Sequence[Any]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
+import functools
 import logging
 import random
 import threading
@@ -19,7 +19,7 @@ import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
+from pipefit.cutting.channels import Channels
+from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.outer import is_code, outer_variables
 from pipefit.errors import ModelError
+from pipefit.stage.payload import leaves_of
 
 _TREE = ("_parameters", "_modules")
 _SHARED = (
@@ -149,7 +153,7 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, _SHARED):
         return value
     if isinstance(value, dict | set | list) and not value:
-        return value.copy()
+        return memo.setdefault(id(value), value.copy())
     return copy.deepcopy(value, memo)
 
 
@@ -160,22 +164,17 @@ def _copy_or_same(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def facts(model: nn.Module, buffers_of: Collection[nn.Module] = ()) -> dict[str, Any]:
-    """The values of a model's attributes and outer variables, and the states of Python's random numbers, by name.
-
-    Args:
-        model: with its state.
-        buffers_of: modules whose buffers count as attributes.
-    """
+def _facts(model: nn.Module) -> dict[str, Any]:
+    """The values of a model's attributes and outer variables, and the states of Python's random numbers, by name."""
     found: dict[str, Any] = {"Python's random numbers": random.getstate(), "NumPy's random numbers": _drawn()}
     seen = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
-        buffers = module._buffers if module in buffers_of else {}
-        for name, value in {**vars(module), **buffers}.items():
+        for name, value in vars(module).items():
             if name not in (*_TREE, "_buffers", "training") and not name.endswith("_hooks"):
                 _gather(f"{path}.{name}" if path else name, value, seen, found)
     for variable in outer_variables(model):
-        _gather(variable.name, variable.get(), seen, found)
+        if variable.is_read:
+            _gather(variable.name, variable.get(), seen, found)
     return found
 
 
@@ -230,7 +229,7 @@ def _position(iterator: Any) -> str:
     return ""
 
 
-def changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """Describes the first fact that two records differ in, for people; None: there is none."""
     for name in [*before, *(name for name in after if name not in before)]:
         old, new = before.get(name), after.get(name)
@@ -250,46 +249,13 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-def refuse_lasting(model: nn.Module, forward: Callable[[], Any], buffers_of: Collection[nn.Module] = ()) -> None:
-    """Refuses a model whose forwards leave more in Python than buffers, such as a counter in an attribute.
-
-    Stages run code several times for one micro-batch: in one process, in replays, and on each replica. So three
-    forwards with the same batch, buffers and random numbers must leave the same.
-
-    Args:
-        model: keeps its state.
-        forward: runs it once on a batch.
-        buffers_of: modules whose code every stage runs: their buffers must stay too.
-
-    Raises:
-        ModelError: something changes from one forward to the next; the message names it.
-    """
-    states = States(model)
-    state = states.fresh()
-    records = []
-    with kept_outside(model), states.used(state), kept_buffers(model, buffers_of) as restore:
-        for _ in range(3):
-            torch.manual_seed(0)
-            forward()
-            records.append(facts(model, buffers_of))
-            restore()
-    for before, after in itertools.pairwise(records):
-        found = changed(before, after)
-        if found is not None:
-            raise ModelError(lasting(found))
-
-
 @contextlib.contextmanager
-def kept_buffers(model: nn.Module, but: Collection[nn.Module] = ()) -> Iterator[Callable[[], None]]:
+def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
     """The context after which a model has its buffers back, also those that its forward replaced by others.
 
     It gives the function that does this.
-
-    Args:
-        model: of any kind.
-        but: modules whose buffers stay as they are.
     """
-    kept = [(module, dict(module._buffers)) for module in model.modules() if module not in but]
+    kept = [(module, dict(module._buffers)) for module in model.modules()]
     values = {id(one): one.clone() for _, buffers in kept for one in buffers.values() if one is not None}
 
     @torch.no_grad()
@@ -337,7 +303,7 @@ def fill_zeros(model: nn.Module) -> None:
                 module._parameters[name] = made.get(id(parameter), parameter)
 
 
-def lasting(found: str) -> str:
+def _lasting(found: str) -> str:
     """The message for a fact that changes at every forward."""
     if found.endswith("random numbers"):
         return f"its forward draws from {found}, which stages would draw in another order: draw from torch's"
@@ -345,3 +311,107 @@ def lasting(found: str) -> str:
         f"{found} changes at every forward. Stages run forwards in another order, and again in replays: make it a "
         "buffer of a block (register_buffer), a value that comes with the batch, or remove it"
     )
+
+
+def _other_batches(example: Any) -> Iterator[Any]:
+    """Batches of an example's kind with other data, the most different one first."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made(leaf: Any, scale: float, permutes: bool) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
+            return leaf
+        turned = leaf.detach().flip(0)
+        if leaf.is_floating_point() or leaf.is_complex():
+            turned = turned * scale
+        elif permutes:
+            order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
+            turned = turned.flatten()[order].view(leaf.shape)
+        return turned.requires_grad_(leaf.requires_grad)
+
+    for scale, permutes in ((20.0, True), (20.0, False), (1.0, False)):
+        yield pytree.tree_map(functools.partial(made, scale=scale, permutes=permutes), example)
+    yield example
+
+
+def own_copy(batch: Any) -> Any:
+    """A batch that a forward may write into."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), batch)
+
+
+def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]) -> Any:
+    """Runs a model on its example and on another batch, and refuses it if it remembers more than its buffers.
+
+    Args:
+        model: stays as it is.
+        example: a batch.
+        arguments: from a batch to the positional and keyword arguments of the model.
+
+    Returns:
+        The other batch.
+
+    Raises:
+        ModelError: something of a forward remains for the next one; the message names it.
+    """
+    states, channels = States(model), Channels(model)
+
+    # A graph writes into a copy of the batch; weights that a forward writes are found elsewhere.
+    channels.tracker.on_write = lambda storage: None
+
+    def run(batch: Any) -> list[Any]:
+        args, kwargs = arguments(own_copy(batch))
+        torch.manual_seed(0)
+        with channels.following((args, kwargs)):
+            output = model(*args, **kwargs)
+        if channels.lasting is not None:
+            raise ModelError(f"{channels.lasting}: a forward must not depend on the one before")
+        leaves = leaves_of(output, "the output of the model")
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    with states.used(states.fresh()), kept_buffers(model) as restore:
+        first = run(example)
+        left, buffers = _facts(model), buffers_of(model)
+        batch, alone = _other_run(run, states, example, first, buffers)
+        second = run(batch)
+        found = _changed(left, _facts(model)) or "something that a forward leaves"
+        if worst_difference(alone, second) is not None:
+            raise ModelError(f"its output depends on the batches before: {_lasting(found)}")
+        restore()
+        again = run(example)
+        found = _changed(left, _facts(model))
+        if found is not None:
+            raise ModelError(_lasting(found))
+        if worst_difference(first, again) is not None:
+            raise ModelError("its output differs when it gets the same batch again")
+    return batch
+
+
+def _other_run(
+    run: Callable[[Any], list[Any]], states: States, example: Any, first: list[Any], buffers: Mapping[Any, Tensor]
+) -> tuple[Any, list[Any]]:
+    """Another batch on which a model runs, with its output as if it were the first one that it sees."""
+    for batch in _other_batches(example):
+        with states.used(states.fresh()), contextlib.suppress(Exception):
+            put_buffers(buffers)
+            output = run(batch)
+            if _is_finite(output) or not _is_finite(first):
+                return batch, output
+    with states.used(states.fresh()):
+        put_buffers(buffers)
+        return example, run(example)
+
+
+def _is_finite(leaves: Sequence[Any]) -> bool:
+    floating = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
+    return all(bool(one.isfinite().all()) for one in floating)
+
+
+def buffers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Copies of a model's buffers."""
+    every = ((module, name, one) for module in model.modules() for name, one in module._buffers.items())
+    return {(module, name): one.detach().clone() for module, name, one in every if one is not None}
+
+
+def put_buffers(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
+    """Gives modules copies of buffers."""
+    for (module, name), value in buffers.items():
+        module._buffers[name] = value.clone()

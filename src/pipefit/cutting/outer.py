@@ -5,6 +5,7 @@ They are attributes of its classes, globals that its functions name, variables o
 
 from __future__ import annotations
 
+import dis
 import functools
 import random
 import types
@@ -31,16 +32,19 @@ class Variable(NamedTuple):
         name: for people.
         get: gives its value.
         put: sets it.
+        is_read: code does more with it than to append to it, as a log.
     """
 
     name: str
     get: Callable[[], Any]
     put: Callable[[Any], None]
+    is_read: bool = True
 
 
 def outer_variables(model: nn.Module) -> list[Variable]:
     """The variables that the code of a model can keep state in, each once."""
     found: dict[tuple[int, str], Variable] = {}
+    read: set[tuple[int, str]] = set()
     functions: list[Any] = []
     for module in model.modules():
         for value in vars(module).values():
@@ -52,6 +56,7 @@ def outer_variables(model: nn.Module) -> list[Variable]:
             functions += _functions_in(value)
             if not name.startswith("__") and _holds_state(value):
                 put = functools.partial(setattr, kind, name)
+                read.add((id(kind), name))
                 found[id(kind), name] = Variable(f"{kind.__name__}.{name}", functools.partial(getattr, kind, name), put)
     seen: set[int] = set()
     while functions:
@@ -63,7 +68,9 @@ def outer_variables(model: nn.Module) -> list[Variable]:
             functions += _functions_in(value)
             if variable is not None:
                 found[key] = variable
-    return list(found.values())
+            if variable is not None and variable.is_read:
+                read.add(key)
+    return [variable._replace(is_read=key in read) for key, variable in found.items()]
 
 
 def _of_function(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Variable | None, Any]]:
@@ -74,14 +81,16 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[tuple[int, str]
             value = cell.cell_contents
         except ValueError:  # not set yet
             continue
-        variable = Variable(f"{name} in {label}", _getter(cell), functools.partial(setattr, cell, "cell_contents"))
+        put = functools.partial(setattr, cell, "cell_contents")
+        variable = Variable(f"{name} in {label}", _getter(cell), put, _reads(function.__code__, name))
         yield (id(cell), ""), variable if _holds_state(value) else None, value
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
         if name in function.__globals__:
             get = functools.partial(function.__globals__.get, name)
             put = functools.partial(function.__globals__.__setitem__, name)
-            variable = Variable(f"global {name} of {function.__module__}", get, put)
+            label = f"global {name} of {function.__module__}"
+            variable = Variable(label, get, put, _reads(function.__code__, name))
             yield (id(function.__globals__), name), variable if _holds_state(value) else None, value
     for name in ("__defaults__", "__kwdefaults__"):
         value = getattr(function, name)
@@ -99,6 +108,18 @@ def _names(code: types.CodeType) -> set[str]:
     """The names of a function's code and of the functions inside it."""
     inner = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
     return set(code.co_names).union(*inner)
+
+
+def _reads(code: types.CodeType, name: str) -> bool:
+    """Returns whether code does more with a variable than to append to it."""
+    steps = list(dis.get_instructions(code))
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        appends = following is not None and following.argval in ("append", "extend", "add")
+        if step.argval == name and step.opname in ("LOAD_DEREF", "LOAD_GLOBAL", "LOAD_CLASSDEREF") and not appends:
+            return True
+        if step.argval == name and step.opname.startswith("STORE"):
+            return True
+    return any(_reads(one, name) for one in code.co_consts if isinstance(one, types.CodeType))
 
 
 def _functions_in(value: Any) -> list[types.FunctionType]:

@@ -12,8 +12,7 @@ What is computed from a stand-in must not be used, whatever its value is: origin
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +22,12 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
-from pipefit.cutting.lasting import States, changed, facts, kept_buffers, lasting
+from pipefit.cutting.lasting import States, buffers_of, kept_outside
 from pipefit.cutting.shell import Payload, Shell
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
+from pipefit.stage.split import NamedLayer
 
 
 class Difference(NamedTuple):
@@ -62,96 +62,34 @@ class Reference(NamedTuple):
     reads: Mapping[tuple[str, str], Any]
 
 
-def other_batches(example: Any) -> Iterator[Any]:
-    """Batches of an example's kind with other data, the most different one first."""
-    generator = torch.Generator().manual_seed(0)
-
-    def made(leaf: Any, scale: float, permutes: bool) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-            return leaf
-        turned = leaf.detach().flip(0)
-        if leaf.is_floating_point() or leaf.is_complex():
-            turned = turned * scale
-        elif permutes:
-            order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
-            turned = turned.flatten()[order].view(leaf.shape)
-        return turned.requires_grad_(leaf.requires_grad)
-
-    for scale, permutes in ((20.0, True), (20.0, False), (1.0, False)):
-        yield pytree.tree_map(functools.partial(made, scale=scale, permutes=permutes), example)
-    yield example
-
-
-class _Whole:
-    """Runs of the whole model that follow its tensors."""
-
-    def __init__(self, model: nn.Module, parts: Anatomy, shell: Shell) -> None:
-        self.model, self.parts, self.shell = model, parts, shell
-        self.states = States(model)
-        self.channels = Channels(model, [module for modules in shell.carried for module in modules])
-        self.everywhere = [*shell.spine, *(inner for module in shell.shared for inner in module.modules())]
-
-    def run(self, batch: Any) -> Seen:
-        """The record of one forward, with the input of the loss as its output."""
-        args, kwargs = self.shell.arguments(batch)
-        seen = observe(self.model, self.parts, args, kwargs, torch.manual_seed, self.channels)
-        if self.channels.lasting is not None:
-            raise ModelError(f"{self.channels.lasting}: a forward must not depend on the one before")
-        return seen._replace(output=self.shell.result(seen.output))
-
-    def other_run(self, example: Any, first: Seen, buffers: Mapping[Any, Tensor]) -> tuple[Any, Seen]:
-        """Another batch on which the model runs, as if it were the first one that it sees."""
-        for batch in other_batches(example):
-            with self.states.used(self.states.fresh()), contextlib.suppress(Exception):
-                put_buffers(buffers)
-                seen = self.run(batch)
-                if _is_finite(seen) or not _is_finite(first):
-                    return batch, seen
-        if self.channels.lasting is not None:
-            raise ModelError(f"{self.channels.lasting}: a forward must not depend on the one before")
-        raise ModelError("its forward fails when it runs on its example again")
-
-    def facts(self) -> dict[str, Any]:
-        """What its attributes hold now."""
-        return facts(self.model, self.everywhere)
-
-
-def reference(model: nn.Module, parts: Anatomy, example: Any, shell: Shell) -> Reference:
+def reference(model: nn.Module, parts: Anatomy, batches: Sequence[Any], shell: Shell) -> Reference:
     """Runs the whole model on two batches.
 
     Args:
         model: stays as it is.
         parts: of the model.
-        example: a batch.
+        batches: the example, and another one.
         shell: of the model.
 
     Raises:
-        ModelError: a forward depends on earlier ones in other ways than by buffers of blocks.
+        ModelError: code that every stage runs changes a buffer with every forward.
     """
-    whole = _Whole(model, parts, shell)
-    with whole.states.used(whole.states.fresh()), kept_buffers(model, but=whole.everywhere) as restore:
-        with torch.no_grad():
-            first = whole.run(example)
-            left, between = whole.facts(), buffers_of(model)
-            batch, alone = whole.other_run(example, first, between)
-        with whole.channels.spying():
-            second = whole.run(batch)
-        sums = [sums_of_gradients(model, second.output)]
-        after, left_by_second = buffers_of(model), whole.facts()
-        if worst_difference(_tensors(alone), _tensors(second)) is not None:
-            found = changed(left, left_by_second) or "something that a forward leaves"
-            raise ModelError(f"its output depends on the batches before: {lasting(found)}")
-        restore()
-        again = whole.run(example)
-        found = changed(left, whole.facts())
-        if found is not None:
-            raise ModelError(lasting(found))
-        if worst_difference(_tensors(first), _tensors(again)) is not None:
-            raise ModelError("its output differs when it gets the same batch again")
-        sums.insert(0, sums_of_gradients(model, again.output))
-    runs = [seen._replace(output=pytree.tree_map_only(Tensor, Tensor.detach, seen.output)) for seen in (again, second)]
-    channels = list(whole.channels.found.values())
-    return Reference((example, batch), runs, sums, after, channels, whole.channels.reads)
+    states = States(model)
+    channels = Channels(model, [module for modules in shell.carried for module in modules])
+    runs, sums, after = [], [], []
+    with states.used(states.fresh()), channels.spying():
+        for batch in batches:
+            seen = observe(model, parts, *shell.arguments(batch), torch.manual_seed, channels)
+            seen = seen._replace(output=shell.result(seen.output))
+            sums.append(sums_of_gradients(model, seen.output))
+            runs.append(seen._replace(output=pytree.tree_map_only(Tensor, Tensor.detach, seen.output)))
+            after.append(buffers_of(model))
+    between = {*shell.spine, *(inner for module in shell.shared for inner in module.modules())}
+    everywhere = [key for key in after[0] if key[0] in between]
+    worst = worst_difference([after[1][key] for key in everywhere], [after[0][key] for key in everywhere])
+    if worst is not None:
+        raise ModelError(f"a buffer that its own code between the blocks writes changes at every forward by {worst}")
+    return Reference(batches, runs, sums, after[1], list(channels.found.values()), channels.reads)
 
 
 def _tensors(seen: Seen) -> list[Any]:
@@ -160,11 +98,6 @@ def _tensors(seen: Seen) -> list[Any]:
 
 def _leaves(output: Any) -> list[Any]:
     return leaves_of(output, "the output of the model")
-
-
-def _is_finite(seen: Seen) -> bool:
-    floating = [one for one in _tensors(seen) if isinstance(one, Tensor) and one.is_floating_point()]
-    return all(bool(one.isfinite().all()) for one in floating)
 
 
 def entries(shell: Shell, example: Any) -> tuple[list[tuple[list[Any], set[int]]], str]:
@@ -263,9 +196,7 @@ def _tracker_of(shell: Shell, number: int, payload: Any) -> Tracker:
     """Follows the tensors of a layer that are not there on its stage: stand-ins, and weights of other layers."""
     tracker = Tracker()
     own = {id(parameter) for module in own_modules(shell, number) for parameter in module._parameters.values()}
-    others = [parameter for parameter in shell.model.parameters() if id(parameter) not in own]
-    tracker.mark(others, Origin(0, -1, "", True))
-    tracker.forget([parameter for parameter in shell.model.parameters() if id(parameter) in own])
+    tracker.mark_weights({p: Origin(0, -1, "", id(p) not in own) for p in shell.model.parameters()})
     entered = {key for key, _ in storages_of(payload["values"])} if number else set()
 
     def read(origins: list[Origin], value: Any) -> Any:
@@ -324,8 +255,9 @@ def _difference_of_gradients(
     for payload, sums in zip(payloads, wanted, strict=True):
         try:
             got = sums_of_gradients(model, payload)
-        except RuntimeError as problem:
-            return f"its backward fails: {problem}"
+        except Exception as problem:
+            path, line = place_of(problem, model)
+            return f"its backward fails: {type(problem).__name__} in {path} ({line}): {problem}"
         worst = compared_sums(got, sums)
         if worst is not None:
             return worst
@@ -344,18 +276,6 @@ def _together(shell: Shell, states: States, whole: Reference) -> Difference | No
     if worst is None:
         return None
     return Difference(None, f"several layers together differ from the same ones one by one by {worst}")
-
-
-def buffers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """Copies of a model's buffers."""
-    every = ((module, name, one) for module in model.modules() for name, one in module._buffers.items())
-    return {(module, name): one.detach().clone() for module, name, one in every if one is not None}
-
-
-def put_buffers(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
-    """Gives modules copies of buffers."""
-    for (module, name), value in buffers.items():
-        module._buffers[name] = value.clone()
 
 
 def branches(model: nn.Module, parts: Anatomy, example: Any, shell: Shell, whole: Reference) -> list[Difference]:
@@ -403,3 +323,31 @@ def _other_values(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     return [0, value + 1000] if isinstance(value, int) else [-1e9, 1e9]
+
+
+def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> None:
+    """Refuses a sequence of layers of which one takes tensors or attributes of another that are not its input.
+
+    Args:
+        layers: in order; an error in their forwards is left to the run.
+        batch: the input of the first one.
+
+    Raises:
+        ModelError: two layers do; the message names them.
+    """
+    model = nn.ModuleList(layer.module for layer in layers)
+    states, channels = States(model), Channels(model)
+    channels.tracker.on_write = lambda storage: None
+    with kept_outside(model), states.used(states.fresh()), torch.no_grad(), channels.spying():
+        for _ in range(2):
+            with contextlib.suppress(Exception), channels.following(batch):
+                payload = batch
+                for number, layer in enumerate(layers):
+                    with channels.inside(layer.name, number, payload):
+                        payload = layer.module(payload)
+                        channels.hand(payload)
+    for channel in channels.found.values():
+        raise ModelError(
+            f"layer {channel.why}: layers run on other stages and for other micro-batches; return the value as part of "
+            "the output, or make one layer of both"
+        )

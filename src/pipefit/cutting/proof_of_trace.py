@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
-from pipefit.cutting.lasting import kept_buffers
-from pipefit.cutting.proof import other_batches
+from pipefit.cutting.lasting import kept_buffers, own_copy
 from pipefit.cutting.traced import Traced
 from pipefit.stage.payload import leaves_of
 
 
-def prove_trace(shell: Traced, model: nn.Module, example: Any) -> str | None:
+def prove_trace(shell: Traced, model: nn.Module, batches: Sequence[Any]) -> str | None:
     """Compares the layers of a trace with the whole model.
 
     The example shows outputs and buffers; a batch of other data shows gradients, too, and the other mode. So a constant
@@ -26,14 +24,14 @@ def prove_trace(shell: Traced, model: nn.Module, example: Any) -> str | None:
     Args:
         shell: its layers hold the model's own weights.
         model: the whole one.
-        example: a batch.
+        batches: the example, and another one.
 
     Returns:
         What differs; None: nothing does.
     """
     with kept_buffers(model) as restore, _kept_modes(model):
         pair = _Pair(shell, model, restore)
-        other = pair.other(example)
+        example, other = batches
         why = pair.outputs(example) or pair.gradients(other)
         if why is None and any(mode != shell.training and traces for (mode, *_), traces in shell.traces.items()):
             with pair.other_mode():
@@ -58,16 +56,6 @@ class _Pair:
         args, kwargs = self.shell.arguments(own_copy(batch))
         self.begin()
         return self.shell.result(self.model(*args, **kwargs))
-
-    def other(self, example: Any) -> Any:
-        """A batch of other data on which the model runs."""
-        with torch.no_grad():
-            own = _is_finite(self.whole(example))
-            for batch in other_batches(example):
-                with contextlib.suppress(Exception):
-                    if _is_finite(self.whole(batch)) or not own:
-                        return batch
-        return example
 
     def outputs(self, batch: Any) -> str | None:
         """What differs in the output or a buffer."""
@@ -121,13 +109,3 @@ def _kept_modes(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def own_copy(batch: Any) -> Any:
-    """A batch that a forward may write into."""
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), batch)
-
-
-def _is_finite(output: Any) -> bool:
-    leaves = leaves_of(output, "the output of the model")
-    return all(bool(leaf.isfinite().all()) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())

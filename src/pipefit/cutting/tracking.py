@@ -12,6 +12,7 @@ import contextlib
 import functools
 import linecache
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
@@ -62,7 +63,8 @@ class Tracker(TorchDispatchMode):
     """Follows tensors through operations.
 
     Attributes:
-        known: the origins of storages, with weak references, which keep their ids from being used again.
+        known: the origins of storages, with weak references, which keep their ids from being used again; a parameter
+            has its own, since several may be views of one storage.
         now: the origin of what is made now.
         on_use: called before an operation with the origins of its arguments by the ids of their storages.
         on_read: called as Python reads a tensor whose origin is known, with a place in the code; returns what is read.
@@ -74,6 +76,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.known: dict[int, tuple[Any, Origin]] = {}
+        self._weights: set[int] = set()
         self.now = Origin(0, 0, "", False)
         self.on_use: Callable[[dict[int, Origin]], None] = lambda origins: None
         self.on_read: Callable[[list[Origin], Any], Any] = lambda origins, value: value
@@ -94,7 +97,21 @@ class Tracker(TorchDispatchMode):
     def mark(self, tree: Any, origin: Origin) -> None:
         """Gives the tensors of a tree an origin."""
         for key, storage in storages_of(tree):
+            if key in self._weights:
+                continue
             self.known[key] = StorageWeakRef(storage) if isinstance(storage, UntypedStorage) else storage, origin
+
+    def mark_weights(self, origins: Mapping[nn.Parameter, Origin]) -> None:
+        """Gives parameters an origin, which their views have too unless parameters share the storage."""
+        times = Counter(one.untyped_storage()._cdata for one in origins)
+        self._weights = set(times)
+        for parameter, origin in origins.items():
+            storage = parameter.untyped_storage()
+            self.mark(parameter, origin)
+            if times[storage._cdata] == 1:
+                self.known[storage._cdata] = StorageWeakRef(storage), origin
+            else:
+                self.known.pop(storage._cdata, None)
 
     def forget(self, tree: Any) -> None:
         """Takes the origins of the tensors of a tree away: they are given."""
@@ -181,6 +198,18 @@ def place_in_code(model: nn.Module) -> tuple[str, str]:
     return _place(model, frames)
 
 
+def innermost(model: nn.Module) -> nn.Module:
+    """The module of a model whose forward runs now, of the user or of torch."""
+    known = {id(module): module for module in model.modules()}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found = known.get(id(frame.f_locals.get("self")))
+        if found is not None:
+            return found
+        frame = frame.f_back
+    return model
+
+
 def place_of(problem: BaseException, model: nn.Module) -> tuple[str, str]:
     """The path of the module of a model whose code raised an error, and the line, for people."""
     traceback, frames = problem.__traceback__, []
@@ -209,14 +238,16 @@ def _is_of_torch(frame: FrameType) -> bool:
 
 
 def storages_of(tree: Any) -> list[tuple[int, Any]]:
-    """The storages of the tensors of a tree, with ids; of a tensor without a storage itself."""
+    """The storages of the tensors of a tree, with ids; of a parameter, or a tensor without a storage, itself."""
     found: list[tuple[int, Any]] = []
     _gather_storages(tree, found)
     return found
 
 
 def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
-    if isinstance(tree, Tensor):
+    if isinstance(tree, nn.Parameter):
+        found.append((id(tree), tree))
+    elif isinstance(tree, Tensor):
         try:
             storage = tree.untyped_storage()
             found.append((storage._cdata, storage))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,6 +22,7 @@ from pipefit.draw.svg import svg
 from pipefit.ir.program import Header, Program
 from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
+from pipefit.spec.arguments import Amount, Number, checked
 from pipefit.timeline import Timeline
 
 _RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is certainly steady
@@ -118,6 +119,7 @@ class Drawing:
         return f'<div style="overflow-x:auto">{self.svg()}</div>'
 
 
+@checked()
 def draw(
     schedule: str | Schedule,
     num_stages: int,
@@ -133,12 +135,12 @@ def draw(
     replicas: Sequence[int] = (),
     stage_work: Sequence[float] = (),
     recompute: bool | Sequence[int] = False,
-    slots: int | None = None,
-    optim_slots: int = 1,
-    tier: str = "host",
-    prefetch: int | None = None,
+    slots: Number | None = None,
+    optim_slots: Amount = 1,
+    tier: Literal["host", "disk"] = "host",
+    prefetch: Amount | None = None,
     activations: bool = False,
-    step_on: str = "device",
+    step_on: Literal["device", "host"] = "device",
     keep: bool = False,
     copy: float = 2,
     **options: int,

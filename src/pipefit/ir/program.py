@@ -76,6 +76,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if not self.placement or any(not ranks or len(set(ranks)) != len(ranks) for ranks in self.placement):
             raise ScheduleError(f"placement: every stage needs distinct ranks, got {self.placement}")
         check_figures(self, ScheduleError, num_microbatches=1, num_steps=1)
+        if not self.schedule.isprintable():
+            raise ScheduleError(f"schedule: expected a name that prints, got {self.schedule!r}")
         if self.tensor < 1 or (self.pieces and self.tensor == 1):
             raise ScheduleError(
                 f"tensor: expected at least 1, and at least 2 where values travel in pieces; got {self.tensor}"

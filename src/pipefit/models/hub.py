@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from pipefit.models.examples import Example
 from pipefit.models.factory_options import literal, parse_text
 from pipefit.models.hub_folder import FolderWeights, weight_files
 from pipefit.runtime.malloc import trim
+from pipefit.spec.arguments import checked
 from pipefit.stage.materialise import lent_weights, materialise
 
 PREFIX = "transformers:"
@@ -67,6 +69,7 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     return found, _examples(found.shell.model)
 
 
+@checked()
 def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     """A model from a folder that `save_pretrained` wrote, cut into layers that have no weights yet.
 
@@ -179,6 +182,8 @@ def _empty(folder: Path, config: Any) -> nn.Module:
     try:
         with init_empty_weights(include_buffers=False):
             model: Any = _built(kind, config)
+        # Adapters name their base by this; a relative path would hold only in this working folder.
+        model.name_or_path = str(folder.resolve())
         model.tie_weights()
     except Exception as problem:
         raise ModelError(f"{folder}: {named} cannot be built: {type(problem).__name__}: {problem}") from problem
@@ -212,8 +217,9 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
             target_modules=target if target == "all-linear" else target.split("+"),
             task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
         )
-        # Adapters are made in memory, because no folder has them.
-        with lent_weights(model):
+        # Adapters are made in memory, because no folder has them. peft asks transformers 5 by an old name.
+        with lent_weights(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = get_peft_model(model, config)
     except ValueError as problem:
         raise ModelError(f"lora={settings}: {problem}") from problem

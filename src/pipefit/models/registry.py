@@ -21,7 +21,7 @@ from pipefit.models.factory_options import check_options, parse_text, signature_
 from pipefit.models.gpt import gpt
 from pipefit.models.hub import hub_parts, is_folder, is_hub
 from pipefit.models.mlp import mlp
-from pipefit.stage.split import named_layers
+from pipefit.stage.split import is_sequence, named_layers
 
 
 class BuiltIn(NamedTuple):
@@ -165,7 +165,7 @@ def _as_layers(model: object, example: Example | None, path: str) -> nn.Sequenti
     if isinstance(model, Cut):
         return model
     try:
-        if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+        if isinstance(model, nn.Module) and not is_sequence(model):
             if not any(True for _ in model.children()):
                 return chain([("model", model)])
             made = example and call_factory(lambda: example(3, 0), {}, f"{path}: its example")

@@ -67,6 +67,12 @@ def described(batch: Any) -> str:
     )
 
 
+def content_sum(tensor: Tensor, before: int = 0) -> int:
+    """The CRC-32 of the bytes of a tensor, after some others."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(content.numpy().data, before) if content.numel() else before
+
+
 def differences(found: Mapping[int, Mapping[str, Any]]) -> str:
     """The parts in which ranks differ, with the value of each rank; "": they are alike.
 

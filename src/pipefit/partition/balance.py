@@ -6,7 +6,7 @@ positions: the earliest first. `divide` also serves the planner, where stages di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -144,6 +144,11 @@ def divide(costs: Sequence[Array]) -> list[int] | None:
         return None
     squares = {key: np.where(cost <= worst * (1 + TIE), cost**2, np.inf) for key, cost in ready.items()}
     return _least_sum([squares[id(cost)] for cost in costs], worst**2)
+
+
+def least_maximum(costs: Iterable[Array]) -> float:
+    """The cost of the dearest stage of the best division; the arrays are those of `divide`, infinite for no layers."""
+    return float(_least(list(costs), np.maximum)[0][0])
 
 
 def allowed(cost: Array) -> Array:

@@ -99,6 +99,8 @@ def assemble(
         workers.append(Worker.create(rank, training, part, ties, device, spilling, mesh, shards))
         for index, stage in workers[-1].stages.items():
             stage.replay(str(plan.partition.stages[index].recompute), len(layers))
+            if len(plan.placement.ranks[index]) > 1:
+                stage.replicate()
     # Only a model that every process held whole can be given back to all of them.
     whole = session.is_distributed and not (mesh.region or plan.spill or is_meta(layers))
     if session.is_distributed:
@@ -128,7 +130,7 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
 
 
 def release_run(engine: Engine, layers: Sequence[NamedLayer], whole: Callable[[], dict[str, Tensor]]) -> None:
-    """Restores a model for the user: all its weights if they were there, own memory for them, own classes of modules.
+    """Restores a model for the user: all its weights if they were there, own memory for them.
 
     Args:
         engine: of the run.
@@ -142,8 +144,6 @@ def release_run(engine: Engine, layers: Sequence[NamedLayer], whole: Callable[[]
     for worker in engine.workers:
         if worker.spilling:
             worker.spilling.tier.close()
-        for stage in worker.stages.values():
-            stage.release()
         for store in worker.stores.values():
             store.release()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
-from pipefit.parallel.alike import CURE, described
+from pipefit.parallel.alike import CURE, content_sum, described
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import MicroBatch, Weigh, feed_of
 from pipefit.runtime.session import Session
@@ -102,9 +100,11 @@ def size_of(x: Any) -> tuple[int, int]:
 
 
 def _checksum(batch: Any) -> int:
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    parts = [leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() for leaf in leaves if leaf.numel()]
-    return functools.reduce(lambda sofar, part: zlib.crc32(part, sofar), parts, 0)
+    checksum = 0
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor):
+            checksum = content_sum(leaf, checksum)
+    return checksum
 
 
 class BatchStream:

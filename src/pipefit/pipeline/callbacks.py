@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import torch
+from msgspec import Meta
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipefit.checkpoint.commit import save
 from pipefit.checkpoint.manifest import candidates, step_of
+from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, PlanError
 from pipefit.pipeline.intervals import Interval
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.signals import Stop
+from pipefit.spec.arguments import Amount, Share, checked
 from pipefit.spec.options import Saves
 
 _EVENTS = ("step", "evaluation", "checkpoint", "end")
@@ -150,13 +153,14 @@ class Checkpoints:
         clock: returns seconds.
     """
 
+    @checked()
     def __init__(
         self,
-        pipe: Any,
+        pipe: Trained,
         folder: str | Path,
-        every: int | None = None,
-        keep: int | None = Saves.keep,
-        share: float = Saves.share,
+        every: Amount | None = None,
+        keep: Amount | None = Saves.keep,
+        share: Annotated[float, Meta(ge=0.001, le=1)] = Saves.share,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._pipe, self.folder, self._every, self._keep = pipe, Path(folder), every or 0, keep or None
@@ -219,26 +223,35 @@ class EarlyStopping:
         pipe: that is trained.
         patience: evaluations without a better loss after which training ends; 0: no limit.
         folder: keeps the best weights, which are restored from it at the end; None: they are not kept.
+
+    Attributes:
+        folder: of the best weights.
+        best_loss: the lowest held-out loss; infinite before the first evaluation.
+        best_step: weight updates before it; 0: there was no evaluation.
+        has_ended: whether the patience has ended the training.
     """
 
-    def __init__(self, pipe: Any, patience: int = 0, folder: str | Path | None = None) -> None:
-        self._pipe, self._patience, self._folder = pipe, patience, folder
-        self._best, self._since = math.inf, 0
+    @checked()
+    def __init__(self, pipe: Trained, patience: Amount = 0, folder: str | Path | None = None) -> None:
+        self._pipe, self._patience, self.folder = pipe, patience, folder
+        self.best_loss, self.best_step, self._since = math.inf, 0, 0
+        self.has_ended = False
 
     def evaluation(self, record: Record) -> Any:
         """Takes the loss of the current weights, which is the same on every rank."""
         assert record.held_out_loss is not None
         self._since += 1
-        if record.held_out_loss < self._best:
-            self._best, self._since = record.held_out_loss, 0
-            if self._folder is not None:
-                self._pipe.save(self._folder, keep=1, wait=False)
-        return STOP if 0 < self._patience <= self._since else None
+        if record.held_out_loss < self.best_loss:
+            self.best_loss, self.best_step, self._since = record.held_out_loss, record.step, 0
+            if self.folder is not None:
+                self._pipe.save(self.folder, keep=1, wait=False)
+        self.has_ended = 0 < self._patience <= self._since
+        return STOP if self.has_ended else None
 
     def end(self, record: Record) -> None:
         """Restores the best weights, unless the process must leave or the run has failed."""
-        if self._since and self._folder is not None and record.ended in ("done", "STOP"):
-            self._pipe.load(self._folder, weights_only=True)
+        if self._since and self.folder is not None and record.ended in ("done", "STOP"):
+            self._pipe.load(self.folder, weights_only=True)
 
 
 class EMA:
@@ -257,7 +270,8 @@ class EMA:
 
     every = 1
 
-    def __init__(self, pipe: Any, decay: float = 0.999) -> None:
+    @checked()
+    def __init__(self, pipe: Trained, decay: Share = 0.999) -> None:
         if not pipe.schedule.is_synchronous or any(worker.spilling for worker in pipe.workers):
             raise PlanError("EMA: expected a synchronous schedule and stages that stay on the device")
         stages = [owned for worker in pipe.workers for owned in worker.owned.values()]

@@ -11,7 +11,6 @@ import hashlib
 import platform
 import sys
 import types
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pipefit.parallel.alike import content_sum
 from pipefit.pipeline.resume import optimizer_facts
 from pipefit.profiling.workload import Workload
 from pipefit.spec import Plan
@@ -127,8 +127,8 @@ def _of_tensor(value: Tensor) -> str:
     if value.is_meta or value.layout != torch.strided or not value.numel():
         return form
     flat = value.detach().reshape(-1)
-    sample = flat[:: max(1, len(flat) // _SAMPLED)].cpu().contiguous()
-    return f"{form} with checksum {zlib.crc32(sample.view(torch.uint8).numpy()):08x}"
+    sample = flat[:: max(1, len(flat) // _SAMPLED)]
+    return f"{form} with checksum {content_sum(sample):08x}"
 
 
 def _is_setting(value: Any) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError
+from pipefit.spec.arguments import checked
 from pipefit.spec.files import write_atomically
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _reason(problem: Exception) -> str:
     return getattr(problem, "strerror", None) or str(problem)
 
 
+@checked()
 def json_log(path: str | Path) -> Logger:
     """A logger that writes a line of JSON for each step, and one for each evaluation."""
     place = Path(path)
@@ -122,6 +124,7 @@ def json_log(path: str | Path) -> Logger:
     return Logger(begin, place)
 
 
+@checked()
 def csv_log(path: str | Path) -> Logger:
     """A logger that writes a CSV table with a row for each step, and one for each evaluation.
 
@@ -182,6 +185,7 @@ def _rows(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
+@checked()
 def tensorboard_log(folder: str | Path) -> Logger:
     """A logger that writes event files of TensorBoard.
 
@@ -206,6 +210,7 @@ def tensorboard_log(folder: str | Path) -> Logger:
     return Logger(begin, place)
 
 
+@checked()
 def wandb_log(folder: str | Path, **settings: Any) -> Logger:
     """A logger that writes a run of Weights & Biases: offline, unless WANDB_MODE or `mode` is set.
 

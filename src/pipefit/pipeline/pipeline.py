@@ -36,7 +36,7 @@ from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
-from pipefit.runtime.calls import collective
+from pipefit.runtime.calls import among_ranks, collective
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import pair_of
 from pipefit.runtime.replicas import verify_replicas
@@ -44,6 +44,7 @@ from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
+from pipefit.spec.arguments import checked
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
 from pipefit.stage.device import usable_device
@@ -56,6 +57,7 @@ from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
 
+@checked("optimizer")
 class Pipeline:
     """Trains a model over a pipeline of ranks.
 
@@ -240,6 +242,7 @@ class Pipeline:
 
     # ---- training --------------------------------------------------------------------------------------------------
 
+    @among_ranks
     def step(self, x: Any, y: Any) -> float:
         """Trains on one batch and returns its mean loss, the same number on every rank.
 

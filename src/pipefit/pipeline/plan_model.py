@@ -21,6 +21,7 @@ from pipefit.profiling import profile_sizes
 from pipefit.runtime.microbatches import largest_part
 from pipefit.schedules import program_of
 from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.arguments import checked
 from pipefit.stage.split import named_layers
 
 
@@ -64,6 +65,7 @@ class Planned:
         return self.plan.save(path)
 
 
+@checked()
 def plan(
     model: nn.Module | Sequence[nn.Module] | Profile | str,
     *,

@@ -49,7 +49,7 @@ def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder:
         agree(session, attempt(lambda: _begin(folder, source) if is_first else None))
         if without_adapters(model) is not model:
             adapters = whole_state(pipe, [name for name, p in model.named_parameters() if p.requires_grad])
-            agree(session, attempt(lambda: model.save_pretrained(folder, state_dict=adapters) if is_first else None))
+            agree(session, attempt(lambda: _write_adapters(model, adapters, folder) if is_first else None))
             return
         files = agree(session, attempt(lambda: _write_stages(pipe, model, folder)))
         index = {name: file for of_rank in files for name, file in of_rank.items()}
@@ -65,6 +65,23 @@ def _begin(folder: Path, source: Path | None) -> None:
             for path in source.iterdir():
                 if path.is_file() and not any(path.match(pattern) for pattern in _NOT_COPIED):
                     shutil.copy(path, folder)
+
+
+def _write_adapters(model: Any, adapters: dict[str, Tensor], folder: Path) -> None:
+    """Writes adapters, and a model card in place of the one of their base, or of the empty one of peft."""
+    model.save_pretrained(folder, state_dict=adapters)
+    config = next(iter(model.peft_config.values()))
+    base, kind = config.base_model_name_or_path, str(config.peft_type.value)
+    facts = {name: getattr(config, name, None) for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}
+    lines = [f"- {name}: {_words(value)}" for name, value in facts.items() if value is not None]
+    head = ["---", f"base_model: {base}", "library_name: peft", "tags:", f"- {kind.lower()}", "- pipefit", "---", ""]
+    text = [f"# {kind} adapters", "", f"Adapters for `{base}`, trained with pipefit.", "", *lines]
+    with explaining(folder):
+        (folder / "README.md").write_text("\n".join([*head, *text]) + "\n", encoding="utf-8")
+
+
+def _words(value: Any) -> str:
+    return ", ".join(sorted(map(str, value))) if isinstance(value, set | list) else str(value)
 
 
 def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, str]:

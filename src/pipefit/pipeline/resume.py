@@ -18,6 +18,7 @@ from pipefit.parallel.alike import differences
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.session import Session, current
 from pipefit.spec import Plan
+from pipefit.spec.arguments import Amount, checked
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import Spilling, tier_name
 from pipefit.spill.tier_file import Commit, read_about, read_commits
@@ -155,7 +156,8 @@ def recorded_plan(folder: Path, rank: int) -> Plan:
         raise TierError(f"{folder}: the plan there cannot be read: {problem}; resume from a checkpoint") from None
 
 
-def committed_step(folder: str | Path, rank: int | None = None) -> int | None:
+@checked()
+def committed_step(folder: str | Path, rank: Amount | None = None) -> int | None:
     """The last committed step in a folder from which an interrupted run can resume; None: there is none.
 
     Args:

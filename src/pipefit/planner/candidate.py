@@ -97,11 +97,15 @@ def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[Co
     pieces to each other before its forward or backward.
     """
     if problem.cap is None:
-        cost = _costs(problem, config, partition)
-    else:
-        # Slots, and the place of the step, change nothing.
-        key = ("costs", config.layers, config.spill is not None and config.spill.activations)
-        cost = problem.once(key, lambda: _costs(problem, config, partition))
+        return problem.once(("costs", config, partition), lambda: _with_waits(problem, config, partition))
+    # Slots, and the place of the step, change nothing.
+    key = ("costs", config.layers, config.spill is not None and config.spill.activations)
+    cost = problem.once(key, lambda: _costs(problem, config, partition))
+    return cost, cost
+
+
+def _with_waits(problem: Problem, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
+    cost = _costs(problem, config, partition)
     pieces = problem.pieces(config.tensor)
     if pieces == 1 and not problem.blocking:
         return cost, cost

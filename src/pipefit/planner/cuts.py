@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, uniform
-from pipefit.partition.balance import Array, divide, layer_times, message_spans, spans
-from pipefit.planner.holdings import Holding, holdings_of
+from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
+from pipefit.planner.holdings import Holding, holdings_of, least_replayed
 from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition, StageSpec
 
@@ -57,14 +60,43 @@ def _divided(problem: Problem, config: Config, recomputed: set[int], within: Wit
         counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
     else:
         # The key holds only the settings that determine the cut: many candidates share one.
-        replays = config.inside, tuple(sorted(recomputed))
+        again = least_replayed(config)
+        replays = config.inside, tuple(sorted(stage for stage in recomputed if again[stage]))
         where = config.depth if config.partitioner == "links" else 0
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), replays, where)
         counts = problem.once(key, lambda: divide(_time_spans(problem, config, recomputed, slow)))
     return None if counts is None else Partition.from_counts(counts)
 
 
-def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: list[float]) -> list[Array]:
+def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
+    """Seconds per update of the busiest rank and of the way to its first stage and back, at least; 0: not known.
+
+    Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
+    """
+    m, is_looped = config.per_pipeline, config.schedule in ("interleaved", "breadth-first")
+    differ = len(set(speeds_of(problem.ranks(config.tensor)))) > 1
+    if differ or m == 1 or config.replicas or (config.chunks > 1 and not is_looped):
+        return 0.0
+    slow, by_time = problem.slowness_of(config), replace(config, partitioner="minmax")
+    work, plain = (_time_spans(problem, by_time, replayed, slow) for replayed in (recomputed, ()))
+    # Ranks that do not train are a part of the next update meanwhile, as all are without a flush.
+    is_filled = is_looped or config.schedule in ("1f1b", "gpipe")
+    is_filled = is_filled and problem.profile.layers[0].trained_bytes != 0
+    if config.chunks == 1:
+        way = plain[0][:1].T if is_filled else 0.0
+        # GPipe's ranks replay all forwards but one.
+        saved = plain[0] - work[0] if config.schedule == "gpipe" else 0.0
+        of_rank = {id(own): allowed(m * own + saved + way) for own in work}
+        return least_maximum([of_rank[id(own)] for own in work])
+    chosen = _divided(problem, config, recomputed, None)
+    assert chosen is not None
+    places = [(stage.layers[0], stage.layers[-1] + 1) for stage in chosen.stages]
+    each = [float(times[place]) for times, place in zip(work, places, strict=True)]
+    ways = [float(plain[0][0, start]) if is_filled else 0.0 for start, _ in places[: config.depth]]
+    return max(way_s + m * sum(each[rank :: config.depth]) for rank, way_s in enumerate(ways))
+
+
+def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], slow: list[float]) -> list[Array]:
     profile = problem.of(config)
 
     def make() -> tuple[Array, Array]:
@@ -79,9 +111,9 @@ def _time_spans(problem: Problem, config: Config, recomputed: set[int], slow: li
     kinds: dict[tuple[float, bool], Array] = {}
     links = _link_spans(problem, config) if config.partitioner == "links" else 0.0
     result = []
-    owner = positions(config)
+    owner, again = positions(config), least_replayed(config)
     for stage in range(config.num_stages):
-        kind = slow[owner[stage]], stage in recomputed
+        kind = slow[owner[stage]], stage in recomputed and again[stage] > 0
         if kind not in kinds:
             kinds[kind] = (replayed if kind[1] else whole) * kind[0] + links
         result.append(kinds[kind])

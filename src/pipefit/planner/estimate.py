@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from pipefit.errors import ScheduleError
 from pipefit.ir.op import Kind
+from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
-from pipefit.planner.closed_forms import estimate_s
-from pipefit.planner.cuts import Within, cut
-from pipefit.planner.holdings import holdings_of, least_holdings, peaks
+from pipefit.planner.cuts import Within, busiest_s, cut, least_bytes
+from pipefit.planner.holdings import Holding, holdings_of, least_holdings, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.schedules.registry import NO_HALVES
@@ -16,7 +18,7 @@ from pipefit.units import format_bytes
 
 
 def estimate(problem: Problem, config: Config) -> Estimate:
-    """Cuts the model for a candidate and counts time and memory."""
+    """Cuts the model for a candidate, counts its memory, and bounds its time."""
     if config.spill is not None:
         return estimate_spilled(problem, config)
     try:
@@ -25,15 +27,56 @@ def estimate(problem: Problem, config: Config) -> Estimate:
         return Estimate(config, None, why=str(refusal))
 
 
-def may_fit(problem: Problem, config: Config) -> bool:
-    """Returns False where what the ranks of a looped schedule hold at least does not fit: known without its program."""
-    if config.schedule not in ("interleaved", "breadth-first"):
-        return True
-    partition = cut(problem, config, set(range(config.num_stages)) if config.recompute == "stage" else set())
+def of_cut_s(problem: Problem, config: Config) -> float:
+    """Seconds per update that a candidate takes at least, by the times of its stages."""
+    return busiest_s(problem, config, _recomputed(config)) if config.depth > 1 else 0.0
+
+
+def bounded(problem: Problem, config: Config) -> Estimate:
+    """The candidate with its cut and its bound; its memory is not counted yet, unless it may change the cut."""
+    if _has_choice(config):
+        return estimate(problem, config)
+    partition = cut(problem, config, _recomputed(config))
     assert partition is not None
-    needed = peaks(least_holdings(config), costs_of(problem, config, partition)[1], _stages_of(config))
-    fits = all(need <= limit for need, limit in zip(needed, problem.memory_of(config), strict=True))
-    return fits or problem.profile.num_frozen(partition) > 0
+    return Estimate(config, partition, overflow=0.0, period_s=_least_s(problem, config, partition))
+
+
+def need_bytes(problem: Problem, config: Config) -> float:
+    """The least memory of each device in which a candidate fits; infinite where it is not possible at all."""
+    try:
+        if _is_refused(config):
+            return math.inf
+        recomputed = set(range(config.depth)) if config.recompute == "some" else _recomputed(config)
+        if _has_choice(config) and config.partitioner in ("minmax", "links"):
+            return least_bytes(problem, config)
+        partition = cut(problem, config, recomputed)
+        assert partition is not None
+        held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
+        return max(peaks(held, costs_of(problem, config, partition)[1], _stages_of(config)))
+    except ScheduleError:
+        return math.inf
+
+
+def _is_refused(config: Config) -> bool:
+    """Returns whether layers would be replayed in each half of a backward."""
+    if config.inside != "layer":
+        return False
+    return any(kind == Kind.HALF for held in holdings_of(config, ()) for kind, _ in held.keys)
+
+
+def _has_choice(config: Config) -> bool:
+    """Returns whether there are several cuts of a candidate, or sets of stages that replay, to fit its memory."""
+    free = config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.layers
+    return config.depth > 1 and (free or config.recompute == "some")
+
+
+def _recomputed(config: Config) -> set[int]:
+    return set(range(config.num_stages)) if config.recompute == "stage" else set()
+
+
+def _least_s(problem: Problem, config: Config, partition: Partition) -> float:
+    timing, _ = costs_of(problem, config, partition)
+    return problem.once(("least", config, partition), lambda: least_s(problem, config, partition, timing))
 
 
 def _stages_of(config: Config) -> list[tuple[int, ...]]:
@@ -44,9 +87,8 @@ def _stages_of(config: Config) -> list[tuple[int, ...]]:
 def _estimate(problem: Problem, config: Config) -> Estimate:
     """The first cut that fits; where none does, the last one that was made for time only."""
     limits = problem.memory_of(config)
-    every = set(range(config.num_stages))
-    recomputed = every if config.recompute == "stage" else set()
-    if config.inside == "layer" and any(kind == Kind.HALF for held in holdings_of(config, ()) for kind, _ in held.keys):
+    every, recomputed = set(range(config.num_stages)), _recomputed(config)
+    if _is_refused(config):
         return Estimate(config, None, why=f"recompute layer: {NO_HALVES}")
 
     def measured(recomputed: set[int]) -> Estimate:
@@ -63,7 +105,7 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
                 break
             recomputed = recomputed | short
             found = measured(recomputed)
-    if not found.fits and config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.layers:
+    if not found.fits and _has_choice(config):
         for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
             tight = cut(problem, config, again, Within(holdings_of(config, again), limits))
             if tight is not None:
@@ -78,12 +120,22 @@ def _measure(
     recomputed: set[int],
     limits: list[float],
 ) -> Estimate:
-    timing, sizes = costs_of(problem, config, partition)
-    held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
-    needed = peaks(held, sizes, _stages_of(config))
-    worst = max(range(len(needed)), key=lambda rank: needed[rank] / limits[rank])
-    overflow = needed[worst] / limits[worst]
+    sizes, frozen = costs_of(problem, config, partition)[1], problem.profile.num_frozen(partition)
+    stages_of = _stages_of(config)
+
+    def lacking(holdings: tuple[Holding, ...]) -> tuple[float, tuple[float, ...], int]:
+        needed = peaks(holdings, sizes, stages_of)
+        worst = max(range(len(needed)), key=lambda rank: needed[rank] / limits[rank])
+        return needed[worst] / limits[worst], needed, worst
+
+    is_looped = config.schedule in ("interleaved", "breadth-first") and config.chunks > 1 and not frozen
+    # What the ranks of a looped schedule hold at least is known without its program.
+    overflow, needed, worst = lacking(least_holdings(config)) if is_looped else (0.0, (), 0)
+    is_least = overflow > 1
+    if not is_least:
+        overflow, needed, worst = lacking(holdings_of(config, recomputed, frozen))
     where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"
-    why = f"{where} needs {format_bytes(needed[worst])} of {format_bytes(limits[worst])}" if overflow > 1 else ""
-    step_s = estimate_s(problem, config, partition, timing)
+    least = "at least " if is_least else ""
+    why = f"{where} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}" if overflow > 1 else ""
+    step_s = _least_s(problem, config, partition)
     return Estimate(config, partition, needed, overflow, step_s, step_s, why)

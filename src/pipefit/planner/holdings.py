@@ -90,6 +90,21 @@ def replayed(config: Config) -> tuple[float, ...]:
     return tuple(1 - once / of for once in _run_once(config.schedule, config.depth, counted, config.chunks))
 
 
+def least_replayed(config: Config) -> tuple[float, ...]:
+    """Of each stage at least so large a share of its forwards is replayed, if all keep only their input: no program.
+
+    One micro-batch is not replayed by every rank. Else the last stage replays none, unless all forwards come first;
+    GPipe's ranks run the last forward and its backward at once.
+    """
+    stages, m = config.num_stages, config.per_pipeline
+    if m == 1 or config.depth == 1 or config.schedule == "naive":
+        return (0.0,) * stages
+    if config.schedule == "gpipe":
+        return (1 - 1 / m,) * stages
+    last = 1.0 if config.schedule == "breadth-first" and config.chunks > 1 else 0.0
+    return (*(1.0,) * (stages - 1), last)
+
+
 @lru_cache(maxsize=8)
 def small_program(
     schedule: str,

@@ -196,7 +196,7 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
     listed = [each for each in listed if _is_even(problem.profile, each)]
     for smallest in sorted(set(map(shape, listed))):
         with suppress(InfeasibleError):
-            return search(problem, [each for each in listed if shape(each) == smallest], keep=6)
+            return search(problem, [each for each in listed if shape(each) == smallest])
     return search(problem, listed)
 
 

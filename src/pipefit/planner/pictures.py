@@ -56,7 +56,8 @@ def explore(
 ) -> tuple[Point, ...]:
     """Every configuration with its throughput and memory, whether it fits or not.
 
-    Arguments as for `plan`; choices are those of `pipefit.planner.methods.space_of`. Times are those of closed forms.
+    Arguments as for `plan`; choices are those of `pipefit.planner.methods.space_of`. Times
+    are lower bounds, near what is simulated.
     """
     problem = problem_of(profile, topology, global_batch, state_per_weight)
     if method == "pipedream":
@@ -85,7 +86,7 @@ def pareto(points: Sequence[Point]) -> list[Point]:
 
 
 def pareto_svg(points: Sequence[Point], title: str = "") -> str:
-    """Estimated throughput against memory per rank: points for the configurations that fit, and a line of the front."""
+    """Throughput, at best, against memory per rank: points for the configurations that fit, and a line of the front."""
     points = _fitting(points)
 
     def places(found: Sequence[Point]) -> list[tuple[float, float]]:
@@ -98,7 +99,7 @@ def pareto_svg(points: Sequence[Point], title: str = "") -> str:
         front=places(pareto(points)),
         title=title or "Throughput against memory",
         x_label="peak memory of a rank, GiB",
-        y_label="samples/s, estimated",
+        y_label="samples/s, at best",
     )
 
 
@@ -119,7 +120,7 @@ def depth_svg(points: Sequence[Point], title: str = "") -> str:
         series,
         title=title or "Throughput against depth",
         x_label="depth of the pipeline",
-        y_label="samples/s, estimated",
+        y_label="samples/s, at best",
         log_x=True,
     )
 

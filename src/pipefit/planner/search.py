@@ -1,73 +1,145 @@
-"""Search without a cap: bounds of all, estimates of the best of every family, simulations of the best few; reasons."""
+"""Search without a cap, the best first: every candidate waits with a lower bound, until the least one is exact.
+
+    candidate ── bound of any cut ──► cut, memory ── bound of the cut ──► simulated
+
+The candidate with the least bound is looked at more closely, and waits again with a better bound. Where the least one
+is simulated, no other can be faster. So the answer is the fastest of all candidates, of whatever list: fewer candidates
+never give a faster plan.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError
+from pipefit.planner.bounds import quick_bytes, quick_s
 from pipefit.planner.candidate import Estimate, plan_of
-from pipefit.planner.closed_forms import quick_bytes, quick_s
-from pipefit.planner.cuts import least_bytes
-from pipefit.planner.estimate import estimate, may_fit
+from pipefit.planner.estimate import bounded, estimate, need_bytes, of_cut_s
 from pipefit.planner.plan_figures import idle_share, sent_bytes
-from pipefit.planner.simulated import simulate_best
+from pipefit.planner.simulated import simulated, size_of
 from pipefit.planner.space import Config, Problem
 from pipefit.spec import Candidate, Partition, StageSpec
 from pipefit.units import format_bytes
 
-# Families whose bound is further behind the best estimate than this are estimated only if the simulation is slower.
-_HOPELESS = 1.3
-# Candidates whose estimate is further behind the best simulated one are not simulated.
+# Families whose best candidate is found for the table, the winner's included.
+_SHOWN = 6
+# Families that are further behind the winner are shown with their bounds.
 _CLOSE = 1.15
-# Forwards that all simulations together may take.
-_BUDGET = 40_000
-# With at most so many devices more candidates of every family are estimated, also those whose bound is a little behind.
-_SMALL = 64
-_SLACK = 1.1
+# Forwards that the simulations for the table may take.
+_BUDGET = 10_000
+_PLAIN = "data parallel"
+
+_NOTHING, _SIMULATION, _MEMORY, _CUT, _TIMES = range(5)
+"""What is missing next of a candidate: of equal bounds the most exact one comes first."""
 
 
 @dataclass
-class Family:
-    """Candidates that first compete with each other, with their bounds.
+class Frontier:
+    """Candidates with their lower bounds, and what is known of the families of which none fits.
 
     Attributes:
-        configs: all, the fastest first.
-        able: those that may fit.
-        frugal: the one that needs the least memory.
-        feasible: those that fit, estimated.
-        closest: where none fits, the one that lacks the least.
+        problem: that they solve.
+        waiting: a heap of bounds, what is missing (of equal bounds the most exact first), numbers, and candidates.
+        settled: families whose fastest candidate was found.
+        unfit: of each family the candidate that lacks the least memory, of those that were looked at.
+        spent: simulated forwards.
     """
 
-    configs: list[tuple[float, Config]] = field(default_factory=list)
-    able: list[tuple[float, Config]] = field(default_factory=list)
-    frugal: Config | None = None
-    feasible: list[Estimate] = field(default_factory=list)
-    closest: Estimate | None = None
+    problem: Problem
+    waiting: list[tuple[float, int, int, Config | Estimate]] = field(default_factory=list)
+    settled: set[str] = field(default_factory=set)
+    unfit: dict[str, Estimate] = field(default_factory=dict)
+    spent: int = 0
+    _seen: dict[tuple[Config, Partition], Config] = field(default_factory=dict)
+    _count: int = 0
 
-    def narrow(self, problem: Problem, limit: float) -> None:
-        """Finds the members that may fit so much memory, and the one that needs the least."""
-        if math.isinf(limit):
-            # Where memory is unlimited a replay saves nothing.
-            self.able = [item for item in self.configs if item[1].recompute == "none"] or self.configs
-            self.frugal = self.able[0][1]
+    def add(self, bound_s: float, missing: int, candidate: Config | Estimate) -> None:
+        """Puts a candidate among those that wait, with the number of the step that comes next."""
+        self._count += 1
+        heappush(self.waiting, (_rounded(bound_s), missing, self._count, candidate))
+
+    def next(self, limit_s: float = math.inf, most: float = math.inf) -> Estimate | None:
+        """The fastest candidate of a family that is not settled yet.
+
+        Args:
+            limit_s: None is returned where all are slower.
+            most: None is returned where more forwards than these would have to be simulated.
+        """
+        while self.waiting and self.waiting[0][0] <= limit_s:
+            bound_s, missing, _, candidate = self.waiting[0]
+            config = candidate if isinstance(candidate, Config) else candidate.config
+            if missing == _SIMULATION and self.spent + size_of(config) > most:
+                return None
+            heappop(self.waiting)
+            if config.family in self.settled:
+                continue
+            if missing == _TIMES:
+                self.add(max(bound_s, of_cut_s(self.problem, config)), _CUT, config)
+            elif missing == _CUT:
+                self._take(bounded(self.problem, config))
+            elif missing == _MEMORY:
+                self._take(estimate(self.problem, config))
+            elif isinstance(candidate, Estimate) and missing == _SIMULATION:
+                self._simulate(candidate)
+            elif isinstance(candidate, Estimate):
+                self.settled.add(config.family)
+                return candidate
+        return None
+
+    def bounds(self) -> dict[str, tuple[float, Config | Estimate]]:
+        """Of each family that is not settled the least bound, and the candidate that has it."""
+        least: dict[str, tuple[float, Config | Estimate]] = {}
+        for bound_s, _, _, candidate in sorted(self.waiting, key=lambda item: item[:3]):
+            config = candidate if isinstance(candidate, Config) else candidate.config
+            if config.family not in self.settled:
+                least.setdefault(config.family, (bound_s, candidate))
+        return least
+
+    def _take(self, found: Estimate) -> None:
+        """Puts a candidate with its cut among those that wait, unless it does not fit, or another one is the same."""
+        if not found.fits or found.partition is None:
+            self.lacks(found)
             return
-        # If even the most frugal one does not fit, none does, and its figures are the reason. Of equal bounds that of
-        # the smallest micro-batch is the closest.
-        self.frugal = min((config for _, config in self.configs), key=partial(_frugality, problem))
-        self.able = [item for item in self.configs if quick_bytes(problem, item[1]) <= limit]
-        if not self.able:
-            need = quick_bytes(problem, self.frugal)
-            self.closest = Estimate(self.frugal, None, (need,), why=_lacks(need, limit))
+        # Another partitioner, or replays where needed, may lead to the same stages.
+        key = replace(found.config, partitioner="", recompute=""), found.partition
+        same = self._seen.setdefault(key, found.config)
+        if same == found.config:
+            self.add(found.period_s, _SIMULATION if found.peak_bytes else _MEMORY, found)
+
+    def _simulate(self, estimated: Estimate) -> None:
+        key = ("simulated", estimated.config, estimated.partition)
+        found = self.problem.once(key, partial(simulated, self.problem, estimated))
+        if found is not None:
+            self.spent += found.size
+            self.add(found.period_s, _NOTHING, found)
+
+    def lacks(self, found: Estimate) -> None:
+        """Notes a candidate that does not fit."""
+        other = self.unfit.get(found.config.family)
+        if other is None or _lacking(found) < _lacking(other):
+            self.unfit[found.config.family] = found
+
+
+def _rounded(seconds: float) -> float:
+    """Seconds without their last digits: sums in another order differ in these."""
+    return float(f"{seconds:.11g}")
+
+
+def _lacking(found: Estimate) -> tuple[bool, float, float]:
+    """Candidates with a cut first, then by the memory that they lack."""
+    return found.partition is None, found.overflow, max(found.peak_bytes, default=math.inf)
 
 
 class SearchResult(NamedTuple):
     """The result of a search.
 
     Attributes:
-        outcomes: all that fit, the fastest first.
+        outcomes: of each family whose fastest candidate was found, that one; the fastest first.
         candidates: a line for every family.
         resident_s: where stages are spilled, seconds per update of devices that hold the whole model.
     """
@@ -82,116 +154,77 @@ class SearchResult(NamedTuple):
         return self.outcomes[0]
 
 
-def search(problem: Problem, listed: list[Config], keep: int | None = None) -> SearchResult:
-    """The best of the listed candidates.
+def search(problem: Problem, listed: list[Config]) -> SearchResult:
+    """The fastest of the listed candidates.
 
     Raises:
         InfeasibleError: none fits.
     """
-    families: dict[str, Family] = {}
+    # Data parallelism is what others are compared with, so whether it fits, and its time, must be known.
+    plain, frontier = (_frontier(problem, listed, is_plain) for is_plain in (True, False))
+    best = plain.next()
+    if best is not None:
+        frontier.add(best.period_s, _NOTHING, best)
+    winner = frontier.next()
+    if winner is None:
+        raise InfeasibleError(_nothing_fits(problem, listed, [*frontier.unfit.values(), *plain.unfit.values()]))
+    outcomes = [winner]
+    most = frontier.spent + _BUDGET
+    while len(outcomes) < _SHOWN and (found := frontier.next(_CLOSE * winner.period_s, most)) is not None:
+        outcomes.append(found)
+    if best is not None and best not in outcomes:
+        outcomes.append(best)
+        frontier.settled.add(_PLAIN)
+    frontier.unfit |= plain.unfit
+    return SearchResult(tuple(outcomes), tuple(_candidates(frontier, listed, outcomes)))
+
+
+def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool) -> Frontier:
+    """The candidates of plain data parallelism, or all others, with their bounds; without those that cannot fit."""
+    frontier, limit = Frontier(problem), _most_memory(problem)
     for config in listed:
-        families.setdefault(config.family, Family()).configs.append((quick_s(problem, config), config))
-    for family in families.values():
-        family.configs.sort()
-        family.narrow(problem, _most_memory(problem))
-    small = problem.topology.num_devices <= _SMALL
-    behind, tries, slack = (_HOPELESS, 40, _SLACK) if small else (_CLOSE, 10, 1.0)
-    waiting = sorted(families.values(), key=lambda each: each.able[:1] or each.configs[:1])
-    best_s, done, rest = math.inf, list[Estimate](), list[Estimate]()
-    # Where the best one takes longer than it was estimated, those far behind the estimate may be faster.
-    while ahead := [family for family in waiting if family.able and family.able[0][0] < best_s]:
-        for family in ahead:
-            # Data parallelism is what others are compared with, so whether it fits must be known.
-            if family.able[0][0] <= behind * best_s or family.configs[0][1].family == "data parallel":
-                waiting.remove(family)
-                _estimate_best(problem, family, best_s, keep or (3 if small else 2), tries, slack)
-                best_s = min([best_s, *(estimated.period_s for estimated in family.feasible)])
-        fitting = sorted((each for family in families.values() for each in family.feasible), key=_speed)
-        done, rest = simulate_best(problem, fitting, _CLOSE, _BUDGET, least=2)
-        best_s = min((each.period_s for each in done), default=best_s)
-    if not done and not rest:
-        raise InfeasibleError(_nothing_fits(problem, list(families.values())))
-    outcomes = (*sorted(done, key=_speed), *rest)
-    return SearchResult(outcomes, _candidates(problem, families, outcomes))
+        if (config.family == _PLAIN) != is_plain:
+            continue
+        need = quick_bytes(problem, config) if math.isfinite(limit) else 0.0
+        if need <= limit:
+            frontier.add(quick_s(problem, config), _TIMES, config)
+        else:
+            frontier.lacks(Estimate(config, None, (need,), why=_lacks(need, limit)))
+    return frontier
 
 
 def some_fit(problem: Problem, listed: list[Config]) -> bool:
-    """Returns whether any candidate fits, by those of each family that need the least memory."""
-    frugal: dict[str, Config] = {}
-    for config in sorted(listed, key=partial(_frugality, problem)):
-        if quick_bytes(problem, config) <= _most_memory(problem):
-            frugal.setdefault(config.family, config)
-    return any(estimate(problem, config).fits for config in frugal.values())
+    """Returns whether any candidate fits."""
+    able = (config for config in listed if quick_bytes(problem, config) <= _most_memory(problem))
+    return any(estimate(problem, config).fits for config in sorted(able, key=partial(_frugality, problem)))
 
 
 def _frugality(problem: Problem, config: Config) -> tuple[float, int, Config]:
     return quick_bytes(problem, config, at_least=False), config.microbatch_size, config
 
 
-def _speed(estimated: Estimate) -> tuple[float, Config]:
-    return estimated.period_s, estimated.config
-
-
-def _estimate_best(problem: Problem, family: Family, best_s: float, keep: int, tries: int, slack: float) -> None:
-    """Estimates the members of a family, fastest first, until enough fit and the others' bounds are slower."""
-    first, tried = None, 0
-    assert family.frugal is not None
-    for quick, config in family.able:
-        own_s = min((estimated.period_s for estimated in family.feasible), default=math.inf)
-        # Only a family that may win needs more than its fastest member.
-        enough = len(family.feasible) >= (keep if own_s <= _CLOSE * best_s else 1)
-        if quick > (slack if enough else _HOPELESS) * own_s or tried >= tries:
-            break
-        may = may_fit(problem, config)
-        tried += may
-        estimated = estimate(problem, config) if may else Estimate(config, None)
-        if not estimated.fits and first is None:
-            first = family.closest = estimate(problem, family.frugal)
-            if not first.fits:
-                return
-        if estimated.fits and not any(_alike(estimated, other) for other in family.feasible):
-            family.feasible.append(estimated)
-        elif family.closest and estimated.partition and 1 < estimated.overflow < family.closest.overflow:
-            family.closest = estimated
-    if first and not family.feasible:
-        family.feasible.append(first)
-    family.feasible.sort(key=_speed)
-
-
 def _most_memory(problem: Problem) -> float:
     return max(device.memory_bytes for device in problem.topology.devices or (problem.topology.device,))
-
-
-def _alike(a: Estimate, b: Estimate) -> bool:
-    """Returns whether two candidates have the same cut and differ only in the partitioner that found it."""
-    configs = [replace(each.config, partitioner="", recompute="") for each in (a, b)]
-    return configs[0] == configs[1] and a.partition == b.partition
 
 
 # ----------------------------------------------------------------------------------------------------- why others lost
 
 
-def _candidates(problem: Problem, families: dict[str, Family], outcomes: tuple[Estimate, ...]) -> tuple[Candidate, ...]:
-    best = outcomes[0]
-    lines = [compared(problem, best, best)]
-    # All simulated ones, then the best of every other family, then the families of which nothing fits.
-    listed = {best.config.family}
-    for each in outcomes[1:]:
-        if each.size or each.config.family not in listed:
-            listed.add(each.config.family)
-            lines.append(compared(problem, each, best))
-    for name in sorted(set(families) - listed):
-        family = families[name]
-        if family.closest is None:
-            quick, config = family.able[0]
-            rate, slower = problem.global_batch / quick, 1 - best.period_s / quick
-            why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
-            lines.append(Candidate(config.summary, name, quick, rate, None, why, "at best", slower))
-        else:
-            lines.append(_unfit(problem, family.closest))
-    if "data parallel" not in families:
-        lines += _too_large_for_one(problem, best.config.microbatch_size)
-    return tuple(lines)
+def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Estimate]) -> Iterator[Candidate]:
+    """The fastest of each family that was settled; then the bounds of the others, and the families that do not fit."""
+    problem, best = frontier.problem, outcomes[0]
+    for each in outcomes:
+        yield compared(problem, each, best)
+    waiting = frontier.bounds()
+    for bound_s, candidate in waiting.values():
+        config = candidate if isinstance(candidate, Config) else candidate.config
+        rate, slower = problem.global_batch / bound_s, 1 - best.period_s / bound_s
+        why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
+        yield Candidate(config.summary, config.family, bound_s, rate, None, why, "at best", slower)
+    for name in sorted(frontier.unfit.keys() - frontier.settled - waiting.keys()):
+        yield _unfit(problem, frontier.unfit[name])
+    if all(config.family != _PLAIN for config in listed):
+        yield from _too_large_for_one(problem, best.config.microbatch_size)
 
 
 def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
@@ -240,38 +273,29 @@ def _unfit(problem: Problem, closest: Estimate) -> Candidate:
     return Candidate(config.summary, config.family, None, None, peak, closest.why, sent_bytes=sent)
 
 
-def _nothing_fits(problem: Problem, families: list[Family]) -> str:
+def _nothing_fits(problem: Problem, listed: list[Config], closest: list[Estimate]) -> str:
     """The missing memory, and the least memory that would help."""
-    least, cheapest = math.inf, ""
-    closest = [family.closest for family in families if family.closest is not None]
-    for index, each in sorted(enumerate(closest), key=lambda item: _bound(item[1])):
-        if _bound(each) >= least:
-            continue
-        if _bound(each):
-            # It was ruled out by a lower bound. Its real need might be the least.
-            closest[index] = estimate(problem, each.config)
-        need = _true_need(problem, closest[index])
-        if need < least:
-            least, cheapest = need, closest[index].config.summary
     lines = [f"  {each.config.summary}: {each.why}" for each in closest]
     text = "\n".join([f"{problem.profile.model} fits no plan on {problem.topology.num_devices} devices:", *lines])
-    if cheapest:
+    least, config = _cheapest(problem, listed)
+    if config is not None:
         # A little more: four digits are shown, and a plan with them should be found.
-        text += f"\nthe cheapest change: devices with {format_bytes(least * 1.0005)} of memory ({cheapest})"
-    smallest = min(config.microbatch_size for family in families for _, config in family.configs)
+        text += f"\nthe cheapest change: devices with {format_bytes(least * 1.0005)} of memory ({config.summary})"
+    smallest = min(config.microbatch_size for config in listed)
     if smallest > 1:
         text += f"; or smaller micro-batches than {smallest}, if the profile has their times"
     return text
 
 
-def _bound(estimated: Estimate) -> float:
-    """The lower bound of a candidate's bytes, where only that is known; else 0."""
-    return 0.0 if estimated.partition else max(estimated.peak_bytes, default=0.0)
-
-
-def _true_need(problem: Problem, estimated: Estimate) -> float:
-    """The memory with which a candidate fits; infinite where it is not possible at all."""
-    config, need = estimated.config, max(estimated.peak_bytes, default=math.inf)
-    if config.chunks == 1 and config.partitioner in ("minmax", "links") and not config.replicas:
-        need = min(need, least_bytes(problem, config))
-    return need
+def _cheapest(problem: Problem, listed: list[Config]) -> tuple[float, Config | None]:
+    """The least memory in which a candidate fits, and that candidate; the best first, as in the search by seconds."""
+    # The replicas of a stage depend on the memory, so what they need with more of it is not known.
+    free = [config for config in listed if not config.layers]
+    least, cheapest = math.inf, None
+    for bound, config in sorted((quick_bytes(problem, config), config) for config in free):
+        if bound >= least:
+            break
+        need = need_bytes(problem, config)
+        if need < least:
+            least, cheapest = need, config
+    return least, cheapest

@@ -17,8 +17,8 @@ import msgspec
 
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
+from pipefit.planner.bounds import crowded, reduction_of
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
-from pipefit.planner.closed_forms import reduction_of
 from pipefit.planner.holdings import filling, small_program
 from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
@@ -46,7 +46,7 @@ def simulate_best(
     rest: list[Estimate] = []
     spent = tried = 0
     for each in ranked:
-        ahead = _size_of(each.config) if problem.cap is None else 0
+        ahead = size_of(each.config) if problem.cap is None else 0
         best_s = min((found.period_s for found in done), default=float("inf"))
         found = None
         is_close = round(each.period_s, 9) <= round(close * best_s, 9) if done else tried < 2 * least
@@ -74,10 +74,12 @@ def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
             # The costs already include the split of messages and the gathers.
             step_s, period_s = update_s(msgspec.structs.replace(plan, scatter_gather=False), timing)
         else:
-            step_s = period_s = _extrapolated(config, plan, timing)
+            step_s = period_s = max(_extrapolated(config, plan, timing), estimated.period_s)
     except ScheduleError:
         return None
-    return replace(estimated, step_s=step_s, period_s=period_s, size=_size_of(config))
+    # Few updates, or an extrapolation, may not show yet what binds when many follow each other.
+    period_s = max(period_s, estimated.period_s)
+    return replace(estimated, step_s=step_s, period_s=period_s, size=size_of(config))
 
 
 def _updates(config: Config) -> int:
@@ -88,8 +90,8 @@ def _is_small(config: Config) -> bool:
     return config.num_microbatches * config.num_stages * _updates(config) <= 2 * _WHOLE
 
 
-def _size_of(config: Config) -> int:
-    """Forwards that are simulated for a candidate."""
+def size_of(config: Config) -> int:
+    """Returns the number of forwards that are simulated for a candidate."""
     if _is_small(config):
         return config.num_microbatches * config.num_stages * _updates(config)
     return sum(_counts(config)) * config.num_stages * (_updates(config) - 1)
@@ -117,24 +119,12 @@ def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
     """Seconds of one update in isolation, and from update to update."""
     if find(plan.schedule).is_synchronous:
         # Ranks issue in order, so the first of two passes takes the same time as in isolation.
-        twice = simulate(program_of(plan), timing, repeats=2, steps_only=True, contention=_crowded(timing))
+        twice = simulate(program_of(plan), timing, repeats=2, steps_only=True, contention=crowded(timing))
         first, second = twice.step_ends_s
         return float(first - twice.start_s), float(second - first)
     steps = max(4, -(-2 * len(plan.placement.ranks) // plan.num_microbatches))
-    steady = simulate(program_of(plan, num_steps=steps), timing, steps_only=True, contention=_crowded(timing))
+    steady = simulate(program_of(plan, num_steps=steps), timing, steps_only=True, contention=crowded(timing))
     return float(steady.makespan_s) / steps, float(steady.period_s)
-
-
-def _crowded(cost: CostModel) -> bool:
-    """Returns whether a message may be on a link when the next one is sent: then messages must queue there.
-
-    Between two messages on a link a rank works on a stage at least once. Where that takes longer than any message,
-    queues change nothing, and the simulator is faster without them.
-    """
-    backward = [a + b for a, b in zip(cost.backward_input_s, cost.backward_weight_s, strict=True) if a + b]
-    work_s = min([*cost.forward_s, *backward])
-    bandwidth, latency = cost.link(0, cost.topology.num_devices - 1 if cost.topology else 0)
-    return latency + max((*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0)) / bandwidth > work_s
 
 
 def _counts(config: Config) -> tuple[int, int]:
@@ -166,7 +156,7 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
 
     def time_s(count: int) -> float:
         program = small_program(config.schedule, config.depth, count, config.chunks, recompute, (), plan.frozen)
-        timeline = simulate(program, one_copy, steps_only=True, contention=_crowded(one_copy))
+        timeline = simulate(program, one_copy, steps_only=True, contention=crowded(one_copy))
         return float(timeline.makespan_s if is_synchronous else timeline.period_s)
 
     few, many = _counts(config)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,10 +19,8 @@ from pipefit.runtime.collectives import agree, attempt, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
-from pipefit.stage.batchnorm import adopt, averages_of
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.materialise import is_meta
-from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import replaced_forwards
 
 _REPEATS, _LIMIT_S = 9, 5.0
@@ -61,8 +58,7 @@ def agreed_profile(
         optimizer=work.optimizer,
         clips=work.clips,
     )
-    compiled = replaced_forwards(compiled_forwards(work.layers, work.compiler))
-    with _as_trained(work.layers), compiled:
+    with replaced_forwards(compiled_forwards(work.layers, work.compiler)):
         return agreed(session, measure)
 
 
@@ -87,15 +83,3 @@ def agreed(session: Session, measure: Callable[[], Profile]) -> Profile:
         meet(session)
         found = agree(session, attempt(lambda: msgspec.to_builtins(measure())))
     return msgspec.convert(found[0], Profile)
-
-
-@contextmanager
-def _as_trained(layers: Sequence[NamedLayer]) -> Iterator[None]:
-    """The context in which batch norms gather statistics as in a stage; no update follows."""
-    modules = [module for layer in layers for module in layer.module.modules()]
-    adopted = adopt(module for module in modules if averages_of(module) is None)
-    try:
-        yield
-    finally:
-        for averages in adopted:
-            averages.release()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +15,8 @@ from pipefit.spec.topology import Device
 
 _COPIED_BYTES = 64 * 2**20
 _KERNELS = 100
+_FREE_CORES = 0.5
+"""Mean number of idle cores at which programs do not slow each other down."""
 
 
 def measure_device(
@@ -57,6 +62,48 @@ def measure_device(
         efficiency=1.0,
         kernel_s=kernels_s / _KERNELS,
     )
+
+
+class CpuUse(NamedTuple):
+    """Seconds of the machine's cores since it started, and of this process.
+
+    Attributes:
+        busy_s: of all cores, in any process.
+        idle_s: of all cores.
+        own_s: of this process.
+        at_s: time of the reading.
+    """
+
+    busy_s: float
+    idle_s: float
+    own_s: float
+    at_s: float
+
+    @classmethod
+    def now(cls) -> CpuUse | None:
+        """The use of the machine until now; None: the system does not say."""
+        try:
+            with Path("/proc/stat").open(encoding="ascii") as file:
+                ticks = [int(word) for word in file.readline().split()[1:9]]
+        except (OSError, ValueError):
+            return None
+        per_second = os.sysconf("SC_CLK_TCK")
+        idle = ticks[3] + ticks[4]
+        return cls((sum(ticks) - idle) / per_second, idle / per_second, time.process_time(), time.monotonic())
+
+
+def cores_of_others(before: CpuUse, after: CpuUse, own_s: float) -> float:
+    """Mean number of cores that other programs took, between two readings; 0 where a core was free for them.
+
+    Args:
+        before: the first reading.
+        after: the second one.
+        own_s: seconds of cores that the run itself took meanwhile, in all its processes.
+    """
+    busy, idle, wall = after.busy_s - before.busy_s, after.idle_s - before.idle_s, after.at_s - before.at_s
+    if wall <= 0 or idle >= _FREE_CORES * wall:
+        return 0.0
+    return max(busy - own_s, 0.0) / wall
 
 
 def _memory_bytes(device: torch.device) -> float:

@@ -22,7 +22,6 @@ from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
-from pipefit.stage.batchnorm import averages_of
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
 
@@ -102,12 +101,10 @@ def profile_layers(
         whole_s, call_s = 0.0, 0.0
         if optimizer:
             weights = list({id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}.values())
-            modules = [module for layer in chain for module in layer.module.modules()]
-            norms = [averages for module in modules if (averages := averages_of(module)) is not None]
             steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
-            whole_s = steps_s(weights, optimizer, norms=norms)
+            whole_s = steps_s(weights, optimizer)
             # The step of each stage takes a fixed time, even with few weights.
-            call_s = min(steps_s(sorted(weights, key=torch.numel)[:1], optimizer, norms=norms[:1]), whole_s)
+            call_s = min(steps_s(sorted(weights, key=torch.numel)[:1], optimizer), whole_s)
         where = _description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
     measured = [_layer(index, one, turns) for index, one in enumerate(found)]

@@ -9,8 +9,6 @@ from torch import nn
 
 from pipefit.parallel.weights import WeightStore
 from pipefit.profiling.clock import Clock, median_of
-from pipefit.stage import batchnorm
-from pipefit.stage.batchnorm import RunningAverages
 from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.training import MakeOptimizer
 
@@ -25,7 +23,6 @@ def step_seconds(
     *,
     clips: bool = False,
     before: Callable[[], object] | None = None,
-    norms: Sequence[RunningAverages] = (),
 ) -> float:
     """Measures steps as a stage makes them, on copies of the weights; their gradients are consumed.
 
@@ -37,10 +34,9 @@ def step_seconds(
         clips: whether a step takes the norm of the gradients and scales them.
         before: called before each step, with all other work of a training step, so that the processor's caches are as
             in training.
-        norms: batch norms whose running averages change with the step.
 
     Returns:
-        The median seconds of a step: assigning gradients, batch norms, clipping, the optimizer, freeing gradients.
+        The median seconds of a step: assigning gradients, clipping, the optimizer, freeing gradients.
     """
     if not weights:
         return 0.0
@@ -58,7 +54,6 @@ def step_seconds(
             before()
         start = clock.mark()
         store.begin_step(0, in_place=True)
-        batchnorm.commit(norms, 0)
         if clips:
             nn.utils.clip_grad_norm_(store.masters, 1.0)
         stepper.step()

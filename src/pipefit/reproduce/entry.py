@@ -1,20 +1,18 @@
-"""An entry: a figure, table or number of a lecture, its values to compare, and the calls that make them."""
+"""An entry: a figure, table or number of a lecture, its values to compare, and its pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipefit.errors import InfeasibleError
 
 if TYPE_CHECKING:
-    from pipefit.reproduce.steps import Draw, Step
+    from pipefit.reproduce.steps import Step
 
 Scalar = float | str | bool
 Kind = Literal["drawn", "computed", "measured", "cited"]
-
 Sort = Literal["formula", "number", "choice", "trend"]
 
 KINDS: Mapping[Kind, str] = {
@@ -41,7 +39,7 @@ class Bench:
     """Runs steps, each once, and records their commands.
 
     Attributes:
-        commands: of the steps since the record was cleared.
+        commands: the commands of the steps since the record was cleared.
     """
 
     def __init__(self) -> None:
@@ -61,13 +59,9 @@ class Bench:
             raise self._done[step]
         return self._done[step]
 
-    def fits(self, step: Step) -> bool:
-        """Returns whether a plan is feasible."""
-        try:
-            self(step)
-        except InfeasibleError:
-            return False
-        return True
+
+Make = Callable[[Bench], Scalar]
+"""A way to make a value; it raises `InfeasibleError` where no plan fits."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +69,18 @@ class Value:
     """A value that is made again.
 
     Attributes:
-        name: what it is.
+        name: its name, unique in the entry.
+        make: computes ours; nothing in it reads a published value.
         published: None: the lecture shows it without a number.
         unit: "%": both are fractions; else it follows the number.
         within: largest |ours / published − 1| that counts as agreement; 0: all printed digits.
         why: named cause of a difference.
-        source: of the published value, where it is not that of the entry.
-        sort: of the published value; None: nothing is published.
+        source: source of the published value, where it is not that of the entry.
+        sort: sort of the published value; None: nothing is published.
     """
 
     name: str
+    make: Make
     published: Scalar | None = None
     unit: str = ""
     within: float = 0.0
@@ -109,7 +105,7 @@ class Picture:
     """A picture, and its content as text.
 
     Attributes:
-        title: of the picture.
+        title: its title.
         svg: makes it.
         text: a grid, or a table of the points.
     """
@@ -119,35 +115,20 @@ class Picture:
     text: str
 
 
-class Made:
-    """How an entry is made again; nothing here reads a published value.
-
-    Attributes:
-        values: compute ours, in the order of the entry's values.
-        pictures: draw.
-    """
-
-    def __init__(self, values: Sequence[Callable[[Bench], Scalar]] = (), *pictures: Callable[[Bench], Picture]) -> None:
-        self.values, self.pictures = values, pictures
-
-
-_NOT_MADE = Made()
-
-
 @dataclass(frozen=True)
 class Entry:
     """A figure, table or number of a lecture.
 
     Attributes:
         name: for `pipefit reproduce NAME`.
-        topic: of the slide.
+        topic: topic of the slide.
         line: its content in one line.
         kind: how it is made again.
-        source: of its published values.
-        values: to compare.
+        source: source of its published values.
+        values: values to compare.
+        pictures: functions that draw.
         note: what to know about the comparison; of a cited entry, the reason why it is not run.
         like: name of an earlier entry that this one repeats; "": none.
-        made: how it is made again.
     """
 
     name: str
@@ -156,78 +137,9 @@ class Entry:
     kind: Kind
     source: str
     values: tuple[Value, ...] = ()
+    pictures: tuple[Callable[[Bench], Picture], ...] = ()
     note: str = ""
     like: str = ""
-    made: Made = _NOT_MADE
-
-
-def drawn(step: Draw, title: str = "", **options: Any) -> Callable[[Bench], Picture]:
-    """The picture of a schedule; options as for `pipefit.draw.svg`."""
-
-    def make(run: Bench) -> Picture:
-        drawing = run(step)
-        svg = partial(drawing.svg, **options, **({"title": title} if title else {}))
-        return Picture(title or step.command, svg, drawing.grid(width=120, color=False))
-
-    return make
-
-
-def figure(step: Draw, name: str, of: Callable[[Any], Any] = lambda found: found) -> Callable[[Bench], Any]:
-    """A figure of a schedule by its name in `pipefit draw --json`; of figures of every rank, one, such as the max."""
-    return lambda run: of(run(step).metrics[name])
-
-
-def each(value: Callable[[Bench, Any], Scalar], over: Iterable[Any]) -> list[Callable[[Bench], Scalar]]:
-    """The value of an entry at each of several points."""
-    return [lambda run, x=x: value(run, x) for x in over]
-
-
-def curves(
-    title: str,
-    x_label: str,
-    y_label: str,
-    over: Sequence[float | str],
-    lines: Mapping[str, Callable[[Bench, Any], float]],
-    published: Mapping[str, Sequence[float | None]] | None = None,
-    courses: Mapping[str, Callable[[Bench], list[tuple[Any, float]]]] | None = None,
-    **options: Any,
-) -> Callable[[Bench], Picture]:
-    """A chart of functions of x; points without a feasible plan are left out.
-
-    Args:
-        title: of the chart.
-        x_label: under the axis.
-        y_label: next to it.
-        over: the values of x.
-        lines: a function of bench and x for each line.
-        published: for each published line its y at every x; None: there is none.
-        courses: further lines, each with points of its own.
-        options: as for `pipefit.draw.chart`.
-    """
-    from pipefit.draw.chart import chart
-    from pipefit.units import columns
-
-    def make(run: Bench) -> Picture:
-        series: dict[str, list[tuple[Any, float]]] = {name: [] for name in lines}
-        for name, line in lines.items():
-            for x in over:
-                try:
-                    series[name].append((x, float(line(run, x))))
-                except InfeasibleError:
-                    continue
-        for name, ys in (published or {}).items():
-            series[f"{name}, published"] = [(x, y) for x, y in zip(over, ys, strict=True) if y is not None]
-        series |= {name: course(run) for name, course in (courses or {}).items()}
-        series = {name: points for name, points in series.items() if points}
-        rows = [[x_label, *series]]
-        for x in over or sorted({x for points in series.values() for x, _ in points}):
-            rows.append(
-                [shown(x), *(shown(dict(points)[x]) if x in dict(points) else "" for points in series.values())]
-            )
-        svg = partial(chart, series, title=title, x_label=x_label, y_label=y_label, **options)
-        return Picture(title, svg, "\n".join([f"{title} ({y_label})", *columns(rows, right=True)]))
-
-    return make
 
 
 def shown(value: Scalar | None, unit: str = "") -> str:
@@ -242,5 +154,7 @@ def shown(value: Scalar | None, unit: str = "") -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return value
-    number = f"{100 * value:.1f}" if unit == "%" else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if unit == "%":
+        return f"{100 * value:.1f} %"
+    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{number} {unit}".strip()

@@ -1,69 +1,84 @@
-"""The lectures by their subjects, with their entries: records in `entries/`, and how modules make them again."""
+"""The lectures by their subjects, with their entries: the records in `entries/`."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from fractions import Fraction
 from importlib.resources import files
 from typing import Any
 
 from pipefit.errors import PipefitError, look_up
-from pipefit.reproduce import (
-    challenges,
-    clusters,
-    easy_scaling,
-    evaluation,
-    limited_hardware,
-    measured,
-    pipedream_gpipe,
-    questions,
-    three_dimensions,
-)
-from pipefit.reproduce.entry import MOST_WITHIN, Entry, Made, Value, sort_of
+from pipefit.reproduce.charts import picture_of
+from pipefit.reproduce.entry import MOST_WITHIN, Entry, Value, sort_of
+from pipefit.reproduce.ours import make_of
+from pipefit.reproduce.record_parts import Record, number_of, without
 
-_MODULES = (
-    pipedream_gpipe, clusters, measured, questions, limited_hardware, challenges, easy_scaling, three_dimensions,
-    evaluation,
-)  # fmt: skip
-_MADE = {name: made for module in _MODULES for name, made in module.MADE.items()}
+Decks = Mapping[str, tuple[Entry, ...]]
 
 
-def _read() -> dict[str, tuple[Entry, ...]]:
-    """The records of all lectures; one that is `like` another has its content and is made as that one."""
-    folder = files("pipefit.reproduce").joinpath("entries")
-    texts = [each.read_text(encoding="utf-8") for each in sorted(folder.iterdir(), key=lambda each: each.name)]
-    decks, known = {}, {}
-    for data in map(tomllib.loads, texts):
-        for record in data["entries"]:
-            known[record["name"]] = known.get(record.get("like"), {}) | record
-        decks[data["deck"]] = tuple(_entry(known[record["name"]]) for record in data["entries"])
+def read_lectures(texts: list[str]) -> Decks:
+    """The lectures of some files; an entry that is `like` another has its content.
+
+    Args:
+        texts: the files, each with its deck, its entries and templates of calls.
+
+    Raises:
+        PipefitError: a mistake in a record; the message names entry and value.
+    """
+    lectures = [tomllib.loads(text) for text in texts]
+    calls: dict[str, Any] = {}
+    for lecture in lectures:
+        calls |= lecture.get("calls", {})
+    decks: dict[str, tuple[Entry, ...]] = {}
+    known: dict[str, Record] = {}
+    for lecture in lectures:
+        found = []
+        for record in lecture["entries"]:
+            like = known.get(record.get("like"), {})
+            known[record["name"]] = {**like, **record}
+            found.append(_entry(known[record["name"]], calls))
+        decks[lecture["deck"]] = tuple(found)
     return decks
 
 
-def _entry(record: Mapping[str, Any]) -> Entry:
-    """An entry of a record, whose `why` is that of every value without its own."""
-    values = tuple(_value(record, value) for value in record.get("values", ()))
-    content = {name: text for name, text in record.items() if name not in ("values", "why")}
-    return Entry(**content, values=values, made=_MADE.get(record.get("like", record["name"]), Made()))
+def _entry(record: Record, calls: Record) -> Entry:
+    values: dict[str, Value] = {}
+    for each in record.get("values", ()):
+        value = _value(record, each, calls)
+        if value.name in values:
+            raise PipefitError(f"{record['name']}: two values are called {value.name!r}; give each a name of its own")
+        values[value.name] = value
+    made = tuple(values.values())
+    pictures = [picture_of(each, made, calls) for each in record.get("pictures", ())]
+    content = without(record, ("values", "pictures", "why"))
+    return Entry(**content, values=made, pictures=tuple(pictures))
 
 
-def _value(entry: Mapping[str, Any], record: Mapping[str, Any]) -> Value:
-    published, within = _number(record.get("published")), record.get("within", 0.0)
+def _value(entry: Record, record: Record, calls: Record) -> Value:
+    """A value of a record, whose `why` is that of its entry if it has none of its own."""
+    where = f"{entry['name']}: {record['name']}"
+    within = record.get("within", 0.0)
     if within > MOST_WITHIN:
-        raise PipefitError(
-            f"{entry['name']}: {record['name']}: within: expected at most {MOST_WITHIN}, got {within}; make it a trend"
-        )
-    sort = sort_of(published, within, entry["kind"])
-    return Value(**{"why": entry.get("why", "")} | record | {"published": published, "sort": sort})
+        raise PipefitError(f"{where}: within: expected at most {MOST_WITHIN}, got {within}; make it a trend")
+    if "ours" not in record:
+        raise PipefitError(f"{where}: expected `ours`, the way to make it (pipefit.reproduce.ours)")
+    try:
+        make = make_of(record["ours"], calls)
+    except PipefitError as problem:
+        raise PipefitError(f"{where}: ours: {problem}") from None
+    content = {"why": entry.get("why", "")} | without(record, ("ours",))
+    content["published"] = number_of(record.get("published"))
+    content["sort"] = sort_of(content["published"], within, entry["kind"])
+    return Value(make=make, **content)
 
 
-def _number(text: Any) -> Any:
-    """A value of a record: "3/7" is a number too."""
-    return float(Fraction(text)) if isinstance(text, str) and "/" in text else text
+def _packaged() -> list[str]:
+    folder = files("pipefit.reproduce").joinpath("entries")
+    paths = sorted(folder.iterdir(), key=lambda path: path.name)
+    return [path.read_text(encoding="utf-8") for path in paths]
 
 
-DECKS: Mapping[str, tuple[Entry, ...]] = _read()
+DECKS: Decks = read_lectures(_packaged())
 """Every lecture by its subject, in their order."""
 
 ENTRIES: Mapping[str, Entry] = {entry.name: entry for entries in DECKS.values() for entry in entries}
@@ -72,7 +87,10 @@ ENTRIES: Mapping[str, Entry] = {entry.name: entry for entries in DECKS.values() 
 
 def deck_of(entry: Entry) -> str:
     """The subject of an entry's lecture; "" for an entry of none."""
-    return next((deck for deck, entries in DECKS.items() if entry in entries), "")
+    for deck, entries in DECKS.items():
+        if entry in entries:
+            return deck
+    return ""
 
 
 def find_entry(name: str) -> Entry:

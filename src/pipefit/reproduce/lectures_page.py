@@ -7,8 +7,8 @@ from importlib.resources import files
 
 from pipefit.draw.chart import MISSING
 from pipefit.reproduce.entry import KINDS, SORTS
-from pipefit.reproduce.lectures import DECKS
-from pipefit.reproduce.outcome import Outcome, picture_svg, row_of, tally
+from pipefit.reproduce.lectures import DECKS, ENTRIES
+from pipefit.reproduce.outcome import Compared, Outcome, picture_svg, row_of, tally
 
 
 def lectures_page(outcomes: Sequence[Outcome]) -> str:
@@ -21,19 +21,30 @@ def lectures_page(outcomes: Sequence[Outcome]) -> str:
 
     template = files("pipefit.reproduce").joinpath("lectures.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    content = {"kinds": KINDS, "sorts": SORTS, "row": row_of, "svg": picture_svg, "missing": MISSING}
+    content["tally"] = tally(outcomes)
+    content["decks"] = _by_deck(outcomes)
+    content["differing"] = _differing(outcomes)
+    made = {outcome.entry.name for outcome in outcomes}
+    content["left_out"] = [entry for entry in ENTRIES.values() if entry.name not in made]
+    return environment.from_string(template).render(content)
+
+
+def _by_deck(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """The outcomes of each deck, without decks that have none."""
     by_name = {outcome.entry.name: outcome for outcome in outcomes}
-    decks = {
-        deck: [by_name[entry.name] for entry in entries if entry.name in by_name] for deck, entries in DECKS.items()
-    }
-    every = [(outcome, each) for outcome in outcomes if not outcome.entry.like for each in outcome.values]
-    return environment.from_string(template).render(
-        decks={deck: found for deck, found in decks.items() if found},
-        kinds=KINDS,
-        sorts=SORTS,
-        tally=tally(outcomes),
-        differing=[(outcome, each) for outcome, each in every if each.agrees is False],
-        left_out=[e for entries in DECKS.values() for e in entries if e.name not in by_name],
-        row=row_of,
-        svg=picture_svg,
-        missing=MISSING,
-    )
+    decks: dict[str, list[Outcome]] = {}
+    for deck, entries in DECKS.items():
+        found = [by_name[entry.name] for entry in entries if entry.name in by_name]
+        if found:
+            decks[deck] = found
+    return decks
+
+
+def _differing(outcomes: Sequence[Outcome]) -> list[tuple[Outcome, Compared]]:
+    """Every value that differs, with its outcome, but not where an entry repeats another."""
+    found = []
+    for outcome in outcomes:
+        if not outcome.entry.like:
+            found += [(outcome, each) for each in outcome.values if each.agrees is False]
+    return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from pipefit.reproduce.entry import Bench, Made, curves
+from pipefit.errors import InfeasibleError
+from pipefit.reproduce.entry import Bench
 from pipefit.reproduce.steps import Verb
 
 _STUDY = """format = "pipefit.study/1"
@@ -27,8 +29,12 @@ shards = 4
 lr = [1e-2, 3e-3, 1e-3, 3e-4]
 """
 
-WAYS = {"synchronous": "1f1b", "PipeDream": "pipedream", "data parallelism": "data-parallel"}
-MODELS = {"digits": ("mlp", "layers=4,width=1024", 40, 0.5), "text": ("gpt", "layers=2,hidden=128,context=64", 40, 3.3)}
+MODELS: Mapping[str, tuple[str, str, float]] = {
+    "digits": ("mlp", "layers=4,width=1024", 0.5),
+    "text": ("gpt", "layers=2,hidden=128,context=64", 3.3),
+}
+"""Model, options and target loss for each of the data."""
+
 _EVERY = 10
 
 
@@ -45,17 +51,28 @@ def study_file() -> str:
     return str(path)
 
 
-def _trained(data: str, way: str) -> Verb:
-    model, options, steps, _ = MODELS[data]
+def _trained(data: str, schedule: str) -> Verb:
+    model, options, _ = MODELS[data]
     return Verb(
-        "train", model=model, option=options, data=data, ranks=2, schedule=WAYS[way], microbatches=4, batch=32,
-        steps=steps, evaluate_every=_EVERY, warmup=0, lr=1e-3, output=str(folder() / f"{data}-{WAYS[way]}"),
-    )  # fmt: skip
+        "train",
+        model=model,
+        option=options,
+        data=data,
+        ranks=2,
+        schedule=schedule,
+        microbatches=4,
+        batch=32,
+        steps=40,
+        evaluate_every=_EVERY,
+        warmup=0,
+        lr=1e-3,
+        output=str(folder() / f"{data}-{schedule}"),
+    )
 
 
-def _course(run: Bench, data: str, way: str) -> list[tuple[float, float]]:
+def course(run: Bench, data: str, schedule: str) -> list[tuple[float, float]]:
     """Seconds of training and held-out loss at each evaluation."""
-    step = _trained(data, way)
+    step = _trained(data, schedule)
     run(step)
     text = (Path(step.options["output"]) / "metrics.jsonl").read_text(encoding="utf-8")
     entries: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
@@ -63,31 +80,32 @@ def _course(run: Bench, data: str, way: str) -> list[tuple[float, float]]:
     return [(seconds[entry["step"]], entry["held_out_loss"]) for entry in entries if "held_out_loss" in entry]
 
 
-def _time_to(run: Bench, data: str, way: str) -> float:
-    """Seconds to the target loss, or infinity."""
-    target = MODELS[data][-1]
-    return next((seconds for seconds, loss in _course(run, data, way) if loss <= target), float("inf"))
+def time_to(run: Bench, data: str, schedules: Sequence[str]) -> float:
+    """Seconds to the target loss under the fastest of some schedules, or infinity."""
+    _, _, target = MODELS[data]
+    found = [inf]
+    for schedule in schedules:
+        found += [seconds for seconds, loss in course(run, data, schedule) if loss <= target]
+    return min(found)
 
 
-MADE: Mapping[str, Made] = {
-    "accuracy-over-time": Made(
-        (
-            *(lambda run, data=data, way=way: _time_to(run, data, way) for data in MODELS for way in WAYS),
-            lambda run: (
-                min(_time_to(run, "digits", way) for way in ("PipeDream", "synchronous"))
-                < _time_to(run, "digits", "data parallelism")
-            ),
-        ),
-        *(
-            curves(
-                f"Held-out loss on {data}, every {_EVERY} updates",
-                "seconds",
-                "nats",
-                (),
-                {},
-                courses={way: lambda run, data=data, way=way: _course(run, data, way) for way in WAYS},
-            )
-            for data in MODELS
-        ),
-    ),
-}
+_COMPARED = Verb(
+    "compare",
+    model="gpt",
+    option="layers=4,hidden=256,context=64",
+    ranks=2,
+    batch=32,
+    microbatches=(1, 2, 4, 8),
+    strategies="accumulate,naive,gpipe",
+    steps=4,
+    repeats=2,
+    limit=10,
+)
+
+
+def measured_rate(run: Bench, strategy: str, microbatches: int) -> float:
+    """Measured samples per second of a small Transformer."""
+    for row in run(_COMPARED)["rows"]:
+        if row["strategy"] == strategy and row["num_microbatches"] == microbatches:
+            return float(row["samples_per_s"])
+    raise InfeasibleError(f"{strategy} with {microbatches} micro-batches was not measured")

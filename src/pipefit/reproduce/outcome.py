@@ -11,7 +11,7 @@ from typing import Any
 
 from pipefit.draw.chart import can_plot
 from pipefit.errors import InfeasibleError, PipefitError
-from pipefit.reproduce.entry import KINDS, SORTS, Bench, Entry, Picture, Scalar, Sort, Value, shown
+from pipefit.reproduce.entry import KINDS, SORTS, Bench, Entry, Make, Picture, Scalar, Sort, Value, shown
 from pipefit.reproduce.lectures import deck_of
 from pipefit.spec.files import write_atomically
 from pipefit.units import columns
@@ -33,7 +33,7 @@ class Compared:
     def ratio(self) -> float | None:
         """Ours over the published one; None where these are not two numbers."""
         ours, published = self.ours, self.value.published
-        if isinstance(ours, bool | str) or isinstance(published, bool | str) or not published:
+        if not _is_number(ours) or not _is_number(published) or not published:
             return None
         return float(ours) / float(published)
 
@@ -55,9 +55,20 @@ class Compared:
     def as_dict(self) -> dict[str, Any]:
         """As JSON data."""
         value = self.value
-        data = {"name": value.name, "published": value.published, "ours": self.ours, "ratio": self.ratio}
-        data["sort"] = value.sort
-        return data | {"agrees": self.agrees, "unit": value.unit, "why": value.why if self.agrees is False else ""}
+        return {
+            "name": value.name,
+            "published": value.published,
+            "ours": self.ours,
+            "ratio": self.ratio,
+            "sort": value.sort,
+            "agrees": self.agrees,
+            "unit": value.unit,
+            "why": value.why if self.agrees is False else "",
+        }
+
+
+def _is_number(value: Scalar | None) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -80,21 +91,27 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON data."""
-        same = {name: getattr(self.entry, name) for name in ("name", "topic", "line", "kind", "source", "note", "like")}
-        values = [each.as_dict() for each in self.values]
-        return {"deck": deck_of(self.entry), **same, "values": values, "commands": self.commands}
+        data: dict[str, Any] = {"deck": deck_of(self.entry)}
+        for name in ("name", "topic", "line", "kind", "source", "note", "like"):
+            data[name] = getattr(self.entry, name)
+        data["values"] = [each.as_dict() for each in self.values]
+        data["commands"] = self.commands
+        return data
 
     @property
     def text(self) -> str:
         """For people."""
         entry = self.entry
-        lines = [f"{deck_of(entry)}: {entry.topic}", entry.line, f"({entry.kind}: {KINDS[entry.kind]})", ""]
+        lines = [f"{deck_of(entry)}: {entry.topic}", entry.line]
+        lines += [f"({entry.kind}: {KINDS[entry.kind]})", ""]
         if self.values:
-            rows = [["", "published", "ours", "ratio", ""], *(row_of(each) for each in self.values)]
-            lines += [*columns(rows), ""]
+            rows = [row_of(each) for each in self.values]
+            lines += [*columns([HEADER, *rows]), ""]
         for each in self.values:
-            lines += [f"{each.value.name}: {each.value.why}"] if each.agrees is False else []
-        lines += [entry.note] * bool(entry.note)
+            if each.agrees is False:
+                lines.append(f"{each.value.name}: {each.value.why}")
+        if entry.note:
+            lines.append(entry.note)
         for picture in self.pictures:
             lines += ["", picture.text.rstrip()]
         lines += ["", f"source: {entry.source}", *self.commands]
@@ -106,9 +123,12 @@ class Outcome:
         Raises:
             PipefitError: a chart, and matplotlib is not installed.
         """
-        ends = ["", *(f"-{number}" for number in range(2, len(self.pictures) + 1))]
-        each = zip(ends, self.pictures, strict=False)
-        return [write_atomically(folder / f"{self.entry.name}{end}.svg", picture.svg()) for end, picture in each]
+        written = []
+        for number, picture in enumerate(self.pictures, 1):
+            end = f"-{number}" if number > 1 else ""
+            path = folder / f"{self.entry.name}{end}.svg"
+            written.append(write_atomically(path, picture.svg()))
+        return written
 
 
 @dataclass(frozen=True)
@@ -116,10 +136,10 @@ class Tally:
     """How many values agree, by their sort.
 
     Attributes:
-        agreeing: of each sort.
-        judged: of each sort, that have a published value.
-        shown: without a published value.
-        repeated: in entries that repeat another; they are counted once.
+        agreeing: the number of each sort that agree.
+        judged: the number of each sort.
+        shown: the number of values without a published one.
+        repeated: the number of values in entries that repeat another, which are not counted again.
     """
 
     agreeing: Mapping[Sort, int]
@@ -130,38 +150,48 @@ class Tally:
     @property
     def text(self) -> str:
         """In one sentence for each."""
-        counts = ", ".join(f"{self.agreeing[sort]} of {self.judged[sort]} {sort}s" for sort in SORTS)
-        return f"{counts} agree; {self.shown} values have no published one; {self.repeated} repeat others"
+        counts = [f"{self.agreeing[sort]} of {self.judged[sort]} {sort}s" for sort in SORTS]
+        others = f"{self.shown} values have no published one; {self.repeated} repeat others"
+        return f"{', '.join(counts)} agree; {others}"
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON data."""
-        sorts = {sort: {"agree": self.agreeing[sort], "of": self.judged[sort]} for sort in SORTS}
-        return {**sorts, "without_published": self.shown, "repeated": self.repeated}
+        data: dict[str, Any] = {"without_published": self.shown, "repeated": self.repeated}
+        for sort in SORTS:
+            data[sort] = {"agree": self.agreeing[sort], "of": self.judged[sort]}
+        return data
 
 
 def tally(outcomes: Iterable[Outcome]) -> Tally:
     """Counts the values of entries, those of repeating entries apart."""
     agreeing: Counter[Sort] = Counter()
     judged: Counter[Sort] = Counter()
-    shown = repeated = 0
+    unpublished = 0
+    repeated = 0
     for outcome in outcomes:
         if outcome.entry.like:
             repeated += len(outcome.values)
             continue
         for each in outcome.values:
             if each.value.sort is None:
-                shown += 1
+                unpublished += 1
                 continue
             judged[each.value.sort] += 1
             agreeing[each.value.sort] += each.agrees is True
-    return Tally(agreeing, judged, shown, repeated)
+    return Tally(agreeing, judged, unpublished, repeated)
+
+
+HEADER = ["", "published", "ours", "ratio", ""]
+"""Names of the columns of `row_of`."""
 
 
 def row_of(each: Compared) -> list[str]:
     """Name, published, ours, ratio and verdict in words."""
-    value, ratio = each.value, each.ratio
-    cells = [shown(value.published, value.unit), shown(each.ours, value.unit)]
-    return [value.name, *cells, f"{ratio:.2f}" if ratio is not None else "", each.verdict]
+    value = each.value
+    published = shown(value.published, value.unit)
+    ours = shown(each.ours, value.unit)
+    ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+    return [value.name, published, ours, ratio, each.verdict]
 
 
 def run_entry(entry: Entry, bench: Bench | None = None) -> Outcome:
@@ -175,30 +205,33 @@ def run_entry(entry: Entry, bench: Bench | None = None) -> Outcome:
         PipefitError: a step failed; the message names it.
     """
     bench = bench or Bench()
-    bench.commands, began = [], time.perf_counter()
-    both = zip(entry.values, entry.made.values, strict=True)
-    values = tuple(Compared(value, _ours(make, bench)) for value, make in both)
-    pictures = tuple(make(bench) for make in entry.made.pictures)
-    return Outcome(entry, values, pictures, tuple(bench.commands), time.perf_counter() - began)
+    bench.commands = []
+    began = time.perf_counter()
+    values = [Compared(value, _ours(value.make, bench)) for value in entry.values]
+    pictures = [make(bench) for make in entry.pictures]
+    seconds = time.perf_counter() - began
+    return Outcome(entry, tuple(values), tuple(pictures), tuple(bench.commands), seconds)
 
 
-def _ours(make: Callable[[Bench], Scalar], bench: Bench) -> Scalar:
+def _ours(make: Make, bench: Bench) -> Scalar:
     try:
         return make(bench)
     except InfeasibleError:
         return "does not fit"
 
 
-def run_all(entries: Iterable[Entry], say: Callable[[str], None] = lambda line: None) -> list[Outcome]:
+def run_all(entries: Iterable[Entry], say: Callable[[str], None] | None = None) -> list[Outcome]:
     """Makes entries again, with common steps only once.
 
     Args:
         entries: to run.
         say: is given the name of each entry before it runs.
     """
-    bench, found = Bench(), []
+    bench = Bench()
+    found = []
     for entry in entries:
-        say(entry.name)
+        if say is not None:
+            say(entry.name)
         found.append(run_entry(entry, bench))
     return found
 

@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from pipefit.reproduce.clusters import ROOM
-from pipefit.reproduce.entry import Bench, Made, drawn, figure
+from pipefit.reproduce.entry import Bench
 from pipefit.reproduce.measured import folder
-from pipefit.reproduce.predicted import rate
-from pipefit.reproduce.steps import Draw, Planned, Python
-
-
-def _wide(width: int) -> Planned:
-    return Planned(
-        "gpt:layers=1,hidden=49152,heads=96",
-        "dgx-a100-8",
-        tensors=[width],
-        depths=[1],
-        microbatch_sizes=[1],
-        global_batch=8,
-    )
+from pipefit.reproduce.steps import Python
 
 
 def _mixed() -> Any:
@@ -33,9 +19,16 @@ def _mixed() -> Any:
     return plan(profile, machine, global_batch=64, schedules=["1f1b"], depths=[2], tensors=[1])
 
 
-def _layers_on_mixed(run: Bench) -> list[int]:
+def layers_on_mixed(run: Bench, device: int) -> int:
+    """Layers of the slow device, 0, or of the fast one, 1."""
     found = run(Python("plan(gpt_profile(24, 2048, 16, …), Topology(devices=(156 and 312 TFLOP/s)), …)", _mixed))
-    return [len(stage.layers) for stage in found.partition.stages]
+    return len(found.partition.stages[device].layers)
+
+
+def resumes_alike(run: Bench) -> bool:
+    """Whether training that lost its processes has the losses of unbroken training."""
+    difference: float = run(Python("Pipeline(…).save(folder); Pipeline(…).load(folder)", _interrupted))
+    return difference == 0.0
 
 
 def _interrupted() -> float:
@@ -63,31 +56,3 @@ def _interrupted() -> float:
     second.load(folder() / "checkpoint")
     resumed = [float(second.step(*batch)) for batch in batches[10:]]
     return max(abs(a - b) for a, b in zip(unbroken[10:], resumed, strict=True))
-
-
-MADE: Mapping[str, Made] = {
-    "question-partition": Made(
-        (
-            lambda run: (
-                rate(run, Planned("vgg16", "pcie-4", global_batch=1024, **ROOM))
-                / rate(run, Planned("vgg16", "pcie-4", method="uniform", global_batch=1024, **ROOM))
-            ),
-        )
-    ),
-    "question-1f1b": Made(
-        (figure(Draw("1f1b", 4, 8), "bubble_fraction"), figure(Draw("zb-v", 4, 8, num_chunks=2), "bubble_fraction")),
-        drawn(Draw("zb-v", 4, 8, num_chunks=2)),
-    ),
-    "question-large-layer": Made((lambda run: run.fits(_wide(1)), lambda run: run.fits(_wide(8)))),
-    "question-mixed-devices": Made(
-        (
-            lambda run: _layers_on_mixed(run)[0],
-            lambda run: _layers_on_mixed(run)[1],
-            lambda run: _layers_on_mixed(run)[1] > _layers_on_mixed(run)[0],
-        )
-    ),
-    "question-spark": Made((lambda run: len(list(run(Draw("1f1b", 4, 8)).program)),), drawn(Draw("1f1b", 4, 8))),
-    "question-node-failure": Made(
-        (lambda run: run(Python("Pipeline(…).save(folder); Pipeline(…).load(folder)", _interrupted)) == 0.0,)
-    ),
-}

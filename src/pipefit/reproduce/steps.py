@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, look_up
+from pipefit.reproduce.record_parts import without
+
+if TYPE_CHECKING:
+    from pipefit.planner.sweeps import Question
+
+_PLACE = re.compile(r"\{(\w+)\}")
 
 
 class Step(ABC):
@@ -35,10 +42,6 @@ class Step(ABC):
     def __hash__(self) -> int:
         return hash(self.command)
 
-    def but(self, **options: Any) -> Step:
-        """This call with other options."""
-        return type(self)(*self.places, **{**self.options, **options})
-
     @abstractmethod
     def run(self) -> Any:
         """Calls the verb."""
@@ -46,11 +49,12 @@ class Step(ABC):
     def _words(self) -> list[str]:
         words = []
         for name, value in self.options.items():
-            flag = self.flags.get(name, f"--{name.replace('_', '-')}")
-            text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            words.append(flag)
-            if value is not True:
-                words.append(shlex.quote(text))
+            usual = "--" + name.replace("_", "-")
+            words.append(self.flags.get(name, usual))
+            if isinstance(value, list | tuple):
+                words.append(",".join(map(str, value)))
+            elif value is not True:
+                words.append(shlex.quote(str(value)))
         return words
 
 
@@ -91,7 +95,7 @@ class Planned(Step):
         return self.question.ask()
 
     @property
-    def question(self) -> Any:
+    def question(self) -> Question:
         """The question to the planner, on the topology with the memory that is given."""
         from msgspec.structs import replace
 
@@ -99,13 +103,17 @@ class Planned(Step):
         from pipefit.planner.sweeps import Question
         from pipefit.units import parse_quantity
 
-        model, machine, options = self.places[0], load_topology(self.places[1]), dict(self.options)
+        model, name = self.places
+        machine = load_topology(name)
+        options = dict(self.options)
         if memory := options.pop("memory", None):
-            machine = replace(machine, device=replace(machine.device, memory_bytes=parse_quantity(memory, "bytes")))
+            memory_bytes = parse_quantity(memory, "bytes")
+            machine = replace(machine, device=replace(machine.device, memory_bytes=memory_bytes))
         return Question(model, machine, options)
 
     def _words(self) -> list[str]:
-        return ["--profile", self.places[0], "--topology", self.places[1], *super()._words()]
+        model, machine = self.places
+        return ["--profile", model, "--topology", machine, *super()._words()]
 
 
 class Largest(Planned):
@@ -117,7 +125,8 @@ class Largest(Planned):
         from pipefit.planner.sweeps import largest
 
         question = self.question
-        return gpt_settings(largest(question.model, question.topology, "layers", **question.options))["layers"]
+        model = largest(str(question.model), question.topology, "layers", **question.options)
+        return gpt_settings(model)["layers"]
 
     def _words(self) -> list[str]:
         return ["--largest", "layers", *super()._words()]
@@ -157,3 +166,62 @@ class Python(Step):
     def __init__(self, text: str, function: Any, **options: Any) -> None:
         super().__init__(function, **options)
         self.command = f"python: {text}"
+
+
+_CALLS: Mapping[str, type[Step]] = MappingProxyType({"draw": Draw, "plan": Planned, "largest": Largest})
+"""The calls of records by their keys, which give the places; all other keys are options."""
+
+
+def is_call(record: Mapping[str, Any]) -> bool:
+    """Returns whether a record has a call of its own."""
+    return "call" in record or any(key in record for key in _CALLS)
+
+
+def step_of(record: Mapping[str, Any], calls: Mapping[str, Any]) -> Step:
+    """The call that a record describes: { draw = ["gpipe", 4, 8], recompute = true } or { call = "its template", … }.
+
+    Args:
+        record: of a call.
+        calls: templates by name; their places such as "{model}" are filled from the record, whose other keys are
+            options.
+
+    Raises:
+        PipefitError: an unknown template, or a record without a call.
+    """
+    if "call" in record:
+        template = look_up(record["call"], calls, "no call is named")
+        options = without(record, {"call", *places_of(template)})
+        return step_of({**filled(template, record), **options}, calls)
+    for verb, kind in _CALLS.items():
+        if verb in record:
+            return kind(*record[verb], **without(record, (verb,)))
+    raise PipefitError(f"expected a call ({', '.join(_CALLS)} or a template), got {', '.join(record)}")
+
+
+def places_of(template: Any) -> set[str]:
+    """The names of the places of a template: of "gpt:layers={k}" k."""
+    if isinstance(template, Mapping):
+        return places_of(list(template.values()))
+    if isinstance(template, list):
+        return set().union(*map(places_of, template))
+    if not isinstance(template, str):
+        return set()
+    return set(_PLACE.findall(template))
+
+
+def filled(template: Any, values: Mapping[str, Any]) -> Any:
+    """A template with values in those places for which there are some; a text of one place becomes the value itself.
+
+    >>> filled({"plan": ["gpt:layers={k}", "pcie-4"], "depths": ["{k}"]}, {"k": 2})
+    {'plan': ['gpt:layers=2', 'pcie-4'], 'depths': [2]}
+    """
+    if isinstance(template, Mapping):
+        return {key: filled(value, values) for key, value in template.items()}
+    if isinstance(template, list):
+        return [filled(value, values) for value in template]
+    for name in places_of(template) & values.keys():
+        place = "{" + name + "}"
+        if template == place:
+            return values[name]
+        template = template.replace(place, str(values[name]))
+    return template

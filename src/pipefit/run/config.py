@@ -48,6 +48,7 @@ class RunConfig:
         lr: peak learning rate; default: 5e-5 for the weights of a folder, 2e-4 for --lora, else 2e-3.
         lr_schedule: learning rates after the warm-up: down to 5 % of the peak by a cosine or a line, or constant.
         warmup: steps of linear warm-up; default: a tenth of all steps.
+        quick: measure nothing before training: no prediction, no MFU, stages with equal numbers of layers.
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
         saves: checkpoints in the folder.
@@ -77,6 +78,7 @@ class RunConfig:
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: int | None = setting(None, least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
+    quick: bool = False
     output: str = setting("", "--output", "-o")
     resume: str = ""
     saves: Saves = field(default_factory=Saves)
@@ -115,7 +117,10 @@ def with_defaults(config: RunConfig) -> RunConfig:
         raise PipefitError("--log writes into the folder of the run: give -o FOLDER too")
     for name in config.log:
         check_installed(name)
-    schedule = request.schedule or (AUTO if is_capped or config.request == Request() else "1f1b")
+    if config.quick and (is_capped or request.schedule == AUTO or request.stages == AUTO):
+        raise PipefitError("--quick: a plan by measurements, for --schedule auto or --device-memory, needs them")
+    is_open = is_capped or (config.request == Request() and not config.quick)
+    schedule = request.schedule or (AUTO if is_open else "1f1b")
     count = request.microbatches if schedule == AUTO and not is_capped else request.num_microbatches
     return replace(config, request=replace(request, schedule=schedule, microbatches=count))
 
@@ -234,6 +239,7 @@ _FREE = (
     "commit_every",
     "nonfinite",
     "plan",
+    "quick",
 )
 """Options that may differ when another run resumes from the records of this one."""
 

@@ -20,6 +20,7 @@ from pipefit.run.result import MEASURED, METRICS, RESULT
 from pipefit.runtime.faults import described, noted
 from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_atomically
+from pipefit.timeline.compare import Row, notable
 from pipefit.timeline.trace import load_trace
 from pipefit.units import format_bytes, format_seconds
 
@@ -91,19 +92,24 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         plan=plan,
         spill=spill_lines(plan) if plan else [],
         faults=described(result.get("faults", []) if result else noted(checkpoints_of(place))),
-        rows=[row for row in result["rows"] if row["name"].split()[0] in ("period", "bubble", *SHOWN)]
-        if result
-        else [],
+        rows=_rows(result["rows"]) if result else [],
         can_plot=can_plot(),
         curves=curves(entries, result["baseline"] if result else None) if can_plot() else [],
-        timelines=_timelines(place, ("measured", "predicted") if result else ("measured",)),
+        timelines=_timelines(place, bool(result and result["predicted"])),
     )
 
 
-def _timelines(place: Path, names: tuple[str, ...]) -> list[str]:
+def _rows(data: list[dict[str, Any]]) -> list[Row]:
+    """The rows of the table of predicted and measured times."""
+    rows = [Row(**{"error": 0.0, **row}) for row in data]
+    return [row for row in notable(rows) if row.name.split()[0] in ("period", "bubble", *SHOWN)]
+
+
+def _timelines(place: Path, is_predicted: bool) -> list[str]:
     """The pictures of the timelines that there are, with one unit."""
+    names = ("measured", "predicted") if is_predicted else ("measured",)
     paths = {name: place / f"{name}.trace.json" for name in names}
-    if names == ("measured",) and not (place / MEASURED).exists():
+    if not is_predicted and not (place / MEASURED).exists():
         return []
     loaded = {name: load_trace(path) for name, path in paths.items()}
     longest = max(timeline.makespan_s for timeline in loaded.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +29,20 @@ RESULT = "run.json"
 """The options and the result, written at the end."""
 
 
+class MeasuredCosts(NamedTuple):
+    """What a run has measured before its first step.
+
+    Attributes:
+        profile: of the layers, at the size of its micro-batches.
+        cost: of its operations on these ranks.
+        cores_of_others: that other programs took meanwhile, so that the run was slower than it will be without them.
+    """
+
+    profile: Profile
+    cost: CostModel
+    cores_of_others: float = 0.0
+
+
 @dataclass(frozen=True)
 class ReadyRun:
     """A run before its first step.
@@ -37,9 +51,8 @@ class ReadyRun:
         config: its options.
         bundle: the model.
         source: the data.
-        plan: with its prediction on this machine.
-        profile: of the layers, at the size of its micro-batches.
-        cost: of its operations on these ranks.
+        plan: with its prediction on this machine, if it was measured.
+        costs: measured here; None: nothing was measured.
         pipe: the pipeline.
     """
 
@@ -47,8 +60,7 @@ class ReadyRun:
     bundle: ModelBundle
     source: Source
     plan: Plan
-    profile: Profile
-    cost: CostModel
+    costs: MeasuredCosts | None
     pipe: Pipeline
 
 
@@ -90,32 +102,41 @@ class RunResult:
     compile_s: list[float] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
     faults: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
 
 
-def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline, result: RunResult) -> None:
-    """Writes plan, profile, program, timelines and pictures of a run, and the result with the paths of all of them."""
+def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline | None, result: RunResult) -> None:
+    """Writes plan, profile, program, timelines and pictures of a run, and the result with the paths of all of them.
+
+    Args:
+        run: the run.
+        measured: timeline of its last steps.
+        predicted: None: nothing was measured from which to predict.
+        result: of the run.
+    """
     folder = Path(run.config.output)
     run.plan.save(folder / "plan.json")
-    run.profile.save(folder / "profile.json")
+    if run.costs is not None:
+        run.costs.profile.save(folder / "profile.json")
     program_text.save(run.pipe.program, folder / "program.pipe")
-    save_trace(predicted, folder / "predicted.trace.json")
-    save_trace(measured, folder / MEASURED)
-    result.paths |= _pictures(folder, run.config.model, measured, predicted)
+    timelines = {"measured": measured} if predicted is None else {"measured": measured, "predicted": predicted}
+    for name, timeline in timelines.items():
+        save_trace(timeline, folder / f"{name}.trace.json")
+    result.paths |= _pictures(folder, run.config.model, timelines)
     result.paths |= {"checkpoint": str(checkpoints_of(folder)), "metrics": str(folder / METRICS)}
     data = {"format": "pipefit.run/1", "config": as_flat(run.config), "result": _plain(result)}
     write_json(folder / RESULT, data)
 
 
-def _pictures(folder: Path, model: str, measured: Timeline, predicted: Timeline) -> dict[str, str]:
+def _pictures(folder: Path, model: str, timelines: dict[str, Timeline]) -> dict[str, str]:
     from pipefit.draw import save
     from pipefit.draw.page import html
 
-    save(measured, folder / "measured.svg")
-    save(predicted, folder / "predicted.svg")
-    both = {"measured": measured, "predicted": predicted}
-    write_atomically(folder / "timeline.html", html(both, title=f"{folder.resolve().name}: {model}"))
+    for name, timeline in timelines.items():
+        save(timeline, folder / f"{name}.svg")
+    write_atomically(folder / "timeline.html", html(timelines, title=f"{folder.resolve().name}: {model}"))
     names = {"picture": "measured.svg", "page": "timeline.html", "trace": MEASURED}
     return {name: str(folder / file) for name, file in names.items()}
 

@@ -26,11 +26,12 @@ from pipefit.pipeline.request import Decision, decide, default_device
 from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.step_figures import ModelFlop, count_flop
+from pipefit.profiling.machine import CpuUse, cores_of_others
 from pipefit.profiling.workload import Workload
 from pipefit.run.config import RunConfig, checkpoints_of, with_defaults, with_steps
 from pipefit.run.following import LatestTimeline
 from pipefit.run.optimizers import STATE_PER_WEIGHT, Rates, make_optimizer, rates
-from pipefit.run.result import METRICS, ReadyRun, RunResult, Sample, write_folder
+from pipefit.run.result import METRICS, MeasuredCosts, ReadyRun, RunResult, Sample, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
 from pipefit.run.texts import HeldOutPrompt, is_named, texts_of
 from pipefit.run.tier_records import with_tier
@@ -49,9 +50,12 @@ from pipefit.stage.device import usable_device
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
+from pipefit.units import counted
 
 _BYTES_PER_TOKEN = 4
 """Of text, about."""
+_NOTABLE_CORES = 0.5
+"""Cores of other programs from which a measurement is reported as that of a busy machine."""
 
 
 class Observer:
@@ -66,7 +70,7 @@ class Observer:
     def says(self, text: str) -> None:
         """A fact about the run that its user should know."""
 
-    def planned(self, plan: Plan, profile: Profile, bundle: ModelBundle, source: Source) -> None:
+    def planned(self, plan: Plan, profile: Profile | None, bundle: ModelBundle, source: Source) -> None:
         """The plan is made; training begins."""
 
     def doing(self, what: str) -> None:
@@ -90,16 +94,17 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     config, pipe, source = ready.config, ready.pipe, ready.source
     observer.begins(config)
     pipe.loop.last_step = config.steps
-    observer.planned(ready.plan, ready.profile, ready.bundle, source)
+    observer.planned(ready.plan, ready.costs.profile if ready.costs else None, ready.bundle, source)
     observer.doing("loading the checkpoint" if config.resume else "evaluating")
     _resume(config, pipe, observer)
     before = pipe.evaluate(source.held_out) if source.is_tuned and source.held_out else None
     observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
+    best = EarlyStopping(pipe, config.patience, Path(config.output) / "best" if config.output else None)
     began = time.perf_counter()
     losses = pipe.fit(
         source.batches,
         config.steps - pipe.num_updates,
-        callbacks=_callbacks(config, pipe, observer),
+        callbacks=[*_callbacks(config, pipe, observer), best],
         held_out=source.held_out if config.evaluate_every else None,
         evaluate_every=config.evaluate_every,
     )
@@ -111,6 +116,11 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     observer.doing("evaluating, and writing the results")
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
     result = _result(ready, losses, seconds, report, before)
+    if best.best_step:
+        result.notes = _ending(best, config, pipe.num_updates)
+        result.paths |= {} if best.folder is None else {"best": str(best.folder)}
+    if ready.costs is not None and ready.costs.cores_of_others >= _NOTABLE_CORES:
+        result.notes = [*result.notes, _busy(ready.costs.cores_of_others)]
     place = current().folder or (checkpoints_of(config.output) if config.output else None)
     result.faults = noted(place) if place else []
     # A model on a tier may be larger than the host's memory.
@@ -121,8 +131,10 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         result.samples = _answered(ready)
     if pipe.rank == 0:
         measured = report.timeline
-        predicted = simulate(measured.program, ready.cost, repeats=measured.num_repeats)
-        result.rows = compare(predicted, measured)
+        predicted = None
+        if ready.costs is not None:
+            predicted = simulate(measured.program, ready.costs.cost, repeats=measured.num_repeats)
+            result.rows = compare(predicted, measured)
         result.samples = result.samples or _continued(ready, state)
         if config.output:
             write_folder(ready, measured, predicted, result)
@@ -145,6 +157,28 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         raise PipefitError(f"--evaluate-every: {source.name} has no held-out part")
     config = _with_epochs(config, source)
     work = _workload(config, bundle, source)
+    if config.quick:
+        plan, costs = decide(config.request, work, current()).plan, None
+    else:
+        plan, costs = _measured(config, work, observer)
+    observer.doing("building the stages")
+    pipe = Pipeline(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=work.optimizer,
+        plan=plan,
+        parallelism=Parallelism(device=work.device),
+        precision=config.precision,
+        updates=replace(config.updates, scheduler=rates(config.lr_schedule, config.warmup, config.steps)),
+        spill=config.request.spill,
+    )
+    plan = pipe.plan if costs is None else _with_prediction(config, pipe, costs.cost)
+    return ReadyRun(config, bundle, source, plan, costs, pipe)
+
+
+def _measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Plan, MeasuredCosts]:
+    """The plan of a run, and the costs of its operations here."""
+    before = CpuUse.now()
     sizes = " for several numbers of micro-batches, and planning" if config.request.schedule == AUTO else ""
     observer.doing(f"measuring the layers{sizes}")
     made = decide(config.request, work, current(), measure=True)
@@ -154,18 +188,25 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         observer.counted(kept(current(), "flop", ModelFlop | None, lambda: _flop(work, made.plan.num_processes)))
     observer.doing("measuring the machine, and predicting the run")
     cost = _cost(config, work, made._replace(profile=profile))
-    observer.doing("building the stages")
-    pipe = Pipeline(
-        bundle.layers,
-        loss=bundle.loss,
-        optimizer=work.optimizer,
-        plan=made.plan,
-        parallelism=Parallelism(device=work.device),
-        precision=config.precision,
-        updates=replace(config.updates, scheduler=rates(config.lr_schedule, config.warmup, config.steps)),
-        spill=config.request.spill,
+    others = _cores_of_others(before)
+    if others >= _NOTABLE_CORES:
+        observer.says(_busy(others))
+    return made.plan, MeasuredCosts(profile, cost, others)
+
+
+def _cores_of_others(before: CpuUse | None) -> float:
+    """Mean number of cores that other programs took since a reading; every rank makes the same call."""
+    after = CpuUse.now()
+    own_s = 0.0 if before is None or after is None else after.own_s - before.own_s
+    total_s = sum(exchange(current(), own_s))
+    return 0.0 if before is None or after is None else cores_of_others(before, after, total_s)
+
+
+def _busy(others: float) -> str:
+    return (
+        f"other programs took {others:.1f} cores while the layers were measured: the prediction is for a machine as "
+        "busy; measure again on a quiet one"
     )
-    return ReadyRun(config, bundle, source, _with_prediction(config, pipe, cost), profile, cost, pipe)
 
 
 def _model_and_data(config: RunConfig, observer: Observer) -> tuple[ModelBundle, Source]:
@@ -270,7 +311,7 @@ def _compare_rates(config: RunConfig, pipe: Pipeline, observer: Observer) -> Non
 
 
 def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[Any]:
-    """Callbacks of the training: the display, files in the run's folder, the best weights."""
+    """Callbacks of the training: the display, and files in the run's folder."""
     folder = Path(config.output) if config.output else None
     found: list[Any] = [observer]
     if folder is not None:
@@ -278,7 +319,18 @@ def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[An
         saves = config.saves
         found += [Checkpoints(pipe, checkpoints_of(folder), saves.every, saves.keep, saves.share)]
         found += [LatestTimeline(pipe, folder, config.steps)] if pipe.schedule.is_synchronous else []
-    return [*found, EarlyStopping(pipe, config.patience, folder / "best" if folder else None)]
+    return found
+
+
+def _ending(best: EarlyStopping, config: RunConfig, num_updates: int) -> list[str]:
+    """The best evaluation, and the reason why the training ended, in words."""
+    notes = [f"best held-out loss {best.best_loss:.4f} at step {best.best_step}"]
+    if best.folder is not None:
+        notes[0] += "; the model has the weights of that step again"
+    if best.has_ended:
+        count = counted(config.patience, "evaluation")
+        notes.append(f"ended at step {num_updates} of {config.steps}: no better held-out loss in {count} (--patience)")
+    return notes
 
 
 def _result(run: ReadyRun, losses: list[float], seconds: float, report: PipelineReport, before: Any) -> RunResult:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from pipefit.errors import CommunicationError, is_lost_peer
 from pipefit.parallel.alike import ranks_in_words
 from pipefit.runtime.progress import LEAVE
 
@@ -32,7 +33,27 @@ def collective(method: F) -> F:
         pipe._session.roll_call(name)
         return method(pipe, *args, **options)
 
+    return among_ranks(called)  # type: ignore[return-value]
+
+
+def among_ranks(method: F) -> F:
+    """Makes a method of a pipeline raise the same error wherever another rank is gone."""
+
+    @functools.wraps(method)
+    def called(pipe: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(pipe, *args, **options)
+        except RuntimeError as problem:
+            if isinstance(problem, CommunicationError) or not is_lost_peer(problem):
+                raise
+            raise lost_peer(pipe._session.rank, problem) from None
+
     return called  # type: ignore[return-value]
+
+
+def lost_peer(rank: int, problem: Exception) -> CommunicationError:
+    """The error of a rank that lost another one."""
+    return CommunicationError(f"rank {rank} lost a dead or unreachable peer: {problem}")
 
 
 def different_calls(called: Mapping[int, str]) -> str:

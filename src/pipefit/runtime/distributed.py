@@ -70,7 +70,8 @@ class DistributedTransport:
         self._mesh, self._stages = mesh, num_stages
         self._process = rank * mesh.tensor + mesh.index
         self._has_link_groups = link_groups or device.type == "cuda"
-        self._world: dist.ProcessGroup = dist.group.WORLD
+        world: Any = dist.group.WORLD
+        self._world: dist.ProcessGroup = world
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: dict[tuple[int, str], Contract] = {}
         self._announced: dict[tuple[int, int, str], Contract] = {}

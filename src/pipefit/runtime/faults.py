@@ -40,8 +40,9 @@ def noted(folder: Path) -> list[dict[str, Any]]:
 
 def described(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Each fault in words, and what was done and what it cost; "": nothing was done."""
-    faults = {line.get("start"): str(line["fault"]) for line in lines if "fault" in line}
-    done = {int(line["start"]) - 1: line for line in lines if "resumed" in line}
+    whole = [line for line in lines if isinstance(line.get("start"), int)]
+    faults = {line["start"]: str(line["fault"]) for line in whole if "fault" in line}
+    done = {line["start"] - 1: line for line in whole if "resumed" in line}
     elsewhere = "processes were lost or added; torchrun has started all ranks again"
     return [(faults.get(start, elsewhere), _done(done.get(start))) for start in sorted({*faults, *done})]
 

@@ -260,7 +260,8 @@ def _is_early(ways: _Ways, group: _Group) -> bool:
     """Returns whether the first half makes the gradients of a group's weights: it must, or it costs nothing."""
     next_ones = (edge.node for node in group.nodes for edge in ways.branches[node])
     hooked = any(getattr(getattr(node, "variable", None), "_backward_hooks", None) for node in next_ones)
-    at_once = any(isinstance(node, BackwardCFunction) or node.name() in _AT_ONCE for node in group.nodes)
+    nodes: list[Any] = list(group.nodes)
+    at_once = any(isinstance(node, BackwardCFunction) or node.name() in _AT_ONCE for node in nodes)
     if not at_once and len(group.nodes) == 1:
         # The gradient of a vector takes as long as reading the incoming gradient.
         return not hooked and all(node.variable.dim() < 2 for node in group.weights)

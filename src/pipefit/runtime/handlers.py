@@ -157,8 +157,8 @@ def _loss(run: Execution, i: Instruction) -> None:
     given = leaves if half is None else in_float32(leaves, half)
     compute = run.loss or run.worker.training.loss
     loss, metrics = with_metrics(compute(act.payload(given), target))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = f"a tensor of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
     share = run.feed[i.mb].share
     run.losses.append((i.mb, loss.detach() * share))
@@ -198,10 +198,11 @@ def _backward(run: Execution, i: Instruction) -> None:
             else:
                 accumulate_backward(saved.edges, grads)
     if i.stage > run.compiled.program.header.frozen:
-        run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in saved.inputs], saved.inputs)
+        leaves: Sequence[Any] = saved.inputs
+        run.values["grad", i.stage - 1, i.mb] = _whole([leaf.grad for leaf in leaves], leaves)
 
 
-def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> Message:
+def _whole(grads: Sequence[Tensor | None], leaves: Sequence[Any]) -> Message:
     """Gradients of some leaves, zero where autograd found no path to a leaf."""
     return Message([torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, leaves, strict=True)])
 

@@ -85,8 +85,11 @@ def launch(
         environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
     kept = memory_folder() if recover else contextlib.nullcontext()
     with kept as memory, _removed_unless_logs_matter(place if folder is None else None):
-        environment |= {} if memory is None else {MEMORY: memory}
-        environment[_TEMPORARY] = os.pathsep.join(filter(None, (memory, folder is None and str(place))))
+        temporary = [str(place)] if folder is None else []
+        if memory is not None:
+            environment[MEMORY] = memory
+            temporary.insert(0, memory)
+        environment[_TEMPORARY] = os.pathsep.join(temporary)
         for restart in range(recover + 1):
             cores = threads or max(1, (os.cpu_count() or 1) // num_ranks)
             own = environment | {RESTART: str(restart), "OMP_NUM_THREADS": str(cores)}

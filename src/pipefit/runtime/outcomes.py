@@ -94,7 +94,7 @@ def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: 
     while len(outcomes) < len(processes):
         pending = {pipes[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
         timeout = None if deadline == math.inf else max(deadline - time.monotonic(), 0)
-        ready = wait(list(pending), timeout)
+        ready: list[Any] = wait(list(pending), timeout)
         if not ready:
             break
         for pipe in ready:

@@ -61,7 +61,7 @@ class Position(NamedTuple):
     """
 
     passes: int
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method has this name
     program: int
     pid: int
     since_s: float
@@ -122,8 +122,8 @@ class Progress:
 
 
 def _read(data: bytes) -> Position:
-    *numbers, waits, calls, call = _LAYOUT.unpack(data)
-    return Position(*numbers, bool(waits), calls, call)
+    passes, index, program, pid, since_s, waits, calls, call = _LAYOUT.unpack(data)
+    return Position(passes, index, program, pid, since_s, bool(waits), calls, call)
 
 
 def position_in(path: Path) -> Position:

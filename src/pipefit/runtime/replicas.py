@@ -11,11 +11,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from pipefit.errors import DisagreementError
-from pipefit.parallel.alike import differences
+from pipefit.parallel.alike import content_sum, differences
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
@@ -54,12 +51,7 @@ def _name(worker: Worker, stage: int) -> str:
 def _checksums(worker: Worker, stage: int) -> dict[str, str]:
     """The checksum of each weight of a stage, by the user's name."""
     with worker.presence(stage):
-        return {name: _checksum(weight) for name, weight in worker.stages[stage].named_parameters()}
-
-
-def _checksum(tensor: Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return f"{zlib.crc32(content.numpy()):08x}"
+        return {name: f"{content_sum(weight):08x}" for name, weight in worker.stages[stage].named_parameters()}
 
 
 def _refuse(name: str, sums: Sequence[dict[str, str] | None], num_updates: int) -> None:

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipefit import errors
-from pipefit.errors import CommunicationError, DisagreementError, PipefitError
+from pipefit.errors import DisagreementError, PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.background import Background
-from pipefit.runtime.calls import different_calls
+from pipefit.runtime.calls import different_calls, lost_peer
 from pipefit.runtime.meeting import TIMEOUT, Start, agent_folder, meet
 from pipefit.runtime.progress import (
     CALLS,
@@ -154,7 +154,7 @@ class Session:
             if kind:
                 raise getattr(errors, kind, PipefitError)(text) from None
             if errors.is_lost_peer(problem):
-                raise CommunicationError(f"rank {self.rank} lost a dead or unreachable peer: {problem}") from None
+                raise lost_peer(self.rank, problem) from None
             raise
 
 

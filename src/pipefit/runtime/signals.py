@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import Any
 
 ENDING = "ending"
 """A file in the run's folder: the launcher has given up, so ranks need not be given time."""
@@ -188,7 +189,11 @@ def _release_fork() -> None:
     _release()
 
 
-_USUAL = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, PASSED_ON: signal.SIG_DFL}
+_USUAL: dict[int, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    PASSED_ON: signal.SIG_DFL,
+}
 _held = threading.local()
 os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release_fork)
 

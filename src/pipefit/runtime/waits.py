@@ -258,6 +258,6 @@ def hang_report(
     for other in range(num_ranks):
         mark = f"{states[other]}, " if states.get(other, "there") != "there" else ""
         lines.append(f"  rank {other}: {mark}{places.get(other, 'not known on this machine')}")
-    if states.get(culprit) == "there" and (stack := stacks(culprit)):
+    if culprit is not None and states.get(culprit) == "there" and (stack := stacks(culprit)):
         lines += [f"stack of rank {culprit} (innermost call first):", stack.rstrip()]
     return "\n".join(lines) + "\n"

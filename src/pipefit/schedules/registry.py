@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypedDict, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 from pipefit.errors import ScheduleError, look_up
 from pipefit.ir.instruction import Instruction
@@ -12,6 +12,7 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes.build import build
 from pipefit.schedules.shape import Shape
+from pipefit.spec.arguments import checked
 
 NO_HALVES = (
     "each of the two halves of a backward would replay every layer; use stage or selective, or a schedule of whole "
@@ -109,7 +110,7 @@ class Schedule:
                 f"{self.name} has one stage per rank, got {shape.num_chunks} chunks; use interleaved or breadth-first"
             )
         for option, value in shape.options.items():
-            if type(value) is not int or value < 0:
+            if value < 0:
                 raise ScheduleError(f"{self.name}: {option}: expected a whole number of at least 0, got {value!r}")
         if self.check:
             self.check(shape)
@@ -154,7 +155,7 @@ class Facts(TypedDict, total=False):
 
     name: str
     weights: WeightRule | str
-    layout: str
+    layout: Literal["loop", "wave", "replicas", "single"]
     chunks: bool
     options: dict[str, int]
     check: Callable[[Shape], None]
@@ -170,6 +171,7 @@ def schedule(order: Order) -> Schedule: ...
 def schedule(**facts: Unpack[Facts]) -> Callable[[Order], Schedule]: ...
 
 
+@checked()
 def schedule(order: Order | None = None, **facts: Unpack[Facts]) -> Callable[[Order], Schedule] | Schedule:
     """Registers a schedule: a function from a `Task` to each rank's list of forwards and backwards.
 
@@ -189,7 +191,7 @@ def schedule(order: Order | None = None, **facts: Unpack[Facts]) -> Callable[[Or
 
     def register(function: Order) -> Schedule:
         own = {"name": getattr(function, "__name__", "schedule").replace("_", "-"), "weights": "flush"} | facts
-        own["weights"] = WeightRule(own["weights"])
+        own["weights"] = look_up(own["weights"], {rule.value: rule for rule in WeightRule}, "unknown rule of weights")
         made = Schedule(order=function, **own)
         REGISTRY[made.name] = made
         return made

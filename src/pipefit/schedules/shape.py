@@ -9,6 +9,7 @@ import msgspec
 from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
+from pipefit.spec.arguments import check_fields
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -56,7 +57,10 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     options: dict[str, int] = {}
 
     def __post_init__(self) -> None:
-        check_figures(self, ScheduleError, depth=1, num_microbatches=1, num_chunks=1, num_steps=1, ahead=0, prefetch=0)
+        check_fields(self, ScheduleError)
+        check_figures(
+            self, ScheduleError, depth=1, num_microbatches=1, num_chunks=1, num_steps=1, ahead=0, prefetch=0, tensor=1
+        )
 
     def header(self, schedule: str, layout: str, weights: WeightRule, spills: bool = False) -> Header:
         """The header of this shape's program under a schedule; one that `spills` spills all stages by default."""

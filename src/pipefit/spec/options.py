@@ -7,12 +7,13 @@ with the help under "Attributes" and the names given here; a TOML file takes the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 from pipefit.errors import ABOVE_0, PlanError, look_up
+from pipefit.spec.arguments import Amount, Number, check_fields
 from pipefit.spec.plan import recompute_kind
 from pipefit.units import parse_quantity
 
@@ -34,8 +35,11 @@ STEP_ON: Final = ("auto", "device", "host")
 KEEP: Final = ("auto", "all", "none")
 """Choices of the spilled stages that keep their activations."""
 
-STOP, SKIP, OFF = NONFINITE = ("stop", "skip", "off")
+STOP, SKIP, OFF = "stop", "skip", "off"
 """Policies for an update whose loss or gradient is not a finite number."""
+
+_StepOn = Literal["auto", "device", "host"]
+_Keep = Literal["auto", "all", "none"]
 
 Group = TypeVar("Group")
 
@@ -95,7 +99,7 @@ class Parallelism(Checked):
 
     ranks: int | None = setting(None, "--ranks", "-n", least=1)
     chunks: int = setting(1, "--chunks", "-v", least=1)
-    replicas: int | Sequence[int] = setting((), typed="numbers")
+    replicas: Number | Sequence[Number] = setting((), typed="numbers")
     data_parallel: int = setting(1, "--data-parallel", "-d", least=1)
     tensor: int = setting(1, "--tensor", "-t", least=1)
     sequence_parallel: bool = False
@@ -107,8 +111,8 @@ class Parallelism(Checked):
     device: Any = setting(None, typed=str)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "recompute", recompute_kind(self.recompute))
+        super().__post_init__()
 
     @property
     def copies(self) -> tuple[int, ...]:
@@ -167,7 +171,7 @@ class Updates(Checked):
     seed: int = setting(0, least=0, most=MOST_SEED)
     no_decay: Sequence[str] | str = setting((), typed="words")
     scheduler: Any = setting(None, hidden=True)
-    weigh: Any = setting(None, hidden=True)
+    weigh: Callable[[Any], Any] | None = setting(None, hidden=True)
 
 
 @dataclass(frozen=True)
@@ -213,11 +217,13 @@ class Spilled(Checked):
     disk: str | Path | None = setting(None, typed=str)
     slots: int = setting(2, least=1, hidden=True)
     optim_slots: int = setting(1, least=0, hidden=True)
-    step_on: str | Sequence[int] = setting(AUTO, typed=Literal["auto", "device", "host"])
-    keep: str | Sequence[int] = setting(AUTO, typed=Literal["auto", "all", "none"])
+    step_on: Literal["auto", "device", "host"] | Sequence[Amount] = setting(
+        AUTO, typed=Literal["auto", "device", "host"]
+    )
+    keep: Literal["auto", "all", "none"] | Sequence[Amount] = setting(AUTO, typed=Literal["auto", "all", "none"])
     activations: bool = False
     prefetch: int | None = setting(None, least=0, hidden=True)
-    resume: bool | int = setting(False, hidden=True)
+    resume: bool | Amount = setting(False, hidden=True)
     commit_every: int | None = setting(None, least=0)
     about: Mapping[str, Any] = setting(dict, hidden=True)
 
@@ -343,10 +349,10 @@ _MOST_COUNT = 10**15
 
 
 def check_least(group: Any) -> None:
-    """Checks that the numbers of a group are not below their minimum or above their maximum.
+    """Checks the types of a group's options, and that no number is below its minimum or above its maximum.
 
     Raises:
-        PlanError: one is, or is not finite, or not whole where it must be.
+        PlanError: one is of another type, is too small or large or not finite, or not whole where it must be.
     """
     for one in fields(group):
         least, value = one.metadata.get("least"), getattr(group, one.name)
@@ -360,3 +366,4 @@ def check_least(group: Any) -> None:
             limit = f"from {least} to {most}" if most < math.inf else f"of at least {least:g}"
             limit = f"above 0 and at most {most:g}" if least == ABOVE_0 else limit
             raise PlanError(f"{key_of(one)}: expected {noun} {limit}, got {value!r}")
+    check_fields(group, PlanError)

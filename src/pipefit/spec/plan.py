@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from pipefit.errors import ABOVE_0, PlanError, check_figures
+from pipefit.spec.arguments import Number, check_fields, checked
 from pipefit.spec.files import decode, encode, read_json, write_json
 
 RECOMPUTE: Final = ("none", "stage", "layer", "selective")
@@ -27,9 +28,9 @@ def recompute_kind(value: object) -> str:
         PlanError: it is none of them.
     """
     kind = {True: "stage", False: "none"}[value] if isinstance(value, bool) else value
-    if kind not in RECOMPUTE:
+    if not isinstance(kind, str) or kind not in RECOMPUTE:
         raise PlanError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {value!r}")
-    return str(kind)
+    return kind
 
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,6 +63,7 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stages: tuple[StageSpec, ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError)
         if not self.stages:
             raise PlanError("partition: expected at least one stage, got none")
         owner: dict[int, int] = {}
@@ -78,12 +80,14 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PlanError(f"layers {lost} belong to no stage: every layer from 0 to {max(owner)} needs one")
 
     @classmethod
-    def even(cls, num_layers: int, num_stages: int) -> Partition:
+    @checked()
+    def even(cls, num_layers: Number, num_stages: Number) -> Partition:
         """Equal numbers of layers; the first stages have one more where they do not divide evenly."""
         count, more = divmod(num_layers, num_stages)
         return cls.from_counts([count + (stage < more) for stage in range(num_stages)])
 
     @classmethod
+    @checked()
     def from_counts(cls, counts: Sequence[int], num_layers: int | None = None) -> Partition:
         """Consecutive layers by their count per stage.
 
@@ -125,6 +129,7 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError)
         used: set[int] = set()
         for stage, ranks in enumerate(self.ranks):
             if not ranks or len(set(ranks)) != len(ranks) or min(ranks) < 0:
@@ -271,6 +276,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plan_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self, PlanError)
         check_figures(self, PlanError, num_microbatches=1, num_chunks=1)
         if len(self.placement.ranks) != len(self.partition.stages):
             raise PlanError(
@@ -314,6 +320,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return write_json(path, encode("plan", self))
 
     @classmethod
+    @checked()
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan.
 

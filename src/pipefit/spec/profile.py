@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from pipefit.errors import ProfileError, check_figures
+from pipefit.spec.arguments import check_fields, checked
 from pipefit.spec.files import decode, encode, read_json, write_json
 from pipefit.spec.plan import INSIDE, Partition
 from pipefit.spec.topology import Device
@@ -146,6 +147,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     computed_for: Device | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, ProfileError)
         if not self.layers:
             raise ProfileError("layers: expected at least one layer, got none")
         check_figures(self, ProfileError, microbatch_size=1)
@@ -276,6 +278,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         return write_json(path, encode("profile", self))
 
     @classmethod
+    @checked()
     def load(cls, path: str | Path) -> Profile:
         """Reads a profile.
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from pipefit.errors import ABOVE_0, PipefitError, TopologyError, check_figures
+from pipefit.spec.arguments import check_fields, checked
 from pipefit.spec.files import check_format, parse_toml, read_text, said, write_atomically
 from pipefit.units import parse_quantity
 
@@ -125,6 +126,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = ""
 
     def __post_init__(self) -> None:
+        check_fields(self, TopologyError)
         if self.devices and self.device == Device():
             msgspec.structs.force_setattr(self, "device", self.devices[0])
         if not self.levels:
@@ -219,6 +221,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     @classmethod
+    @checked()
     def local(
         cls,
         num_devices: int,
@@ -245,6 +248,7 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise TopologyError(f"{where}: {said(problem)}") from None
 
     @classmethod
+    @checked()
     def load(cls, path: str | Path) -> Topology:
         """Reads a TOML file, or the short form "local:N"."""
         if str(path).startswith("local:"):

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import mmap
 import os
 import shutil
-import struct
 import uuid
 import zlib
 from collections.abc import Iterator, Mapping
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-import torch
+import xxhash
 
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.spec.files import sync_folder
@@ -36,7 +34,6 @@ from pipefit.spill.tiers import WEIGHTS, Key
 from pipefit.units import format_bytes
 
 FORMAT = "pipefit.tier/6"
-_SUMMED_BYTES = 4 << 20
 _PIECE_BYTES = 16 << 20
 _THREADS = 2
 
@@ -95,6 +92,11 @@ class Commit(NamedTuple):
         """The name of the run, the same on all its ranks."""
         return self.tier.partition(" ")[0]
 
+    @property
+    def name(self) -> str:
+        """The name of the files."""
+        return self.tier.partition(" ")[2]
+
     def version(self, stage: int) -> int:
         """The version of a stage's weights."""
         return self.records[Key(stage, WEIGHTS)].version
@@ -104,26 +106,21 @@ _Step = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _Committed = tuple[_Step, dict[str, Any], list[list[Any]], str]
 
 
-def record_sum(data: memoryview, place: str) -> int:
-    """The checksum of a record in its place: the CRC-32 of the place and of the CRC-32s of 4 MiB pieces.
+def place_of(tier: str, key: Key, version: int) -> str:
+    """The place of a record, with which its checksum begins."""
+    return f"{tier}: {key}, version {version}"
 
-    It uses all of the calling thread's cores, so call it where nothing else computes.
+
+def record_sum(data: memoryview, place: str) -> int:
+    """The checksum of a record in its place: XXH3 with 64 bits, whose seed is the CRC-32 of the place.
+
+    One core computes 24 GB/s; call it where nothing else computes.
 
     Args:
         data: of the record.
         place: its run, rank, name and version.
     """
-    pieces = [data[at : at + _SUMMED_BYTES] for at in range(0, len(data), _SUMMED_BYTES)]
-    threads = torch.get_num_threads()
-    mapped = map if min(threads, len(pieces)) < 2 else _summing_pool(os.getpid(), threads).map
-    sums = struct.pack(f"<{len(pieces)}I", *mapped(zlib.crc32, pieces))
-    return zlib.crc32(sums, zlib.crc32(place.encode()))
-
-
-@functools.cache
-def _summing_pool(pid: int, threads: int) -> ThreadPoolExecutor:
-    """The threads of this process for checksums; zlib frees Python's lock meanwhile."""
-    return ThreadPoolExecutor(threads, "pipefit-sum")
+    return xxhash.xxh3_64_intdigest(data, zlib.crc32(place.encode()))
 
 
 class TierFile:
@@ -249,15 +246,16 @@ class TierFile:
 
     def checksum(self, data: memoryview, key: Key, version: int) -> int:
         """The checksum of a version of a record."""
-        return record_sum(data, f"{self.tier}: {key}, version {version}")
+        return record_sum(data, place_of(self.tier, key, version))
 
-    def is_whole(self, key: Key, at: Written) -> bool:
+    def is_whole(self, commit: Commit, key: Key) -> bool:
         """Returns whether a committed record has its checksum, or was not written yet."""
+        at = commit.records[key]
         if at.copy < 0:
             return True
         buffer = memoryview(mmap.mmap(-1, at.num_bytes)) if at.num_bytes else memoryview(b"")
         self.read(buffer, at.position(at.copy))
-        return at.checksum == self.checksum(buffer, key, at.version)
+        return at.checksum == record_sum(buffer, place_of(commit.tier, key, at.version))
 
     def _transfer(self, call: Any, data: memoryview, position: int) -> None:
         done = 0
@@ -298,9 +296,11 @@ class TierFile:
         found = read_commits(self.path.parent, self.path.stem)
         if not found:
             raise TierError(f"{self.path.parent}: no step was committed there")
-        self._last, self.tier = found[0], found[0].tier
-        if self.tier.partition(" ")[2] != self.path.stem:
-            raise DamageError(f"{self.path}: its commit is of {self.tier}; the files of two ranks have changed places")
+        self._last = found[0]
+        if found[0].name != self.path.stem:
+            raise DamageError(
+                f"{self.path}: its last commit is one of {found[0].name}: the files of two ranks have changed places"
+            )
         needed = max((written.end for written in found[0].records.values()), default=0)
         if (size := os.fstat(self._fd).st_size) < needed:
             raise DamageError(f"{self.path}: its records take {needed} bytes, the file has {size}: it was truncated")

@@ -355,15 +355,15 @@ class TierStore:
             raise TierError(f"{path}: step {at_most} is needed, the first one there is {commits[-1].step}")
         damaged: Key | None = None
         for commit in candidates:
-            damaged = next(
-                (key for key, at in commit.records.items() if check and not self.files.is_whole(key, at)), None
-            )
+            named = commit.records if check else ()
+            damaged = next((key for key in named if not self.files.is_whole(commit, key)), None)
             if damaged is None:
                 break
         else:
             raise DamageError(
                 f"{damaged} of step {commit.step} in {path} does not have its checksum; resume from a checkpoint"
             )
+        self.files.tier = commit.tier
         known = {key: record.memory for key, record in self._records.items()}
         memory = known | self._memory({key: at.num_bytes for key, at in commit.records.items() if key not in known})
         self._records = {key: record for key, record in self._records.items() if not record.is_committed} | {

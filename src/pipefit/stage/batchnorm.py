@@ -1,10 +1,10 @@
 """Batch norm over micro-batches: each is normalised by its own statistics; running averages use the mini-batch.
 
-The module's own forward runs, whatever it is. While it runs, stand-ins are in the place of its running averages:
+The module's own forward runs, whatever it is. While it runs, copies are in the place of its running averages:
 
-    F.batch_norm(x, stand-in, …)     normalises, and notes the statistics of x for the update; nothing is written
-    other code that reads one        gets what torch would have there now
-    update                           the averages take the statistics of all micro-batches at once, call by call
+    F.batch_norm(x, copies, …)     normalises and changes the copies, as in torch; its statistics are noted
+    other code                     reads the copies: what torch would have there
+    update                         the averages take the statistics of all micro-batches at once, call by call
 
 A forward that is torch's own has a shorter way to the same, which `torch.compile` can follow.
 
@@ -13,8 +13,8 @@ Source: GPipe (NeurIPS 2019) §2.1.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +54,7 @@ class Call(NamedTuple):
 class RunningAverages:
     """The running averages of a batch norm in a stage, which change once per update.
 
-    `begin` and `end` stand around a forward: torch.compile can follow a list that is empty at the start, but not a
+    `begin` and `restore` stand around a forward: torch.compile can follow a list that is empty at the start, but not a
     table that grows.
 
     Args:
@@ -62,7 +62,9 @@ class RunningAverages:
 
     Attributes:
         has_own_forward: the module's forward is not torch's.
+        is_replicated: its stage is one of several copies.
         num_channels: the length of each average.
+        placed: what is in the place of the buffers during a forward.
 
     Raises:
         ModelError: it is an `nn.SyncBatchNorm`.
@@ -76,82 +78,89 @@ class RunningAverages:
             )
         self.module = module
         self.has_own_forward = type(module).forward is not _BatchNorm.forward or "forward" in module.__dict__
+        self.is_replicated = False
         self.num_channels: int = module._buffers["running_mean"].numel()  # type: ignore[union-attr]
         self._seen: dict[int, list[list[Call]]] = {}
         self._gathered: dict[int, Tensor] = {}
-        self._fresh: list[Call] | None = None
-        self._num_applied = 0
+        self._last: dict[int, Call] = {}
+        self._fresh: list[Call] = []
         self._real: dict[str, Any] = {}
-        self._stand_ins: dict[str, Any] = {}
-        self._values: dict[str, Any] = {}
-        module.__dict__["_averages"] = self
-        if not self.has_own_forward:
-            module.__class__ = _deferring_class(type(module))
+        self.placed: dict[str, Any] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The state without stand-ins, which are for these very averages."""
-        return self.__dict__ | {"_real": {}, "_stand_ins": {}, "_values": {}}
-
-    def release(self) -> None:
-        """Restores the module's own class."""
-        del self.module.__dict__["_averages"]
-        if not self.has_own_forward:
-            self.module.__class__ = type(self.module).__bases__[1]
-
-    def begin(self, is_replay: bool = False) -> None:
-        """Puts stand-ins in the place of the averages.
+    def begin(self, mean: Tensor, var: Tensor) -> None:
+        """Puts copies in the place of the buffers; see `copied`.
 
         Args:
-            is_replay: nothing that the forward writes is kept.
+            mean: copy of the running mean.
+            var: copy of the running variance.
         """
         buffers: dict[str, Any] = self.module._buffers
-        self._fresh, self._num_applied = [], 0
-        if self._real.get("running_mean") is not buffers["running_mean"]:
-            self._real = {name: buffers[name] for name in _AVERAGES}
-            self._stand_ins = {name: _StandIn.of(self, name) for name in _AVERAGES}
-        self._values = {name: self._real[name].clone() if is_replay else self._real[name] for name in _AVERAGES}
-        if self.has_own_forward:
-            self._real[_COUNTER] = buffers[_COUNTER]
-            buffers[_COUNTER] = None if buffers[_COUNTER] is None else buffers[_COUNTER].clone()
-        buffers.update(self._stand_ins)
+        self._fresh = []
+        self._mean, self._var = mean, var
+        self._real = {name: buffers[name] for name in TRACKED if name in buffers}
+        self.placed = dict(self._real)
+        self.placed["running_mean"] = _Watched.of(self, "running_mean", mean)
+        self.placed["running_var"] = _Watched.of(self, "running_var", var)
+        counter = self._real.get(_COUNTER)
+        if self.has_own_forward and counter is not None:
+            self.placed[_COUNTER] = counter.clone()
+        buffers.update(self.placed)
+        self.module.__dict__["_averages"] = self
 
-    def end(self, update: int | None) -> None:
-        """Restores the averages, and counts the statistics that were noted.
+    def restore(self) -> dict[str, Any]:
+        """Restores the buffers; returns those that the forward wrote itself, as it left them."""
+        buffers: dict[str, Any] = self.module._buffers
+        written = {name: buffers[name] for name in self._real if self._is_changed(name, buffers[name])}
+        buffers.update(self._real)
+        del self.module.__dict__["_averages"]
+        return written
+
+    def count(self, update: int, written: Mapping[str, Any]) -> None:
+        """Counts the statistics that the forward noted.
 
         Args:
-            update: the update that they belong to; several are in flight without a flush. None: it was a replay.
+            update: the update that they belong to; several are in flight without a flush.
+            written: what `restore` gave.
 
         Raises:
-            ModelError: the forward replaced averages after torch's batch norm had changed them.
+            ModelError: the forward wrote averages that torch's batch norm changed too, or that copies would write.
         """
-        buffers: dict[str, Any] = self.module._buffers
-        fresh, self._fresh = self._fresh or [], None
-        replaced = {name: buffers[name] for name in self._real if buffers[name] is not self._stand_ins.get(name)}
-        buffers.update(self._real)
-        if update is None:
-            return
-        if fresh and not replaced.keys() <= {_COUNTER}:
-            raise self.written()
-        if not fresh:
+        if not self._fresh:
             # The module has a formula of its own, which counts each micro-batch.
-            for name, value in replaced.items():
-                if value is not None:
-                    self._real[name].copy_(value)
+            if written and self.is_replicated:
+                raise ModelError(
+                    f"{type(self.module).__name__} changes its running averages by a formula of its own, which each "
+                    "copy of its stage would apply to its own samples: give the stage one copy (replicas), or let it "
+                    "call torch's batch norm, whose statistics are added up"
+                )
+            for name, value in written.items():
+                self._real[name].copy_(value)
             return
-        if _COUNTER in replaced and replaced[_COUNTER]._version:
-            fresh = [call._replace(counted=True) for call in fresh]
+        if not written.keys() <= {_COUNTER}:
+            raise ModelError(
+                f"{type(self.module).__name__} changes its running averages itself, and torch's batch norm does too, "
+                "but in a pipeline that one changes them only after all micro-batches; change them in a module of "
+                "their own, or after the optimizer's step"
+            )
         calls = self._seen.setdefault(update, [])
-        calls += [[] for _ in fresh[len(calls) :]]
-        for same, call in zip(calls, fresh, strict=False):
-            same.append(call)
+        calls += [[] for _ in self._fresh[len(calls) :]]
+        for same, call in zip(calls, self._fresh, strict=False):
+            same.append(call._replace(counted=call.counted or _COUNTER in written))
+        self._last.update(enumerate(same[-1] for same in calls if same))
 
-    def written(self) -> ModelError:
-        """The error of code that changes averages which torch's batch norm has changed in the same forward."""
-        kind = type(self.module).__name__
-        return ModelError(
-            f"{kind} changes its running averages after torch's batch norm has, but in a pipeline that one changes "
-            "them only after all micro-batches; change them in a module of their own, or after the optimizer's step"
-        )
+    def _is_changed(self, name: str, value: Any) -> bool:
+        """Returns whether the forward wrote a buffer; what torch's batch norm writes has no new version."""
+        if value is None or value is self._real[name]:
+            return value is not self.placed[name]
+        return value is not self.placed[name] or value._version > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The module's forward in a shorter way, if it is torch's own."""
+        module = self.module
+        if not module.training:
+            return type(module).forward(module, x)
+        module._check_input_dim(x)
+        return self.normalise(x, module.weight, module.bias, None, module.eps)
 
     def normalise(
         self,
@@ -175,32 +184,21 @@ class RunningAverages:
             eps: added to the variance.
             counted: the module's counter counts it.
         """
-        count = x.numel() / x.shape[1]
         if eps <= 0:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)  # which says what is wrong
-        normal, mean, invstd = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)
-        if self._fresh is not None:
-            self._fresh.append(Call(mean.detach(), invstd.detach(), count, share, eps, counted))
+        now = self.share(len(self._fresh) + 1) if share is None else share
+        if share is not None and self._is_cumulative(share):
+            share = None  # without a flush, updates before this one may not have been counted yet
+        normal, mean, invstd = torch.native_batch_norm(x, weight, bias, self._mean, self._var, True, now, eps)
+        count = x.numel() / x.shape[1]
+        self._fresh.append(Call(mean.detach(), invstd.detach(), count, share, eps, counted))
         return normal
 
-    @property
-    def is_noted(self) -> bool:
-        """Whether this forward has called torch's batch norm."""
-        return bool(self._fresh)
-
-    @torch.no_grad()
-    def value(self, name: str) -> Tensor:
-        """An average as torch would have it now: that of the last update, with the calls of this forward."""
-        fresh = self._fresh or []
-        if fresh and not self._num_applied:
-            self._values = {name: value.clone() for name, value in self._values.items()}
-        for number, call in enumerate(fresh[self._num_applied :], self._num_applied):
-            share = self.share(number + 1) if call.share is None else call.share
-            variance = (call.invstd.pow(-2) - call.eps) * (call.count / max(call.count - 1, 1))
-            for one, new in (("running_mean", call.mean), ("running_var", variance)):
-                self._values[one].lerp_(new.to(self._values[one].dtype), share)
-        self._num_applied = len(fresh)
-        return self._values[name]
+    def _is_cumulative(self, share: float) -> bool:
+        """Returns whether a share is that of an average over all batches, by the counter as the forward left it."""
+        counter = self.module._buffers.get(_COUNTER)
+        counted = 0.0 if self.module.momentum is not None or counter is None else float(counter)
+        return counted > 0 and share == 1.0 / counted
 
     def share(self, ahead: int) -> float:
         """The weight of a call in the averages, by the module's `momentum`.
@@ -210,17 +208,17 @@ class RunningAverages:
         """
         if self.module.momentum is not None:
             return self.module.momentum
-        counter = self.module.num_batches_tracked
+        counter = self.module._buffers.get(_COUNTER)
         return 0.0 if counter is None else 1.0 / (float(counter) + ahead)
 
     def gathered(self, update: int) -> Tensor | None:
         """Count, sum and sum of squares (3 × channels of all calls) of an update so far, which replicas add up."""
         if update in self._seen:
             sums = [_sums([self], update, number) for number in range(self.num_calls(update))]
-            self.restore(update, torch.cat(sums, 1))
+            self.replace(update, torch.cat(sums, 1))
         return self._gathered.get(update)
 
-    def restore(self, update: int, sums: Tensor | None) -> None:
+    def replace(self, update: int, sums: Tensor | None) -> None:
         """Replaces what is counted for an update by what `gathered` gave."""
         self.forget(update)
         if sums is not None:
@@ -241,6 +239,10 @@ class RunningAverages:
         """The calls with a number, from 0 in each forward, by the micro-batches of an update."""
         return next(iter(self._seen.get(update, [])[number : number + 1]), [])
 
+    def last(self, number: int) -> Call | None:
+        """The last call with a number, whose settings hold for statistics that were added up elsewhere, too."""
+        return self._last.get(number)
+
     def sums(self, update: int, number: int) -> Tensor | None:
         """The part of one call in what `gathered` gave."""
         gathered, channels = self._gathered.get(update), self.num_channels
@@ -248,18 +250,33 @@ class RunningAverages:
 
 
 def adopt(modules: Iterable[nn.Module]) -> list[RunningAverages]:
-    """The running averages of the batch norms among some modules, from now on changed only by `commit`."""
-    found = []
-    for module in dict.fromkeys(modules):
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None:
-            found.append(averages_of(module) or RunningAverages(module))
-    return found
+    """The running averages of the batch norms among some modules, which change only by `commit`."""
+    return [
+        RunningAverages(module)
+        for module in dict.fromkeys(modules)
+        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
+    ]
 
 
-def averages_of(module: nn.Module) -> RunningAverages | None:
-    """The running averages of a batch norm of a stage; None: it is something else, or in no stage."""
-    found: RunningAverages | None = module.__dict__.get("_averages")
-    return found
+@contextlib.contextmanager
+def copied(norms: Sequence[RunningAverages], update: int | None) -> Iterator[None]:
+    """The context of a forward, with copies in the place of running averages.
+
+    Args:
+        norms: of the stage.
+        update: the update that counts the forward; None: a replay.
+    """
+    averages = [norm.module._buffers[name] for norm in norms for name in _AVERAGES]
+    copies = torch._foreach_mul(averages, 1) if averages else []  # of all at once
+    for norm, mean, var in zip(norms, copies[::2], copies[1::2], strict=True):
+        norm.begin(mean, var)
+    try:
+        yield
+    finally:
+        written = [norm.restore() for norm in norms]
+    if update is not None:
+        for norm, own in zip(norms, written, strict=True):
+            norm.count(update, own)
 
 
 def normalised(
@@ -275,7 +292,7 @@ def normalised(
         share: weight of the statistics in the new averages; None: by the module's `momentum`.
         eps: added to the variance.
     """
-    averages = averages_of(module)
+    averages = _averages_of(module)
     if averages is not None:
         return averages.normalise(x, weight, bias, share, eps)
     assert isinstance(module, _BatchNorm)
@@ -288,40 +305,38 @@ def normalised(
     return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, True, share, eps)
 
 
-class _StandIn(Tensor):
-    """A running average in a forward."""
+def _averages_of(module: nn.Module) -> RunningAverages | None:
+    """The running averages of a batch norm in a stage's forward; None: it is something else, or elsewhere."""
+    found: RunningAverages | None = module.__dict__.get("_averages")
+    return found
 
-    _averages: RunningAverages
-    _name: str
+
+class _Watched(Tensor):
+    """The copy of a running average in a forward; torch's batch norm does not take it without being noted."""
+
+    averages: RunningAverages
+    buffer: str
 
     @staticmethod
-    def of(averages: RunningAverages, name: str) -> _StandIn:
-        """The stand-in of an average."""
-        made = averages._real[name].as_subclass(_StandIn)
-        made._averages, made._name = averages, name
+    def of(averages: RunningAverages, buffer: str, copied: Tensor) -> _Watched:
+        """The same memory, watched; compiled code that changes the copy does not change the version of this."""
+        made = copied.data.as_subclass(_Watched)
+        made.averages, made.buffer = averages, buffer
         return made
+
+    def now(self) -> _Watched:
+        """The copy of the forward that runs: a replay of a graph is given those of the first run."""
+        current: _Watched = self.averages.placed[self.buffer]
+        return current
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Calls a function of torch with the values of stand-ins; of a batch norm the statistics are noted."""
-        named = kwargs or {}
+        """Calls a function of torch, which gives plain tensors."""
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _NORMS:
-                return _NORMS[func](*args, **named)
-            stand_ins = [leaf for leaf in pytree.tree_leaves((args, named)) if isinstance(leaf, cls)]
-            before = [_value(leaf)._version for leaf in stand_ins]
-            args, named = pytree.tree_map(_value, (args, named))
-            result = func(*args, **named)
-            for leaf, version in zip(stand_ins, before, strict=True):
-                if leaf._averages.is_noted and _value(leaf)._version != version:
-                    raise leaf._averages.written()
-            return result
-
-
-def _value(leaf: Any) -> Any:
-    return leaf._averages.value(leaf._name) if isinstance(leaf, _StandIn) else leaf
+            args, named = pytree.tree_map_only(_Watched, _Watched.now, (args, kwargs or {}))
+            return _NORMS.get(func, func)(*args, **named)
 
 
 def _functional(
@@ -334,11 +349,10 @@ def _functional(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """`F.batch_norm` with stand-ins."""
-    if training and isinstance(running_mean, _StandIn):
-        return running_mean._averages.normalise(x, weight, bias, momentum, eps, counted=False)
-    mean, var, weight, bias = (_value(one) for one in (running_mean, running_var, weight, bias))
-    return F.batch_norm(x, mean, var, weight, bias, training, momentum, eps)
+    """`F.batch_norm` with copies of running averages."""
+    if training and isinstance(running_mean, _Watched):
+        return running_mean.averages.normalise(x, weight, bias, momentum, eps, counted=False)
+    return F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _of_torch(
@@ -352,29 +366,11 @@ def _of_torch(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """`torch.batch_norm` with stand-ins."""
+    """`torch.batch_norm` with copies of running averages."""
     return _functional(x, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 _NORMS: dict[Any, Callable[..., Tensor]] = {F.batch_norm: _functional, torch.batch_norm: _of_torch}
-
-
-class _Deferring(_BatchNorm):
-    """A batch norm whose forward is torch's own, with the shorter way."""
-
-    _averages: RunningAverages
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalises by the micro-batch's own statistics in training, by the running averages otherwise."""
-        if not self.training or not self.track_running_stats:
-            return super().forward(input)
-        self._check_input_dim(input)
-        return self._averages.normalise(input, self.weight, self.bias, None, self.eps)
-
-
-@functools.cache
-def _deferring_class(own: type) -> type:
-    return type(f"Deferring{own.__name__}", (_Deferring, own), {})
 
 
 @torch.no_grad()
@@ -391,7 +387,7 @@ def commit(norms: Sequence[RunningAverages], update: int) -> None:
         for (share, *_), group in alike.items():
             assert isinstance(share, float)
             _update(group, _sums(group, update, number), share)
-            _count(norm for norm in group if all(call.counted for call in norm.seen(update, number)[-1:]))
+            _count(norm for norm in group if (last := norm.last(number)) is None or last.counted)
     for norm in norms:
         norm.forget(update)
 
@@ -400,8 +396,9 @@ def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]
     """What a norm has in common with those that are updated together: first its share."""
     seen, mean = norm.seen(update, number), norm.module._buffers["running_mean"]
     assert mean is not None
-    share, eps = (seen[-1].share, seen[-1].eps) if seen else (None, norm.module.eps)
-    share = float(norm.share(1) if share is None else share)
+    last = norm.last(number)
+    eps = norm.module.eps if last is None else last.eps
+    share = norm.share(1) if last is None or last.share is None else float(last.share)
     return share, eps, mean.dtype, mean.device, len(seen), norm.sums(update, number) is not None
 
 
@@ -418,7 +415,7 @@ def _update(norms: Sequence[RunningAverages], sums: Tensor, share: float) -> Non
 
 def _count(norms: Iterable[RunningAverages]) -> None:
     """Adds one to the counters of batch norms that have one."""
-    counters = [counter for norm in norms if (counter := norm.module._buffers[_COUNTER]) is not None]
+    counters = [counter for norm in norms if (counter := norm.module._buffers.get(_COUNTER)) is not None]
     if counters:
         torch._foreach_add_(counters, 1)
 

@@ -18,6 +18,6 @@ def usable_device(name: Any) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(1, device=device).zero_().item()
-    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as problem:
+    except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as problem:
         raise PipefitError(f"--device {name}: cannot be used here: {str(problem).splitlines()[0]}") from None
     return device

@@ -36,7 +36,7 @@ class OptimizerMaker:
 
     def __init__(self, make: Any, layers: Sequence[NamedLayer], no_decay: Sequence[str] | str = ()) -> None:
         self._make = _checked(make)
-        self._takes_names = next(iter(inspect.signature(make).parameters), "") in NAMED
+        self._takes_names = _first_argument(make) in NAMED
         words = no_decay.split(",") if isinstance(no_decay, str) else no_decay
         self.no_decay = tuple(word.strip() for word in words if word.strip())
         holders = [(name, module, p) for layer in layers for name, module, p in _parameters(layer)]
@@ -124,6 +124,13 @@ def check_scheduler(make: Any) -> None:
         f"scheduler: expected a function, got the {kind} {'object' if isinstance(make, LRScheduler) else repr(make)}; "
         f"each stage has its own optimizer: write scheduler=lambda optimizer: {kind}(optimizer, …)"
     )
+
+
+def _first_argument(make: Any) -> str:
+    try:
+        return next(iter(inspect.signature(make).parameters), "")
+    except ValueError:  # a function of C may have none
+        return ""
 
 
 def _checked(make: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -39,6 +39,14 @@ class NamedLayer(NamedTuple):
         return f"{self.prefix}." if self.prefix else ""
 
 
+def is_sequence(module: nn.Module) -> bool:
+    """Returns whether a module holds layers that are called one after another, and its forward does nothing else."""
+    if not isinstance(module, nn.Sequential):
+        return isinstance(module, nn.ModuleList)
+    is_torchs = type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
+    return is_torchs and not module._forward_hooks and not module._forward_pre_hooks
+
+
 def named_layers(model: Any) -> list[NamedLayer]:
     """The layers of a model that is a sequence of them, in order.
 
@@ -53,10 +61,15 @@ def named_layers(model: Any) -> list[NamedLayer]:
     if isinstance(found, list | tuple) and found and all(isinstance(layer, NamedLayer) for layer in found):
         return list(found)
     named: list[Any]
-    if isinstance(model, nn.Sequential | nn.ModuleList):
+    if isinstance(model, nn.Module) and is_sequence(model):
         named = list(model._modules.items())  # named_children() would leave out the second use of one module
     elif isinstance(model, list | tuple):
         named = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(model)]
+    elif isinstance(model, nn.Sequential):
+        raise ModelError(
+            f"{type(model).__name__} is an nn.Sequential with a forward or hooks of its own, which its layers in a row "
+            "would leave out: cut it with pipefit.cut(model, example), or move them into a layer"
+        )
     else:
         raise ModelError(
             f"expected an nn.Sequential or a list of modules, got {type(model).__name__}; "
@@ -73,6 +86,11 @@ def named_layers(model: Any) -> list[NamedLayer]:
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
 
 
+def modules_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The user's modules in a layer, by their paths: a part of a model that was cut holds one of them, or some."""
+    yield from getattr(module, "holder", module).named_modules(prefix=prefix)
+
+
 def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
     """How many stages at the beginning have nothing that steps change: parameters that train, averages of batch norms.
 
@@ -83,7 +101,7 @@ def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
 
     def trains(index: int) -> bool:
         module = layers[index].module
-        tracked = (m.track_running_stats for m in module.modules() if isinstance(m, _BatchNorm))
+        tracked = (m.track_running_stats for _, m in modules_of(module) if isinstance(m, _BatchNorm))
         return any(tracked) or any(parameter.requires_grad for parameter in module.parameters())
 
     return partition.num_frozen(trains)

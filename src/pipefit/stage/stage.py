@@ -14,7 +14,7 @@ from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
 from pipefit.stage.compiler import Forward
 from pipefit.stage.replay import AttentionCores, replayed_forwards
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, modules_of
 
 
 def layer_seed(seed: int, ordinal: int, layer: int) -> int:
@@ -81,9 +81,10 @@ class Stage:
         self.compiled: dict[nn.Module, Forward] = {}
         for layer in self.layers:
             layer.module.to(device)
-        self.batchnorms = batchnorm.adopt(module for layer in self.layers for module in layer.module.modules())
-        self._own_norms = [norm for norm in self.batchnorms if norm.has_own_forward]
+        self.batchnorms = batchnorm.adopt(module for layer in self.layers for _, module in modules_of(layer.module))
+        self._norm_forwards = {norm.module: norm.forward for norm in self.batchnorms if not norm.has_own_forward}
         self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
+        self._is_replicated = False
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
@@ -119,6 +120,13 @@ class Stage:
         if getattr(module, "inplace", False) is True:
             module.inplace = False
 
+    def replicate(self) -> None:
+        """Notes that there are several copies of the stage: a forward must not change buffers that are saved."""
+        self._is_replicated = True
+        self._buffers = [one for one in self._buffers if one[2] not in one[1]._non_persistent_buffers_set]
+        for norm in self.batchnorms:
+            norm.is_replicated = True
+
     def train(self, mode: bool) -> None:
         """Training or evaluation mode of every layer."""
         if mode != self.training:
@@ -135,10 +143,6 @@ class Stage:
             replay: whether this is a recompute, which must not count anything twice.
             update: that batch norms count the micro-batch for.
         """
-        norms = self.batchnorms if self.training else ()
-        unchanged = self._unchanged() if replay else contextlib.nullcontext()
-        for norm in norms:
-            norm.begin(replay)
         state = self._generator.get_state()
 
         def seed(layer: int) -> None:
@@ -146,9 +150,16 @@ class Stage:
 
         # Inside, so that weights are cast once for each forward, and anew for the next version's.
         half = contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
+        unchanged = self._unchanged() if replay or self._is_replicated else contextlib.nullcontext()
         try:
             changed = self.compiled | self.replayed if self.training else {}
-            with half, replaced_forwards(changed), self._cores, unchanged:
+            with (
+                half,
+                self._norms_copied(None if replay else update),
+                replaced_forwards(changed),
+                self._cores,
+                unchanged,
+            ):
                 if self.is_cut:
                     first, last = self.layers[0], self.layers[-1]
                     return self._run(first, lambda: first.module.through(last.module, payload, seed))
@@ -158,8 +169,6 @@ class Stage:
                 return payload
         finally:
             self._generator.set_state(state)
-            for norm in norms:
-                norm.end(None if replay else update)
 
     @contextlib.contextmanager
     def replaying(self) -> Iterator[None]:
@@ -168,26 +177,47 @@ class Stage:
         Raises:
             ModelError: a layer that it replayed changes another buffer.
         """
-        for norm in self._own_norms:
-            norm.begin(is_replay=True)
         try:
-            with self._unchanged() if self.replayed else contextlib.nullcontext():
+            with self._norms_copied(None), self._unchanged() if self.replayed else contextlib.nullcontext():
                 yield
-        finally:
-            for norm in self._own_norms:
-                norm.end(None)
+        except RuntimeError as problem:
+            if self.replayed and self._buffers and "modified by an inplace operation" in str(problem):
+                raise self._changes(
+                    f"of its layers ({', '.join(name for name, *_ in self._buffers[:3])}, …)"
+                ) from problem
+            raise
+
+    @contextlib.contextmanager
+    def _norms_copied(self, update: int | None) -> Iterator[None]:
+        """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
+        if not self.training or not self.batchnorms:
+            yield
+            return
+        with batchnorm.copied(self.batchnorms, update), replaced_forwards(self._norm_forwards):
+            yield
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """The context of a replay, which must not change buffers: its forward has changed them before."""
+        """The context of a forward that must not change buffers: a replay's, and those of one of several copies."""
         before = [(buffer, buffer._version) for buffer in (module._buffers[key] for _, module, key in self._buffers)]
         yield
+        if not self.training:
+            return
         for (name, module, key), (buffer, version) in zip(self._buffers, before, strict=True):
             if module._buffers[key] is not buffer or buffer._version != version:
-                raise ModelError(
-                    f"stage {self.index}: a forward changes the buffer {name}, so it cannot be replayed: train without "
-                    'recomputation (recompute none), and a spilled stage with keep="all"'
-                )
+                raise self._changes(name)
+
+    def _changes(self, name: str) -> ModelError:
+        """The error of a forward that changes a buffer and must not."""
+        if self._is_replicated:
+            return ModelError(
+                f"stage {self.index}: a forward changes the buffer {name}, which each of its copies would change by "
+                "its own samples: give it one copy (replicas), or use torch's batch norm, whose statistics are added up"
+            )
+        return ModelError(
+            f"stage {self.index}: a forward changes the buffer {name}, so it cannot be replayed: train without "
+            'recomputation (recompute none), and a spilled stage with keep="all"'
+        )
 
     def _run(self, layer: NamedLayer, forward: Callable[[], Any]) -> Any:
         try:
@@ -238,18 +268,13 @@ class Stage:
             except RuntimeError as problem:
                 raise ModelError(f"layer {layer.name}: {problem}") from None
 
-    def release(self) -> None:
-        """Restores the classes of batch norms."""
-        for norm in self.batchnorms:
-            norm.release()
-
 
 def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[tuple[str, nn.Module, str]]:
     """(name, module, key) of the buffers of some layers that are not a batch norm's."""
     return [
         (f"{path}.{key}" if path else key, module, key)
         for layer in layers
-        for path, module in layer.module.named_modules(prefix=layer.prefix)
+        for path, module in modules_of(layer.module, layer.prefix)
         if module not in norms
         for key, buffer in module._buffers.items()
         if buffer is not None

@@ -11,9 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipefit.errors import PlanError
-from pipefit.spec.options import NONFINITE
-
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
 Loss = Callable[[Any, Any], Any]
@@ -46,10 +43,6 @@ class Training:
     loss_scale: float | None = None
     compiler: str | None = None
     nonfinite: str = "stop"
-
-    def __post_init__(self) -> None:
-        if self.nonfinite not in NONFINITE:
-            raise PlanError(f"nonfinite: expected one of {', '.join(NONFINITE)}, got {self.nonfinite!r}")
 
     @property
     def needs_norm(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipefit.spec.arguments import check_value, checked
 from pipefit.study.board import Observer
 from pipefit.study.file import load_study, spec_of
 from pipefit.study.results import StudyResult
@@ -13,6 +14,7 @@ from pipefit.study.trial import StudyError, Trial
 from pipefit.study.trial_search import Search
 
 
+@checked("trials")
 class Study:
     """Trials that share devices a shard at a time.
 
@@ -47,6 +49,9 @@ class Study:
         search: Search | None = None,
         **options: Any,
     ) -> None:
+        if isinstance(trials, str | Path):
+            raise StudyError(f"trials: expected Trial objects, got {trials!r}; Study.load reads a study's file")
+        check_value("trials", trials, Sequence[Trial], StudyError)
         if (search is None) != (define is None):
             raise StudyError("search=… chooses values and define=… makes a trial of them: give both, or only trials")
         if search is None and not trials:
@@ -81,8 +86,14 @@ class Study:
         """
         from pipefit.study.execute.study_run import StudyRun
 
-        search = {"define": self._define, "search": self._search}
-        run = StudyRun(self.spec, **search, observer=observer, resume=resume, forked=forked)
+        run = StudyRun(
+            self.spec,
+            define=self._define,
+            search=self._search,
+            observer=observer,
+            resume=resume,
+            forked=forked,
+        )
         result = run.run()
         self.stopped_by = run.stopped_by
         return result

@@ -103,7 +103,9 @@ class Trial:
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
-        label = self.name or ", ".join(f"{key}={value}" for key, value in self.values.items())
+        named = self.name if isinstance(self.name, str) else ""
+        values = self.values if isinstance(self.values, Mapping) else {}
+        label = named or ", ".join(f"{key}={value}" for key, value in values.items())
         with at(f"trial {label}" if label else "trial"):
             self._check()
 
@@ -191,9 +193,6 @@ class StudySpec:
 
     def __post_init__(self) -> None:
         check_least(self)
-        for trial in self.trials:
-            if not isinstance(trial, Trial):
-                raise StudyError(f"trials: expected Trial objects, got {trial!r}; Study.load reads a study's file")
         _expect(
             *((key, vars(self)[key], isinstance(vars(self)[key], str), "text") for key in _TEXTS),
             ("tier", self.tier, self.tier in ("disk", "host"), "disk or host"),

@@ -17,20 +17,17 @@ Source: PipeDream (SOSP 2019) §3.2–3.4; PipeDream-2BW (ICML 2021) §3.1.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipefit.errors import PipefitError
-from pipefit.stage.batchnorm import commit
-from pipefit.stage.optimizing import OptimizerMaker
-from pipefit.stage.split import named_layers
-from pipefit.stage.stage import Stage
+from pipefit.testing.averages import MiniBatchAverages
 from pipefit.testing.case import Case, Outcome
-from pipefit.testing.reference import aliases, micro_batches, weighted_loss
+from pipefit.testing.reference import micro_batches, optimizer_of
+from pipefit.testing.users_model import Whole, first_layers, whole
 
 Rule = Callable[[int, int], int]
 Gradients = dict[str, Tensor | None]
@@ -57,38 +54,56 @@ def version_rule(
 
 
 class _Part:
-    """One stage: its layers with their live parameters, all versions of their weights, and its optimizer.
+    """One stage: all versions of its weights, and its optimizer.
 
-    It is a stage of a deep copy of the model, so that two stages that share a weight can hold different versions of it.
+    A forward finds in the whole model the weights of each stage as parameters of the micro-batch's own. Two stages that
+    share a weight can hold different versions of it, and autograd keeps their gradients apart.
 
     Args:
-        case: the training.
+        model: the user's.
         index: of the stage.
         size: micro-batches per update.
-        owners: the name of each weight, by all of its names.
+
+    Attributes:
+        held: the names of its weights and buffers.
+        leaves: its weights in the micro-batch that runs, each under its first name, as those that follow.
+        masters: its newest weights, which the optimizer steps.
+        versions: its weights after each update.
+        sums: the gradients of each update that is not complete.
     """
 
-    def __init__(self, case: Case, index: int, size: int, owners: dict[str, str]) -> None:
+    def __init__(self, model: Whole, index: int, size: int) -> None:
+        case = model.case
         start = sum(case.counts[:index])
-        layers = named_layers(copy.deepcopy(case.model))[start : start + case.counts[index]]
-        self.stage = Stage(index, layers, torch.device(case.device), case.updates.seed)
-        self.stage.half = case.half
-        self.names = {owners[names[0]]: names for p, names in aliases(layers) if p.requires_grad}
-        self.parameters = {owners[names[0]]: p for p, names in aliases(layers) if p.requires_grad}
-        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self.parameters.items()}
-        self.versions = [{name: p.detach().clone() for name, p in self.parameters.items()}]
-        optimizers = OptimizerMaker(case.optimizer, named_layers(case.model), case.updates.no_decay)
-        self.optimizer = optimizers.of(list(self.masters.items())) if self.masters else None
+        self.held = frozenset[str]().union(*model.held[start : start + case.counts[index]])
+        trained = {name: p for name, p in model.root.named_parameters() if p.requires_grad}
+        aliases = model.aliases()
+        mine = {name: p for name, p in trained.items() if not self.held.isdisjoint(aliases[name])}
+        self.names = {name: aliases[name] for name in mine}
+        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in mine.items()}
+        self.versions = [{name: p.detach().clone() for name, p in mine.items()}]
+        named = list(self.masters.items())
+        self.optimizer = optimizer_of(case, model.root, named) if named else None
         make = case.updates.scheduler
         self.scheduler = make(self.optimizer) if make and self.optimizer else None
         self.size = size
         self.sums: dict[int, Gradients] = {}
+        self.leaves: dict[str, nn.Parameter] = {}
+        places = dict(model.root.named_modules(remove_duplicate=False))
+        self._slots = {
+            name: [(places[alias.rpartition(".")[0]], alias.rpartition(".")[2]) for alias in names]
+            for name, names in self.names.items()
+        }
 
-    @torch.no_grad()
-    def point(self, version: int) -> None:
-        """Sets the weights to those of a version."""
-        for name, parameter in self.parameters.items():
-            parameter.copy_(self.versions[version][name])
+    def load(self, version: int) -> None:
+        """Makes the leaves of a micro-batch from a version."""
+        self.leaves = {name: nn.Parameter(value) for name, value in self.versions[version].items()}
+
+    def point(self) -> None:
+        """Puts the leaves into the model."""
+        for name, leaf in self.leaves.items():
+            for module, key in self._slots[name]:
+                setattr(module, key, leaf)
 
     def accumulate(self, update: int, scale: float) -> None:
         """Adds the gradients of the micro-batch that has just run to those of its update.
@@ -96,7 +111,7 @@ class _Part:
         Raises:
             PipefitError: one is not finite; the formulas here do not cover the scales of later losses.
         """
-        grads = {name: p.grad for name, p in self.parameters.items()}
+        grads = {name: leaf.grad for name, leaf in self.leaves.items()}
         if scale != 1 and not all(torch.isfinite(grad).all() for grad in grads.values() if grad is not None):
             raise PipefitError(
                 f"a gradient overflows at a loss scale of {scale:g}, and skipped updates are not compared without a "
@@ -105,9 +120,8 @@ class _Part:
         sums = self.sums.setdefault(update, {})
         for name, grad in grads.items():
             sums[name] = _plus(sums.get(name), None if grad is None else grad / scale)
-            self.parameters[name].grad = None
 
-    def step(self, gradients: Gradients, update: int) -> None:
+    def step(self, gradients: Gradients) -> None:
         """w(t+1) = optimizer(w(t), gradient), for a gradient of any version."""
         for name, master in self.masters.items():
             gradient = gradients[name]
@@ -117,55 +131,97 @@ class _Part:
         if self.scheduler is not None:
             self.scheduler.step()
         self.versions.append({name: master.detach().clone() for name, master in self.masters.items()})
-        commit(self.stage.batchnorms, update)
 
 
 def delayed_reference(case: Case) -> Outcome:
     """Trains in this process with the delays of an asynchronous schedule."""
     m, depth = case.request.num_microbatches, len(case.counts)
     replicas = case.copies
-    owners = {name: names[0] for _, names in aliases(named_layers(case.model)) for name in names}
-    whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is split among the replicas
-    parts = [_Part(case, s, m if whole else m * replicas[s], owners) for s in range(depth)]
-    frozen = next((s for s, part in enumerate(parts) if part.masters or part.stage.batchnorms), depth - 1)
+    model = whole(case)
+    averages = MiniBatchAverages(model.root)
+    is_whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is split among the replicas
+    parts = [_Part(model, s, m if is_whole else m * replicas[s]) for s in range(depth)]
+    changing = [s for s, part in enumerate(parts) if part.masters or averages.are_in(part.held)]
     warmup = case.request.parallelism.options.get("warmup", 1)
-    version = version_rule(case.schedule, replicas, m, warmup, frozen)
+    version = version_rule(case.schedule, replicas, m, warmup, min(changing, default=depth - 1))
     first: dict[str, Tensor] = {}
     losses = [0.0] * len(case.batches)
     data = [part for batch in case.batches for part in micro_batches(case, batch)]
     for k, micro_batch in enumerate(data):
-        losses[k // m] += _run(case, parts, version, k, *micro_batch)
+        for s, part in enumerate(parts):
+            part.load(version(s, k))
+        losses[k // m] += _run(model, averages, parts, k, *micro_batch)
         done = {part: k // part.size for part in parts if (k + 1) % part.size == 0 or k + 1 == len(data)}
         # A weight that several stages hold is stepped on all of them by the sum of their gradients.
         gradients = _clipped(_summed(done, m, len(data)), case.updates.clip_norm)
         for part, update in done.items():
             if update == 0:
-                for name, parameter in part.parameters.items():
-                    gradient = gradients[name]
-                    shown = torch.zeros_like(parameter) if gradient is None else gradient.clone()
-                    first.update(dict.fromkeys(part.names[name], shown))
-            part.step(gradients, update)
-    weights: dict[str, Tensor] = {}
+                first.update(_shown(part, gradients))
+            part.step(gradients)
+            averages.update(part.held)
+    names = dict.fromkeys(name for part in parts for name in part.names)
+    return Outcome(losses, {0: first}, {0: _newest(model, parts)}, tuple(names))
+
+
+def _run(
+    model: Whole, averages: MiniBatchAverages, parts: Sequence[_Part], k: int, x: Any, y: Any, share: float
+) -> float:
+    """Runs forward and backward of micro-batch k at the leaves of all stages; returns its weighted loss."""
+    _require_one_version(model, parts)
+    starts = dict(zip(first_layers(model.case), parts, strict=True))
+    for part in reversed(parts):
+        part.point()
+
+    def begin(layer: int) -> None:
+        if layer in starts:
+            starts[layer].point()
+
+    scale = model.case.first_scale or 1.0
+    with averages.micro_batch() as forward:
+        with forward:
+            loss = model.loss(k, x, y, share, begin)
+        if loss.requires_grad:
+            (loss * scale).backward()
     for part in parts:
-        part.point(-1)
-        weights.update({name: value.detach().clone() for name, value in part.stage.state_dict().items()})
-    return Outcome(
-        losses, {0: first}, {0: weights}, tuple(dict.fromkeys(name for part in parts for name in part.names))
-    )
-
-
-def _run(case: Case, parts: Sequence[_Part], version: Rule, k: int, *micro_batch: Any) -> float:
-    """Runs forward and backward of micro-batch k at the versions of the rule; returns its weighted loss."""
-    for s, part in enumerate(parts):
-        part.point(version(s, k))
-    updates = [k // part.size for part in parts]
-    loss = weighted_loss(case, [part.stage for part in parts], k, updates, *micro_batch)
-    scale = case.first_scale or 1.0
-    if loss.requires_grad:
-        (loss * scale).backward()
-    for part, update in zip(parts, updates, strict=True):
-        part.accumulate(update, scale)
+        part.accumulate(k // part.size, scale)
     return float(loss.detach().double())
+
+
+def _require_one_version(model: Whole, parts: Sequence[_Part]) -> None:
+    """Refuses a model whose forward cannot be given two versions of a weight.
+
+    Raises:
+        PipefitError: two stages hold different versions of one.
+    """
+    if model.begins_layers:
+        return
+    seen: dict[str, Tensor] = {}
+    for part in parts:
+        for name, leaf in part.leaves.items():
+            if not torch.equal(seen.setdefault(name, leaf), leaf):
+                raise PipefitError(
+                    f"{name} is in two stages that hold different versions of it, and the model is cut at lines of its "
+                    f"graph, so its own forward cannot use both: check it with a schedule other than "
+                    f"{model.case.schedule}"
+                )
+
+
+def _shown(part: _Part, gradients: Gradients) -> Iterable[tuple[str, Tensor]]:
+    """A copy of the gradients of a stage, under all names; zeros where there is none."""
+    for name, names in part.names.items():
+        gradient = gradients[name]
+        shown = torch.zeros_like(part.masters[name]) if gradient is None else gradient.clone()
+        yield from dict.fromkeys(names, shown).items()
+
+
+def _newest(model: Whole, parts: Sequence[_Part]) -> dict[str, Tensor]:
+    """The newest weights and buffers."""
+    weights = model.state()
+    for part in parts:
+        part.load(-1)
+        part.point()
+        weights.update({name: value for name, value in model.state().items() if name in part.held})
+    return weights
 
 
 def _summed(done: dict[_Part, int], m: int, total: int) -> Gradients:

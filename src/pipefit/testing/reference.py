@@ -1,73 +1,71 @@
-"""Single-process training without a pipeline: the numbers that a synchronous schedule must compute.
+"""Single-process training in plain torch: the numbers that a synchronous schedule must compute.
 
-Nothing here comes from the executor. Only the *definition* of the numbers is shared with it: the seeds of a layer's
-random numbers and the running averages of batch norm (`pipefit.stage`).
+The model is the user's own with its own forward; autograd, optimizer, clipping, autocast and loss scales are torch's.
+Nothing of the pipeline runs here. What training by micro-batches adds to torch is stated in this folder alone:
 
-Mixed precision is that of torch, autocast and `GradScaler`. One thing of the pipeline is part of its definition:
-activations between stages are rounded to the half type there, and so are their gradients.
+    random numbers     a seed for each layer and micro-batch           `users_model`
+    batch norm         averages change once per mini-batch             `averages`
+    half precision     what crosses a border of stages is rounded      `users_model`
 """
 
 from __future__ import annotations
 
-import copy
-import itertools
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipefit.stage.batchnorm import commit
-from pipefit.stage.optimizing import OptimizerMaker
-from pipefit.stage.split import NamedLayer, named_layers
-from pipefit.stage.stage import Stage
-from pipefit.stage.training import with_metrics
+from pipefit.testing.averages import MiniBatchAverages
 from pipefit.testing.case import Case, Outcome
+from pipefit.testing.users_model import Whole, whole
 
 
 def reference(case: Case) -> Outcome:
     """Trains the whole model in this process: forward and backward of each micro-batch, then one optimizer step."""
-    layers = named_layers(copy.deepcopy(case.model))
-    model = Stage(0, layers, torch.device(case.device), case.updates.seed)
-    stages = [model] if case.half is None else _stages(layers, case)
-    parameters = model.parameters()
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    make = OptimizerMaker(case.optimizer, layers, case.updates.no_decay)
-    optimizer = make.of(named) if named else None
+    model = whole(case)
+    averages = MiniBatchAverages(model.root)
+    named = [(name, p) for name, p in model.root.named_parameters() if p.requires_grad]
+    optimizer = optimizer_of(case, model.root, named) if named else None
     scheduler = case.updates.scheduler(optimizer) if case.updates.scheduler and optimizer else None
     scale = case.first_scale
     scaler = torch.amp.GradScaler(case.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
     first: dict[str, Tensor] = {}
     losses = []
     for step, batch in enumerate(case.batches):
-        losses.append(_accumulate(stages, batch, case, step * case.request.num_microbatches, scaler))
+        losses.append(_accumulate(model, averages, batch, step * case.request.num_microbatches, scaler))
         if optimizer is not None:
             scaler.unscale_(optimizer)
-        if case.updates.clip_norm is not None and parameters:
-            torch.nn.utils.clip_grad_norm_(parameters, case.updates.clip_norm)
-        gradients = first or _gradients(layers)
+        if case.updates.clip_norm is not None and named:
+            torch.nn.utils.clip_grad_norm_([p for _, p in named], case.updates.clip_norm)
+        gradients = first or _gradients(model)
         if optimizer is None or _taken(scaler, optimizer):
             first = gradients
             if scheduler is not None:
                 scheduler.step()
-        commit(model.batchnorms, step)
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    names = tuple(name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return Outcome(losses, {0: first}, {0: weights}, names)
+        averages.update()
+    return Outcome(losses, {0: first}, {0: model.state()}, tuple(name for name, _ in named))
 
 
-def _stages(layers: Sequence[NamedLayer], case: Case) -> list[Stage]:
-    """One stage for each group of layers, under autocast."""
-    ends = [0, *itertools.accumulate(case.counts)]
-    parts = [layers[start:end] for start, end in itertools.pairwise(ends)]
-    stages = [Stage(index, part, torch.device(case.device), case.updates.seed) for index, part in enumerate(parts)]
-    for stage in stages:
-        stage.half = case.half
-    return stages
+def _accumulate(
+    model: Whole, averages: MiniBatchAverages, batch: tuple[Any, Any], first: int, scaler: torch.amp.GradScaler
+) -> float:
+    """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
+    total = 0.0
+    for number, (x, y, share) in enumerate(micro_batches(model.case, batch), first):
+        with averages.micro_batch() as forward:
+            with forward:
+                loss = model.loss(number, x, y, share)
+            if loss.requires_grad:
+                scaler.scale(loss).backward()
+        total += float(loss.detach().double())
+    return total
 
 
-def _taken(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+def _taken(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     """Steps, unless a gradient is not finite; returns whether it did."""
     before = scaler.get_scale()
     scaler.step(optimizer)
@@ -76,18 +74,13 @@ def _taken(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bo
     return not scaler.is_enabled() or scaler.get_scale() >= before
 
 
-def _accumulate(
-    stages: Sequence[Stage], batch: tuple[Any, Any], case: Case, first: int, scaler: torch.amp.GradScaler
-) -> float:
-    """Adds up the gradients of a batch, micro-batch by micro-batch; returns its loss."""
-    total = 0.0
-    updates = [first // case.request.num_microbatches] * len(stages)
-    for number, part in enumerate(micro_batches(case, batch), first):
-        loss = weighted_loss(case, stages, number, updates, *part)
-        if loss.requires_grad:
-            scaler.scale(loss).backward()
-        total += float(loss.detach().double())
-    return total
+def _gradients(model: Whole) -> dict[str, Tensor]:
+    """A copy of every gradient under every name; zeros where there is none."""
+    return {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.root.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad
+    }
 
 
 def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any, float]]:
@@ -100,53 +93,42 @@ def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any
 
 def _split(batch: Any, count: int) -> list[Any]:
     """A pytree of tensors split along the first dimension: sizes differ by at most one, the larger ones first."""
-    return [pytree.tree_map(lambda leaf, part=part: leaf.tensor_split(count)[part], batch) for part in range(count)]
+    leaves, structure = pytree.tree_flatten(batch)
+    columns = zip(*(leaf.tensor_split(count) for leaf in leaves), strict=True)
+    return [pytree.tree_unflatten(list(column), structure) for column in columns]
 
 
-def weighted_loss(
-    case: Case, stages: Sequence[Stage], number: int, updates: Sequence[int], x: Any, y: Any, share: float
-) -> Tensor:
-    """The loss of a micro-batch times its share, by the forwards of all stages.
+def optimizer_of(case: Case, root: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+    """The user's optimizer of some parameters, without weight decay for those that `no_decay` names.
 
     Args:
-        case: the training.
-        stages: of the whole model.
-        number: of the micro-batch, counted over all batches.
-        updates: for each stage the number of the micro-batch's update.
-        x: input.
-        y: target.
-        share: in the mean loss of the batch.
+        case: has the user's function, from parameters, or from (name, parameter) pairs if its argument says so.
+        root: of the model, whose modules have a part in the choice.
+        named: the parameters, each under the first of its names.
     """
-    half = case.half
-
-    def as_sent(leaf: Tensor) -> Tensor:
-        """A leaf rounded to the half type and back to float32, where it carries a gradient."""
-        return leaf.to(half).float() if leaf.requires_grad and leaf.dtype in (torch.float32, half) else leaf
-
-    payload, target = (pytree.tree_map(lambda leaf: leaf.to(case.device), item) for item in (x, y))
-    for index, (stage, update) in enumerate(zip(stages, updates, strict=True)):
-        payload = pytree.tree_map(as_sent, payload) if index and half else payload
-        payload = stage.forward(payload, number, update=update)
-    if half:
-        payload = pytree.tree_map(lambda leaf: leaf.float() if leaf.dtype == half else leaf, payload)
-    loss: Tensor = with_metrics(case.loss(payload, target))[0]
-    return loss * share
+    takes_names = next(iter(inspect.signature(case.optimizer).parameters), "") in ("named", "named_parameters")
+    given: Any = list(named) if takes_names else [parameter for _, parameter in named]
+    optimizer = case.optimizer(given)
+    spared = _spared(case.updates.no_decay, root)
+    without_decay = {id(parameter) for name, parameter in named if name in spared}
+    for group in list(optimizer.param_groups):
+        group.pop("param_names", None)
+        own = [parameter for parameter in group["params"] if id(parameter) in without_decay]
+        if own:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in without_decay]
+            optimizer.add_param_group({**group, "params": own, "weight_decay": 0.0})
+    return optimizer
 
 
-def aliases(layers: Sequence[NamedLayer]) -> list[tuple[nn.Parameter, list[str]]]:
-    """Every parameter once, with all its names in the user's model."""
-    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
-            found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return list(found.values())
-
-
-def _gradients(layers: Sequence[NamedLayer]) -> dict[str, Tensor]:
-    """A copy of every gradient under every name; zeros where there is none."""
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for parameter, names in aliases(layers)
-        if parameter.requires_grad
-        for name in names
-    }
+def _spared(no_decay: Sequence[str] | str, root: nn.Module) -> set[str]:
+    """All names of the parameters with one of some words in a name, or in the class of a module that holds them."""
+    words = no_decay.split(",") if isinstance(no_decay, str) else no_decay
+    lower = [word.strip().lower() for word in words if word.strip()]
+    chosen: set[int] = set()
+    for path, module in root.named_modules(remove_duplicate=False):
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            texts = (f"{path}.{key}".lower(), type(module).__name__.lower())
+            if any(word in text for word in lower for text in texts):
+                chosen.add(id(parameter))
+    named = root.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if id(parameter) in chosen}

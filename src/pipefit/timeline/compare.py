@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
 from pipefit.timeline.timeline import Timeline
+
+_NOTABLE = 0.01
 
 
 class KindTimes(NamedTuple):
@@ -70,6 +73,15 @@ def compare(predicted: Timeline, measured: Timeline) -> list[Row]:
         this, that = expected.get((op, stage), nothing), found.get((op, stage), nothing)
         rows.append(_row(f"{op} s{stage}" if stage >= 0 else op, this.median_s, that.median_s, that.num_times))
     return rows
+
+
+def notable(rows: Sequence[Row]) -> list[Row]:
+    """The rows of which a part of the period is predicted that can be measured: at least a percent.
+
+    The time of a shorter operation is mostly that of starting it, and its error says nothing about the run.
+    """
+    period = max((row.measured for row in rows if row.name == "period"), default=0.0)
+    return [row for row in rows if row.name == "bubble" or row.predicted >= _NOTABLE * period]
 
 
 def _row(name: str, predicted: float, measured: float, count: int) -> Row:

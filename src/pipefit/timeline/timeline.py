@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import lcm
 from operator import attrgetter
 
 import msgspec
@@ -144,8 +145,8 @@ class Timeline:
         """Seconds between the ends of steps in the steady state.
 
         The average over the second half of the steps that are complete before any rank has run its last forward, so
-        that neither the fill nor the drain counts. With fewer than two such steps: over all steps; with one step: the
-        makespan.
+        that neither the fill nor the drain counts; of whole rounds of replicas, whose steps end together. With fewer
+        than two such steps: over all steps; with one step: the makespan.
         """
         ends = self.step_ends_s
         last = self._steady_steps() - 1
@@ -154,6 +155,10 @@ class Timeline:
         if last < 1:
             return self.makespan_s
         first = last // 2
+        round_of = lcm(*self.program.header.updates) // self.program.header.num_microbatches
+        rounds = max((last - first) // round_of, 1)
+        if rounds * round_of <= last:
+            first = last - rounds * round_of
         return (ends[last] - ends[first]) / (last - first)
 
     def _steady_steps(self) -> int:

@@ -22,7 +22,7 @@ from pipefit.runtime.microbatches import largest_part, pair_of
 from pipefit.spec import Device, Partition, Profile
 from pipefit.stage.materialise import InitialiseLayer, can_be_drawn, is_meta
 from pipefit.stage.record_layout import Layout
-from pipefit.stage.split import NamedLayer, named_layers
+from pipefit.stage.split import NamedLayer, is_sequence, named_layers
 from pipefit.stage.training import Training
 from pipefit.study.trial import Figures, Trial
 from pipefit.study.turns import step_program, turns_of
@@ -73,14 +73,15 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
     if isinstance(trial.model, str):
         bundle = bundle_of(trial.model, dict(trial.options), trial.seed, empty)
         model: Any = bundle.layers
-        loss = trial.loss or bundle.loss
+        loss: Any = trial.loss or bundle.loss
+        data: Any
         data, held_out = (trial.data, trial.held_out) if callable(trial.data) else _named_data(trial, bundle)
     else:
         model = trial.model()
         loss = trial.loss
         data = trial.data
         held_out = trial.held_out
-        if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+        if isinstance(model, nn.Module) and not is_sequence(model):
             model = [model]
     assert callable(loss) and callable(data)
     optimizer, scheduler = trial.optimizer, trial.scheduler

@@ -116,10 +116,12 @@ def _settle(settings: Settings) -> None:
 
 
 def _device(settings: Settings) -> torch.device:
-    device = torch.device(settings.spec.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and not torch.cuda.is_available():
+    has_gpu = torch.cuda.is_available()
+    device = torch.device(settings.spec.device or ("cuda" if has_gpu else "cpu"))
+    if device.type == "cuda" and not has_gpu:
         raise RuntimeError("torch sees no GPU on this machine")
-    if device.type == "cuda" and device.index is None:
+    index: int | None = device.index  # torch's types say that there is always one
+    if device.type == "cuda" and index is None:
         device = torch.device("cuda", settings.number % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device

@@ -265,7 +265,7 @@ class OpenTrial:
                 tensor.copy_(value)
         for place, norm in enumerate(self.worker.stages[home].batchnorms):
             sums = tensors.pop(f"{_SUMS}{place}", None)
-            norm.restore(0, None if sums is None else sums.to(self._device))
+            norm.replace(0, None if sums is None else sums.to(self._device))
         restore_states(self.worker, home, state.optimization, state.known, tensors)
 
 

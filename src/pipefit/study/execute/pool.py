@@ -86,8 +86,9 @@ class Pool:
 
     def answers(self, timeout_s: float) -> Iterator[tuple[int, Job, Answer | None]]:
         """(worker, its job, the answer) of those with an answer; None in place of it: the worker died."""
-        pipes = {self._workers[number][1]: number for number in self.jobs}
-        for pipe in wait(list(pipes), timeout_s):
+        pipes: dict[Any, int] = {self._workers[number][1]: number for number in self.jobs}
+        ready: list[Any] = wait(list(pipes), timeout_s)
+        for pipe in ready:
             number = pipes[pipe]
             job = self.jobs.pop(number)
             try:

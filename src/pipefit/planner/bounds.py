@@ -1,0 +1,434 @@
+"""Lower bounds of a candidate: seconds per update with its cut, and seconds and bytes before the cut is known.
+
+Legend: p depth, v chunks, m micro-batches per pipeline, f and b seconds of a stage's forward and backward.
+
+No candidate is faster than its bound, whatever its devices. A rank is busy with all of its micro-batches. Where its
+schedule gives it too little else to do, it also waits for a micro-batch to return: for the first one, and for the last.
+From update to update the way from a rank above and back to it come on top, and that rank's reduction and step. Before
+the cut is known, layers are divided as finely as is best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from pipefit.cost import CostModel, speeds_of
+from pipefit.cost.rings import all_reduce_s, over, ring_of
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.planner.holdings import holds_all, least_in_flight, least_replayed
+from pipefit.planner.space import Config, Problem, placement_for
+from pipefit.schedules import find
+from pipefit.spec import Partition, Profile
+
+
+def reduction_of(stage: int) -> Instruction:
+    """The sum of a stage's gradients over its copies."""
+    return Instruction(Op.REDUCE, stage, version=0, kind="wgrad")
+
+
+def crowded(cost: CostModel) -> bool:
+    """Returns whether a message may be on a link when the next one is sent: then messages must queue there.
+
+    Between two messages on a link a rank works on a stage at least once. Where that takes longer than any message,
+    queues change nothing, and the simulator is faster without them.
+    """
+    backward = [a + b for a, b in zip(cost.backward_input_s, cost.backward_weight_s, strict=True) if a + b]
+    work_s = min([*cost.forward_s, *backward]) / max(cost.speed, default=1.0)
+    bandwidth, latency = cost.link(0, cost.topology.num_devices - 1 if cost.topology else 0)
+    return latency + max((*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0)) / bandwidth > work_s
+
+
+# ------------------------------------------------------------------------------------------- seconds with the cut
+
+
+class _Stage(NamedTuple):
+    """Seconds of a stage on the rank that runs it in one pipeline.
+
+    Attributes:
+        rank: its place in the pipeline.
+        num: micro-batches that it processes per update.
+        forward_s: of one micro-batch, the loss included.
+        backward_s: of one.
+        replay_s: of one; 0 where nothing is replayed.
+        back_s: of the part of a backward after which the gradient of the input can be sent.
+        out_s: of the message to the next stage.
+        in_s: of the message back from it.
+        reduce_s: of the sum of gradients over the copies.
+        step_s: of the optimizer.
+    """
+
+    rank: int
+    num: int
+    forward_s: float
+    backward_s: float
+    replay_s: float
+    back_s: float
+    out_s: float
+    in_s: float
+    reduce_s: float
+    step_s: float
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all micro-batches."""
+        return self.num * (self.forward_s + self.backward_s + self.replay_s)
+
+    @property
+    def way_s(self) -> float:
+        """Seconds that a micro-batch takes through the stage, to the next one and back."""
+        return self.forward_s + self.back_s + self.out_s + self.in_s
+
+
+def least_s(problem: Problem, config: Config, partition: Partition, cost: CostModel) -> float:
+    """Seconds from update to update that a candidate with its cut takes at least.
+
+    Args:
+        problem: that it solves.
+        config: the candidate.
+        partition: its stages.
+        cost: of them.
+    """
+    frozen, queued = problem.profile.num_frozen(partition), crowded(cost)
+    replays = _replays(config, partition)
+    bounds = [_shared_s(config, cost)]
+    for ranks in _pipelines(config, cost):
+        bounds += _flushes(config, list(_stages(config, cost, ranks, replays, frozen)), frozen, queued)
+    return max(bounds)
+
+
+def _speed(cost: CostModel, rank: int) -> float:
+    return cost.speed[rank] if cost.speed else 1.0
+
+
+def _shared_s(config: Config, cost: CostModel) -> float:
+    """Seconds of all ranks together on the cores that they share, where they are on one machine."""
+    num_ranks = config.depth * config.data if not config.replicas else sum(config.replicas)
+    machine, cores = cost.machine_of(0)
+    if cost.machine_of(num_ranks - 1)[0] != machine:
+        return 0.0
+    each_s = sum(map(sum, (cost.forward_s, cost.backward_input_s, cost.backward_weight_s)))
+    return config.num_microbatches * each_s / max(cost.speed, default=1.0) / cores
+
+
+def _pipelines(config: Config, cost: CostModel) -> list[tuple[int, ...]]:
+    """The ranks of each stage, pipeline by pipeline; of pipelines that are equally fast one.
+
+    Micro-batches alternate between unequal numbers of copies: they are at least as fast as on the fastest of each.
+    """
+    placement = placement_for(config).ranks
+    if not cost.speed:
+        return [tuple(ranks[0] for ranks in placement)]
+    if config.replicas:
+        return [tuple(max(ranks, key=lambda rank: _speed(cost, rank)) for ranks in placement)]
+    each = [tuple(ranks[copy] for ranks in placement) for copy in range(config.data)]
+    return list({tuple(_speed(cost, rank) for rank in ranks): ranks for ranks in each}.values())
+
+
+def _replays(config: Config, partition: Partition) -> list[float]:
+    """The share of each stage's forwards that are replayed."""
+    if not any(stage.is_replayed for stage in partition.stages):
+        return [0.0] * len(partition.stages)
+    shares = least_replayed(config)
+    return [share if stage.is_replayed else 0.0 for share, stage in zip(shares, partition.stages, strict=True)]
+
+
+def _stages(
+    config: Config, cost: CostModel, pipeline: Sequence[int], replays: Sequence[float], frozen: int
+) -> Iterator[_Stage]:
+    placement, last = placement_for(config).ranks, cost.num_stages - 1
+    for stage, rank in enumerate(pipeline):
+        ranks, speed = placement[stage], _speed(cost, rank)
+        forward_s = cost.forward_s[stage] + (cost.loss_s if stage == last else 0.0)
+        whole_s = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
+        back_s = cost.backward_input_s[stage] if config.schedule in _HALVED else whole_s
+        out_s = in_s = 0.0
+        if stage < last and rank != pipeline[stage + 1]:
+            act = Instruction(Op.SEND, stage, 0, kind="act", peer=pipeline[stage + 1])
+            grad = Instruction(Op.SEND, stage, 0, kind="grad", peer=rank)
+            out_s = cost.message_s(act, rank)
+            in_s = cost.message_s(grad, pipeline[stage + 1]) if stage >= frozen else 0.0
+        yield _Stage(
+            stage if config.replicas else rank % config.depth,
+            config.num_microbatches // len(ranks),
+            forward_s / speed,
+            whole_s / speed,
+            replays[stage] * cost.recompute_s[stage] / speed,
+            back_s / speed,
+            out_s,
+            in_s,
+            cost.reduce_s(reduction_of(stage), ranks),
+            cost.step_s[stage] / speed,
+        )
+
+
+_HALVED = ("zb-h1", "zb-h2", "zb-v")
+"""Schedules that delay the second half of a backward."""
+
+
+def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) -> Iterator[float]:
+    """Of each rank, and of each link where messages queue, seconds from update to update.
+
+    A rank that does not train begins the next update while the others are still at this one.
+    """
+    schedule = find(config.schedule)
+    way_s, before_s = 0.0, float("-inf")
+    for rank in range(config.depth):
+        own = [stage for stage in stages if stage.rank == rank]
+        first = own[0]
+        work_s = sum(stage.work_s for stage in own)
+        yield work_s + sum(stage.step_s for stage in own)
+        if queued:
+            yield max(sum(stage.num * stage.out_s for stage in own), sum(stage.num * stage.in_s for stage in own))
+        if not schedule.is_synchronous and not config.replicas:
+            # A micro-batch enters when another one returns, without an end.
+            yield first.num / (config.depth - rank) * _trip_s(stages, rank)
+        if rank < frozen or not schedule.is_synchronous:
+            continue
+        if not schedule.flushes:
+            continue
+        yield work_s + first.reduce_s + first.step_s
+        before_s = max(before_s, first.reduce_s + first.step_s - way_s)
+        if config.schedule in _HALVED:
+            work_s -= sum(stage.num * (stage.backward_s - stage.back_s) for stage in own)
+            yield way_s + before_s + work_s
+        else:
+            yield way_s + before_s + work_s + _wait_s(config, stages, rank)
+        if config.schedule == "1f1b" and not config.replicas:
+            trips = -(-first.num // min(config.depth - rank, first.num))
+            yield way_s + before_s + trips * _trip_s(stages, rank)
+        if queued and config.chunks == 1 and rank + 1 < config.depth:
+            after = stages[rank + 1]
+            yield way_s + before_s + first.way_s + (first.num - 1) * first.out_s + after.forward_s + after.back_s
+        way_s += first.way_s
+
+
+def _below_s(stages: list[_Stage], first: int, last: int) -> float:
+    """Seconds from the end of a stage's forward to the beginning of a stage's backward of the same micro-batch."""
+    down_s = stages[first].out_s + sum(stage.forward_s + stage.out_s for stage in stages[first + 1 :])
+    return down_s + stages[last].in_s + sum(stage.back_s + stage.in_s for stage in stages[last + 1 :])
+
+
+def _trip_s(stages: list[_Stage], rank: int) -> float:
+    """Seconds of a micro-batch from the beginning of its forward on a rank to the end of its backward there."""
+    return stages[rank].forward_s + _below_s(stages, rank, rank) + stages[rank].backward_s
+
+
+def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
+    """Seconds that a rank waits for the return of its first micro-batch, and of its last one."""
+    own, m = stages[rank :: config.depth], stages[rank].num
+    if config.replicas:
+        return 0.0
+    last = len(stages) - config.depth + rank
+    if holds_all(config.schedule, config.chunks):
+        again_s = own[-1].forward_s if own[-1].replay_s else 0.0
+        return max(_below_s(stages, last, last) - again_s, 0.0)
+    ahead = _ahead(config, rank)
+    forwards_s = sum(count * stage.forward_s for count, stage in zip(ahead, own, strict=True))
+    backwards_s = sum(count * (stage.backward_s + stage.replay_s) for count, stage in zip(ahead, own, strict=True))
+    first_s = own[0].forward_s + _below_s(stages, rank, last) - forwards_s - own[-1].replay_s
+    last_s = own[0].backward_s + _below_s(stages, last, rank) - backwards_s
+    waits_s = max(first_s, 0.0), max(last_s, 0.0)
+    return max(waits_s) if sum(ahead) == m * len(own) else sum(waits_s)
+
+
+def _ahead(config: Config, rank: int) -> list[int]:
+    """Forwards of each stage of a rank before its first backward: as many backwards follow its last forward."""
+    p, v, m = config.depth, config.chunks, config.per_pipeline
+    if config.schedule in ("1f1b", "interleaved") and v == 1:
+        return [min(p - rank, m)]
+    if config.schedule != "interleaved" or m % p:
+        return [m] * v
+    more = 2 * (p - rank) - 1
+    return [min(p + max(more - p, 0), m), *[p] * (v - 2), min(more, p)]
+
+
+# ------------------------------------------------------------------------------ seconds and bytes before the cut
+
+
+def quick_s(problem: Problem, config: Config) -> float:
+    """Seconds from update to update that any cut of the layers takes at least."""
+    total, m, p = _totals(problem, config), config.per_pipeline, config.depth
+    is_synchronous = find(config.schedule).is_synchronous
+    reduced_s = _reduced_s(problem, config, total.wgrad_bytes) if is_synchronous else 0.0
+    # A schedule that fills and drains; a rank that does not train is a part of the next update meanwhile.
+    is_filled = config.schedule in ("1f1b", "gpipe") and p > 1 and not config.replicas and not total.is_frozen
+    bounds = []
+    for speeds in _speeds_of_pipelines(problem, config):
+        # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
+        again_s = _again_s(problem, config, total)
+        saved = total.forward_share * max(speeds) if again_s else 0.0
+        together_s = m * (total.work_s + again_s) + total.step_s / (config.data if config.sharded else 1)
+        bounds.append((together_s + min(speeds) * reduced_s) / (sum(speeds) + saved))
+        if not config.replicas:
+            bounds.append(m * total.largest_s / max(speeds))
+        if is_filled and (config.schedule == "gpipe" or m > p):
+            bounds.append(m * total.work_s / _used(speeds, m * p / (m + p - 1)))
+        elif is_filled:
+            # Each rank takes the way to it, and m times its work.
+            bounds.append(total.work_s / max(speeds) / (1 - (1 - 1 / m) ** p))
+    return max(bounds)
+
+
+def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, ...]]:
+    """The speeds of the ranks of each pipeline; of unequal replicas, those of all ranks."""
+    topology, p = problem.ranks(config.tensor), config.depth
+    speeds = problem.once(("speeds", config.tensor), lambda: speeds_of(topology))
+    if config.replicas:
+        return {speeds or (1.0,) * topology.num_devices}
+    if not speeds:
+        return {(1.0,) * p}
+    return {speeds[first : first + p] for first in range(0, p * config.data, p)}
+
+
+def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
+    """Seconds of replays of one micro-batch, on whichever rank replays them."""
+    share = least_replayed(config)[0]
+    if config.recompute == "stage":
+        return share * total.replayed_s
+    if config.recompute != "some" or not share:
+        return 0.0
+    # Replays where needed: of the layers that save the most memory for their time, as many as the memory lacks.
+    limit = max(problem.memory_of(config))
+    room = min(limit * ranks - fixed for fixed, ranks in _room(problem, config))
+    return share * float(np.interp(total.saved_bytes - room, total.freed_bytes, total.freed_s))
+
+
+def _used(speeds: Sequence[float], count: float) -> float:
+    """The sum of the fastest speeds, of so many ranks or a part of one.
+
+    Of 1F1B and GPipe seconds per update are at least (m + p − 1)/p · Σ w over ranks, and at least m·w of each: so the
+    most work of a micro-batch within T seconds is that of m·p/(m + p − 1) ranks that take T/m each.
+    """
+    found, left = 0.0, count
+    for speed in sorted(speeds, reverse=True):
+        found += speed * min(left, 1.0)
+        left = max(left - 1.0, 0.0)
+    return found
+
+
+class _Totals(NamedTuple):
+    """Figures of the whole model, for one micro-batch.
+
+    Attributes:
+        work_s: of forwards, loss and backwards.
+        replayed_s: of the forwards that may be replayed.
+        forward_share: the largest share of the forward in a layer's time.
+        largest_s: of the slowest layer.
+        step_s: of the optimizer.
+        is_frozen: the first layer does not train.
+        cut_bytes: the least across a boundary.
+        weight_bytes: of all weights.
+        wgrad_bytes: of those that train.
+        saved_bytes: kept for the backward.
+        freed_bytes: the part of these that replays free, of the first layers in the order of their seconds per byte.
+        freed_s: seconds of these replays.
+    """
+
+    work_s: float
+    replayed_s: float
+    forward_share: float
+    largest_s: float
+    step_s: float
+    is_frozen: bool
+    cut_bytes: float
+    weight_bytes: float
+    wgrad_bytes: float
+    saved_bytes: float
+    freed_bytes: tuple[float, ...]
+    freed_s: tuple[float, ...]
+
+
+def _totals(problem: Problem, config: Config) -> _Totals:
+    key = ("totals", config.microbatch_size, config.tensor, config.inside)
+    return problem.once(key, lambda: _summed(problem.of(config)))
+
+
+def _summed(profile: Profile) -> _Totals:
+    layers = profile.layers
+    # Frozen layers at the beginning have no backward.
+    frozen = next((index for index, layer in enumerate(layers) if layer.trained_bytes != 0), len(layers) - 1)
+    forward = [layer.forward_s for layer in layers]
+    forward[-1] += profile.loss_s
+    backward = [layer.backward_s if index >= frozen else 0.0 for index, layer in enumerate(layers)]
+    both = [a + b for a, b in zip(forward, backward, strict=True)]
+    savers = [layer for layer in layers if layer.saved_bytes]
+    savers.sort(key=lambda layer: layer.forward_s / layer.saved_bytes)
+    return _Totals(
+        sum(both),
+        sum(layer.forward_s for layer in layers[frozen:]),
+        max(own / whole for own, whole in zip(forward, both, strict=True) if whole) if any(both) else 0.0,
+        max(both),
+        profile.optimizer_of(range(len(layers))),
+        frozen > 0,
+        min(profile.cut_bytes, default=0.0),
+        sum(layer.weight_bytes for layer in layers),
+        sum(layer.wgrad_bytes for layer in layers),
+        sum(layer.saved_bytes for layer in layers),
+        tuple(accumulate((layer.saved_bytes for layer in savers), initial=0.0)),
+        tuple(accumulate((layer.forward_s for layer in savers), initial=0.0)),
+    )
+
+
+def _reduced_s(problem: Problem, config: Config, num_bytes: float) -> float:
+    """Seconds of the sums of gradients, of all stages together; those of several stages of a rank may overlap."""
+    if config.data < 2 or config.chunks > 1:
+        return 0.0
+    copies = range(0, config.data * config.depth, config.depth)
+    rings = problem.once(
+        ("rings", config.tensor, config.depth),
+        lambda: [
+            ring_of(problem.ranks(config.tensor), [first + rank for first in copies]) for rank in range(config.depth)
+        ],
+    )
+    if config.depth == 1:
+        return all_reduce_s(rings[0], num_bytes)
+    bandwidth = max(ring.bandwidth_bytes_per_s for ring in rings)
+    return 2 * over(num_bytes, bandwidth) * (config.data - 1) / config.data
+
+
+def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
+    """Bytes that some rank needs at least, for any cut of the layers; or about as many, to compare candidates."""
+    total = _totals(problem, config)
+    is_replayed = config.recompute in ("stage", "some")
+    kept = 0.0 if is_replayed else total.saved_bytes
+    if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
+        # At least the inputs of each of a rank's stages, of every micro-batch.
+        kept = max(kept, total.cut_bytes * config.num_stages)
+    needs = [(kept + fixed) / ranks for fixed, ranks in _room(problem, config, at_least)]
+    if is_replayed and config.chunks == 1 and not config.replicas:
+        # A backward needs all that its stage saves, of one micro-batch.
+        needs.append((total.saved_bytes + _fixed_bytes(problem, config)) / config.depth)
+    return max(needs)
+
+
+def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
+    """Bytes of weights, gradients and optimizer states of all ranks of a pipeline."""
+    total = _totals(problem, config)
+    state = problem.state / (config.data if config.sharded else 1)
+    versions = 2 if config.schedule == "pipedream-2bw" else 1
+    if at_least and config.chunks > 1 and (config.schedule != "interleaved" or config.per_pipeline < 2 * config.depth):
+        # When the most is held, only the last chunk has gradients.
+        versions = 0
+    return total.weight_bytes + total.wgrad_bytes * (versions + state)
+
+
+def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple[float, float]]:
+    """Pairs (x, y): what the ranks keep of one micro-batch, in sum, and x are at most y times the memory of one.
+
+    Rank r keeps k(r) micro-batches. The largest of its bytes over all r is at least any weighted mean of them: with
+    the weights 1 and 1/k(r).
+    """
+    fixed, p, m = _fixed_bytes(problem, config, at_least), config.depth, config.per_pipeline
+    if config.replicas or p == 1:
+        return [(fixed, p)]
+    if holds_all(config.schedule, config.chunks):
+        return [(fixed / m, p / m)]
+    if config.schedule not in ("1f1b", "interleaved"):
+        return [(fixed, p)]
+    each = [1 / k for k in least_in_flight(config)]
+    return [(fixed, p), (fixed * min(each), sum(each))]

@@ -1,0 +1,56 @@
+"""Hydra's many models on few devices: twelve models of eight shards, on eight devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pipefit.reproduce.entry import Bench, Picture
+from pipefit.reproduce.measured import study_file
+from pipefit.reproduce.steps import Python, Verb
+from pipefit.study.picture import picture
+from pipefit.study.simulation import TrialCost, one_by_one_s, simulate_study
+
+_DEVICES, _TRIALS, _SHARDS = 8, 12, 8
+
+
+def _trials() -> Sequence[TrialCost]:
+    """Models of which a step visits each shard twice, but the last one once."""
+    turns = (*[1.0] * (_SHARDS - 1), 3.0, *[2.0] * (_SHARDS - 1))
+    return [TrialCost(turns, 10) for _ in range(_TRIALS)]
+
+
+def _simulated(policy: str) -> Any:
+    return simulate_study(_trials(), _DEVICES, policy)
+
+
+def _study(run: Bench, policy: str) -> Any:
+    text = f"simulate_study(12 trials of 15 turns and 10 steps, 8, {policy!r})"
+    return run(Python(text, _simulated, policy=policy))
+
+
+def study_time(run: Bench, policy: str = "", microbatches: int = 0) -> float:
+    """Time of all models: their shards take turns by a policy, or one model trains after the other over all devices.
+
+    Args:
+        run: runs steps.
+        policy: of the turns.
+        microbatches: without a policy, of GPipe's schedule over all devices; 1: naive model parallelism.
+    """
+    if policy:
+        return float(_study(run, policy).makespan_s)
+    totals = [trial.total_s for trial in _trials()]
+    return float(one_by_one_s(totals, [_DEVICES] * _TRIALS, [microbatches] * _TRIALS))
+
+
+def measured_makespan(run: Bench, policy: str) -> float:
+    """Seconds of a study's measured turns under a policy."""
+    return float(run(Verb("study", study_file()))["policies"][policy]["makespan_s"])
+
+
+def sharp_picture(run: Bench) -> Picture:
+    """The turns of all models on the devices."""
+    found = _study(run, "lrtf")
+    names = [f"model {number + 1}" for number in range(_TRIALS)]
+    text = f"makespan {found.makespan_s:g}, lower bound {found.bound_s:g}: gap {found.gap:.1%}"
+    return Picture("SHARP", lambda: picture(found, names, _DEVICES, "SHARP: 12 models on 8 devices"), text)

@@ -1,0 +1,205 @@
+"""How values are made, as records say it: a figure of a call, next to other figures or over several points.
+
+A record of one figure:
+
+    { figure = "rate", plan = ["vgg16", "pcie-4"] }          a figure of a call (`pipefit.reproduce.steps.step_of`)
+    { figure = "time_to", given = { data = "digits" } }      a figure with further arguments, here without a call
+    { figure = "peak_inflight", at = 0, … }                  of a metric of every rank, one; or at = "max"
+    { figure = "rate", …, over = { … } }                     a ratio a/b; gain_over: a/b − 1; saved_over: 1 − a/b
+
+In the second record of a ratio only what differs is given. A record of several figures:
+
+    { descends = [{ … }, { … }] }                            each is larger than the next
+    { falls = { …, "{x}" … }, each = [1, 2, 4] }             each at most `limit` (1) times the one before
+    { rises = { … }, each = […] }                            each more than `limit` (1) times the one before
+    { best = { … }, each = […] }                             the point at which the figure is largest
+    { most = { … }, each = […] }                             the largest figure
+
+Points without a feasible plan are left out of the last four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from pipefit.errors import InfeasibleError, PipefitError, look_up
+from pipefit.reproduce.entry import Bench, Make, Scalar
+from pipefit.reproduce.named_figures import FIGURES, metric
+from pipefit.reproduce.record_parts import Record, only, without
+from pipefit.reproduce.steps import Draw, Step, filled, is_call, step_of
+
+Ratio = Callable[[float, float], float]
+Points = Sequence[tuple[Any, Any]]
+"""Figures with their x."""
+
+
+def _over(a: float, b: float) -> float:
+    return a / b
+
+
+def _gain_over(a: float, b: float) -> float:
+    return a / b - 1
+
+
+def _saved_over(a: float, b: float) -> float:
+    return 1 - a / b
+
+
+_RATIOS = {"over": _over, "gain_over": _gain_over, "saved_over": _saved_over}
+_OWN = ("figure", "given", "at", *_RATIOS)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of a call, perhaps related to another.
+
+    Attributes:
+        function: computes it, from the bench, the step and what is given.
+        step: the call; None: it needs none.
+        given: further arguments.
+        ratio: joins it with the other's; None: there is no other.
+        other: the figure to which it is related.
+    """
+
+    function: Callable[..., Any]
+    step: Step | None = None
+    given: Record = field(default_factory=dict)
+    ratio: Ratio | None = None
+    other: Figure | None = None
+
+    def __call__(self, run: Bench) -> Any:
+        """Computes it."""
+        steps = [] if self.step is None else [self.step]
+        found = self.function(run, *steps, **self.given)
+        if self.ratio is None or self.other is None:
+            return found
+        return self.ratio(found, self.other(run))
+
+
+def figure_of(record: Record, calls: Record) -> Figure:
+    """The figure that a record describes.
+
+    Args:
+        record: describes one figure.
+        calls: templates of calls by name.
+
+    Raises:
+        PipefitError: an unknown figure or call.
+    """
+    call = without(record, _OWN)
+    step = step_of(call, calls) if call else None
+    function, given = _function(record, step)
+    for name, ratio in _RATIOS.items():
+        if name in record:
+            other = _related(record, record[name])
+            return Figure(function, step, given, ratio, figure_of(other, calls))
+    return Figure(function, step, given)
+
+
+def _function(record: Record, step: Step | None) -> tuple[Callable[..., Any], Record]:
+    name = record["figure"]
+    if isinstance(step, Draw) and name not in FIGURES:
+        return metric, {"name": name, "at": record.get("at")}
+    return look_up(name, FIGURES, "no figure is called"), record.get("given", {})
+
+
+def _related(record: Record, other: Record) -> Record:
+    """The second record of a ratio, with all in which it is like the first."""
+    same = without(record, _RATIOS)
+    if is_call(other):
+        same = only(same, _OWN)
+    return {**same, **other}
+
+
+def points_of(record: Record, over: Sequence[Any], calls: Record) -> list[tuple[Any, Figure]]:
+    """The figure that a template describes, at every point.
+
+    Args:
+        record: a record with places such as "{x}" to be filled.
+        over: a value of x for each point, or a table with x and more.
+        calls: templates of calls by name.
+    """
+    found = []
+    for point in over:
+        table = point if isinstance(point, dict) else {"x": point}
+        figure = figure_of(filled(record, table), calls)
+        found.append((table["x"], figure))
+    return found
+
+
+def feasible(run: Bench, points: Iterable[tuple[Any, Make]]) -> list[tuple[Any, Any]]:
+    """The figures at those points for which there is a plan."""
+    found = []
+    for x, figure in points:
+        try:
+            found.append((x, figure(run)))
+        except InfeasibleError:
+            continue
+    return found
+
+
+def make_of(record: Record, calls: Record) -> Make:
+    """The way to make a value that a record describes.
+
+    Raises:
+        PipefitError: an unknown figure or call, or a record that is none of those of this module.
+    """
+    if "figure" in record:
+        return figure_of(record, calls)
+    if "descends" in record:
+        return Descent([figure_of(each, calls) for each in record["descends"]])
+    for name, join in _JOINTS.items():
+        if name in record:
+            points = points_of(record[name], record["each"], calls)
+            return Joined(points, join, only(record, ("limit",)))
+    raise PipefitError(f"expected figure, descends or one of {', '.join(_JOINTS)}; got {', '.join(record)}")
+
+
+@dataclass(frozen=True)
+class Descent:
+    """Whether each of some figures is larger than the next."""
+
+    figures: Sequence[Figure]
+
+    def __call__(self, run: Bench) -> bool:
+        """Computes it."""
+        found = [figure(run) for figure in self.figures]
+        return all(a > b for a, b in pairwise(found))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One value of the figures at those points that are feasible."""
+
+    points: Sequence[tuple[Any, Figure]]
+    join: Callable[..., Scalar]
+    options: Record
+
+    def __call__(self, run: Bench) -> Scalar:
+        """Computes it."""
+        return self.join(feasible(run, self.points), **self.options)
+
+
+def _falls(points: Points, limit: float = 1.0) -> bool:
+    figures = [figure for _, figure in points]
+    return len(figures) > 1 and all(b <= limit * a for a, b in pairwise(figures))
+
+
+def _rises(points: Points, limit: float = 1.0) -> bool:
+    figures = [figure for _, figure in points]
+    return len(figures) > 1 and all(b > limit * a for a, b in pairwise(figures))
+
+
+def _best(points: Points) -> Any:
+    x, _ = max(points, key=lambda point: point[1])
+    return x
+
+
+def _most(points: Points) -> Any:
+    return max(figure for _, figure in points)
+
+
+_JOINTS = {"falls": _falls, "rises": _rises, "best": _best, "most": _most}

@@ -1,0 +1,85 @@
+"""Ranks that call different methods are told so at once, by names; ranks that are only late are waited for."""
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.runtime import call_jobs as jobs
+
+from pipefit.errors import DisagreementError
+from pipefit.runtime.launch import LaunchError, launch
+from pipefit.runtime.progress import CALLS, LEAVE, LOSS, OUTSIDE, Position
+from pipefit.runtime.waits import missed_call
+
+pytestmark = pytest.mark.dist
+
+ORDER = "all ranks must call the same methods in the same order, none only `if pipe.rank == 0`"
+
+
+def _refused(job, *args, **options) -> str:
+    began = time.monotonic()
+    with pytest.raises(DisagreementError) as problem:
+        launch(job, 2, *args, quiet=True, **options)
+    assert time.monotonic() - began < 55, "the deadline"
+    return str(problem.value)
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            ["report", "leave"],
+            "rank 0 waits in Pipeline.report(), which all ranks must call; rank 1 is leaving the run",
+        ),
+        (["leave", "save"], "rank 1 waits in Pipeline.save(), which all ranks must call; rank 0 is leaving the run"),
+        (["state_dict", "report"], "rank 0 waits in Pipeline.state_dict(), which all ranks must call; rank 1 waits in"),
+        (
+            ["report", "step"],
+            "rank 0 waits in Pipeline.report(), which all ranks must call; rank 1 trains or evaluates",
+        ),
+        (["step", "leave"], "rank 1 is leaving the run; rank 0 trains or evaluates, at '"),
+        (["leave", "step"], "rank 0 is leaving the run; rank 1 trains or evaluates, at '"),
+    ],
+)
+def test_methods_that_differ_are_named(methods, message, tmp_path: Path):
+    said = _refused(jobs.call, str(tmp_path / "run"), methods)
+    assert said.startswith(message) and said.endswith(ORDER)
+
+
+def test_a_recovered_run_does_not_try_again_what_would_come_again(tmp_path: Path):
+    _refused(jobs.call, str(tmp_path / "run"), ["report", "step"], recover=3, folder=tmp_path / "logs")
+    assert not (tmp_path / "logs" / "faults.jsonl").exists()
+
+
+def test_a_callback_on_one_rank_only_is_named():
+    said = _refused(jobs.report_in_a_callback)
+    assert said.startswith("rank 0 waits in Pipeline.report(), which all ranks must call; rank 1 trains")
+
+
+def test_ranks_that_are_late_are_waited_for():
+    one, other = launch(jobs.train_when_others_take_their_time, 2, 1.5, quiet=True)
+    assert one == other and len(one) == 4
+
+
+def _at(passes, index, calls, call="", waits=False):
+    return Position(passes, index, 0, 1, 0.0, waits, calls, CALLS.index(call))
+
+
+def test_a_call_is_missed_only_where_the_other_rank_will_not_come():
+    """Not by a rank that has called too, has begun the pass, or is between two passes."""
+    waiting = _at(2, OUTSIDE, 3, LEAVE, waits=True)
+    assert "rank 1 is leaving the run; rank 0 trains" in missed_call(0, None, {0: _at(3, 5, 2), 1: waiting})
+    assert "rank 1 is leaving the run; rank 0 trains" in missed_call(0, None, {0: _at(3, LOSS, 2), 1: waiting})
+    assert not missed_call(0, None, {0: _at(3, 5, 3), 1: waiting})
+    assert not missed_call(0, None, {0: _at(2, 5, 2), 1: waiting})
+    assert not missed_call(0, None, {0: _at(3, OUTSIDE, 2), 1: waiting})
+    assert not missed_call(0, None, {0: _at(3, 5, 2), 1: _at(2, OUTSIDE, 3)})
+
+
+@pytest.mark.parametrize("method", ["step", "fit", "evaluate", "state_dict", "save", "report"])
+def test_a_rank_that_is_gone_gives_the_same_error_everywhere(method: str, tmp_path: Path):
+    with pytest.raises(LaunchError, match=r"rank 1 failed .*SIGKILL"):
+        launch(jobs.lose_a_peer, 2, str(tmp_path / "run"), method, quiet=True)
+    # The survivor has a moment before it is ended.
+    if (tmp_path / "run-kind").exists():
+        assert (tmp_path / "run-kind").read_text() == "CommunicationError"
