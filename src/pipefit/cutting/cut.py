@@ -21,11 +21,11 @@ from pipefit.cutting.proof import (
     branches,
     entries,
     prove,
-    prove_trace,
     reference,
     refuse_channels,
     run_layer,
 )
+from pipefit.cutting.proof_of_trace import prove_trace
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
@@ -212,19 +212,22 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
 
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     kind, problems = type(model).__name__, list[str]()
+    calls: list[str] = []
+    found = None
     states = States(model)
     try:
         with states.used(states.fresh()):
             calls = calls_of(model, *ways[0](example))
     except Foreign as problem:
-        raise ModelError(f"{kind} cannot be cut: {problem}") from None
+        problems.append(str(problem))
     except Exception as problem:
         raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
     try:
         batches = example, second_batch(model, example, ways[0])
     except (ModelError, Foreign) as problem:
         raise ModelError(f"{kind} cannot be cut: {problem}") from None
-    found = _around_blocks(model, anatomies(model, calls, cuts), batches, ways, problems)
+    if not problems:
+        found = _around_blocks(model, anatomies(model, calls, cuts), batches, ways, problems)
     if found is not None and (is_transformers(model) or _is_good(found, cuts)):
         return found
     try:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from pipefit.stage.payload import leaves_of
 
 
 def worst_difference(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
@@ -47,8 +48,15 @@ def same_leaf(a: Any, b: Any) -> bool:
     return a is b or not isinstance(a, bool | int | float | str | None) or bool(a == b)
 
 
-def compared_sums(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    """The first weight whose gradients' sums differ by more than rounding, for people."""
+def compared_sums(got: Mapping[str, Tensor] | None, wanted: Mapping[str, Tensor] | None) -> str | None:
+    """The first weight whose gradients' sums differ by more than rounding, for people.
+
+    Args:
+        got: of the layers; None: no gradient reaches a weight.
+        wanted: of the whole model.
+    """
+    if got is None or wanted is None:
+        return None if got is wanted else "its output has a gradient only in the layers, or only in the whole model"
     scale = max((float(sums.abs().nan_to_num(0).max()) for sums in wanted.values() if sums.numel()), default=0.0)
     for name in {**wanted, **got}:
         one = next(sums[name] for sums in (wanted, got) if name in sums)
@@ -67,7 +75,8 @@ def sums_of_gradients(model: nn.Module, payload: Any) -> dict[str, Tensor] | Non
 
     So the gradients of a large model are never all in memory at the same time.
     """
-    leaves = [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    every = leaves_of(payload, "the output of the model")
+    leaves = [leaf for leaf in every if isinstance(leaf, Tensor) and leaf.requires_grad]
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not leaves or not trained:
         return None
@@ -78,7 +87,9 @@ def sums_of_gradients(model: nn.Module, payload: Any) -> dict[str, Tensor] | Non
         assert parameter.grad is not None
         grad = parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad
         rows = grad.reshape(len(parameter) if parameter.dim() > 1 and parameter.numel() else 1, -1)
-        sums[name] = rows @ _uneven(rows.shape[1], rows)
+        found = rows @ _uneven(rows.shape[1], rows)
+        # A checkpoint within the model may have a backward of its own, which adds to a gradient later.
+        sums[name] = sums[name] + found if name in sums else found
         parameter.grad = None
 
     for _, parameter in trained:

@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import random
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain, takewhile
 from operator import attrgetter
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ShapesCollection, export
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.flow import Flow, memory_of, written_by
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import TRACKED, normalised
+from pipefit.stage.opened import Rest, opened
 
-_SLOW = ("mm", "matmul", "linear", "conv", "einsum", "fft", "attention", "lstm", "gru", "rnn")
-"""Parts of the names of operations that are not done twice."""
+_INSIDE = "of_pipefit"
+"""The name of a model in a module around it."""
+
+_LOST: dict[Any, str] = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+    Tensor.backward: "Tensor.backward",
+    Tensor.register_hook: "Tensor.register_hook",
+}
+"""Functions that have no operations in a graph."""
+
+_LEAVES = (Tensor, bool, int, float, str, NoneType, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Values that a graph may hand out."""
 
 
 def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -40,173 +53,23 @@ def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
         made = make(tensor)
         memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     try:
-        return copy.deepcopy(model, memo)
+        with _Attributes():
+            return copy.deepcopy(model, memo)
     except Exception as problem:
         raise ModelError(f"it cannot be copied: {problem}") from problem
 
 
-@dataclass(frozen=True, eq=False)
-class Flow:
-    """The operations of a forward.
+class _Attributes(TorchFunctionMode):
+    """While it is entered, attributes with a graph can be copied; their values are those of an earlier forward."""
 
-    Attributes:
-        nodes: in order.
-        inputs: the leaves of the batch.
-        state: the names of the parameters and buffers that a placeholder stands for: one tensor, or a batch norm's.
-        constants: what else the operations take.
-        parameters: those of `state` that are parameters.
-        outputs: nodes or plain values.
-        structure: of the output.
-        accepts: whether the leaves of another batch have shapes that the graph is for.
-    """
-
-    nodes: list[fx.Node]
-    inputs: list[fx.Node]
-    state: Mapping[fx.Node, tuple[str, ...]]
-    constants: Mapping[fx.Node, Any]
-    parameters: list[fx.Node]
-    outputs: Sequence[Any]
-    structure: pytree.TreeSpec
-    accepts: Callable[[Sequence[Any]], bool]
-
-    @cached_property
-    def storages(self) -> dict[fx.Node, frozenset[int]]:
-        """The memory of each node's tensors, as in the export."""
-        every = chain(self.inputs, self.state, self.constants, self.nodes)
-        return {node: frozenset(_storages(node)) for node in every}
-
-    @cached_property
-    def writers(self) -> dict[int, list[fx.Node]]:
-        """The nodes that write into each memory, in order."""
-        found: dict[int, list[fx.Node]] = defaultdict(list)
-        for node in self.nodes:
-            for storage in {storage for given in _written(node) for storage in self.storages[given]}:
-                found[storage].append(node)
-        return dict(found)
-
-    @cached_property
-    def kept(self) -> frozenset[int]:
-        """The memory of parameters, buffers and constants that is written into."""
-        every = chain.from_iterable(self.storages[node] for node in chain(self.state, self.constants))
-        return frozenset(every) & self.writers.keys()
-
-    @cached_property
-    def free(self) -> set[fx.Node]:
-        """Nodes that need no parameter, no random numbers and little time: done again wherever they are used."""
-        tainted = self.kept.union(*(self.storages[node] for node in self.parameters))
-        while True:
-            found: set[fx.Node] = set()
-            for node in self.nodes:
-                before = [given for given in node.all_input_nodes if given.op == "call_function"]
-                if found.issuperset(before) and not self.touched(node) & tainted and _is_quick(node):
-                    found.add(node)
-            written = {storage for storage, nodes in self.writers.items() if not found.issuperset(nodes)}
-            if written <= tainted:
-                return found
-            tainted |= written
-
-    @cached_property
-    def computed(self) -> list[fx.Node]:
-        """The nodes that an output or a buffer needs and that are not free."""
-        live = self.needed([*self.outputs, *self.effects])
-        return [node for node in self.nodes if node in live and node not in self.free]
-
-    @cached_property
-    def effects(self) -> set[fx.Node]:
-        """The nodes that write into parameters, buffers and constants."""
-        return {node for storage in self.kept for node in self.writers[storage]}
-
-    def touched(self, node: fx.Node) -> frozenset[int]:
-        """The memory that a node reads, writes or gives."""
-        return self.storages[node].union(*(self.storages[given] for given in node.all_input_nodes))
-
-    def writing(self, node: fx.Node) -> set[fx.Node]:
-        """The nodes that write into the memory that a node gives."""
-        return {writer for storage in self.storages[node] for writer in self.writers.get(storage, ())}
-
-    def needed(self, wanted: Sequence[Any], here: Callable[[fx.Node], bool] = lambda node: True) -> set[fx.Node]:
-        """The nodes that some values need, those included.
-
-        Args:
-            wanted: nodes; other values need nothing.
-            here: whether a node is computed here; what others give is there already.
-        """
-        found: set[fx.Node] = set()
-        rest = [node for node in wanted if isinstance(node, fx.Node)]
-        while rest:
-            node = rest.pop()
-            if node not in found:
-                found.add(node)
-                rest += filter(here, self.writing(node))
-                rest += node.all_input_nodes if here(node) else ()
-        return found
-
-    def state_of(self, nodes: Sequence[fx.Node] | set[fx.Node]) -> set[str]:
-        """The names of the parameters and buffers among some nodes."""
-        return {name for node in nodes for name in self.state.get(node, ())}
-
-
-def num_bytes(node: fx.Node) -> float:
-    """Bytes of a node's tensor for the example; infinite for what is no tensor, or has a size that depends on data."""
-    value = node.meta.get("val")
-    if not isinstance(value, Tensor):
-        return float("inf")
-    count = value.numel()
-    known = count.node.hint if isinstance(count, torch.SymInt) else count
-    return float("inf") if known is None else known * value.itemsize
-
-
-def modules_of(node: fx.Node) -> list[str]:
-    """The paths of the modules in whose forwards an operation is, the outermost first."""
-    return [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-
-
-def _storages(node: fx.Node) -> set[int]:
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The nodes into whose tensors an operation writes."""
-    target: Any = node.target
-    if target is normalised:  # a batch norm in training
-        return node.all_input_nodes[:1]
-    if isinstance(target, HigherOrderOperator):
-        return [one for body in _bodies(node) for one in _written_inside(node, body)]
-    if not isinstance(target, OpOverload) or target is torch.ops.aten.detach_.default:
-        return []
-    values = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
-    names = [one.name for one in target._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    if values.get("running_mean") is not None and (values.get("training") or values.get("use_input_stats")):
-        names += ["running_mean", "running_var"]  # which the schema does not say
-    found = [(values | node.kwargs).get(name) for name in names]
-    return [one for one in pytree.tree_leaves(found) if isinstance(one, fx.Node)]
-
-
-def _bodies(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs inside a node, such as that of a part under `no_grad`."""
-    module: Any = node.graph.owning_module
-    found = [attrgetter(str(one.target))(module) for one in node.all_input_nodes if one.op == "get_attr"]
-    return [one for one in found if isinstance(one, fx.GraphModule)]
-
-
-def _written_inside(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
-    """The arguments of a node into whose tensors its body writes."""
-    places = body.graph.find_nodes(op="placeholder")
-    written = {storage for inner in body.graph.nodes for one in _written(inner) for storage in _storages(one)}
-    # What is handed to a body comes last among the arguments.
-    given = pytree.tree_leaves(node.args)[-len(places) :] if places else []
-    return [one for place, one in zip(places, given, strict=True) if _storages(place) & written]
-
-
-def _is_quick(node: fx.Node) -> bool:
-    """Returns whether an operation takes little time, and gives the same result every time."""
-    target: Any = node.target
-    if isinstance(target, HigherOrderOperator):
-        return all(_is_quick(one) for body in _bodies(node) for one in body.graph.nodes if one.op == "call_function")
-    if isinstance(target, OpOverload):
-        return torch.Tag.nondeterministic_seeded not in target.tags and not any(part in str(target) for part in _SLOW)
-    return target is not normalised
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function of torch."""
+        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **kwargs or {})
 
 
 def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:
@@ -251,12 +114,17 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
             is_sequence = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
             shapes[leaf] = dict.fromkeys(range(min(leaf.dim(), 1 + is_sequence)), Dim.AUTO)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
+    _write_buffers(model)
+    rests = _hand_out_tensors(model)
+    root = _apart(model)
     drawn, silenced = random.getstate(), logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
-            program = export(model, args, kwargs, strict=False, dynamic_shapes=shapes)
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()), _Refusing():
+            program = export(root, args, kwargs, strict=False, dynamic_shapes=shapes)
             module = program.module()
+    except ModelError:
+        raise
     except Exception as problem:
         raise ModelError(f"torch.export refuses it: {_reason(problem)}") from problem
     finally:
@@ -264,7 +132,87 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise ModelError("it draws from Python's random numbers, which a trace would fix: draw from torch's")
-    return _flow(module, program.call_spec.out_spec, model)
+    return _flow(module, rests[0] if rests else program.call_spec.out_spec, root)
+
+
+class _Refusing(TorchFunctionMode):
+    """While it is entered, functions whose effect a graph would lose raise a `ModelError`."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function of torch."""
+        if func in _LOST:
+            raise ModelError(f"its forward calls {_LOST[func]}, which its graph would lose: call it in the loss")
+        return func(*args, **kwargs or {})
+
+
+class _Around(nn.Module):
+    """A module around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.add_module(_INSIDE, model)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output."""
+        return getattr(self, _INSIDE)(*args, **kwargs)
+
+
+def _apart(model: nn.Module) -> nn.Module:
+    """The model, or a module around it if a name in it, such as `code`, is one of a graph's module as well."""
+    names = *model._parameters, *model._buffers, *model._modules
+    return _Around(model) if any(hasattr(fx.GraphModule, name) for name in names) else model
+
+
+def _own_name(name: str) -> str:
+    """A name in the model by the name in the module around it."""
+    return name.removeprefix(_INSIDE).removeprefix(".")
+
+
+def _write_buffers(model: nn.Module) -> None:
+    """Lets a forward that replaces buffers write into them at its end, since a graph knows only their tensors."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def writing(*args: Any, **kwargs: Any) -> Any:
+        kept = [(module, dict(module._buffers)) for module in model.modules()]
+        output = forward(*args, **kwargs)
+        written: list[tuple[Tensor, Tensor]] = []
+        for module, buffers in kept:
+            for name, buffer in buffers.items():
+                value = module._buffers.get(name)
+                if buffer is not None and value is not None and value is not buffer:
+                    if value.requires_grad:
+                        raise ModelError(f"its forward gives the buffer {name} a value with a graph: detach it")
+                    written.append((buffer, value))
+            module._buffers.update(buffers)
+        for buffer, value in written:
+            buffer.copy_(value)
+        return output
+
+    model.__dict__["forward"] = writing
+
+
+def _hand_out_tensors(model: nn.Module) -> list[Rest]:
+    """Lets a model whose output has objects that no pytree knows hand out the tensors in it.
+
+    Returns:
+        Gets the rest of the output, when the forward has run.
+    """
+    forward, rests = model.forward, list[Rest]()
+
+    @functools.wraps(forward)
+    def handing_out(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if all(isinstance(leaf, _LEAVES) for leaf in pytree.tree_leaves(output)):
+            return output
+        tensors, rest = opened(output)
+        rests[:] = [rest]
+        return tensors
+
+    model.__dict__["forward"] = handing_out
+    return rests
 
 
 def _reason(problem: Exception) -> str:
@@ -274,7 +222,7 @@ def _reason(problem: Exception) -> str:
     return ": ".join([lines[0].partition(" (unhinted")[0].rstrip("."), *lines[place + 1 : place + 3]])[:400]
 
 
-def _flow(program: Any, structure: pytree.TreeSpec, model: nn.Module) -> Flow:
+def _flow(program: Any, structure: pytree.TreeSpec | Rest, model: nn.Module) -> Flow:
     graph: fx.Graph = program.graph
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
@@ -289,22 +237,51 @@ def _flow(program: Any, structure: pytree.TreeSpec, model: nn.Module) -> Flow:
             kept = (name for name, _ in module.named_buffers(recurse=False) if name in TRACKED)
             state[_deferred(node, path, module)] = tuple(f"{path}.{name}" for name in kept)
     _put_writes_in_place(graph, state)
+    overwrites = _copy_overwritten(graph)
+    constants = {node: attrgetter(node.target)(program) for node in known if node not in state}
+    if any(isinstance(value, FakeTensor) for value in constants.values()):
+        raise ModelError("its forward computes a value that its graph does not, such as a gradient")
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        node.meta["nn_module_stack"] = {key: (_own_name(path), kind) for key, (path, kind) in stack.items()}
     inputs = graph.find_nodes(op="placeholder")
     guards = getattr(program, "_guards_fn", None)
     counting = _users({node for node, names in state.items() if names in counters})
     flow = Flow(
         [node for node in graph.nodes if node.op == "call_function" and node not in counting],
         inputs,
-        state,
-        {node: attrgetter(node.target)(program) for node in known if node not in state},
+        {node: tuple(map(_own_name, names)) for node, names in state.items()},
+        constants,
         [node for node in known if isinstance(tensors.get(node.target), nn.Parameter)],
         tuple(graph.output_node().args[0]),
         structure,
         partial(_accepts, [node.meta.get("val") for node in inputs], guards and guards.forward),
+        overwrites,
     )
-    if any(flow.writing(node) for node in inputs):
-        raise ModelError("it writes into its input, which every stage has: let it change a copy (x = x.clone())")
+    written = {storage for node in flow.parameters for storage in flow.storages[node]} & flow.kept
+    if written:
+        name = min(flow.state_of([node for node in flow.parameters if flow.storages[node] & written]))
+        raise ModelError(f"its forward writes into the weight {name}: change it after the optimizer's step")
     return flow
+
+
+def _copy_overwritten(graph: fx.Graph) -> bool:
+    """Lets a forward that writes into its input write into a copy, since every stage has the input.
+
+    Returns:
+        Whether it does.
+    """
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    written = {storage for node in nodes for given in written_by(node) for storage in memory_of(given)}
+    found = [node for node in graph.find_nodes(op="placeholder") if memory_of(node) & written]
+    for node in found:
+        with graph.inserting_before(nodes[0]):
+            copied = graph.call_function(torch.ops.aten.clone.default, (node,))
+        node.replace_all_uses_with(copied, delete_user_cb=lambda user, own=copied: user is not own)
+        # Its views and those who write have the memory of the node's value; the node itself gets other memory.
+        copied.meta = dict(node.meta)
+        node.meta["val"] = node.meta["val"].clone()
+    return bool(found)
 
 
 def _users(nodes: set[fx.Node]) -> set[fx.Node]:
@@ -347,10 +324,14 @@ def _put_writes_in_place(graph: fx.Graph, state: Mapping[fx.Node, tuple[str, ...
     """Puts the new value of a buffer, which export notes at the end, where it is made and the old one was read last."""
     *nodes, _ = graph.nodes
     order = {node: place for place, node in enumerate(nodes)}
-    for node in list(takewhile(lambda one: one.target is torch.ops.aten.copy_.default, reversed(nodes))):
-        buffer, value = node.args
-        if buffer in state and _storages(buffer) == _storages(value):
+    copies = list(takewhile(lambda one: one.target is torch.ops.aten.copy_.default, reversed(nodes)))
+    once = {node.args: node for node in copies}
+    for node in copies:
+        if once[node.args] is not node:
+            graph.erase_node(node)
+    for (buffer, value), node in once.items():
+        if buffer in state and memory_of(buffer) == memory_of(value):
             graph.erase_node(node)
         elif buffer in state:
-            users = [one for given in state if _storages(given) == _storages(buffer) for one in given.users]
+            users = [one for given in state if memory_of(given) == memory_of(buffer) for one in given.users]
             max([value, *users], key=lambda one: -1 if one is node else order[one]).append(node)

@@ -33,6 +33,7 @@ from pipefit.cutting.channels import Channels
 from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.outer import is_code, outer_variables
 from pipefit.errors import ModelError
+from pipefit.stage.payload import leaves_of
 
 _TREE = ("_parameters", "_modules")
 _SHARED = (
@@ -332,6 +333,11 @@ def _other_batches(example: Any) -> Iterator[Any]:
     yield example
 
 
+def own_copy(batch: Any) -> Any:
+    """A batch that a forward may write into."""
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), batch)
+
+
 def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]) -> Any:
     """Runs a model on its example and on another batch, and refuses it if it remembers more than its buffers.
 
@@ -348,14 +354,18 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
     """
     states, channels = States(model), Channels(model)
 
+    # A graph writes into a copy of the batch; weights that a forward writes are found elsewhere.
+    channels.tracker.on_write = lambda storage: None
+
     def run(batch: Any) -> list[Any]:
-        args, kwargs = arguments(batch)
+        args, kwargs = arguments(own_copy(batch))
         torch.manual_seed(0)
         with channels.following((args, kwargs)):
             output = model(*args, **kwargs)
         if channels.lasting is not None:
             raise ModelError(f"{channels.lasting}: a forward must not depend on the one before")
-        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in pytree.tree_leaves(output)]
+        leaves = leaves_of(output, "the output of the model")
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     with states.used(states.fresh()), kept_buffers(model) as restore:
         first = run(example)

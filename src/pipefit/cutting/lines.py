@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 from torch import fx
 
-from pipefit.cutting.exported import Flow, modules_of, num_bytes
+from pipefit.cutting.flow import Flow, modules_of, num_bytes
 from pipefit.errors import ModelError
 
 MOST = 64

@@ -12,7 +12,7 @@ What is computed from a stand-in must not be used, whatever its value is: origin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,11 +22,11 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
-from pipefit.cutting.lasting import States, buffers_of, kept_buffers, kept_outside
+from pipefit.cutting.lasting import States, buffers_of, kept_outside
 from pipefit.cutting.shell import Payload, Shell
-from pipefit.cutting.traced import Traced
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
+from pipefit.stage.payload import leaves_of
 from pipefit.stage.split import NamedLayer
 
 
@@ -93,7 +93,11 @@ def reference(model: nn.Module, parts: Anatomy, batches: Sequence[Any], shell: S
 
 
 def _tensors(seen: Seen) -> list[Any]:
-    return pytree.tree_leaves(seen.output)
+    return _leaves(seen.output)
+
+
+def _leaves(output: Any) -> list[Any]:
+    return leaves_of(output, "the output of the model")
 
 
 def entries(shell: Shell, example: Any) -> tuple[list[tuple[list[Any], set[int]]], str]:
@@ -177,7 +181,7 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
     except (Exception, Foreign) as problem:
         return None, _why(problem, shell.model)
     if number == last:
-        got, wanted, name = pytree.tree_leaves(output), pytree.tree_leaves(seen.output), "the output"
+        got, wanted, name = _leaves(output), _tensors(seen), "the output"
     else:
         leaves = seen.entries[number] if number < last - 1 else seen.exits[-1]
         got, wanted = output["values"], [leaves[place] for place in shell.crossing[number + 1]]
@@ -254,7 +258,7 @@ def _difference_of_gradients(
         except Exception as problem:
             path, line = place_of(problem, model)
             return f"its backward fails: {type(problem).__name__} in {path} ({line}): {problem}"
-        worst = None if got is None or sums is None else compared_sums(got, sums)
+        worst = compared_sums(got, sums)
         if worst is not None:
             return worst
     return None
@@ -268,7 +272,7 @@ def _together(shell: Shell, states: States, whole: Reference) -> Difference | No
             first = shell.run(0, half - 1, whole.batches[0], torch.manual_seed)
         with states.used(states.fresh()):
             joined = shell.run(half, last, first, torch.manual_seed)
-    worst = worst_difference(pytree.tree_leaves(joined), _tensors(whole.runs[0]))
+    worst = worst_difference(_leaves(joined), _tensors(whole.runs[0]))
     if worst is None:
         return None
     return Difference(None, f"several layers together differ from the same ones one by one by {worst}")
@@ -319,67 +323,6 @@ def _other_values(value: Any) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     return [0, value + 1000] if isinstance(value, int) else [-1e9, 1e9]
-
-
-def prove_trace(shell: Traced, model: nn.Module, batches: Sequence[Any]) -> str | None:
-    """Compares the layers of a trace with the whole model: outputs and buffers in both modes, and gradients.
-
-    Args:
-        shell: its layers hold the model's own weights.
-        model: the whole one.
-        batches: the example, and another one.
-
-    Returns:
-        What differs; None: nothing does.
-    """
-    own, modes = model.training, [(module, module.training) for module in model.modules()]
-    with kept_buffers(model) as restore:
-
-        def begin(layer: int = 0) -> None:
-            if layer == 0:
-                torch.manual_seed(0)
-
-        def whole(batch: Any) -> Any:
-            args, kwargs = shell.arguments(batch)
-            begin()
-            return shell.result(model(*args, **kwargs))
-
-        def both(run: Callable[[Any], Any]) -> list[Any]:
-            restore()
-            outputs = [leaf for batch in batches for leaf in pytree.tree_leaves(run(batch))]
-            return [*outputs, *(buffer.clone() for buffer in model.buffers())]
-
-        try:
-            for mode in sorted({key[0] for key, traces in shell.traces.items() if traces}, key=own.__eq__):
-                shell.train(mode)
-                for module, flag in modes:
-                    module.training = flag if mode == own else mode
-                with torch.no_grad():
-                    got = both(lambda batch: shell.run(0, shell.num_layers - 1, batch, begin))
-                    worst = worst_difference(got, both(whole))
-                if worst is not None:
-                    return f"its {'training' if mode else 'evaluation'} differs from the whole model's by {worst}"
-            restore()
-            payloads = list(batches)
-            for index in range(len(payloads)):
-                for number in range(shell.num_layers):
-                    payloads[index] = shell.run(number, number, payloads[index], begin)
-            # All backwards are after all forwards, as in a pipeline, and before buffers are written again.
-            got = [sums_of_gradients(model, payload) for payload in payloads]
-            restore()
-            for index, batch in enumerate(batches):
-                wanted = sums_of_gradients(model, whole(batch))
-                mine = got[index]
-                worst = None if mine is None or wanted is None else compared_sums(mine, wanted)
-                if worst is not None:
-                    return worst
-            return None
-        except RuntimeError as problem:
-            return f"its backward fails: {problem}"
-        finally:
-            shell.train(own)
-            for module, flag in modes:
-                module.training = flag
 
 
 def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> None:

@@ -27,10 +27,12 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from pipefit.cutting.exported import Flow, flow_of, modules_of, num_bytes
+from pipefit.cutting.exported import flow_of
+from pipefit.cutting.flow import Flow, modules_of, num_bytes
 from pipefit.cutting.lines import by_lines, by_weights, crossings, found_lines, named_lines, weighty
 from pipefit.cutting.shell import CutLayer, Enter, Payload, node_at
 from pipefit.errors import ModelError
+from pipefit.stage.opened import Rest
 from pipefit.stage.split import NamedLayer
 
 _RECURRENT = {torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_tanh, torch.ops.aten.rnn_relu}
@@ -99,11 +101,12 @@ class Segment(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """A forward in segments, the structure of its output, and whether it is for the leaves of another batch."""
+    """A forward in segments, the structure of its output, whether it is for other leaves, and writes into its own."""
 
     segments: list[Segment]
-    structure: pytree.TreeSpec
+    structure: pytree.TreeSpec | Rest
     accepts: Callable[[Sequence[Any]], bool]
+    overwrites: bool = False
 
 
 @dataclass
@@ -120,6 +123,7 @@ class Traced:
         holders: of each layer the parameters and buffers, under the model's own names.
         runners: of the segments of each layer.
         known: the operations of the first trace with their layers.
+        written: names of the parameters and buffers that a forward writes into.
         traces: by mode, type of the weights and kind of the batch.
         shared, spine: empty; a `Shell` has such modules.
     """
@@ -133,6 +137,7 @@ class Traced:
     holders: list[nn.Module] = field(default_factory=list)
     runners: list[Runner] = field(default_factory=list)
     known: dict[str, int] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
     traces: dict[Any, list[Trace]] = field(default_factory=dict)
     shared: Sequence[nn.Module] = ()
     spine: Sequence[nn.Module] = ()
@@ -156,6 +161,11 @@ class Traced:
         """Training or evaluation mode."""
         self.training = mode
 
+    @property
+    def overwrites(self) -> bool:
+        """Whether the model writes into the batch; the segments write into copies."""
+        return any(trace.overwrites for alike in self.traces.values() for trace in alike)
+
     def block(self, number: int) -> nn.Module:
         """The module that `torch.compile` and replays take for a layer."""
         return self.runners[number]
@@ -173,7 +183,8 @@ class Traced:
             values = list(segment.run(*given) if segment.is_recurrent else self.runners[number](segment.run, *given))
         if last < self.num_layers - 1:
             return Payload(begin.batch, values, [])._asdict()
-        return self.result(pytree.tree_unflatten(values, trace.structure))
+        rest = trace.structure
+        return self.result(rest.closed(values) if isinstance(rest, Rest) else pytree.tree_unflatten(values, rest))
 
     def _converted(self, number: int) -> torch.dtype | None:
         """The type that a layer's floating weights were converted to since the cut; None: they were not."""
@@ -190,6 +201,7 @@ class Traced:
         found = next((trace for trace in alike if trace.accepts(inputs)), None)
         if found is None:
             flow = flow or self._flow(args, kwargs, dtype)
+            self.written |= flow.state_of([node for node in flow.state if flow.storages[node] & flow.kept])
             if list(self.known) == [node.name for node in flow.computed]:
                 layers = {node: self.known[node.name] for node in flow.computed}
             else:
@@ -204,7 +216,7 @@ class Traced:
                 self.weights[number] |= names
                 nodes = (needed & here) | needed.difference(flow.nodes)
                 segments.append(Segment.of(flow, entering[number], nodes, leaving))
-            found = Trace(segments, flow.structure, flow.accepts)
+            found = Trace(segments, flow.structure, flow.accepts, flow.overwrites)
             alike.append(found)
         return found
 
@@ -224,6 +236,9 @@ class Traced:
         Raises:
             ModelError: there is no graph, or no line.
         """
+        hooked = [path for path, module in self.model.named_modules() if _has_backward_hooks(module)]
+        if hooked:
+            raise ModelError(f"{hooked[0]} has a backward hook, which its graph would not call: remove it for training")
         args, kwargs = self.arguments(example)
         flow = self._flow(args, kwargs)
         named = {} if cuts is None else named_lines(flow, cuts)
@@ -245,7 +260,18 @@ class Traced:
         with contextlib.suppress(ModelError):  # raised again by who needs the other mode
             self._trace(args, kwargs)
         self.training = not self.training
+        for number in range(self.num_layers):
+            self.weights[number] |= self._tables()
         return tuple((sum(map(num_bytes, nodes)), len(nodes)) for nodes in crossings(flow, layers, self.num_layers)[1:])
+
+    def _tables(self) -> set[str]:
+        """The buffers that are not saved, such as tables of positions: any layer may need them for other batches."""
+        return {
+            f"{path}.{name}" if path else name
+            for path, module in self.model.named_modules()
+            for name in module._non_persistent_buffers_set
+            if module._buffers.get(name) is not None
+        } - self.written
 
     def hold(self, model: nn.Module) -> tuple[NamedLayer, ...]:
         """The layers, with a model's parameters and buffers; the modules whose tensors one layer uses are shared."""
@@ -265,6 +291,10 @@ class Traced:
         return tuple(
             NamedLayer(k, "", CutLayer(self, k, self.holders[k]), label) for k, label in enumerate(self.labels)
         )
+
+
+def _has_backward_hooks(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -78,6 +78,8 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
     stage = run.worker.stages[i.stage]
     if stage.half is not None:
         leaves = widened(leaves, given.flags, stage.half)
+    leaves = _guarded(run, i, leaves)
+    versions = list(map(_version, leaves))
     run.worker.stores[i.stage].at(i.version)
     update = run.compiled.program.header.update_of(i.stage, i.mb)
     payload = given.payload(leaves)
@@ -86,6 +88,7 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         payload["batch"] = _on(run.feed[i.mb].input, run.worker.device, "the batch")
     with spill_handlers.saving(run, i):
         output = stage.forward(payload, run.feed[i.mb].ordinal, replay, update)
+    _note_overwritten(run, i, versions != list(map(_version, leaves)))
     outputs, structure = _flattened(run, i, output)
     # Without a graph there are no edges, though a layer may return an input of the stage that needs a gradient.
     flags = [torch.is_grad_enabled() and carries_gradient(leaf) for leaf in outputs]
@@ -94,6 +97,45 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
         outputs = narrowed(outputs, needed, stage.half)
     edges = [get_gradient_edge(leaf) for leaf, flag in zip(outputs, flags, strict=True) if flag]
     return Saved(inputs, edges), Message([leaf.detach() for leaf in outputs], flags, structure)
+
+
+def _guarded(run: Execution, i: Instruction, leaves: list[Tensor]) -> list[Tensor]:
+    """Copies of a stage's inputs if it changes them in place: others have the inputs too, and a replay needs them."""
+    is_changed = run.worker.overwritten.get((i.stage, run.feed[i.mb].signature), True)
+    return [leaf.clone() for leaf in leaves] if is_changed else leaves
+
+
+def _version(leaf: Tensor) -> int:
+    """A number that changes with a tensor's values."""
+    return 0 if leaf.is_inference() else leaf._version
+
+
+def _note_overwritten(run: Execution, i: Instruction, is_changed: bool) -> None:
+    """Notes whether a forward has changed its inputs.
+
+    Raises:
+        ModelError: it did not for the first micro-batch of this shape; or the target shares memory with them, so that
+            the loss depends on which of the two the model has changed.
+    """
+    part = run.feed[i.mb]
+    known = run.worker.overwritten.setdefault((i.stage, part.signature), is_changed)
+    if is_changed and not known:
+        raise ModelError(
+            f"stage {i.stage} changes its input in place for micro-batch {i.mb}, but did not for an earlier one of the "
+            "same shape: let it change a copy (x = x.clone())"
+        )
+    is_changed = is_changed or run.worker.stages[i.stage].overwrites
+    if is_changed and i.stage == 0 and _memory(part.input) & _memory(part.target):
+        raise ModelError(
+            "the model changes its input in place, which is its target too: let it change a copy (x = x.clone()), or "
+            "give the target as a copy"
+        )
+
+
+def _memory(payload: Any) -> set[int]:
+    """The addresses of the memory that the tensors of a payload are in."""
+    leaves, _ = flatten_any(payload, "a batch")
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.layout == torch.strided}
 
 
 def _flattened(run: Execution, i: Instruction, output: Any) -> tuple[list[Tensor], Structure | Rest]:

@@ -46,6 +46,7 @@ class Worker:
         mesh: the processes that share the rank by tensor parallelism.
         structures: of each output of a stage, from the first micro-batch of each shape.
         flags: for each output of a stage, whether it needs a gradient, from the first micro-batch of each shape.
+        overwritten: whether a stage changes its input in place, from the first micro-batch of each shape.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class Worker:
     scale: LossScale | None = None
     structures: dict[tuple[int, str], Structure] = field(default_factory=dict)
     flags: dict[tuple[int, str], Sequence[bool]] = field(default_factory=dict)
+    overwritten: dict[tuple[int, str], bool] = field(default_factory=dict)
     _idle: dict[int, list[tuple[nn.Parameter, Tensor]]] = field(default_factory=dict)
 
     @classmethod

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from pipefit.errors import PlanError
+from pipefit.errors import ModelError, PlanError
 from pipefit.stage.compiler import Forward, is_one_of_torch
 from pipefit.stage.split import NamedLayer
 
@@ -68,8 +70,31 @@ def replayed_module(layer: NamedLayer, num_layers: int) -> nn.Module | None:
 
 def replayed_forwards(layers: Iterable[NamedLayer], num_layers: int) -> dict[nn.Module, Forward]:
     """The modules of some layers that are replayed, with forwards that do so, for `replaced_forwards`."""
-    modules = (replayed_module(layer, num_layers) for layer in layers)
-    return {module: functools.partial(replayed, module.forward) for module in modules if module is not None}
+    found: dict[nn.Module, Forward] = {}
+    for layer in layers:
+        module = replayed_module(layer, num_layers)
+        if module is not None:
+            found[module] = functools.partial(replayed, functools.partial(_keeping_inputs, layer, module.forward))
+    return found
+
+
+def _keeping_inputs(layer: NamedLayer, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Runs a forward that will be replayed from the same inputs.
+
+    Raises:
+        ModelError: it changes them in place, so a replay would change them again.
+    """
+    own = {id(tensor) for tensor in chain(layer.module.parameters(), layer.module.buffers())}
+    leaves = pytree.tree_leaves((args, kwargs))
+    given = [leaf for leaf in leaves if isinstance(leaf, Tensor) and id(leaf) not in own]
+    before = [tensor._version for tensor in given]
+    output = forward(*args, **kwargs)
+    if before != [tensor._version for tensor in given]:
+        raise ModelError(
+            f"layer {layer.name} changes its input in place, so it cannot be replayed: let it change a copy "
+            "(x = x.clone()), or train without recomputation (recompute none)"
+        )
+    return output
 
 
 def check_attention(layers: Iterable[NamedLayer]) -> None:

@@ -88,10 +88,14 @@ class Stage:
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
-        self._not_inplace(self.layers[0].module)
         self._generator = (
             torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
         )
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether a copy of the batch stands in for it because the model, which was cut, writes into it."""
+        return self.is_cut and getattr(self.layers[0].module.shell, "overwrites", False)
 
     def replay(self, recompute: str, num_layers: int) -> None:
         """Lets the backward replay layers or attention.
@@ -108,7 +112,7 @@ class Stage:
             self._cores = AttentionCores()
 
     def _not_inplace(self, module: nn.Module) -> None:
-        """Prevents an in-place first operation: an input is a leaf, which autograd protects, or kept for a replay."""
+        """Prevents an in-place first operation: the input is kept for a replay."""
         while children := list(module.children()):
             if not isinstance(module, nn.Sequential):
                 return
@@ -222,7 +226,7 @@ class Stage:
             if isinstance(problem, ModelError) or is_lost_peer(problem):
                 raise
             kind = type(problem).__name__
-            hint = "; make its first operation not in place" if "leaf Variable" in str(problem) else ""
+            hint = ""
             if type(problem).__module__.startswith(("torch._dynamo", "torch._inductor", "torch._functorch")):
                 hint = "; torch.compile cannot take it: train without compile"
             raise ModelError(
