@@ -219,7 +219,8 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         throughput: samples per second; None: it does not fit.
         peak_bytes: of its fullest device; None: not counted.
         why_lost: in words and numbers.
-        basis: "simulated", "estimated" (by closed forms), "at best" (a bound of its speed), or "": it does not fit.
+        basis: "simulated", "estimated" (by a partitioner's own formula), "at best" (a bound of its speed), or "": it
+            does not fit.
         slower: share of the winner's throughput that it lacks; None: it does not fit, or is not compared.
         idle: share of the devices' time without work; None: not known.
         sent_bytes: per sample, by all devices together; None: not known.
