@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
 from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
-from pipefit.cutting.lasting import States, fill_zeros, kept_outside, second_batch
+from pipefit.cutting.lasting import States, fill_zeros, kept_outside, places_of, refuse_replaced, second_batch
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
 from pipefit.cutting.proof import (
     Difference,
@@ -214,7 +214,7 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
     kind, problems = type(model).__name__, list[str]()
     calls: list[str] = []
     found = None
-    states = States(model)
+    states, places = States(model), places_of(model)
     try:
         with states.used(states.fresh()):
             calls = calls_of(model, *ways[0](example))
@@ -223,6 +223,7 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
     except Exception as problem:
         raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
     try:
+        refuse_replaced(model, places)
         batches = example, second_batch(model, example, ways[0])
     except (ModelError, Foreign) as problem:
         raise ModelError(f"{kind} cannot be cut: {problem}") from None

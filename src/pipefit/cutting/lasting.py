@@ -290,6 +290,25 @@ def kept_outside(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(trains)
 
 
+def places_of(model: nn.Module) -> dict[str, int]:
+    """The address of each weight, by its name."""
+    return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def refuse_replaced(model: nn.Module, places: Mapping[str, int]) -> None:
+    """Refuses a model whose forward has given a weight other memory: optimizer and other stages have the old one.
+
+    Raises:
+        ModelError: a weight is not where it was; the message names it.
+    """
+    for name, place in places_of(model).items():
+        if places.get(name, place) != place:
+            raise ModelError(
+                f"its forward replaces the weight {name}, as by .data = …, which the optimizer and other stages do not "
+                "see: change weights after the optimizer's step, or use torch.nn.utils.parametrize"
+            )
+
+
 def fill_zeros(model: nn.Module) -> None:
     """Replaces the weights that are all 0 by random ones: a 0 hides what it multiplies, and its gradient."""
     generator = torch.Generator().manual_seed(0)
