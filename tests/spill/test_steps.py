@@ -110,6 +110,8 @@ def test_a_step_on_the_host_needs_the_records_in_its_memory(tmp_path):
     with pytest.raises(PlanError, match="from a disk they would all have to be read"):
         spilled(step_on="host", disk=tmp_path)
     with pytest.raises(PlanError, match="expected auto, device, host, or some of the stages 0, 1, 2, 3"):
+        spilled(step_on=(4,))
+    with pytest.raises(PlanError, match="step_on: expected one of auto, device, host or a list"):
         spilled(step_on="moon")
 
 

@@ -57,7 +57,7 @@ from pipefit.timeline import Timeline
 from pipefit.verify import verify
 
 
-@checked("optimizer")
+@checked("optimizer", "input_ids")
 class Pipeline:
     """Trains a model over a pipeline of ranks.
 
