@@ -138,8 +138,8 @@ def test_the_memory_is_free_again_after_the_run(tmp_path):
     [
         (3, {"stages": [2, 2, 2]}, ([3, 3], [1, 1]), 4),
         (4, {"stages": [2, 4], "replicas": 2, "microbatches": 4}, ([2, 4], [2, 1]), 5),
-        (3, {"schedule": "interleaved", "chunks": 2, "microbatches": 3}, ([2, 2, 1, 1], [1, 1, 1, 1]), 4),
-        (3, {"schedule": "interleaved", "stages": [1] * 6, "chunks": 2, "microbatches": 3}, ([2, 2, 1, 1], [1] * 4), 4),
+        (3, {"schedule": "interleaved", "chunks": 2, "microbatches": 3}, ([1, 2, 1, 2], [1, 1, 1, 1]), 4),
+        (3, {"schedule": "interleaved", "stages": [1] * 6, "chunks": 2, "microbatches": 3}, ([1, 2, 1, 2], [1] * 4), 4),
     ],
 )
 def test_a_run_that_has_lost_a_rank_for_good_is_planned_anew(ranks, options, plan, resumed, tmp_path):

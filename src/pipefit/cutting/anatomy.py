@@ -77,6 +77,10 @@ def calls_of(
     return found
 
 
+_FEW = 3
+"""Children of a model that are too few to be its blocks when there are lists."""
+
+
 def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None = None) -> Iterator[Anatomy]:
     """The possible choices of blocks in a model, the most promising first.
 
@@ -102,7 +106,11 @@ def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None
     children = [path for path, module in model.named_children() if path in order]
     last = children[-1:]
     known: set[tuple[str, ...]] = set()
-    for found in (_outermost(kinds), _outermost(listed), _finest(listed), children):
+    choices = [_outermost(kinds), _outermost(listed), _finest(listed)]
+    lists = {path.rpartition(".")[0] for path in choices[1]}
+    # More lists than children: the lists are branches inside of the children.
+    choices.insert(1 if len(lists) > len(children) > _FEW else len(choices), children)
+    for found in choices:
         # The code after the last block may need more than its output, as in x + block(x): then the last child ends it.
         follows = found and last and order.index(last[0]) > order.index(found[-1])
         for blocks in (found, found + last) if follows else (found,):
