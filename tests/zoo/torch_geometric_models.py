@@ -100,7 +100,11 @@ put("PMLP", lambda: pyg.PMLP(8, WIDTH, 3, 4), GRAPH)
 put("RECT_L", lambda: pyg.RECT_L(8, WIDTH), GRAPH)
 put("LightGCN", lambda: pyg.LightGCN(NODES, WIDTH, 3), edges)
 put("SGFormer", lambda: pyg.SGFormer(8, WIDTH, 3), several(nodes, edges, graphs))
-put("Polynormer", lambda: pyg.Polynormer(8, WIDTH, 3), several(nodes, edges, graphs))
+put(
+    "Polynormer",
+    lambda: pyg.Polynormer(8, WIDTH, 3, in_dropout=0.0, dropout=0.0, global_dropout=0.0),
+    several(nodes, edges, graphs),
+)
 put("GAE encoder", lambda: pyg.GAE(pyg.GCN(8, WIDTH, 3, 4)), GRAPH)
 put("DeepGCN", lambda: DeepGCN())
 put("GPS", lambda: GPS())
