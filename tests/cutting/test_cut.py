@@ -1,5 +1,7 @@
 """Models that nobody wrote for a pipeline: cut, proved, and trained like one process."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -286,3 +288,26 @@ def test_pickled_weights_are_refused_with_the_command_that_converts_them(tmp_pat
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match=r"is a pickle.*save_pretrained"):
         build(str(tmp_path))
+
+
+class Biased(nn.Module):
+    """Has a buffer of its own, next to its blocks, as BART has."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("bias", torch.ones(4))
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x * self.scale + self.bias
+
+
+def test_buffers_of_the_model_itself_are_in_its_state():
+    model = Biased()
+    made = pf.cut(model, torch.randn(4, 4))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    pipe = pf.Pipeline(made, loss=nn.functional.mse_loss, optimizer=sgd, stages=2, microbatches=1)
+    assert made.way == "around its blocks" and pipe.state_dict().keys() == model.state_dict().keys()

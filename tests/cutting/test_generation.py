@@ -7,7 +7,7 @@ from torch import nn
 
 import pipefit as pf
 from pipefit.cutting.own import random_batch
-from pipefit.errors import DataError, ModelError, PipefitError
+from pipefit.errors import DataError, ModelError
 from pipefit.runtime.launch import launch
 from pipefit.spec.options import Parallelism, Spilled
 
@@ -258,8 +258,8 @@ def test_prompts_are_a_tensor_of_token_ids():
     pipe = pf.Pipeline(model_of(), optimizer=sgd, stages=2)
     for wrong, what in (
         (torch.zeros(3), r"float32 \[3\]"),
-        ([[1, 2]], r"expected a Tensor, got \[\[1, 2\]\]"),
+        ([[1, 2]], "list"),
         (torch.zeros(1, 0).long(), r"\[1, 0\]"),
     ):
-        with pytest.raises(PipefitError, match=what):
+        with pytest.raises(DataError, match=what):
             pipe.generate(wrong, max_new_tokens=2)

@@ -426,12 +426,15 @@ def _layers(model: nn.Module, shell: Shell) -> tuple[NamedLayer, ...]:
 
 def _holder(model: nn.Module, paths: Sequence[str], spine: Sequence[str]) -> tuple[str, nn.Module]:
     """A module with some modules of the model under their own names below a common prefix."""
-    direct = [path for path in spine if model.get_submodule(path)._parameters]
+    own = {path: model.get_submodule(path) for path in spine}
+    direct = {path: module for path, module in own.items() if module._parameters or module._buffers}
     if len(paths) == 1 and not direct:
         return paths[0], model.get_submodule(paths[0])
     root = nn.Module()
-    for path in direct:
-        node_at(root, path).__dict__["_parameters"] = model.get_submodule(path)._parameters
+    for path, module in direct.items():
+        node = node_at(root, path)
+        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+            node.__dict__[name] = module.__dict__[name]
     for path in paths:
         parent, _, name = path.rpartition(".")
         node_at(root, parent)._modules[name] = model.get_submodule(path)
