@@ -52,17 +52,12 @@ put("UNet2DConditionModel", UNET | CROSS | {"down_block_types": DOWN, "up_block_
     "use_linear_projection": True, "transformer_layers_per_block": 2}, keywords(sample=LATENT, timestep=steps,
     encoder_hidden_states=TEXT),
     label="UNet2DConditionModel, two transformer layers")  # fmt: skip
-put("UNet1DModel", {"sample_size": 16, "in_channels": 2, "out_channels": 2, "extra_in_channels": 16,
-    "block_out_channels": (8, 8), "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"),
+put("UNet1DModel", {"sample_size": 16, "in_channels": 2, "out_channels": 2, "extra_in_channels": 64,
+    "block_out_channels": (32, 32), "down_block_types": ("DownBlock1DNoSkip", "DownBlock1D"),
     "up_block_types": ("UpBlock1D", "UpBlock1DNoSkip")}, keywords(sample=vectors(2, 16), timestep=steps))  # fmt: skip
 put("UNet3DConditionModel", {"sample_size": 8, "in_channels": 4, "out_channels": 4, "layers_per_block": 1,
     "block_out_channels": (8, 16), "norm_num_groups": 4, "cross_attention_dim": 16, "attention_head_dim": 4,
     "down_block_types": ("CrossAttnDownBlock3D", "DownBlock3D"), "up_block_types": ("UpBlock3D", "CrossAttnUpBlock3D")},
-    keywords(sample=VIDEO, timestep=steps, encoder_hidden_states=TEXT))  # fmt: skip
-put("UNetMotionModel", {"sample_size": 8, "block_out_channels": (8, 16), "layers_per_block": 1, "norm_num_groups": 4,
-    "cross_attention_dim": 16, "num_attention_heads": 2, "motion_num_attention_heads": 2, "motion_norm_num_groups": 4,
-    "down_block_types": ("CrossAttnDownBlockMotion", "DownBlockMotion"),
-    "up_block_types": ("UpBlockMotion", "CrossAttnUpBlockMotion")},
     keywords(sample=VIDEO, timestep=steps, encoder_hidden_states=TEXT))  # fmt: skip
 put("UNetSpatioTemporalConditionModel", {"sample_size": 8, "in_channels": 4, "out_channels": 4,
     "block_out_channels": (32, 32), "layers_per_block": 1, "cross_attention_dim": 16, "num_attention_heads": 2,
@@ -73,7 +68,7 @@ put("UNetSpatioTemporalConditionModel", {"sample_size": 8, "in_channels": 4, "ou
              added_time_ids=vectors(3)))  # fmt: skip
 put("UVit2DModel", {"hidden_size": 16, "block_out_channels": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 32, "codebook_size": 16, "vocab_size": 18, "cond_embed_dim": 8, "encoder_hidden_size": 16,
-    "block_num_heads": 2, "in_channels": 16, "micro_cond_encode_dim": 4, "micro_cond_embed_dim": 28, "sample_size": 8},
+    "block_num_heads": 2, "in_channels": 16, "micro_cond_encode_dim": 4, "micro_cond_embed_dim": 20, "sample_size": 8},
     keywords(input_ids=lambda n, g: torch.randint(16, (n, 8, 8), generator=g), encoder_hidden_states=TEXT,
              pooled_text_emb=vectors(8), micro_conds=vectors(5)))  # fmt: skip
 VAE = {"in_channels": 3, "out_channels": 3, "norm_num_groups": 4, "block_out_channels": (8, 16), "layers_per_block": 1,
@@ -81,8 +76,6 @@ VAE = {"in_channels": 3, "out_channels": 3, "norm_num_groups": 4, "block_out_cha
 IMAGE = vectors(3, 16, 16)
 put("AutoencoderKL", VAE | {"latent_channels": 4}, IMAGE)
 put("VQModel", VAE | {"latent_channels": 4, "num_vq_embeddings": 12}, IMAGE)
-put("AutoencoderTiny", {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8),
-    "num_encoder_blocks": (1, 2), "num_decoder_blocks": (2, 1)}, IMAGE)  # fmt: skip
 put("AsymmetricAutoencoderKL", {"in_channels": 3, "out_channels": 3, "norm_num_groups": 4,
     "down_block_out_channels": (8, 16), "up_block_out_channels": (8, 16), "layers_per_down_block": 1,
     "layers_per_up_block": 1, "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -116,12 +109,6 @@ put("FluxTransformer2DModel", {"patch_size": 1, "in_channels": 4, "num_layers": 
     "axes_dims_rope": (4, 2, 2)}, keywords(hidden_states=vectors(9, 4), encoder_hidden_states=TEXT,
     pooled_projections=vectors(8), timestep=lambda n, g: torch.rand(n, generator=g),
     img_ids=lambda n, g: torch.zeros(9, 3), txt_ids=lambda n, g: torch.zeros(6, 3)), splits=False)  # fmt: skip
-put("HunyuanDiT2DModel", DIT | {"num_layers": 4, "sample_size": 16, "patch_size": 4, "in_channels": 4,
-    "hidden_size": 16, "cross_attention_dim": 16, "cross_attention_dim_t5": 16, "pooled_projection_dim": 8,
-    "text_len": 6, "text_len_t5": 6, "use_style_cond_and_image_meta_size": False, "norm_type": "layer_norm"},
-    keywords(hidden_states=LATENT, timestep=steps, encoder_hidden_states=TEXT, encoder_hidden_states_t5=TEXT,
-             text_embedding_mask=lambda n, g: torch.ones(n, 6), text_embedding_mask_t5=lambda n, g: torch.ones(n, 6)),
-    splits=False)  # fmt: skip
 put("LatteTransformer3DModel", DIT | {"in_channels": 4, "out_channels": 8, "sample_size": 8, "patch_size": 2,
     "video_length": 2, "caption_channels": 16, "cross_attention_dim": 16},
     keywords(hidden_states=VIDEO, timestep=steps, encoder_hidden_states=TEXT))  # fmt: skip

@@ -45,9 +45,9 @@ put("conformer, convolution first", lambda: models.Conformer(16, 2, 32, 4, 3, us
 put("emformer", lambda: models.Emformer(16, 2, 32, 4, 4, right_context_length=1), several(vectors(9, 16), lengths(8)))
 put("deepspeech", lambda: models.DeepSpeech(16, n_hidden=32, n_class=5), vectors(1, 10, 16))
 put("wav2letter", lambda: models.Wav2Letter(5, "mfcc", 8), vectors(8, 200), splits=True)
-put("conv-tasnet", lambda: models.ConvTasNet(2, 16, 16, 16, 16, 3, 3, 2), vectors(1, 200))
+put("conv-tasnet", lambda: models.ConvTasNet(2, 16, 16, 3, 16, 16, 3, 2), vectors(1, 200))
 put("wavernn", lambda: models.WaveRNN([2, 2, 2], 8, 8, 1, 16, 16, 3, 8, 8, 8),
-    several(vectors(1, 40), vectors(1, 8, 9)))  # fmt: skip
+    several(vectors(1, 40), vectors(1, 8, 7)))  # fmt: skip
 put("hdemucs", lambda: models.HDemucs(["a", "b"], audio_channels=1, channels=4, nfft=64, depth=2), vectors(1, 1024))
 put("tacotron2", lambda: models.Tacotron2(n_symbol=12, n_mels=8, symbol_embedding_dim=16, encoder_embedding_dim=16,
     decoder_rnn_dim=16, attention_rnn_dim=16, attention_hidden_dim=16, prenet_dim=8, postnet_embedding_dim=16,
