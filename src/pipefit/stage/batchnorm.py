@@ -212,7 +212,7 @@ class RunningAverages:
         return 0.0 if counter is None else 1.0 / (float(counter) + ahead)
 
     def gathered(self, update: int) -> Tensor | None:
-        """Count, sum and sum of squares (3 × channels of all calls) of an update so far, which replicas add up."""
+        """The sums of an update so far (4 × channels of all calls; see `_sums`), which replicas add up."""
         if update in self._seen:
             sums = [_sums([self], update, number) for number in range(self.num_calls(update))]
             self.replace(update, torch.cat(sums, 1))
@@ -404,9 +404,11 @@ def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]
 
 def _update(norms: Sequence[RunningAverages], sums: Tensor, share: float) -> None:
     """Moves the averages of norms to the statistics in sums, which `_sums` gave, by a share."""
-    count, total, squares = sums
+    count, total, distances, squares = sums
     mean = total / count
-    variance = (squares - total * mean) / (count - 1).clamp(min=1)
+    # Of one group exactly 0; of several a small difference of large numbers, which must not become negative.
+    between = (squares - total * mean).clamp(min=0)
+    variance = (distances + between) / (count - 1).clamp(min=1)
     sizes = [norm.num_channels for norm in norms]
     for name, values in (("running_mean", mean), ("running_var", variance)):
         buffers: list[Any] = [norm.module._buffers[name] for norm in norms]
@@ -427,7 +429,11 @@ def forget(norms: Sequence[RunningAverages], update: int) -> None:
 
 
 def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
-    """Count, sum and sum of squares (3 × channels) of a call, for norms with as many micro-batches of an update."""
+    """The sums of a call, for norms with as many micro-batches of an update: 4 × channels, which groups of samples add.
+
+    Count, sum, sum of square distances from the group's mean, and count times the square of that mean. Sums of squares
+    alone would lose the variance of values that are large and alike.
+    """
     parts = [sums for norm in norms if (sums := norm.sums(update, number)) is not None]
     gathered = torch.cat(parts, 1) if parts else None
     # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
@@ -438,9 +444,14 @@ def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
     every = [call for calls in micro_batches for call in calls]
     mean = torch.cat([call.mean for call in every]).double().view(len(micro_batches), -1)
     invstd = torch.cat([call.invstd for call in every]).double().view(len(micro_batches), -1)
-    squares = invstd.pow(-2).sub_(every[0].eps).addcmul_(mean, mean)
+    variance = invstd.pow(-2).sub_(every[0].eps)
     counts = torch.tensor([[call.count for call in calls] for calls in micro_batches], dtype=torch.float64)
     if len(norms) > 1:
         counts = counts.repeat_interleave(torch.tensor([norm.num_channels for norm in norms]), 1)
-    sums = torch.stack([torch.ones_like(mean), mean, squares], 1).mul_(counts.to(mean.device).unsqueeze(1)).sum(0)
+    counts = counts.to(mean.device).expand_as(mean)
+    count = counts.sum(0)
+    total = mean.mul(counts).sum(0)
+    centre = total / count
+    distances = variance.add_((mean - centre).square_()).mul_(counts).sum(0)
+    sums = torch.stack([count, total, distances, total * centre])
     return sums if gathered is None else sums + gathered
