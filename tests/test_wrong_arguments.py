@@ -141,7 +141,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 UNCHECKED = {"Instruction", "Program", "Timeline", "Report", "bwd", "bwd_input", "bwd_weight", "fwd"}
-"""What schedules and runs make by the million: a program is proved as a whole, and a timeline is measured."""
+"""Objects that schedules and runs make by the million: a program is proved as a whole, and a timeline is measured."""
 
 NO_CALLS = {"PipefitError", "STOP", "study", "__version__"}
 

@@ -1,4 +1,4 @@
-"""What stages may do with their inputs, and what the last one may hand out."""
+"""Stages change their inputs in place, and the last one hands out objects of any class."""
 
 import copy
 import threading

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from pipefit.cutting.cut import plain_arguments
-from pipefit.cutting.lasting import States, kept_outside, second_batch
+from pipefit.cutting.lasting import second_batch
+from pipefit.cutting.states import States, kept_outside
 from pipefit.errors import ModelError
 
 COUNT = [0]

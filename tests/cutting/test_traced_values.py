@@ -1,4 +1,4 @@
-"""What a graph may hold: each kind of model trains as by torch on data of other scales, or is refused by name."""
+"""Models of many kinds in a graph: each trains as by torch on data of other scales, or is refused by name."""
 
 import random
 
@@ -24,14 +24,14 @@ class Skip(nn.Module):
         self.prepare()
 
     def prepare(self):
-        """What a kind has in addition."""
+        """Adds the modules of a kind."""
 
     def begin(self, x):
-        """What a kind does with the batch."""
+        """The first part of the forward, on the batch."""
         return x
 
     def change(self, h):
-        """What a kind does in the middle."""
+        """The middle part of the forward."""
         return h
 
     def forward(self, x):

@@ -18,7 +18,7 @@ METHODS = {
     "step": "trains or evaluates",
     "leave": "leaving the run",
 }
-"""What a rank does after two steps, and the words that say so."""
+"""The last action of a rank after two steps, with the words that name it."""
 
 
 def call(place: str, methods: list[str]) -> None:

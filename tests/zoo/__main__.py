@@ -26,7 +26,11 @@ RESULTS = Path("runs/zoo.jsonl")
 
 
 def main() -> int:
-    """Tries models; exit code 1: one of them trains wrong, ends in a raw error, or is refused after it was accepted."""
+    """Tries models; those that have a result count by it.
+
+    Returns:
+        1: a model trains wrong, ends in a raw error, or is refused after it was accepted; 2: no model has such a name.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("prefixes", nargs="*", help="names of models begin so, such as hand/state or timm; none: all")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -38,18 +42,24 @@ def main() -> int:
     known = {} if arguments.again else read_lines(arguments.results)
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     counts: Counter[str] = Counter()
+    num_named = 0
     for library in LIBRARIES:
         if prefixes and not any(prefix.split("/")[0] == library for prefix in prefixes):
             continue
-        wanted = [one for one in chosen(specimens_of(library), prefixes) if one.name not in known]
+        named = chosen(specimens_of(library), prefixes)
+        num_named += len(named)
+        counts.update(known[one.name].outcome for one in named if one.name in known)
+        wanted = [one for one in named if one.name not in known]
         if arguments.list:
             sys.stdout.writelines(f"{one.name}\n" for one in wanted)
             continue
         if arguments.here:
-            for one in chosen(specimens_of(library), prefixes):
+            for one in named:
                 print_trial(one)
             continue
         counts += _run(wanted, arguments.results)
+    if not num_named:
+        parser.error(f"no model's name begins with {' or '.join(prefixes)}; --list prints them")
     sys.stdout.write(", ".join(f"{number} {outcome}" for outcome, number in counts.most_common()) + "\n")
     return int(any(counts[outcome] for outcome in (WRONG, RAW, LATE)))
 

@@ -3,6 +3,8 @@
 import ast
 import copy
 import inspect
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from tests.zoo import plain
 from tests.zoo.collection import specimens_of
-from tests.zoo.outcome import EXACT, LATE, REFUSED, Result
+from tests.zoo.outcome import EXACT, LATE, REFUSED, WRONG, Result, line
 from tests.zoo.table import PAGE, counts, filled
 
 pytestmark = pytest.mark.slow
@@ -75,3 +77,20 @@ def test_the_page_counts_what_a_person_could_cut():
     page = filled(PAGE.read_text(), results)
     assert "`no / way`" in page
     assert "| hand/c | it waits | accepted, then refused |" in page
+
+
+def zoo(*words):
+    """The command in a process of its own: it silences warnings."""
+    return subprocess.run([sys.executable, "-m", "tests.zoo", *words], capture_output=True, text=True, check=False)
+
+
+def test_a_name_that_no_model_has_is_refused(tmp_path):
+    done = zoo("hand/nothing", "--results", str(tmp_path / "zoo.jsonl"))
+    assert done.returncode == 2 and "no model's name begins with hand/nothing" in done.stderr
+
+
+def test_a_model_that_was_wrong_before_still_fails_the_run(tmp_path):
+    name, results = specimens_of("hand")[0].name, tmp_path / "zoo.jsonl"
+    results.write_text(line(Result(name, WRONG)) + "\n")
+    done = zoo(name, "--results", str(results))
+    assert done.returncode == 1 and done.stdout == "1 wrong\n"

@@ -92,7 +92,7 @@ def tried_as_rank(specimen: Specimen, folder: Path, rank: int) -> Result:
 
 
 class _References:
-    """What plain torch makes of a model, by the number of micro-batches."""
+    """The training of a model by plain torch, by the number of micro-batches."""
 
     def __init__(self, specimen: Specimen) -> None:
         self.specimen = specimen
@@ -175,7 +175,7 @@ def _cuts(specimen: Specimen, made: Any) -> Iterator[Any]:
 
 
 def _accepted(make: Callable[[], Any]) -> Any:
-    """What is made before any training, or the end of the trial."""
+    """The cut of a model, or the end of the trial."""
     try:
         return make()
     except PipefitError as problem:

@@ -10,7 +10,10 @@ from typing import Any
 
 import msgspec
 
-FINE, FINDING, USAGE, INTERNAL_ERROR = 0, 1, 2, 70
+FINE = 0
+FINDING = 1
+USAGE = 2
+INTERNAL_ERROR = 70
 """Exit codes: success; a finding (or a run that failed); bad input; an error inside pipefit."""
 
 

@@ -84,9 +84,12 @@ def command(
             transport=transport,
         )
     facts = {"schedule": schedule, "num_ranks": spread.ranks, "num_microbatches": microbatches, "dtype": dtype}
-    facts |= {"precision": precision.dtype} if precision.dtype != "fp32" else {}
-    facts |= {"compile": True} if precision.compile else {}
-    facts |= {"tensor": spread.tensor, "sequence_parallel": spread.sequence_parallel} if spread.tensor > 1 else {}
+    if precision.dtype != "fp32":
+        facts |= {"precision": precision.dtype}
+    if precision.compile:
+        facts |= {"compile": True}
+    if spread.tensor > 1:
+        facts |= {"tensor": spread.tensor, "sequence_parallel": spread.sequence_parallel}
     width = f", tensor {spread.tensor}{' and sequence' * spread.sequence_parallel}" if spread.tensor > 1 else ""
     compiled = " with compiled layers" if precision.compile else ""
     verdict = "equal" if result.equal else f"DIFFERENT, first in {result.first_difference}"

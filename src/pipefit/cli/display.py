@@ -26,7 +26,10 @@ class Watcher(Heartbeat):
     def __init__(self, num_steps: int, batch: int, stream: TextIO | None = None) -> None:
         super().__init__(stream or sys.stdout)
         self._num_steps, self._batch = num_steps, batch
-        self._tokens, self._last_s, self._width, self._first = 0, 0.0, 0, 0
+        self._tokens = 0
+        self._last_s = 0.0
+        self._width = 0
+        self._first = 0
         self._flop: Any = None
 
     def __exit__(self, *_: object) -> None:
@@ -78,10 +81,13 @@ class Watcher(Heartbeat):
         parts = [f"step {step}/{self._num_steps}", f"loss {record.loss:.4f}"]
         parts += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
         parts += [f"{rate:.1f} samples/s"]
-        parts += [f"{format_count(rate * self._tokens)} tokens/s"] if self._tokens else []
+        if self._tokens:
+            parts.append(f"{format_count(rate * self._tokens)} tokens/s")
         parts += _of_ranks(record)
-        parts += [] if self._flop is None else [_mfu(self._flop.mfu(rate))]
-        parts += [] if last else [f"{format_seconds(seconds / done * (self._num_steps - step))} left"]
+        if self._flop is not None:
+            parts.append(_mfu(self._flop.mfu(rate)))
+        if not last:
+            parts.append(f"{format_seconds(seconds / done * (self._num_steps - step))} left")
         line = printable("  ".join(parts))
         if moving:
             self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))

@@ -85,7 +85,8 @@ def command(
     rows = []
     for check in found:
         rows.append((marks[check.state], check.name, check.found))
-        rows += [("", "", f"fix: {check.fix}")] if check.fix else []
+        if check.fix:
+            rows.append(("", "", f"fix: {check.fix}"))
     lines = columns(rows)
     lines += ["", "All is well." if not problems else f"{len(problems)} to fix, marked x."]
     return Answer(data, "\n".join(lines), FINDING if problems else FINE)

@@ -9,7 +9,9 @@ from typing import Self, TextIO
 
 from pipefit.cli.answer import printable
 
-_LOOK_S, _FIRST_S, NEXT_S = 0.1, 0.6, 5.0
+_LOOK_S = 0.1
+_FIRST_S = 0.6
+NEXT_S = 5.0
 """Seconds between looks at what is done, until a line names it, and between two lines."""
 
 
@@ -28,7 +30,10 @@ class Heartbeat:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         # What is done, since when, when the last line was written, and whether one of them names it.
-        self._what, self._since_s, self._said_s, self._is_named = "", 0.0, time.monotonic(), True
+        self._what = ""
+        self._since_s = 0.0
+        self._said_s = time.monotonic()
+        self._is_named = True
         self._began_s = time.monotonic()
         self._ended = threading.Event()
 
@@ -50,7 +55,9 @@ class Heartbeat:
             what: in words.
             is_named: whether other lines name it.
         """
-        self._what, self._since_s, self._is_named = what, time.monotonic(), is_named
+        self._what = what
+        self._since_s = time.monotonic()
+        self._is_named = is_named
 
     def beat(self, now: float) -> None:
         """Says what is done if there was no line for long.

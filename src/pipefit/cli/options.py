@@ -209,7 +209,9 @@ def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def _options(group: Any, without: Collection[str], helps: Mapping[str, str]) -> Iterator[Argument]:
     """The options of a group and of those in it."""
-    own, hints, groups = _helps(type(group), "Attributes:"), get_type_hints(type(group)), groups_of(type(group))
+    own = _helps(type(group), "Attributes:")
+    hints = get_type_hints(type(group))
+    groups = groups_of(type(group))
     for one in fields(group):
         value, facts = getattr(group, one.name), one.metadata
         if one.name in without or facts.get("hidden"):

@@ -276,7 +276,8 @@ def _answer(
     data |= {"stages": stages, "predicted": made.prediction, "training": found}
     path = next((path for path in written if path.suffix == ".json"), None)
     command = run_command(made, machine, shlex.quote(str(path or "plan.json")))
-    data |= {"run": command} if command else {}
+    if command:
+        data |= {"run": command}
     lines = [*training_lines(found), f"planned in {format_seconds(round(made.plan_seconds, 2))}"]
     if command:
         width = shutil.get_terminal_size((100, 24)).columns

@@ -62,5 +62,8 @@ def prepare(tokens: list[str]) -> list[str]:
     """Marks the begin of the script's own arguments, so that none of them is taken as an option of pipefit."""
     place = 1
     while place < len(tokens) and tokens[place].startswith("-") and tokens[place] != "--":
-        place += 2 if tokens[place] in _WITH_VALUE else 1
+        if tokens[place] in _WITH_VALUE:
+            place += 2
+        else:
+            place += 1
     return tokens if tokens[place : place + 1] in ([], ["--"]) else [*tokens[:place], "--", *tokens[place:]]

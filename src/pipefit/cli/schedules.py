@@ -30,5 +30,6 @@ def command(*, json: Json = False) -> Answer:
         options = (f"[--option {name}={value}]" for name, value in schedule.options.items())
         tail = " ".join((*["[-v CHUNKS]"] * bool(schedule.chunks), *options))
         rows.append((schedule.name, schedule.summary))
-        rows += [("", tail)] if tail else []
+        if tail:
+            rows.append(("", tail))
     return Answer({"schedules": data}, "\n".join(columns(rows)))

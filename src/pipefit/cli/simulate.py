@@ -70,7 +70,9 @@ def command(
 
 
 def _table(data: dict[str, Any], timeline: Timeline) -> str:
-    makespan, peaks, real = timeline.makespan_s, data.get("peak_bytes"), bool(data["unit"])
+    makespan = timeline.makespan_s
+    peaks = data.get("peak_bytes")
+    real = bool(data["unit"])
     lines = [
         f"{data['schedule']}: {data['num_stages']} stages on {data['num_ranks']} ranks, "
         f"{data['num_microbatches']} micro-batches per update",

@@ -69,7 +69,8 @@ def command(
     if run.stopped_by is not None and result.interrupted:
         code = 128 + run.stopped_by
         hint = f"stopped by {signal.Signals(run.stopped_by).name}; resume with: pipefit study {file} --resume"
-        hint += f" -o {output}" if output is not None else ""
+        if output is not None:
+            hint += f" -o {output}"
         print(f"pipefit study: {hint}", file=sys.stderr)
     else:
         code = FINDING if result.num_failed else FINE

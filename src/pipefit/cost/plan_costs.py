@@ -76,7 +76,9 @@ def of_plan(
     Raises:
         PlanError: plan and profile, or plan and topology, do not belong together.
     """
-    partition, tensor, num_ranks = plan.partition, plan.tensor, plan.placement.num_ranks
+    partition = plan.partition
+    tensor = plan.tensor
+    num_ranks = plan.placement.num_ranks
     if partition.num_layers != len(profile):
         raise PlanError(f"the partition has {partition.num_layers} layers, the profile {len(profile)}")
     if num_ranks * tensor > topology.num_devices:

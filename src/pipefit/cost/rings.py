@@ -50,7 +50,9 @@ def ring_of(topology: Topology, members: Sequence[int]) -> Ring:
     Ring(size=8, bandwidth_bytes_per_s=4000000000.0, ring_s=16.0, tree_s=12.0)
     """
     size, unit = len(members), 1
-    bandwidth, ring_s, tree_s = inf, 0.0, 0.0
+    bandwidth = inf
+    ring_s = 0.0
+    tree_s = 0.0
     below = size
     for level in topology.levels:
         unit *= level.width

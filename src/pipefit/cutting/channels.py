@@ -56,7 +56,9 @@ class Channels:
     """
 
     def __init__(self, model: nn.Module, carried: Iterable[nn.Module] = ()) -> None:
-        self.model, self.tracker, self._carried = model, Tracker(), list(carried)
+        self.model = model
+        self.tracker = Tracker()
+        self._carried = list(carried)
         self.found: dict[tuple[int, int], Channel] = {}
         self.lasting: str | None = None
         self.reads: dict[tuple[str, str], Any] = {}
@@ -71,7 +73,9 @@ class Channels:
         self._parameters: frozenset[int] = frozenset()
         self._batch: frozenset[int] = frozenset()
         self._last: dict[tuple[int, str], tuple[Origin, Any]] = {}
-        self.tracker.on_use, self.tracker.on_read, self.tracker.on_write = self._use, self._read, self._write
+        self.tracker.on_use = self._use
+        self.tracker.on_read = self._read
+        self.tracker.on_write = self._write
 
     @contextlib.contextmanager
     def following(self, batch: Any) -> Iterator[None]:
@@ -189,7 +193,10 @@ class Channels:
 
     @contextlib.contextmanager
     def spying(self) -> Iterator[None]:
-        """The context in which attributes that one layer writes and another reads are found, whatever they hold."""
+        """The context in which attributes that one layer writes and another reads are found, whatever they hold.
+
+        Operations show tensors only; numbers and lists in attributes have no other hook than the class of all modules.
+        """
         modules = {id(module): path for path, module in self.model.named_modules()}
         plain_set = nn.Module.__setattr__
 

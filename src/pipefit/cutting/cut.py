@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
 from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
-from pipefit.cutting.lasting import States, fill_zeros, kept_outside, places_of, refuse_replaced, second_batch
+from pipefit.cutting.lasting import places_of, refuse_replaced, second_batch
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
 from pipefit.cutting.proof import (
     Difference,
@@ -27,6 +27,7 @@ from pipefit.cutting.proof import (
 )
 from pipefit.cutting.proof_of_trace import prove_trace
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
+from pipefit.cutting.states import States, fill_zeros, kept_outside
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
 from pipefit.cutting.tracking import Foreign, place_of

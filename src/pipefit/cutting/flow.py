@@ -117,7 +117,8 @@ class Flow:
             if node not in found:
                 found.add(node)
                 rest += filter(here, self.writing(node))
-                rest += node.all_input_nodes if here(node) else ()
+                if here(node):
+                    rest += node.all_input_nodes
         return found
 
     def state_of(self, nodes: Sequence[fx.Node] | set[fx.Node]) -> set[str]:

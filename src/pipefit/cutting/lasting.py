@@ -1,167 +1,30 @@
-"""The state of a model besides its weights: attributes, buffers, and variables that its code keeps elsewhere.
-
-A cut is proved with a state of its own for each layer, as stages in different processes have them. The modules stay the
-same objects; their dictionaries are exchanged:
-
-    module.__dict__      the user's ─► that of layer 1 ─► that of layer 2 ─► the user's
-    weights              shared by all
-"""
+"""Things that a forward leaves for the next one: found by several runs of a model, named, and refused."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import logging
 import random
-import threading
-import types
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.channels import Channels
 from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.outer import is_code, outer_variables
+from pipefit.cutting.states import TREE, States, buffers_of, kept_buffers, own_copy, put_buffers
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
 
-_TREE = ("_parameters", "_modules")
-_SHARED = (
-    bool,
-    int,
-    float,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    types.FunctionType,
-    types.ModuleType,
-    logging.Logger,
-    fx.Graph,
-    type(threading.Lock()),
-    type(threading.RLock()),
-)
-"""Types that are never copied."""
-
 _DEPTH = 6
 _MOST = 100_000
-
-
-@dataclass
-class State:
-    """One state of a model.
-
-    Attributes:
-        dicts: of its modules.
-        values: of its outer variables.
-    """
-
-    dicts: list[dict[str, Any]]
-    values: list[Any]
-
-
-class States:
-    """Separate states of one model, all copies of the one it has now.
-
-    Args:
-        model: its weights are shared by all states.
-
-    Raises:
-        ModelError: an attribute cannot be copied.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        # A script's dictionary is its compiled code's: its state is shared.
-        self._modules = {path: m for path, m in model.named_modules() if not isinstance(m, torch.jit.ScriptModule)}
-        self._variables = outer_variables(model)
-        self._fixed: dict[int, Any] = {id(module): module for module in model.modules()}
-        self._fixed |= {id(parameter): parameter for parameter in model.parameters()}
-        self._start = self._now()
-
-    def fresh(self, own: Collection[nn.Module] | None = None) -> State:
-        """A copy of the state from which these states were made.
-
-        Args:
-            own: modules whose buffers are copied; None: all.
-        """
-        memo = dict(self._fixed)
-        for module, values in zip(self._modules.values(), self._start.dicts, strict=True):
-            if own is not None and module not in own:
-                memo |= {id(buffer): buffer for buffer in values["_buffers"].values()}
-        dicts = []
-        with _Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
-                place = f"{path or type(module).__name__}."
-                dicts.append({key: _copy_of(place + key, key, value, memo) for key, value in values.items()})
-            outer = [_copy_or_same(value, memo) for value in self._start.values]
-        return State(dicts, outer)
-
-    @contextlib.contextmanager
-    def used(self, state: State) -> Iterator[None]:
-        """The context in which the model has a state, and leaves what it changes there."""
-        before = self._now()
-        self._put(state)
-        try:
-            yield
-        finally:
-            state.values = self._now().values
-            self._put(before)
-
-    def _now(self) -> State:
-        return State([vars(m) for m in self._modules.values()], [variable.get() for variable in self._variables])
-
-    def _put(self, state: State) -> None:
-        for module, values in zip(self._modules.values(), state.dicts, strict=True):
-            object.__setattr__(module, "__dict__", values)
-        for variable, value in zip(self._variables, state.values, strict=True):
-            variable.put(value)
-
-
-class _Copying(TorchFunctionMode):
-    """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            args[1][id(args[0])] = made = args[0].detach().clone()
-            return made
-        return func(*args, **(kwargs or {}))
-
-
-def _copy_of(name: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
-    if key in _TREE:
-        return value.copy()
-    try:
-        return _copy(value, memo)
-    except Exception as problem:
-        raise ModelError(
-            f"{name} ({type(value).__name__}) cannot be copied, which the proof of a cut needs: {problem}; give its "
-            "class a method __deepcopy__, or the model as a list of layers"
-        ) from problem
-
-
-def _copy(value: Any, memo: dict[int, Any]) -> Any:
-    if isinstance(value, _SHARED):
-        return value
-    if isinstance(value, dict | set | list) and not value:
-        return memo.setdefault(id(value), value.copy())
-    return copy.deepcopy(value, memo)
-
-
-def _copy_or_same(value: Any, memo: dict[int, Any]) -> Any:
-    try:
-        return _copy(value, memo)
-    except Exception:  # of any kind: the object is not the model's own
-        return value
 
 
 def _facts(model: nn.Module) -> dict[str, Any]:
@@ -170,7 +33,7 @@ def _facts(model: nn.Module) -> dict[str, Any]:
     seen = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in (*_TREE, "_buffers", "training") and not name.endswith("_hooks"):
+            if name not in (*TREE, "_buffers", "training") and not name.endswith("_hooks"):
                 _gather(f"{path}.{name}" if path else name, value, seen, found)
     for variable in outer_variables(model):
         if variable.is_read:
@@ -249,47 +112,6 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b or (a != a and b != b))
 
 
-@contextlib.contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """The context after which a model has its buffers back, also those that its forward replaced by others.
-
-    It gives the function that does this.
-    """
-    kept = [(module, dict(module._buffers)) for module in model.modules()]
-    values = {id(one): one.clone() for _, buffers in kept for one in buffers.values() if one is not None}
-
-    @torch.no_grad()
-    def restore() -> None:
-        for module, buffers in kept:
-            module._buffers.update(buffers)
-            for buffer in buffers.values():
-                if buffer is not None:
-                    buffer.copy_(values[id(buffer)])
-
-    try:
-        yield restore
-    finally:
-        restore()
-
-
-@contextlib.contextmanager
-def kept_outside(model: nn.Module) -> Iterator[None]:
-    """The context after which weights and random numbers are what they were."""
-    drawn = random.getstate(), np.random.get_state()
-    kept = [(one, one.data, one.grad, one.requires_grad) for one in model.parameters()]
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(drawn[0])
-        np.random.set_state(drawn[1])
-        for parameter, data, grad, trains in kept:
-            if parameter.data.data_ptr() != data.data_ptr() or parameter.shape != data.shape:
-                parameter.data = data
-            parameter.grad = grad
-            parameter.requires_grad_(trains)
-
-
 def places_of(model: nn.Module) -> dict[str, int]:
     """The address of each weight, by its name."""
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -307,19 +129,6 @@ def refuse_replaced(model: nn.Module, places: Mapping[str, int]) -> None:
                 f"its forward replaces the weight {name}, as by .data = …, which the optimizer and other stages do not "
                 "see: change weights after the optimizer's step, or use torch.nn.utils.parametrize"
             )
-
-
-def fill_zeros(model: nn.Module) -> None:
-    """Replaces the weights that are all 0 by random ones: a 0 hides what it multiplies, and its gradient."""
-    generator = torch.Generator().manual_seed(0)
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if type(parameter) is nn.Parameter and parameter.is_floating_point() and not parameter.is_meta:
-                if id(parameter) not in made and not parameter.count_nonzero():
-                    values = torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter)
-                    made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                module._parameters[name] = made.get(id(parameter), parameter)
 
 
 def _lasting(found: str) -> str:
@@ -350,11 +159,6 @@ def _other_batches(example: Any) -> Iterator[Any]:
     for scale, permutes in ((20.0, True), (20.0, False), (1.0, False)):
         yield pytree.tree_map(functools.partial(made, scale=scale, permutes=permutes), example)
     yield example
-
-
-def own_copy(batch: Any) -> Any:
-    """A batch that a forward may write into."""
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), batch)
 
 
 def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]) -> Any:
@@ -422,15 +226,3 @@ def _other_run(
 def _is_finite(leaves: Sequence[Any]) -> bool:
     floating = [one for one in leaves if isinstance(one, Tensor) and one.is_floating_point()]
     return all(bool(one.isfinite().all()) for one in floating)
-
-
-def buffers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """Copies of a model's buffers."""
-    every = ((module, name, one) for module in model.modules() for name, one in module._buffers.items())
-    return {(module, name): one.detach().clone() for module, name, one in every if one is not None}
-
-
-def put_buffers(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
-    """Gives modules copies of buffers."""
-    for (module, name), value in buffers.items():
-        module._buffers[name] = value.clone()

@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
-from pipefit.cutting.lasting import States, buffers_of, kept_outside
 from pipefit.cutting.shell import Payload, Shell
+from pipefit.cutting.states import States, buffers_of, kept_outside
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What the whole model gives for two batches, one after the other.
+    """Outputs, buffers and gradients of the whole model for two batches, one after the other.
 
     Attributes:
         batches: the example, and a batch of other data.
@@ -76,7 +76,9 @@ def reference(model: nn.Module, parts: Anatomy, batches: Sequence[Any], shell: S
     """
     states = States(model)
     channels = Channels(model, [module for modules in shell.carried for module in modules])
-    runs, sums, after = [], [], []
+    runs = []
+    sums = []
+    after = []
     with states.used(states.fresh()), channels.spying():
         for batch in batches:
             seen = observe(model, parts, *shell.arguments(batch), torch.manual_seed, channels)
@@ -181,7 +183,9 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
     except (Exception, Foreign) as problem:
         return None, _why(problem, shell.model)
     if number == last:
-        got, wanted, name = _leaves(output), _tensors(seen), "the output"
+        got = _leaves(output)
+        wanted = _tensors(seen)
+        name = "the output"
     else:
         leaves = seen.entries[number] if number < last - 1 else seen.exits[-1]
         got, wanted = output["values"], [leaves[place] for place in shell.crossing[number + 1]]

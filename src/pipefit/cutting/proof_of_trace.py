@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
-from pipefit.cutting.lasting import kept_buffers, own_copy
+from pipefit.cutting.states import kept_buffers, own_copy
 from pipefit.cutting.traced import Traced
 from pipefit.stage.payload import leaves_of
 
@@ -43,7 +43,9 @@ class _Pair:
     """Runs of the layers and of the whole model from the same buffers and random numbers."""
 
     def __init__(self, shell: Traced, model: nn.Module, restore: Callable[[], None]) -> None:
-        self.shell, self.model, self._restore = shell, model, restore
+        self.shell = shell
+        self.model = model
+        self._restore = restore
 
     def begin(self, layer: int = 0) -> None:
         """The state before a forward."""
@@ -58,14 +60,14 @@ class _Pair:
         return self.shell.result(self.model(*args, **kwargs))
 
     def outputs(self, batch: Any) -> str | None:
-        """What differs in the output or a buffer."""
+        """Names the first difference of an output or a buffer; None: there is none."""
         with torch.no_grad():
             mine = self._after(self.shell.run(0, self.shell.num_layers - 1, own_copy(batch), self.begin))
             worst = worst_difference(mine, self._after(self.whole(batch)))
         return None if worst is None else f"its {self._mode} differs from the whole model's by {worst}"
 
     def gradients(self, batch: Any) -> str | None:
-        """What differs in the output, a buffer or a gradient, layer by layer."""
+        """Names the first difference of an output, a buffer or a gradient, layer by layer; None: there is none."""
         payload = own_copy(batch)
         for number in range(self.shell.num_layers):
             payload = self.shell.run(number, number, payload, self.begin)

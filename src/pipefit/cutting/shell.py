@@ -153,7 +153,11 @@ class _Passage:
     """One run of some layers."""
 
     def __init__(self, shell: Shell, first: int, last: int, begin: Payload, enter: Enter) -> None:
-        self.shell, self.first, self.last, self.values, self.enter = shell, first, last, begin.values, enter
+        self.shell = shell
+        self.first = first
+        self.last = last
+        self.values = begin.values
+        self.enter = enter
         self.carried, self.next = list(begin.carried), 1
         # Values that crossed the border, by the stub's tensor that they replace wherever the forward uses it again.
         self.arrived: dict[int, tuple[Any, Any]] = {}

@@ -35,7 +35,9 @@ class Stub:
     """
 
     def __init__(self, module: nn.Module, alike: Sequence[int | None], example: Any) -> None:
-        self.module, self.alike, self.example = module, alike, _to_meta(example)
+        self.module = module
+        self.alike = alike
+        self.example = _to_meta(example)
         self._known: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:

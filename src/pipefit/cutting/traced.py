@@ -84,7 +84,8 @@ class Segment(NamedTuple):
         for node, (name, *others) in flow.state.items():
             # A batch norm has several names: its module is called as a whole.
             get = attrgetter(name.rpartition(".")[0] if others else name)
-            sources |= {node: lambda w, i, v, get=get: get(w)} if node in nodes else {}
+            if node in nodes:
+                sources |= {node: lambda w, i, v, get=get: get(w)}
         sources |= {node: lambda w, i, v, c=value: c for node, value in flow.constants.items() if node in nodes}
         for node in sources:
             env[node] = graph.placeholder(node.name)

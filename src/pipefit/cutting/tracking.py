@@ -40,7 +40,7 @@ _FOR_PEOPLE = {Tensor.__repr__, Tensor.__format__}
 
 
 class Origin(NamedTuple):
-    """What made a tensor.
+    """The place in a forward at which a tensor was made.
 
     Attributes:
         run: number of the forward.

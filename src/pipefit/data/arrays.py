@@ -81,7 +81,11 @@ class ArrayBatches(Resumable):
             raise DataError("data: no samples")
         if batch < 1 or (batch > len(x) and not ragged):
             raise DataError(f"data: batch must be between 1 and the {len(x)} samples, got {batch}")
-        self._x, self._y, self._batch, self._seed, self._ragged = x, y, batch, seed, ragged
+        self._x = x
+        self._y = y
+        self._batch = batch
+        self._seed = seed
+        self._ragged = ragged
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __len__(self) -> int:

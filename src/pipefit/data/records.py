@@ -41,7 +41,9 @@ class TokenBatches(ArrayBatches):
     ) -> None:
         lengths = torch.from_numpy(samples.lengths)
         super().__init__(lengths, lengths, batch, seed, ragged)
-        self._samples, self._padding, self._context = samples, padding, context
+        self._samples = samples
+        self._padding = padding
+        self._context = context
 
     def longest_at(self, index: int) -> int:
         """Number of the longest sample in batch number `index`."""

@@ -39,7 +39,10 @@ class TextBatches(Resumable):
             )
         # A bytearray, because torch warns about tensors over read-only memory.
         self._tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
-        self._batch, self._context, self._seed, self._end = batch, context, seed, num_batches
+        self._batch = batch
+        self._context = context
+        self._seed = seed
+        self._end = num_batches
 
     def __len__(self) -> int:
         """Batches from the start to the end; an endless stream has no length."""

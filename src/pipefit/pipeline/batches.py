@@ -120,7 +120,10 @@ class BatchStream:
     def __init__(
         self, batches: Iterator[Any], num_microbatches: int, first_ordinal: int, weigh: Weigh | None = None
     ) -> None:
-        self._batches, self._size, self._first, self._weigh = batches, num_microbatches, first_ordinal, weigh
+        self._batches = batches
+        self._size = num_microbatches
+        self._first = first_ordinal
+        self._weigh = weigh
         # A micro-batch has left the pipeline long before this many later ones have entered it.
         most_steps = _KEPT_STEPS + -(-_MOST_IN_FLIGHT // num_microbatches)
         self._kept: deque[MicroBatch] = deque(maxlen=most_steps * num_microbatches)

@@ -163,7 +163,10 @@ class Checkpoints:
         share: Annotated[float, Meta(ge=0.001, le=1)] = Saves.share,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pipe, self.folder, self._every, self._keep = pipe, Path(folder), every or 0, keep or None
+        self._pipe = pipe
+        self.folder = Path(folder)
+        self._every = every or 0
+        self._keep = keep or None
         self._interval = Interval(share, clock) if every is None and pipe.schedule.is_synchronous else None
         self._next = 1
         self._saved, self._clock = -1, clock
@@ -233,8 +236,12 @@ class EarlyStopping:
 
     @checked()
     def __init__(self, pipe: Trained, patience: Amount = 0, folder: str | Path | None = None) -> None:
-        self._pipe, self._patience, self.folder = pipe, patience, folder
-        self.best_loss, self.best_step, self._since = math.inf, 0, 0
+        self._pipe = pipe
+        self._patience = patience
+        self.folder = folder
+        self.best_loss = math.inf
+        self.best_step = 0
+        self._since = 0
         self.has_ended = False
 
     def evaluation(self, record: Record) -> Any:
@@ -242,7 +249,9 @@ class EarlyStopping:
         assert record.held_out_loss is not None
         self._since += 1
         if record.held_out_loss < self.best_loss:
-            self.best_loss, self.best_step, self._since = record.held_out_loss, record.step, 0
+            self.best_loss = record.held_out_loss
+            self.best_step = record.step
+            self._since = 0
             if self.folder is not None:
                 self._pipe.save(self.folder, keep=1, wait=False)
         self.has_ended = 0 < self._patience <= self._since

@@ -173,7 +173,8 @@ def _of_function(function: types.FunctionType, depth: int) -> str:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # one that is still empty
             value = cell.cell_contents
-            parts += [] if isinstance(value, int) else [described(value, depth + 1)]
+            if not isinstance(value, int):
+                parts.append(described(value, depth + 1))
     return f"{function.__module__}.{function.__qualname__} with checksum {_checksum(parts)}"
 
 

@@ -122,7 +122,9 @@ class LoaderPosition:
                 at.batches += 1
                 yield batch
             num_drawn, was_empty = at.batches - before, at.batches == 0
-            at.iterator, at.batches, at.epoch = None, 0, at.epoch + (not was_empty)
+            at.iterator = None
+            at.batches = 0
+            at.epoch = at.epoch + (not was_empty)
             if was_empty or (num_drawn and not endless):
                 return
 

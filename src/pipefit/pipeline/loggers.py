@@ -35,7 +35,7 @@ class Logger:
     """A callback that passes the figures of steps and evaluations to a writer.
 
     A log does not decide whether a training lives: figures that cannot be written, as on a full disk, wait for the next
-    step, with a warning. Only a place where a training cannot even begin its log is refused.
+    step, with a warning. Only at the first step of a training a place that cannot be written is refused.
 
     Args:
         begin: from the number of the first step to a writer; when a training resumes it is more than 1.

@@ -95,7 +95,8 @@ def _equal_copies(request: Request) -> int:
     usual, spread = Request(), request.parallelism
     given = [name for name in ("stages", "plan") if getattr(request, name) != getattr(usual, name)]
     for name in ("recompute", "tensor", "sequence_parallel", "shard_optimizer"):
-        given += [name] if getattr(spread, name) != getattr(usual.parallelism, name) else []
+        if getattr(spread, name) != getattr(usual.parallelism, name):
+            given.append(name)
     if given:
         raise PlanError(
             f"a cap on the device's memory makes its own plan: leave out {' and '.join(given)}, or device_memory; "

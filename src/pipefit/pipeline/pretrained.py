@@ -98,7 +98,8 @@ def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, st
                 for name, saved, value in weights_of(worker, stage):
                     if name == saved:
                         whole = worker.mesh.whole(name, value.detach())
-                        held |= {name: whole} if worker.mesh.is_first else {}
+                        if worker.mesh.is_first:
+                            held |= {name: whole}
                 if not held or failed is not None:
                     continue
                 file = f".new-{stage + 1:05d}-of-{num_stages:05d}.safetensors"

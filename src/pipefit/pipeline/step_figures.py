@@ -19,7 +19,9 @@ from pipefit.runtime.worker import Worker
 from pipefit.spec.topology import Device
 
 _PATIENCE_S = 0.5
-_LEAST_MEASURED, _MOST_MEASURED, _ALIKE = 3, 9, 0.95
+_LEAST_MEASURED = 3
+_MOST_MEASURED = 9
+_ALIKE = 0.95
 """Measurements of a device's speed, and the ratio of two that agree."""
 
 

@@ -89,8 +89,12 @@ class TrainingLoop:
         weigh: Weigh | None,
         on_updates: Callable[[], None],
     ) -> None:
-        self._engine, self._schedule, self._size = engine, schedule, num_microbatches
-        self._program_of, self._weigh, self._on_updates = program_of, weigh, on_updates
+        self._engine = engine
+        self._schedule = schedule
+        self._size = num_microbatches
+        self._program_of = program_of
+        self._weigh = weigh
+        self._on_updates = on_updates
         self._stop = engine.session.stop
         self.num_updates = 0
         self.next_ordinal = 0
@@ -129,7 +133,9 @@ class TrainingLoop:
             DataError: the batches end before `steps`.
         """
         self._stop.wanted = self._stop.ended = False
-        self.callbacks, self._began, self._evaluated = Callbacks(callbacks, self._stop), time.perf_counter(), -1
+        self.callbacks = Callbacks(callbacks, self._stop)
+        self._began = time.perf_counter()
+        self._evaluated = -1
         try:
             with self._engine.session.sharing_errors():
                 losses = self._until_the_end(batches, steps, evaluate, evaluate_every)
@@ -196,9 +202,11 @@ class TrainingLoop:
                 if pending:
                     self._read(pending)
                 raise
-            losses += self._read(pending, started.began) if pending else []
+            if pending:
+                losses += self._read(pending, started.began)
             pending = started
-        losses += self._read(pending) if pending else []
+        if pending:
+            losses += self._read(pending)
         return losses
 
     def _run_segment(self, batches: Iterator[Any], steps: int) -> list[float]:

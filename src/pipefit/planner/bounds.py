@@ -238,7 +238,9 @@ def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
 
 def _ahead(config: Config, rank: int) -> list[int]:
     """Forwards of each stage of a rank before its first backward: as many backwards follow its last forward."""
-    p, v, m = config.depth, config.chunks, config.per_pipeline
+    p = config.depth
+    v = config.chunks
+    m = config.per_pipeline
     if config.schedule in ("1f1b", "interleaved") and v == 1:
         return [min(p - rank, m)]
     if config.schedule != "interleaved" or m % p:
@@ -252,7 +254,9 @@ def _ahead(config: Config, rank: int) -> list[int]:
 
 def quick_s(problem: Problem, config: Config) -> float:
     """Seconds from update to update that any cut of the layers takes at least."""
-    total, m, p = _totals(problem, config), config.per_pipeline, config.depth
+    total = _totals(problem, config)
+    m = config.per_pipeline
+    p = config.depth
     is_synchronous = find(config.schedule).is_synchronous
     reduced_s = _reduced_s(problem, config, total.wgrad_bytes) if is_synchronous else 0.0
     # A schedule that fills and drains; a rank that does not train is a part of the next update meanwhile.
@@ -423,7 +427,9 @@ def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple
     Rank r keeps k(r) micro-batches. The largest of its bytes over all r is at least any weighted mean of them: with
     the weights 1 and 1/k(r).
     """
-    fixed, p, m = _fixed_bytes(problem, config, at_least), config.depth, config.per_pipeline
+    fixed = _fixed_bytes(problem, config, at_least)
+    p = config.depth
+    m = config.per_pipeline
     if config.replicas or p == 1:
         return [(fixed, p)]
     if holds_all(config.schedule, config.chunks):

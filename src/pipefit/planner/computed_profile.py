@@ -124,7 +124,9 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
     A layer keeps its input where it is replayed, and all but the scores where only the core of attention is.
     """
     t, tokens = ring.size, b * s
-    heads, width, stream = -(-a // t), h // a, b * s * h
+    heads = -(-a // t)
+    width = h // a
+    stream = b * s * h
     own = [-(-width * h // t) for width in (3, 1, 4)]
     shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[2])]
     core_s = _core_s(device, b, s, heads, width, e)
@@ -178,7 +180,9 @@ def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring
 
     The projection shares the embedding's weights; a copy of them is counted where it runs.
     """
-    tokens, own, stream = b * s, -(-vocab // ring.size), e * b * s * h
+    tokens = b * s
+    own = -(-vocab // ring.size)
+    stream = e * b * s * h
     logits, weights = tokens * own, e * vocab * h / ring.size
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
     # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.

@@ -142,7 +142,8 @@ def training_lines(found: Mapping[str, Any]) -> list[str]:
     words = f"{format_count(found['parameters'])} parameters"
     if "mfu" in found:
         words += f"; {found['model_flops_per_device'] / 1e12:.4g} TFLOP/s per device, {found['mfu']:.1%} of its peak"
-        words += f" ({found['hfu']:.1%} with replays)" if "hfu" in found else ""
+        if "hfu" in found:
+            words += f" ({found['hfu']:.1%} with replays)"
     lines = [words]
     if "tokens" in found:
         lines.append(f"{format_count(found['tokens'])} tokens: {found['training_days']:.4g} days")

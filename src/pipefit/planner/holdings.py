@@ -65,7 +65,10 @@ def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...
     A small program is counted whole. With many micro-batches only as many are counted as fill the pipeline, and one
     more where all of them are held.
     """
-    name, depth, chunks, replicas = config.schedule, config.depth, config.chunks, config.replicas
+    name = config.schedule
+    depth = config.depth
+    chunks = config.chunks
+    replicas = config.replicas
     if replicas:
         return _held(name, depth, min(config.num_microbatches, 4 * sum(replicas)), 1, recompute, replicas, frozen)
     counted = _counted(config)

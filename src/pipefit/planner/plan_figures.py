@@ -19,7 +19,9 @@ def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[
         inside: counted of a stage whose backward replays its layers.
         attention: counted of a stage whose backward replays attention only.
     """
-    stages, chunks, size = plan.partition.stages, plan.num_chunks, plan.microbatch_size
+    stages = plan.partition.stages
+    chunks = plan.num_chunks
+    size = plan.microbatch_size
     counts = tuple(stage.replicas for stage in stages)
     replicas = counts if max(counts) > 1 else ()
     config = Config(
@@ -51,11 +53,14 @@ def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float
         topology: of the machine.
         update_s: seconds from update to update.
     """
-    cost, again, busy_s = plan_costs(plan, profile, topology), replays_of(plan), 0.0
+    cost = plan_costs(plan, profile, topology)
+    again = replays_of(plan)
+    busy_s = 0.0
     for stage, ranks in enumerate(plan.placement.ranks):
         each_s = cost.forward_s[stage] + cost.backward_input_s[stage] + cost.backward_weight_s[stage]
         each_s += again[stage] * cost.recompute_s[stage]
-        each_s += cost.loss_s if stage == len(again) - 1 else 0.0
+        if stage == len(again) - 1:
+            each_s += cost.loss_s
         own_s = each_s * plan.num_microbatches / len(ranks) + cost.step_s[stage]
         busy_s += sum(own_s / (cost.speed[rank] if cost.speed else 1.0) for rank in ranks)
     return max(1 - busy_s / (update_s * plan.placement.num_ranks), 0.0) if update_s else 0.0
@@ -73,7 +78,10 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
         profile: of the model.
         topology: of the machine.
     """
-    cost, again, width, total = plan_costs(plan, profile, topology), replays_of(plan, inside=1.0), plan.tensor, 0.0
+    cost = plan_costs(plan, profile, topology)
+    again = replays_of(plan, inside=1.0)
+    width = plan.tensor
+    total = 0.0
     size, ranks = plan.microbatch_size or profile.microbatch_size, plan.placement.ranks
     figures = profile.at(size)
     for stage, spec in enumerate(plan.partition.stages):

@@ -48,7 +48,8 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
         for index, layer in enumerate(one.layers):
             before = ((name, getattr(layer, name), factor) for name, factor in factors[index].items())
             changed = {name: seconds * factor for name, seconds, factor in before if seconds is not None}
-            changed |= {"step_s": layer_steps[index]} if steps else {}
+            if steps:
+                changed |= {"step_s": layer_steps[index]}
             layers.append(msgspec.structs.replace(layer, **changed))
         return msgspec.structs.replace(
             one,

@@ -71,7 +71,9 @@ def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterat
 
     Their steps have the longest time until their weights are needed again.
     """
-    cap, tier, num_stages = problem.capped, problem.tier, len(partition.stages)
+    cap = problem.capped
+    tier = problem.tier
+    num_stages = len(partition.stages)
     tied = {stage for tie in cap.ties_of(partition) for stage in tie}
     free = tuple(stage for stage in range(num_stages) if stage not in tied)
     if cap.step_on != "host" or not free:
@@ -98,7 +100,9 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
 
     Its time is the limit of its lanes, or the computation with the bubble of its pipeline: a lower bound.
     """
-    cap, spill, partition = problem.capped, config.spill, cut(problem, config, set())
+    cap = problem.capped
+    spill = config.spill
+    partition = cut(problem, config, set())
     assert spill is not None and partition is not None
     _, cost = costs_of(problem, config, partition)
     # Where the copies do not depend on the number of micro-batches, one micro-batch of each pipeline suffices.
@@ -161,7 +165,9 @@ def _beside_slots(
 
 def _beside_arena(program: Program, cost: CostModel) -> list[float]:
     """Peak bytes of each device in addition to its slots; sent values are held for a few messages longer."""
-    header, size, more = program.header, cost.size_bytes, 0.0
+    header = program.header
+    size = cost.size_bytes
+    more = 0.0
     # The output of the last stage is not sent.
     acts, grads = cost.act_bytes[:-1], cost.grad_bytes[:-1]
     if len(set(header.placement)) > 1:

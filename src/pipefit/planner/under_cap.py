@@ -187,7 +187,9 @@ def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
 
 def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     """The smallest device that works, and the layer that needs it."""
-    cap, profile, config = problem.capped, problem.profile, smallest.config
+    cap = problem.capped
+    profile = problem.profile
+    config = smallest.config
     assert cap.host_bytes is not None
     least, count = max(smallest.peak_bytes), config.num_stages
     if least <= cap.device_bytes:
@@ -219,6 +221,9 @@ def _candidate(problem: Problem, other: Estimate, winner: Estimate) -> Candidate
     assert other.limit is not None and winner.limit is not None
     limit_s, gain = other.limit.limit_s, winner.limit.limit_s / other.limit.limit_s
     why = f"limit {format_seconds(limit_s)} per update ({other.limit.binds} binds)"
-    why += f", {gain:.2f} × as fast at best, but slower once simulated" if gain > 1 else ", no better"
+    if gain > 1:
+        why += f", {gain:.2f} × as fast at best, but slower once simulated"
+    else:
+        why += ", no better"
     rate = problem.global_batch / limit_s
     return Candidate(_PLACES[other.config.family], "spilled", limit_s, rate, max(other.peak_bytes), why, "at best")

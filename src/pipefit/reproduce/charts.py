@@ -80,7 +80,9 @@ class _Chart:
     def __call__(self, run: Bench) -> Picture:
         """Draws it."""
         record = self._record
-        title, x_label, y_label = record["chart"], record["x"], record["y"]
+        title = record["chart"]
+        x_label = record["x"]
+        y_label = record["y"]
         series = self._series(run)
         rows = columns(self._rows(series), right=True)
         options = only(record, ("kind", "log_x"))

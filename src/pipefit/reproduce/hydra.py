@@ -11,7 +11,9 @@ from pipefit.reproduce.steps import Python, Verb
 from pipefit.study.picture import picture
 from pipefit.study.simulation import TrialCost, one_by_one_s, simulate_study
 
-_DEVICES, _TRIALS, _SHARDS = 8, 12, 8
+_DEVICES = 8
+_TRIALS = 12
+_SHARDS = 8
 
 
 def _trials() -> Sequence[TrialCost]:

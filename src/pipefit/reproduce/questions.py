@@ -48,7 +48,9 @@ def _interrupted() -> float:
 
     made = torch.Generator().manual_seed(1)
     batches = [(torch.randn(32, 16, generator=made), torch.randint(4, (32,), generator=made)) for _ in range(20)]
-    whole, first, second = fresh(), fresh(), fresh()
+    whole = fresh()
+    first = fresh()
+    second = fresh()
     unbroken = [float(whole.step(*batch)) for batch in batches]
     for batch in batches[:10]:
         first.step(*batch)

@@ -10,7 +10,9 @@ from pipefit.planner.machines import load_topology
 from pipefit.reproduce.entry import Bench, Picture
 from pipefit.spec import Topology
 
-_TEAL, _BLUE, _AMBER = "#2b8580", "#2960a6", "#dd9a1c"
+_TEAL = "#2b8580"
+_BLUE = "#2960a6"
+_AMBER = "#dd9a1c"
 
 
 def topology_picture(run: Bench, machine: str) -> Picture:

@@ -131,7 +131,7 @@ _PEAKS = {"": 2e-3, "pretrained weights": 5e-5, "adapters": 2e-4}
 
 
 def _trained(config: RunConfig) -> str:
-    """What is trained, in words; "": new weights."""
+    """Names the kind of weights that are trained; "": new ones."""
     if not Path(config.model).is_dir():
         return ""
     return "adapters" if config.lora else "pretrained weights"

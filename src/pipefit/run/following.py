@@ -29,7 +29,9 @@ class LatestTimeline:
     """
 
     def __init__(self, pipe: Any, folder: Path, steps: int) -> None:
-        self._pipe, self._path, self._steps = pipe, folder / MEASURED, steps
+        self._pipe = pipe
+        self._path = folder / MEASURED
+        self._steps = steps
         self.every = min(max(steps // 10, 10), 100)
         if pipe.rank == 0:
             for name in (MEASURED, RESULT):

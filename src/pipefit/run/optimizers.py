@@ -70,7 +70,9 @@ class Rates(LRScheduler):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: str, warmup: int, num_steps: int) -> None:
-        self.kind, self.warmup, self.num_steps = kind, warmup, num_steps
+        self.kind = kind
+        self.warmup = warmup
+        self.num_steps = num_steps
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float]:

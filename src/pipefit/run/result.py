@@ -30,7 +30,7 @@ RESULT = "run.json"
 
 
 class MeasuredCosts(NamedTuple):
-    """What a run has measured before its first step.
+    """Measurements of a run before its first step.
 
     Attributes:
         profile: of the layers, at the size of its micro-batches.

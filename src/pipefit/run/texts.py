@@ -13,7 +13,9 @@ from pipefit.errors import DataError
 from pipefit.models.hub import limits_of, tokenizer_of
 from pipefit.run.config import RunConfig
 
-_USUAL_CONTEXT, _MOST_PROMPTS, _MOST_WORDS = 512, 2, 32
+_USUAL_CONTEXT = 512
+_MOST_PROMPTS = 2
+_MOST_WORDS = 32
 
 
 class HeldOutPrompt(NamedTuple):

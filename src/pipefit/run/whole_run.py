@@ -91,7 +91,9 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     """
     config = with_tier(_restarted(with_defaults(config)), current().rank)
     ready = _ready(config, observer)
-    config, pipe, source = ready.config, ready.pipe, ready.source
+    config = ready.config
+    pipe = ready.pipe
+    source = ready.source
     observer.begins(config)
     pipe.loop.last_step = config.steps
     observer.planned(ready.plan, ready.costs.profile if ready.costs else None, ready.bundle, source)
@@ -118,7 +120,8 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     result = _result(ready, losses, seconds, report, before)
     if best.best_step:
         result.notes = _ending(best, config, pipe.num_updates)
-        result.paths |= {} if best.folder is None else {"best": str(best.folder)}
+        if best.folder is not None:
+            result.paths |= {"best": str(best.folder)}
     if ready.costs is not None and ready.costs.cores_of_others >= _NOTABLE_CORES:
         result.notes = [*result.notes, _busy(ready.costs.cores_of_others)]
     place = current().folder or (checkpoints_of(config.output) if config.output else None)
@@ -211,7 +214,9 @@ def _busy(others: float) -> str:
 
 def _model_and_data(config: RunConfig, observer: Observer) -> tuple[ModelBundle, Source]:
     """Model and data; the user's records are read first, because that shows soon whether they fit."""
-    data, seed, in_folder = config.data, config.updates.seed, is_folder(config.model)
+    data = config.data
+    seed = config.updates.seed
+    in_folder = is_folder(config.model)
     texts = None
     if in_folder and data and not is_named(data):
         observer.doing("reading the data")
@@ -318,7 +323,8 @@ def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[An
         found += [json_log(folder / METRICS), *(log_named(name, folder) for name in config.log)]
         saves = config.saves
         found += [Checkpoints(pipe, checkpoints_of(folder), saves.every, saves.keep, saves.share)]
-        found += [LatestTimeline(pipe, folder, config.steps)] if pipe.schedule.is_synchronous else []
+        if pipe.schedule.is_synchronous:
+            found.append(LatestTimeline(pipe, folder, config.steps))
     return found
 
 

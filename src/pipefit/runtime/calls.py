@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pipefit.errors import CommunicationError, is_lost_peer
 from pipefit.parallel.alike import ranks_in_words
@@ -33,7 +33,7 @@ def collective(method: F) -> F:
         pipe._session.roll_call(name)
         return method(pipe, *args, **options)
 
-    return among_ranks(called)  # type: ignore[return-value]
+    return among_ranks(cast(F, called))
 
 
 def among_ranks(method: F) -> F:
@@ -48,7 +48,7 @@ def among_ranks(method: F) -> F:
                 raise
             raise lost_peer(pipe._session.rank, problem) from None
 
-    return called  # type: ignore[return-value]
+    return cast(F, called)
 
 
 def lost_peer(rank: int, problem: Exception) -> CommunicationError:

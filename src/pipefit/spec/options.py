@@ -35,7 +35,9 @@ STEP_ON: Final = ("auto", "device", "host")
 KEEP: Final = ("auto", "all", "none")
 """Choices of the spilled stages that keep their activations."""
 
-STOP, SKIP, OFF = "stop", "skip", "off"
+STOP = "stop"
+SKIP = "skip"
+OFF = "off"
 """Policies for an update whose loss or gradient is not a finite number."""
 
 _StepOn = Literal["auto", "device", "host"]

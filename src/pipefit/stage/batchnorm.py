@@ -319,7 +319,7 @@ class _Watched(Tensor):
 
     @staticmethod
     def of(averages: RunningAverages, buffer: str, copied: Tensor) -> _Watched:
-        """The same memory, watched; compiled code that changes the copy does not change the version of this."""
+        """A watched tensor over the memory of a copy; its version stays when compiled code changes the copy."""
         made = copied.data.as_subclass(_Watched)
         made.averages, made.buffer = averages, buffer
         return made
