@@ -257,10 +257,17 @@ def test_a_channel_of_one_value_becomes_its_bias_and_counts_for_the_averages(kin
     torch.testing.assert_close(weights["1.running_var"], wanted)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-def test_the_variance_of_large_values_that_are_alike_is_that_of_torch(micro_batches):
+@pytest.mark.parametrize(
+    ("centre", "micro_batches", "parallelism"),
+    [
+        (1.8e11, 1, Parallelism(ranks=2)),
+        (1.8e11, 4, Parallelism(ranks=2)),
+        (1e4, 4, Parallelism(ranks=4, replicas=2)),
+    ],
+)
+def test_the_variance_of_large_values_that_are_alike_is_that_of_torch(centre, micro_batches, parallelism):
     """As a difference of sums of squares it was -479,348 where torch has 0.81, and evaluation gave NaN."""
-    x = 1.8e11 + torch.arange(32, dtype=torch.float64).view(8, 4).remainder(5) / 64
+    x = centre + torch.arange(32, dtype=torch.float64).view(8, 4).remainder(5) / 64
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     want = nn.BatchNorm1d(4).double()
     want(x)
@@ -270,6 +277,7 @@ def test_the_variance_of_large_values_that_are_alike_is_that_of_torch(micro_batc
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0),
         stages=2,
         microbatches=micro_batches,
+        parallelism=parallelism,
     )
     pipe.step(x, torch.zeros(8, 2, dtype=torch.float64))
     torch.testing.assert_close(pipe.state_dict()["0.running_var"], want.running_var, rtol=1e-6, atol=1e-6)

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.flow import Flow, memory_of, written_by
+from pipefit.cutting.states import Copying
 from pipefit.errors import ModelError
 from pipefit.stage.batchnorm import TRACKED, normalised
 from pipefit.stage.opened import Rest, opened
@@ -53,23 +54,10 @@ def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
         made = make(tensor)
         memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
     try:
-        with _Attributes():
+        with Copying():
             return copy.deepcopy(model, memo)
     except Exception as problem:
         raise ModelError(f"it cannot be copied: {problem}") from problem
-
-
-class _Attributes(TorchFunctionMode):
-    """While it is entered, attributes with a graph can be copied; their values are those of an earlier forward."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Calls a function of torch."""
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            return memo.setdefault(id(tensor), tensor.detach().clone())
-        return func(*args, **kwargs or {})
 
 
 def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:

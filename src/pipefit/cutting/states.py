@@ -16,7 +16,7 @@ import random
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +90,7 @@ class States:
             if own is not None and module not in own:
                 memo |= {id(buffer): buffer for buffer in values["_buffers"].values()}
         dicts = []
-        with _Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        with Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
                 place = f"{path or type(module).__name__}."
                 dicts.append({key: _copy_of(place + key, key, value, memo) for key, value in values.items()})
@@ -118,14 +118,17 @@ class States:
             variable.put(value)
 
 
-class _Copying(TorchFunctionMode):
+class Copying(TorchFunctionMode):
     """The context in which copies of computed tensors are detached; torch itself would refuse to copy them."""
 
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Calls a function of torch."""
         if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            args[1][id(args[0])] = made = args[0].detach().clone()
-            return made
-        return func(*args, **(kwargs or {}))
+            tensor, memo = args
+            return memo.setdefault(id(tensor), tensor.detach().clone())
+        return func(*args, **kwargs or {})
 
 
 def _copy_of(name: str, key: str, value: Any, memo: dict[int, Any]) -> Any:

@@ -406,7 +406,7 @@ def _update(norms: Sequence[RunningAverages], sums: Tensor, share: float) -> Non
     """Moves the averages of norms to the statistics in sums, which `_sums` gave, by a share."""
     count, total, distances, squares = sums
     mean = total / count
-    # Of one group exactly 0; of several a small difference of large numbers, which must not become negative.
+    # Of one group exactly 0; of several copies of a stage a difference that rounding must not make negative.
     between = (squares - total * mean).clamp(min=0)
     variance = (distances + between) / (count - 1).clamp(min=1)
     sizes = [norm.num_channels for norm in norms]
