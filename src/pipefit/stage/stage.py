@@ -170,13 +170,16 @@ class Stage:
         finally:
             self._generator.set_state(state)
 
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> contextlib.AbstractContextManager[None]:
         """The context of a backward: forwards that it replays change no running averages.
 
         Raises:
             ModelError: a layer that it replayed changes another buffer.
         """
+        return self._replaying() if self.replayed or self.batchnorms else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _replaying(self) -> Iterator[None]:
         try:
             with self._norms_copied(None), self._unchanged() if self.replayed else contextlib.nullcontext():
                 yield
@@ -187,12 +190,12 @@ class Stage:
                 ) from problem
             raise
 
-    @contextlib.contextmanager
-    def _norms_copied(self, update: int | None) -> Iterator[None]:
+    def _norms_copied(self, update: int | None) -> contextlib.AbstractContextManager[None]:
         """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
-        if not self.training or not self.batchnorms:
-            yield
-            return
+        return self._copied(update) if self.training and self.batchnorms else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _copied(self, update: int | None) -> Iterator[None]:
         with batchnorm.copied(self.batchnorms, update), replaced_forwards(self._norm_forwards):
             yield
 
