@@ -83,7 +83,10 @@ if not TYPE_CHECKING:  # to a checker of types this would make every name a publ
             raise AttributeError(f"module 'pipefit' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
         home = importlib.import_module(f"pipefit.{_HOMES[name]}")
         # `pipefit.draw` is a module that can be called.
-        value = home if name == _HOMES[name] else getattr(home, name)
+        if name == _HOMES[name]:
+            value = home
+        else:
+            value = getattr(home, name)
         globals()[name] = value
         return value
 

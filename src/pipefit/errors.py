@@ -119,7 +119,10 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
     for name, bound in least.items():
         value = getattr(of, name)
         if value is not None and not value >= bound:
-            expected = "more than 0" if bound == ABOVE_0 else f"at least {bound}"
+            if bound == ABOVE_0:
+                expected = "more than 0"
+            else:
+                expected = f"at least {bound}"
             raise error(f"{place}{name}: expected {expected}, got {value}")
         if isinstance(value, int) and value.bit_length() > _MOST_BITS:
             raise error(f"{place}{name}: expected at most 2^{_MOST_BITS}, got a number of {value.bit_length()} bits")
@@ -132,8 +135,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a mistyped `name`: the nearest known names, else all of them, or the first of many."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    more = f", … ({len(known)} in all)" if len(known) > _MOST_NAMED else ""
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known[:_MOST_NAMED])}{more}"
+    if len(known) > _MOST_NAMED:
+        more = f", … ({len(known)} in all)"
+    else:
+        more = ""
+    if close:
+        return f"did you mean {' or '.join(close)}?"
+    return f"known: {', '.join(known[:_MOST_NAMED])}{more}"
 
 
 def look_up(name: object, table: Mapping[str, T], unknown: str, error: type[PipefitError] = PipefitError) -> T:

@@ -30,19 +30,30 @@ def parse_quantity(value: float | str, kind: str, where: str = "") -> float:
     Raises:
         PipefitError: the text is no such quantity; `where` names its place in a file.
     """
-    place = f"{where}: " if where else ""
+    if where:
+        place = f"{where}: "
+    else:
+        place = ""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
             raise PipefitError(f"{place}expected a quantity in {kind}, got a number of too many digits") from None
-    match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
-    factor = _unit_factor(match.group(2), kind) if match else None
+    if isinstance(value, str):
+        match = _NUMBER.fullmatch(value)
+    else:
+        match = None
+    if match:
+        factor = _unit_factor(match.group(2), kind)
+    else:
+        factor = None
     if match is None or factor is None:
         examples = {"bytes": "16 GiB", "bytes/s": "12 GB/s", "s": "5 us", "flops": "312 TFLOP/s"}
         raise PipefitError(f"{place}expected a quantity in {kind} such as {examples[kind]!r}, got {value!r:.80}")
     # Dividing by a power of ten is exact where multiplying by its inverse is not.
-    return float(match.group(1)) / round(1 / factor) if factor < 1 else float(match.group(1)) * factor
+    if factor < 1:
+        return float(match.group(1)) / round(1 / factor)
+    return float(match.group(1)) * factor
 
 
 def _unit_factor(unit: str, kind: str) -> float | None:
@@ -60,7 +71,9 @@ def _unit_factor(unit: str, kind: str) -> float | None:
         if unit.endswith(suffix):
             prefix = unit[: -len(suffix)]
             factor = _SCALE.get(prefix, _BINARY.get(prefix))
-            return None if factor is None else factor * size
+            if factor is None:
+                return None
+            return factor * size
     return None
 
 
@@ -125,7 +138,10 @@ def format_count(count: float) -> str:
 def columns(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
     """Rows of text as lines aligned to the left; with `right` all but the first column to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    put = str.rjust if right else str.ljust
+    if right:
+        put = str.rjust
+    else:
+        put = str.ljust
     lines = []
     for first, *rest in rows:
         cells = (put(cell, width) for cell, width in zip(rest, widths[1:], strict=True))
@@ -168,7 +184,10 @@ def _paragraph(head: Sequence[str], row: Sequence[str], width: int) -> list[str]
     """A row of a table below its first cell, each other cell after the name of its column."""
     # A figure stays on the line of its unit.
     named = [f"{name} {cell}".replace(" ", "\xa0") for name, cell in zip(head[1:], row[1:], strict=True) if cell]
-    first = row[0] if " " in row[0] else f"{head[0]} {row[0]}"
+    if " " in row[0]:
+        first = row[0]
+    else:
+        first = f"{head[0]} {row[0]}"
     figures = wrapped("  " + ", ".join(named), width, "  ")
     return [*wrapped(first, width, "  "), *(line.replace("\xa0", " ") for line in figures)]
 

@@ -140,7 +140,10 @@ def arrival_s(
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         simulated = simulate(timeline.program, replace(cost, arrival_s=middle), repeats=timeline.num_repeats)
-        low, high = (middle, high) if _pass_s(simulated) < goal_s else (low, middle)
+        if _pass_s(simulated) < goal_s:
+            low, high = (middle, high)
+        else:
+            low, high = (low, middle)
     return low
 
 

@@ -130,7 +130,10 @@ def save(
             work = partial(_attempted, _beside(session), order, parts)
             session.background.start(work, tell, must_end=not session.is_distributed)
             return path
-        write = _written if wait else _attempted
+        if wait:
+            write = _written
+        else:
+            write = _attempted
         outcome = write(session, order, parts_of(pipeline))
     tell(outcome)
     return path
@@ -321,7 +324,10 @@ def explaining(path: Path, num_bytes: int = 0) -> Iterator[None]:
 
 def _explained(problem: OSError, path: Path, num_bytes: int) -> PipefitError:
     if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-        needed = f"; this file needs {num_bytes} bytes" if num_bytes else ""
+        if num_bytes:
+            needed = f"; this file needs {num_bytes} bytes"
+        else:
+            needed = ""
         with contextlib.suppress(OSError):
             needed += f", {shutil.disk_usage(path.parent).free} bytes are free"
         return PipefitError(

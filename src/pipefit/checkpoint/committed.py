@@ -208,7 +208,10 @@ def restore_states(
         known: states on the tier that the optimizer has made.
         tensors: its states that no record of the stage holds, by name; they become the optimizer's own.
     """
-    spilled = worker.spilling.stores.get(stage) if worker.spilling else None
+    if worker.spilling:
+        spilled = worker.spilling.stores.get(stage)
+    else:
+        spilled = None
     if spilled is not None and spilled.states is not None:
         spilled.states.known = set(known)
     if stage in worker.optimizers:

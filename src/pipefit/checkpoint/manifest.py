@@ -94,7 +94,9 @@ def step_name(step: int, attempt: int = 0) -> str:
 
 def step_of(path: Path) -> int:
     """The number of steps in the name of a checkpoint's directory; 0: it is none."""
-    return int(match[1]) if (match := _STEP.fullmatch(path.name)) else 0
+    if match := _STEP.fullmatch(path.name):
+        return int(match[1])
+    return 0
 
 
 def candidates(directory: Path) -> list[Path]:

@@ -100,9 +100,14 @@ def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool) -> M
     text = os.environ.get(EVERY, "").strip()
     if text and not text.isdecimal():
         raise PipefitError(f"{EVERY}: expected a number of steps, 0 for no copies in memory, got {text!r}")
-    every = int(text) if text else int(any(len(ranks) > 1 for ranks in pipeline.plan.placement.ranks))
+    if text:
+        every = int(text)
+    else:
+        every = int(any(len(ranks) > 1 for ranks in pipeline.plan.placement.ranks))
     spills = any(worker.spilling for worker in pipeline.workers)
-    return Memory(pipeline, folder, every) if folder and every and is_synchronous and not spills else None
+    if folder and every and is_synchronous and not spills:
+        return Memory(pipeline, folder, every)
+    return None
 
 
 # ---- resuming ------------------------------------------------------------------------------------------------------
@@ -136,7 +141,10 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
     first = processes_here(session)[0]
     with session.at(SAVING):
         here = {step: found for step, found in _steps_in(folder).items() if least <= step <= most}
-        names = {step: _names(found) for step, found in here.items()} if session.rank == first else {}
+        if session.rank == first:
+            names = {step: _names(found) for step, found in here.items()}
+        else:
+            names = {}
         # JSON has text as keys.
         of_all = [{int(step): set(held) for step, held in own.items()} for own in exchange(session, names)]
         steps = sorted({step for own in of_all for step in own}, reverse=True)
@@ -182,7 +190,10 @@ def _names(here: _Here) -> list[str]:
 def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
     """Loads a step, of which each machine's first process holds some tensors."""
     session = pipeline._session
-    mine = msgspec.to_builtins(here.manifests) if session.rank in held else []
+    if session.rank in held:
+        mine = msgspec.to_builtins(here.manifests)
+    else:
+        mine = []
     manifests = [one for own in exchange(session, mine) for one in own]
     merged = manifest_of(manifests[0], manifests)
     somewhere = set[str]().union(*held.values())
@@ -208,9 +219,15 @@ def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking:
         shape, dtype = forms[name]
         empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
         tensor = broadcast(session, here.saved[name].read() if source[name] == session.rank else empty, source[name])
-        weight = parameter_and_key(name)[0] if name.startswith(OPTIM) else name
+        if name.startswith(OPTIM):
+            weight = parameter_and_key(name)[0]
+        else:
+            weight = name
         if name not in here.saved:
-            needed = tensor if weight in own else tensor.to("meta")
+            if weight in own:
+                needed = tensor
+            else:
+                needed = tensor.to("meta")
             found[name] = Saved(tuple(tensor.shape), tensor.dtype, partial(_itself, needed))
     return found
 

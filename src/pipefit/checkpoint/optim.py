@@ -108,8 +108,12 @@ def optimization_of(worker: Worker, stages: Iterable[int]) -> list[Optimization]
                 if not isinstance(value, Tensor)
             }:
                 values[saved] = plain
-        schedule = _plain(scheduler.state_dict(), "the learning-rate schedule") if scheduler else None
-        kind = type(scheduler).__name__ if scheduler else ""
+        if scheduler:
+            schedule = _plain(scheduler.state_dict(), "the learning-rate schedule")
+            kind = type(scheduler).__name__
+        else:
+            schedule = None
+            kind = ""
         result.append(Optimization(type(optimizer).__name__, groups, values, kind, schedule))
     return result
 
@@ -140,7 +144,10 @@ def _like(value: Any, template: Any) -> Any:
     if isinstance(value, str) and isinstance(template, int | float | Tensor):
         raise ModelError(f"the checkpoint has {value[:40]!r} where the optimizer or its schedule has {template}")
     if isinstance(value, dict):
-        known = template if isinstance(template, dict) else {}
+        if isinstance(template, dict):
+            known = template
+        else:
+            known = {}
         try:
             items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}
         except (KeyError, TypeError, ValueError):
@@ -148,12 +155,19 @@ def _like(value: Any, template: Any) -> Any:
                 f"the checkpoint has {value!s:.40} where the optimizer or its schedule has {template}"
             ) from None
         result = {k: _like(v, known.get(k)) for k, v in items.items()}
-        return Counter(result) if isinstance(template, Counter) else result
+        if isinstance(template, Counter):
+            return Counter(result)
+        return result
     if isinstance(value, list):
-        some = template if isinstance(template, list | tuple) else ()
+        if isinstance(template, list | tuple):
+            some = template
+        else:
+            some = ()
         some = (*some, *[None] * (len(value) - len(some)))
         every = [_like(item, known) for item, known in zip(value, some, strict=False)]
-        return tuple(every) if isinstance(template, tuple) else every
+        if isinstance(template, tuple):
+            return tuple(every)
+        return every
     if isinstance(template, Tensor):
         return torch.full_like(template, value)
     return value
@@ -258,7 +272,9 @@ def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:
             raise ModelError(
                 f"{what} was {first} for {values[0][1]} and {second} for {name}, which now belong together; {_CURE}"
             )
-    return values[0][0] if values else None
+    if values:
+        return values[0][0]
+    return None
 
 
 def _merged(values: Sequence[tuple[Any, _Origin]], template: Any, groups: Sequence[Sequence[_Origin]]) -> Any:
@@ -289,4 +305,6 @@ def _merged(values: Sequence[tuple[Any, _Origin]], template: Any, groups: Sequen
 def _device_of(key: str, master: nn.Parameter, group: dict[str, Any]) -> torch.device:
     """Step counters stay on the host, unless the optimizer runs wholly on its device."""
     on_host = key == "step" and not (group.get("capturable") or group.get("fused"))
-    return torch.device("cpu") if on_host else master.device
+    if on_host:
+        return torch.device("cpu")
+    return master.device

@@ -127,7 +127,10 @@ def _found(place: Path) -> list[Path]:
         raise PipefitError(f"{place}: no such directory; expected one that `save` has made")
     if not place.is_dir():
         raise PipefitError(f"{place}: expected the directory of a run or of a checkpoint, found a file")
-    found = [place] if (place / MANIFEST).exists() else candidates(place)
+    if (place / MANIFEST).exists():
+        found = [place]
+    else:
+        found = candidates(place)
     if not found:
         raise PipefitError(f"{place}: no checkpoint in it (looked for directories like step-000300)")
     return found
@@ -186,7 +189,10 @@ def _prepare(
         if name.startswith(OPTIM):
             parameter = parameter_and_key(name)[0]
             is_sharded = parameter in weights and entry.shape == weights[parameter].shape
-            states[name] = _reader(mesh, parameter, entry) if is_sharded else entry.read
+            if is_sharded:
+                states[name] = _reader(mesh, parameter, entry)
+            else:
+                states[name] = entry.read
     states_of = by_parameter(states)
     takers: list[Callable[[], None]] = []
     for worker in pipeline.workers:
@@ -237,7 +243,10 @@ def _compare(pipeline: Trained, weights: dict[str, Saved], weights_only: bool) -
 
 
 def _other_model(who: str, names: list[str], whom: str, others: dict[str, Any]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    if len(names) > 3:
+        more = f" and {len(names) - 3} more"
+    else:
+        more = ""
     example = next(iter(others), "nothing")
     return (
         f"{who} {', '.join(names[:3])}{more} {whom} (which begins with {example}); is it the same model, "

@@ -39,7 +39,10 @@ def whole_states(pipeline: Trained) -> Iterator[None]:
         for stage, ranks in enumerate(pipeline.plan.placement.ranks):
             is_sharded = pipeline.program.header.is_sharded(stage)
             holders = {w.rank: w for w in pipeline.workers if is_sharded and stage in w.optimizers}
-            parts = _collected(pipeline, stage, ranks, holders) if holders else []
+            if holders:
+                parts = _collected(pipeline, stage, ranks, holders)
+            else:
+                parts = []
             if ranks[0] in holders:
                 optimizer = holders[ranks[0]].optimizers[stage]
                 own.append((optimizer, optimizer.state))

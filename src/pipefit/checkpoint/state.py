@@ -81,7 +81,10 @@ def saved_forms(worker: Worker, stage: int) -> dict[str, Tensor]:
     forms: dict[str, Tensor] = {}
     for name, weight, value in _named(worker, stage):
         shape = worker.mesh.whole_shape(weight, value.shape)
-        forms[name] = value if shape == value.shape else torch.empty(shape, dtype=value.dtype, device="meta")
+        if shape == value.shape:
+            forms[name] = value
+        else:
+            forms[name] = torch.empty(shape, dtype=value.dtype, device="meta")
     return forms
 
 

@@ -86,4 +86,6 @@ def header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
 def payload(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, on the host, contiguous."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    if flat.numel():
+        return flat.view(torch.uint8).numpy().data
+    return memoryview(b"")

@@ -28,7 +28,8 @@ def whole_state(pipeline: Trained, names: Iterable[str] | None = None) -> dict[s
         names: of the requested ones; None: all.
     """
     forms = _forms(pipeline)
-    forms = forms if names is None else {name: forms[name] for name in names}
+    if names is not None:
+        forms = {name: forms[name] for name in names}
     values = (value.to("cpu", copy=True) for value in _whole_tensors(pipeline, forms))
     return dict(zip(forms, values, strict=True))
 
@@ -82,12 +83,18 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
         layers = [pipeline.layers[index] for index in pipeline.plan.partition.stages[stage].layers]
         worker = next((worker for worker in pipeline.workers if worker.rank == first), None)
         with contextlib.nullcontext() if worker is None else worker.presence(stage):
-            held = {} if worker is None else {name: value for name, _, value in weights_of(worker, stage)}
+            if worker is None:
+                held = {}
+            else:
+                held = {name: value for name, _, value in weights_of(worker, stage)}
             for name in tensors_of(layers):
                 if name not in left:
                     continue
                 left.remove(name)
-                value = mesh.whole(name, held[name].detach()) if held else torch.empty_like(forms[name], device=device)
+                if held:
+                    value = mesh.whole(name, held[name].detach())
+                else:
+                    value = torch.empty_like(forms[name], device=device)
                 # Bytes are sent, so it can be of any type.
                 row = value.contiguous().view(-1)
                 broadcast(pipeline._session, row.view(torch.uint8), mesh.process_of(first))

@@ -37,8 +37,14 @@ class Answer:
         """The text for standard output."""
         if wants_json:
             return as_json({**self.data, "output": self.output} if self.output else self.data)
-        text = self.text() if callable(self.text) else self.text
-        written = [self.output] if isinstance(self.output, Path) else self.output or []
+        if callable(self.text):
+            text = self.text()
+        else:
+            text = self.text
+        if isinstance(self.output, Path):
+            written = [self.output]
+        else:
+            written = self.output or []
         return "\n".join([*filter(None, [text]), *(f"wrote {path}" for path in written)])
 
 
@@ -67,4 +73,6 @@ def _plain(value: Any) -> Any:
     """A value for JSON in place of one of another type."""
     if isinstance(value, Mapping):
         return dict(value)
-    return float(value) if hasattr(value, "__float__") else str(value)
+    if hasattr(value, "__float__"):
+        return float(value)
+    return str(value)

@@ -180,9 +180,14 @@ def _dispatch(tokens: list[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
         result: Any = command(*bound.args, **bound.kwargs)
     if not isinstance(result, Answer):
-        return result if isinstance(result, int) else FINE
+        if isinstance(result, int):
+            return result
+        return FINE
     # Under a launcher of several processes the first one speaks.
-    text = result.show(wants_json) if int(os.environ.get("RANK", 0)) == 0 else ""
+    if int(os.environ.get("RANK", 0)) == 0:
+        text = result.show(wants_json)
+    else:
+        text = ""
     _write(printable(text.rstrip("\n"), colours=True) + "\n" if text else "")
     return result.code
 
@@ -206,7 +211,9 @@ def _is_finding(problem: Exception) -> bool:
 
 
 def _verb(tokens: list[str]) -> str:
-    return tokens[0] if tokens and tokens[0] in VERBS else ""
+    if tokens and tokens[0] in VERBS:
+        return tokens[0]
+    return ""
 
 
 def _complain(verb: str, message: str, code: int) -> int:

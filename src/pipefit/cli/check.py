@@ -90,9 +90,18 @@ def command(
         facts |= {"compile": True}
     if spread.tensor > 1:
         facts |= {"tensor": spread.tensor, "sequence_parallel": spread.sequence_parallel}
-    width = f", tensor {spread.tensor}{' and sequence' * spread.sequence_parallel}" if spread.tensor > 1 else ""
-    compiled = " with compiled layers" if precision.compile else ""
-    verdict = "equal" if result.equal else f"DIFFERENT, first in {result.first_difference}"
+    if spread.tensor > 1:
+        width = f", tensor {spread.tensor}{' and sequence' * spread.sequence_parallel}"
+    else:
+        width = ""
+    if precision.compile:
+        compiled = " with compiled layers"
+    else:
+        compiled = ""
+    if result.equal:
+        verdict = "equal"
+    else:
+        verdict = f"DIFFERENT, first in {result.first_difference}"
     text = (
         f"{bundle.describe()}\n"
         f"{schedule} on {counted(spread.ranks or 0, 'rank')}{width} ({transport}), {microbatches} micro-batches, "

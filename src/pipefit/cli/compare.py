@@ -59,13 +59,19 @@ def command(
     settings = replace(settings, model=importable(settings.model), microbatches=counts)
     if not json:
         cells = sum(1 if name in WHOLE else len(counts) for name in settings.names)
-        limit = f"within {settings.limit:g} minutes" if settings.limit else "without a limit"
+        if settings.limit:
+            limit = f"within {settings.limit:g} minutes"
+        else:
+            limit = "without a limit"
         _reporter()(f"comparing {counted(cells, 'cell')} {limit}; more: --strategies all, -m 1,2,4,8,16, --limit")
     from pipefit.runtime.launch import launch
 
     with tempfile.TemporaryDirectory(prefix="pipefit-") as folder, _ending_early(Path(folder) / "end") as asked:
         result: Comparison = launch(compare_rank, ranks, settings, json, asked, began_s, threads=1, quiet=json)[0]
-    paths = result.save(output) if output is not None else {}
+    if output is not None:
+        paths = result.save(output)
+    else:
+        paths = {}
     return Answer({**result.as_dict(), "paths": paths}, partial(table, result, paths))
 
 
@@ -90,8 +96,15 @@ def compare_rank(
     from pipefit.compare.rounds import compare_on_ranks
     from pipefit.runtime.session import current
 
-    say = _reporter() if current().rank == 0 and not quiet else lambda line: None
+    if current().rank == 0 and not quiet:
+        say = _reporter()
+    else:
+        say = _silent
     return compare_on_ranks(settings, say, asked, began_s)
+
+
+def _silent(line: str) -> None:
+    """Shows nothing."""
 
 
 def _reporter() -> Callable[[str], None]:
@@ -114,7 +127,10 @@ def _reporter() -> Callable[[str], None]:
 
 def table(result: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -> str:
     """A comparison as a table for people."""
-    clear = "\r\x1b[K" if sys.stdout.isatty() and sys.stderr.isatty() else ""
+    if sys.stdout.isatty() and sys.stderr.isatty():
+        clear = "\r\x1b[K"
+    else:
+        clear = ""
     heads = "strategy,m,samples/s,× one thread,× same m,bubble,predicted,pred./meas.,busy,memory,loss".split(",")
     rows = sorted(result.rows, key=lambda row: row.num_microbatches)
     lines = [
@@ -141,7 +157,9 @@ def table(result: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -
 
 def _cells(row: Row) -> list[str]:
     def of(value: float | None, how: str) -> str:
-        return "" if value is None else format(value, how)
+        if value is None:
+            return ""
+        return format(value, how)
 
     megabytes = [f"{size / 2**20:.0f}" for size in row.peak_bytes]
     return [

@@ -36,7 +36,10 @@ def command(
 
     made = make_model(model, option, seed=seed).layers
     layers = named_layers(made)
-    crossing = made.crossing if isinstance(made, Cut) else ()
+    if isinstance(made, Cut):
+        crossing = made.crossing
+    else:
+        crossing = ()
     rows = [
         {
             "layer": layer.name,
@@ -45,12 +48,18 @@ def command(
         }
         for layer, (size, count) in zip(layers, [(0, 0), *crossing], strict=False)
     ]
-    merged = dict(made.merged) if isinstance(made, Cut) else {}
+    if isinstance(made, Cut):
+        merged = dict(made.merged)
+    else:
+        merged = {}
     if output is not None:
         from pipefit.cutting.layers_picture import picture
         from pipefit.spec.files import write_atomically
 
         write_atomically(output, picture(made, model))
-    way = made.way if isinstance(made, Cut) else "of a sequence"
+    if isinstance(made, Cut):
+        way = made.way
+    else:
+        way = "of a sequence"
     data = {"model": model, "way": way, "layers": rows, "merged": merged, "shared": dict(shared_weights(layers))}
     return Answer(data, lambda: f"{model}: {table(made)}", output=[output] if output else [])

@@ -72,12 +72,18 @@ class Watcher(Heartbeat):
         moving, last = self._stream.isatty(), step >= self._num_steps
         self.doing("ending the training" if last else f"step {step + 1}", is_named=True)
         is_tenth = step % max(self._num_steps // 10, 1) == 0
-        due = seconds - self._last_s >= 0.1 if moving else is_tenth or seconds - self._last_s >= gap_s(seconds)
+        if moving:
+            due = seconds - self._last_s >= 0.1
+        else:
+            due = is_tenth or seconds - self._last_s >= gap_s(seconds)
         if not (due or last):
             return
         self._last_s = seconds
         done = step - self._first + 1
-        rate = done * self._batch / seconds if seconds else 0.0
+        if seconds:
+            rate = done * self._batch / seconds
+        else:
+            rate = 0.0
         parts = [f"step {step}/{self._num_steps}", f"loss {record.loss:.4f}"]
         parts += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
         parts += [f"{rate:.1f} samples/s"]
@@ -91,7 +97,10 @@ class Watcher(Heartbeat):
         line = printable("  ".join(parts))
         if moving:
             self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))
-            self._width = 0 if last else len(line)
+            if last:
+                self._width = 0
+            else:
+                self._width = len(line)
             self._said_s = time.monotonic()
         else:
             self._print(line)
@@ -110,7 +119,9 @@ def _mfu(share: float) -> str:
 def _of_ranks(record: Any) -> list[str]:
     """The bubble of the last step, and the memory of each process."""
     memory = [format_bytes(size) for size in record.memory_bytes if size]
-    return [f"bubble {record.bubble:.0%}", "memory " + " + ".join(memory)] if memory else []
+    if memory:
+        return [f"bubble {record.bubble:.0%}", "memory " + " + ".join(memory)]
+    return []
 
 
 def _perplexity(loss: float) -> str:
@@ -129,8 +140,14 @@ def report(result: Any) -> str:
     if result.baseline:
         lines[-1] += f"   ({result.baseline[0]}: {result.baseline[1]:.4f})"
     if result.held_out_loss is not None:
-        hits = f", accuracy {result.held_out_accuracy:.1%}" if result.held_out_accuracy is not None else ""
-        before = "" if result.held_out_before is None else f"{result.held_out_before:.4f} → "
+        if result.held_out_accuracy is not None:
+            hits = f", accuracy {result.held_out_accuracy:.1%}"
+        else:
+            hits = ""
+        if result.held_out_before is None:
+            before = ""
+        else:
+            before = f"{result.held_out_before:.4f} → "
         more = "".join(f", {name} {value:.4g}" for name, value in result.held_out_metrics.items())
         lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}{more}")
         if result.held_out_before is not None:
@@ -140,7 +157,10 @@ def report(result: Any) -> str:
         alone = len(result.peak_memory_bytes) < len(result.utilisation)
         turns = " (the ranks alternated in this one process; the prediction is for a process each)" if alone else ""
         lines += ["", f"measured next to predicted{turns}", *columns(_compared(result.rows))]
-    who = "process" if len(result.peak_memory_bytes) > len(result.utilisation) else "rank"
+    if len(result.peak_memory_bytes) > len(result.utilisation):
+        who = "process"
+    else:
+        who = "rank"
     lines += ["", "busy    " + _each("rank", (f"{share:.0%}" for share in result.utilisation))]
     lines += ["memory  " + _each(who, map(format_bytes, result.peak_memory_bytes))]
     if result.held_bytes:
@@ -175,7 +195,10 @@ def _each(who: str, figures: Iterable[str]) -> str:
 
 def _held(result: Any) -> str:
     """Peak bytes of tensors of each process, next to the prediction for its rank."""
-    claims = result.predicted.peak_bytes if result.predicted else ()
+    if result.predicted:
+        claims = result.predicted.peak_bytes
+    else:
+        claims = ()
     ranks = len(result.utilisation)
     wide = max(len(result.held_bytes) // ranks, 1) if ranks else 1  # tensor-parallel processes share a rank
     said = [f" of {format_bytes(claim)} predicted" for claim in claims for _ in range(wide)]
@@ -185,7 +208,10 @@ def _held(result: Any) -> str:
 
 
 def _rates(result: Any) -> str:
-    tokens = f", {format_count(result.tokens_per_s)} tokens/s" if result.tokens_per_s else ""
+    if result.tokens_per_s:
+        tokens = f", {format_count(result.tokens_per_s)} tokens/s"
+    else:
+        tokens = ""
     return f"{result.samples_per_s:.1f} samples/s{tokens}, bubble {result.bubble:.1%}"
 
 

@@ -101,7 +101,9 @@ def _all_checks(num_ranks: int, timeout_s: int) -> list[_Check]:
 
 def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> _Check:
     """A check that passes, or warns if there is a problem."""
-    return _Check(name, found, "warn", fix, facts) if problem else _Check(name, found, facts=facts)
+    if problem:
+        return _Check(name, found, "warn", fix, facts)
+    return _Check(name, found, facts=facts)
 
 
 def _software() -> Iterator[_Check]:
@@ -126,13 +128,19 @@ def _software() -> Iterator[_Check]:
     there["nccl"] = dist.is_available() and dist.is_nccl_available()
     backends = [name for name, is_there in there.items() if is_there]
     lacks = [name for name, is_there in there.items() if not is_there and (name == "gloo" or gpus)]
-    fix = f"install an official build of torch with {' and '.join(lacks)}" if lacks else ""
+    if lacks:
+        fix = f"install an official build of torch with {' and '.join(lacks)}"
+    else:
+        fix = ""
     facts = {"backends": backends}
     yield _Check("backends", ", ".join(backends) or "none", "bad" if lacks else "good", fix, facts)
     extras = {name: version_of(name) for name in _OPTIONAL}
     missing = ",".join(_OPTIONAL[name] for name, number in extras.items() if number is None)
     known = ", ".join(f"{name} {number}" for name, number in extras.items() if number) or "none"
-    fix = f'optional: pip install "pipefit[{missing}]"' if missing else ""
+    if missing:
+        fix = f'optional: pip install "pipefit[{missing}]"'
+    else:
+        fix = ""
     yield _Check("extras", known, fix=fix, facts={"extras": extras})
 
 
@@ -147,7 +155,10 @@ def _machine() -> Iterator[_Check]:
     page = os.sysconf("SC_PAGE_SIZE")
     total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
     yield _Check("memory", f"{format_bytes(total)}, {format_bytes(free)} unused", facts={"memory_bytes": total})
-    free = shutil.disk_usage(_SHM).free if _SHM.exists() else 0
+    if _SHM.exists():
+        free = shutil.disk_usage(_SHM).free
+    else:
+        free = 0
     fix = "data loaders with workers need more: start a container with --shm-size=1g"
     yield _unless(free < 256 * 2**20, "shared memory", f"{format_bytes(free)} free", fix, shm_bytes=free)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -97,7 +97,10 @@ def command(
         **asdict(costs),
         **options,
     )
-    data = _figures(drawing, microbatches) if json else {}
+    if json:
+        data = _figures(drawing, microbatches)
+    else:
+        data = {}
     if follow is not None and (output is None or output.suffix not in (".svg", ".png")):
         raise PipefitError("--follow draws arrows into pictures: give -o with a name that ends in .svg or .png")
     if output:
@@ -134,6 +137,9 @@ def _options(schedule: str, given: dict[str, int]) -> dict[str, int]:
     known = find(schedule).options
     for name in given:
         if name not in known:
-            hint = nearest(name, known) if known else "it has no options"
+            if known:
+                hint = nearest(name, known)
+            else:
+                hint = "it has no options"
             raise ScheduleError(f"{schedule} has no option {name!r}; {hint}")
     return given

@@ -43,7 +43,10 @@ def compare_nodes(folder: Path) -> Answer:
         theirs = [rank for rank, each in enumerate(everyone) if each["node"] == facts["node"]]
         facts |= {"ranks": theirs, "clock_s": _clock_ahead_s(session.rank, theirs[0])}
         facts["shared"] = all(everyone[rank]["shared"] for rank in theirs)
-    links = measured_links() if session.is_distributed else []
+    if session.is_distributed:
+        links = measured_links()
+    else:
+        links = []
     problems = list(_problems(nodes, folder, bool(mark)))
     bad = [text for state, text in problems if state == "bad"]
     data = {"ok": not bad, "nodes": nodes, "links": links, "folder": str(folder.resolve()), "problems": problems}
@@ -98,7 +101,10 @@ def _clock_ahead_s(rank: int, peer: int) -> float:
             dist.recv(ahead, 0)
             ahead[0] = time.time()
             dist.send(ahead, 0)
-    ahead[0] = median_low(found) if found else 0.0
+    if found:
+        ahead[0] = median_low(found)
+    else:
+        ahead[0] = 0.0
     if dist.is_initialized():
         dist.broadcast(ahead, 0)
     return ahead.item()
@@ -154,7 +160,10 @@ def _text(nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], prob
     rows = [_COLUMNS]
     for facts in nodes:
         devices = _words([f"{facts['gpus'].count(name)} × {name}" for name in dict.fromkeys(facts["gpus"])])
-        ranks = f"{facts['ranks'][0]}…{facts['ranks'][-1]}" if len(facts["ranks"]) > 1 else str(facts["ranks"][0])
+        if len(facts["ranks"]) > 1:
+            ranks = f"{facts['ranks'][0]}…{facts['ranks'][-1]}"
+        else:
+            ranks = str(facts["ranks"][0])
         clock = f"{'-' if facts['clock_s'] < 0 else '+'}{format_seconds(abs(facts['clock_s']))}"
         versions = [facts["node"], ranks, facts["pipefit"], facts["python"], facts["torch"]]
         hardware = ["CPU" if devices == "none" else devices, str(facts["cores"]), format_bytes(facts["memory_bytes"])]

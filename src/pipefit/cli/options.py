@@ -47,7 +47,9 @@ def exact(kind: Any, tokens: Sequence[Token]) -> Any:
 def shown(value: Any) -> str | None:
     """A default as the help shows it; None: it is not shown."""
     is_plain = isinstance(value, int | float | str) and not isinstance(value, bool) and value != ""
-    return str(value) if is_plain else None
+    if is_plain:
+        return str(value)
+    return None
 
 
 def _wrong(tokens: Sequence[Token], message: str) -> CoercionError:
@@ -219,8 +221,12 @@ def _options(group: Any, without: Collection[str], helps: Mapping[str, str]) -> 
         if one.name in groups:
             yield from _options(groups[one.name]() if value is None else value, without, helps)
             continue
-        kind = Count if facts.get("least") == 1 else facts.get("typed") or hints[one.name]
-        kind = _TYPED[kind] if isinstance(kind, str) else kind
+        if facts.get("least") == 1:
+            kind = Count
+        else:
+            kind = facts.get("typed") or hints[one.name]
+        if isinstance(kind, str):
+            kind = _TYPED[kind]
         parameter = Parameter(name=facts.get("flags") or None, help=helps.get(key_of(one), own[one.name]))
         yield Argument(key_of(one), Argument.KEYWORD_ONLY, default=value, annotation=Annotated[kind, parameter])
 

@@ -242,7 +242,10 @@ def _draw(
     from pipefit.spec.files import write_atomically
 
     picture, pareto, depths = paths
-    points = explore(profile, machine, **wishes) if pareto or depths else ()
+    if pareto or depths:
+        points = explore(profile, machine, **wishes)
+    else:
+        points = ()
     for path, draw in ((pareto, pareto_svg), (depths, depth_svg)):
         if path is not None:
             write_atomically(path, draw(points, f"{profile.model} on {machine.name}"))

@@ -48,7 +48,9 @@ class Source:
 
         if self.profile is None:
             cost = unit(self.program.header, **asdict(given))
-            return replace(cost, topology=self.topology) if self.topology else cost
+            if self.topology:
+                return replace(cost, topology=self.topology)
+            return cost
         if given != UnitCosts():
             raise PipefitError("--forward, --backward and the like: --profile has the costs; leave them out")
         plan = self.plan or self._plan(len(self.profile))
@@ -105,14 +107,20 @@ def read_source(
     from pipefit.schedules.catalogue import program_of
     from pipefit.spec import Plan
 
-    plan = Plan.load(path) if path.suffix == ".json" else None
+    if path.suffix == ".json":
+        plan = Plan.load(path)
+    else:
+        plan = None
     if plan is None and path.is_file() and path.suffix != ".pipe":
         raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
     if plan is not None:
         check_forwards(len(plan.partition.stages), plan.num_microbatches, num_steps)
     elif num_steps > 1:
         raise PipefitError("--steps: a .pipe file has its own number of steps; leave it out")
-    program = program_of(plan, num_steps=num_steps) if plan else text.load(path)
+    if plan:
+        program = program_of(plan, num_steps=num_steps)
+    else:
+        program = text.load(path)
     return source_of(program, plan, profile, topology, layers)
 
 
@@ -131,7 +139,10 @@ def source_of(
         raise PipefitError(f"{topology} has {links.num_devices} devices, but the program needs {num_ranks} ranks")
     if layers and (plan or not profile):
         raise PipefitError("--layers: expected together with --profile, and with a program that is not a plan")
-    size = plan.microbatch_size if plan else 0
+    if plan:
+        size = plan.microbatch_size
+    else:
+        size = 0
     return Source(program, plan, read_profile(profile, links, size or 1) if profile else None, links, layers)
 
 
@@ -163,4 +174,6 @@ def save_timeline(timeline: Timeline, path: Path | None, *, seconds: bool) -> No
 
 def time_text(time: float, in_seconds: bool) -> str:
     """A time for people, in seconds or in the unit of `--forward`."""
-    return format_seconds(time) if in_seconds else f"{time:.6g}"
+    if in_seconds:
+        return format_seconds(time)
+    return f"{time:.6g}"

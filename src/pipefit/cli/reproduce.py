@@ -63,7 +63,10 @@ def command(
     chosen = [entry for entry in ENTRIES.values() if measured or entry.kind != "measured"]
     with Heartbeat(sys.stderr) as heartbeat:
         outcomes = run_all(chosen, heartbeat.doing)
-    written = [write_atomically(output / "index.html", lectures_page(outcomes))] if output else None
+    if output:
+        written = [write_atomically(output / "index.html", lectures_page(outcomes))]
+    else:
+        written = None
     data = {"entries": [each.as_dict() for each in outcomes], "counts": tally(outcomes).as_dict()}
     return Answer(data, lambda: _summary(outcomes), output=written)
 

@@ -66,4 +66,6 @@ def prepare(tokens: list[str]) -> list[str]:
             place += 2
         else:
             place += 1
-    return tokens if tokens[place : place + 1] in ([], ["--"]) else [*tokens[:place], "--", *tokens[place:]]
+    if tokens[place : place + 1] in ([], ["--"]):
+        return tokens
+    return [*tokens[:place], "--", *tokens[place:]]

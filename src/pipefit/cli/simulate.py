@@ -84,11 +84,17 @@ def _table(data: dict[str, Any], timeline: Timeline) -> str:
     if real:
         shares = (f"{name} {share:.1%}" for name, share in data["breakdown"].items())
         lines.append(f"time of a step   {', '.join(shares)}")
-    kept = data["kept_inputs"] if any(data["kept_inputs"]) else []
+    if any(data["kept_inputs"]):
+        kept = data["kept_inputs"]
+    else:
+        kept = []
     more = ["inputs kept"] * bool(kept) + ["peak memory"] * bool(peaks)
     rows = [["rank", "busy", "idle", "versions", "in flight", *more]]
     for rank, busy in enumerate(data["busy"]):
-        idle = 1 - busy / makespan if makespan else 0.0
+        if makespan:
+            idle = 1 - busy / makespan
+        else:
+            idle = 0.0
         row = [str(rank), time_text(busy, real), f"{idle:.1%}", str(data["weight_versions"][rank])]
         row += [f"{data['peak_inflight'][rank]:.3g}", *([str(kept[rank])] if kept else [])]
         rows.append([*row, *([format_bytes(peaks[rank])] if peaks else [])])

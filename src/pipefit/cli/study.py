@@ -73,7 +73,10 @@ def command(
             hint += f" -o {output}"
         print(f"pipefit study: {hint}", file=sys.stderr)
     else:
-        code = FINDING if result.num_failed else FINE
+        if result.num_failed:
+            code = FINDING
+        else:
+            code = FINE
     return Answer(result.as_dict(), lambda: f"\n{result}", code)
 
 
@@ -111,7 +114,10 @@ class _Lines:
 
 
 def _end_of(entry: TrialProgress) -> str:
-    loss = f", loss {loss_text(entry.last_loss)}" if entry.losses else ""
+    if entry.losses:
+        loss = f", loss {loss_text(entry.last_loss)}"
+    else:
+        loss = ""
     return f"{entry.name} {entry.status} after {entry.steps} steps{loss}{': ' if entry.reason else ''}{entry.reason}"
 
 

@@ -141,8 +141,14 @@ def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline | None) 
 
     real = bool(data["unit"])
     held = " ".join(f"{peak:.3g}" for peak in data["peak_inflight"])
-    beyond = f"{100 * found.gap:.1f} % above it" if found.gap > 1e-6 else "none is faster"
-    lines = [] if timeline is None else [grid(timeline)]
+    if found.gap > 1e-6:
+        beyond = f"{100 * found.gap:.1f} % above it"
+    else:
+        beyond = "none is faster"
+    if timeline is None:
+        lines = []
+    else:
+        lines = [grid(timeline)]
     lines += [
         f"makespan {time_text(found.makespan_s, real)}, bubble {100 * data['bubble_fraction']:.1f} %, "
         f"peak in flight {held}",
@@ -153,7 +159,10 @@ def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline | None) 
     else:
         takes = found.built_in[found.best_built_in]
         slower = takes / found.makespan_s - 1
-        rest = f", {100 * slower:.1f} % more" if slower > 1e-6 else ": as fast"
+        if slower > 1e-6:
+            rest = f", {100 * slower:.1f} % more"
+        else:
+            rest = ": as fast"
         lines.append(f"best of the built-in: {found.best_built_in} takes {time_text(takes, real)}{rest}")
     if found.is_cut_short:
         lines.append(f"the time was over after {found.num_candidates} orders; more --seconds may find better")

@@ -102,10 +102,18 @@ def _how_to_resume(settings: RunConfig) -> str:
 
         # A checkpoint has its name only when it is whole. Those of an earlier run may have more steps.
         saved = sorted(checkpoints_of(settings.output).glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
-        step = step_of(saved[-1]) if saved else 0
+        if saved:
+            step = step_of(saved[-1])
+        else:
+            step = 0
         is_most = step == max(map(step_of, saved), default=0)
-        place = settings.output if is_most else str(saved[-1])
-    return f"step {step} is saved; resume with:\n  {_resuming(str(place))}" if step else ""
+        if is_most:
+            place = settings.output
+        else:
+            place = str(saved[-1])
+    if step:
+        return f"step {step} is saved; resume with:\n  {_resuming(str(place))}"
+    return ""
 
 
 def _resuming(place: str) -> str:
@@ -125,10 +133,16 @@ def _trained(settings: RunConfig, transport: str, starts: dict[str, int | None],
         return train_rank(settings, quiet)
     from pipefit.runtime.launch import LaunchError, launch
 
-    folder = Path(settings.output) / "logs" if settings.output else None
+    if settings.output:
+        folder = Path(settings.output) / "logs"
+    else:
+        folder = None
     if folder is not None:
         check_free(folder.parent)
-    fresh = None if folder is None or folder.parent.exists() else folder
+    if folder is None or folder.parent.exists():
+        fresh = None
+    else:
+        fresh = folder
     try:
         return launch(train_rank, ranks, settings, quiet, folder=folder, quiet=quiet, **starts)[0]
     except PipefitError as problem:

@@ -24,7 +24,10 @@ def version_text() -> str:
     from pipefit.units import counted
 
     torch = version_of("torch") or "not installed"
-    devices = counted(num_gpus(), "GPU") if num_gpus() else "no GPU"
+    if num_gpus():
+        devices = counted(num_gpus(), "GPU")
+    else:
+        devices = "no GPU"
     return (
         f"pipefit {pipefit.__version__} ({_commit()})\nPython {platform.python_version()}, torch {torch}\n"
         f"{counted(num_cores(), 'core')}, {devices}"

@@ -154,7 +154,10 @@ class Comparison:
         lines: dict[str, list[tuple[float | str, float]]] = {}
         for row in self.rows:
             # The whole batch at once is a baseline, drawn as a level.
-            places = counts if row.strategy in WHOLE else [row.num_microbatches]
+            if row.strategy in WHOLE:
+                places = counts
+            else:
+                places = [row.num_microbatches]
             lines.setdefault(row.strategy, []).extend((float(place), row.samples_per_s) for place in places)
         return chart(
             lines,

@@ -57,7 +57,10 @@ class _Time:
         self._session = session
         self._limit_s = limit_s
         self._asked = asked
-        self._began_s = time.monotonic() if began_s is None else began_s
+        if began_s is None:
+            self._began_s = time.monotonic()
+        else:
+            self._began_s = began_s
 
     def is_over(self, more_s: float) -> bool:
         """Returns whether further seconds go beyond the limit, or the user has asked for the end."""
@@ -121,7 +124,10 @@ def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left:
     for index, cell in enumerate(cells):
         name, began = f"{cell.strategy} m={cell.num_microbatches}", time.monotonic()
         if index and left.is_over(longest_s):
-            why = "the comparison was interrupted" if left.is_asked else f"no time within --limit {task.config.limit:g}"
+            if left.is_asked:
+                why = "the comparison was interrupted"
+            else:
+                why = f"no time within --limit {task.config.limit:g}"
             return [Refusal(late.strategy, late.num_microbatches, why) for late in cells[index:]]
         say(f"measuring: {index + 1} of {len(cells)}, {name}")
         for keep in (False, True):
@@ -177,7 +183,10 @@ def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tu
     dist.barrier()
     # The calling thread does the work of a rank on a CPU.
     began, used = time.perf_counter(), time.thread_time()
-    losses = cell.trainer.train(mine) if mine else []
+    if mine:
+        losses = cell.trainer.train(mine)
+    else:
+        losses = []
     used = time.thread_time() - used
     dist.barrier()
     seconds = time.perf_counter() - began

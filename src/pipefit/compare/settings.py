@@ -78,4 +78,6 @@ class CompareConfig(Checked):
     def names(self) -> tuple[str, ...]:
         """The names of `strategies`."""
         given = tuple(name.strip() for name in self.strategies.split(",") if name.strip())
-        return tuple(STRATEGIES) if given == (ALL,) else given or USUAL
+        if given == (ALL,):
+            return tuple(STRATEGIES)
+        return given or USUAL

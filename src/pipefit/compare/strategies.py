@@ -75,7 +75,9 @@ class OneProcess:
     @property
     def state_bytes(self) -> float:
         """Bytes of the whole model on rank 0."""
-        return bytes_of([self._model], [self._optimizer]) if self._trains else 0.0
+        if self._trains:
+            return bytes_of([self._model], [self._optimizer])
+        return 0.0
 
 
 def update(
@@ -124,7 +126,10 @@ class DataParallel:
 
 def plan_of(schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int) -> Plan:
     """The plan of a schedule: the given partition where it has one stage per rank, else one balanced by the profile."""
-    chunks = num_chunks if find(schedule).chunks else 1
+    if find(schedule).chunks:
+        chunks = num_chunks
+    else:
+        chunks = 1
     plain = chunks == 1 and find(schedule).layout != "replicas"
     return by_hand(
         len(profile),
@@ -170,7 +175,9 @@ class ScheduledPipeline:
 
     def num_passes(self, steps: int) -> int:
         """Passes over the program that some updates take."""
-        return steps if self.pipe.schedule.is_synchronous else 1
+        if self.pipe.schedule.is_synchronous:
+            return steps
+        return 1
 
     @property
     def state_bytes(self) -> float:

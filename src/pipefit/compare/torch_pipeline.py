@@ -76,10 +76,16 @@ class TorchPipeline:
         for index, (x, y) in enumerate(batches):
             losses: list[Tensor] = []
             inputs = (x,) if self._rank == 0 else ()
-            options = {"target": y, "losses": losses} if self._rank == self._last else {}
+            if self._rank == self._last:
+                options = {"target": y, "losses": losses}
+            else:
+                options = {}
             self._schedule.step(*inputs, return_outputs=False, **options)
             for parameter, shape in self._tied:
-                grad = torch.zeros(shape) if parameter is None or parameter.grad is None else parameter.grad
+                if parameter is None or parameter.grad is None:
+                    grad = torch.zeros(shape)
+                else:
+                    grad = parameter.grad
                 dist.all_reduce(grad)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)

@@ -104,7 +104,9 @@ def _blocks(num_bytes: float) -> float:
 
 def _record(size: float) -> float:
     """Bytes of an activation that is fetched from the tier: a record of its own, aligned."""
-    return _blocks(size) + GRAIN_BYTES if size else 0.0
+    if size:
+        return _blocks(size) + GRAIN_BYTES
+    return 0.0
 
 
 def _with_objects(sizes: Iterable[float]) -> tuple[float, ...]:

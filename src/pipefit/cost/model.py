@@ -134,7 +134,9 @@ class CostModel:
         if instruction.op is Op.EVICT:
             return own + self.check_s(instruction)
         copies = instruction.op is Op.SEND and self.copy_s_per_byte
-        return own + self.copy_s_per_byte * self.size_bytes(instruction) if copies else own
+        if copies:
+            return own + self.copy_s_per_byte * self.size_bytes(instruction)
+        return own
 
     def link(self, source: int, target: int) -> tuple[float, float]:
         """Bandwidth (bytes per second) and latency (seconds) from one rank to another."""
@@ -156,7 +158,8 @@ class CostModel:
         """Ranks that share each port; of several levels with ports, the outermost counts."""
         unit, found = 1, 1
         for level in self.topology.levels if self.topology else ():
-            found = unit if level.one_port else found
+            if level.one_port:
+                found = unit
             unit *= level.width
         return max(found // self.tensor, 1)
 
@@ -198,7 +201,10 @@ class CostModel:
         """
         if len(members) < 2:
             return 0
-        law = all_gather_s if instruction.kind in _HALVES else all_reduce_s
+        if instruction.kind in _HALVES:
+            law = all_gather_s
+        else:
+            law = all_reduce_s
         return law(self._ring(members), self._reduced_bytes(instruction))
 
     def _ring(self, members: Sequence[int]) -> Ring:
@@ -213,19 +219,27 @@ class CostModel:
             PlanError: the tier is unknown.
         """
         if instruction.op is Op.GATHER:
-            whole = Kind.ACT.value if instruction.kind == Kind.ACT else Kind.GRAD.value
+            if instruction.kind == Kind.ACT:
+                whole = Kind.ACT.value
+            else:
+                whole = Kind.GRAD.value
             size = self.size_bytes(Value(whole, instruction.stage, instruction.mb))
             return all_gather_s(even(self.tensor, *self.link(rank, rank)), size)
         if instruction.op is Op.HOST_STEP:
             return self.host_step_s[instruction.stage]
         tier = self.tier_of(instruction)
-        rate = tier.read_bytes_per_s if instruction.op is Op.FETCH else tier.write_bytes_per_s
+        if instruction.op is Op.FETCH:
+            rate = tier.read_bytes_per_s
+        else:
+            rate = tier.write_bytes_per_s
         return tier.latency_s + over(self.size_bytes(instruction), rate)
 
     def check_s(self, copy: Instruction) -> float:
         """Seconds that a rank spends on the checksum of a copy: before an evict, and after a fetch."""
         rate = next((tier.check_bytes_per_s for tier in self.tiers if tier.name == copy.tier), 0)
-        return self.size_bytes(copy) / rate if rate else 0
+        if rate:
+            return self.size_bytes(copy) / rate
+        return 0
 
     def tier_of(self, copy: Instruction) -> Tier:
         """The tier of a fetch or evict.
@@ -246,7 +260,9 @@ class CostModel:
 
     def held_bytes(self, value: Value) -> float:
         """Bytes of a value on a device where weights stay: of each version what trains; `frozen_bytes` is the rest."""
-        return self.wgrad_bytes[value.stage] if value.kind == Kind.WEIGHTS else self.size_bytes(value)
+        if value.kind == Kind.WEIGHTS:
+            return self.wgrad_bytes[value.stage]
+        return self.size_bytes(value)
 
     def frozen_bytes(self, stage: int) -> float:
         """Bytes of a stage's weights that do not train: all versions share them."""
@@ -276,7 +292,9 @@ class CostModel:
         if instruction.op is Op.BARRIER or instruction.kind == Reduction.NORM:
             return 0
         whole = self.wgrad_bytes[instruction.stage]
-        return self.tied_bytes.get(instruction.stage, whole) if instruction.kind == Reduction.TIED else whole
+        if instruction.kind == Reduction.TIED:
+            return self.tied_bytes.get(instruction.stage, whole)
+        return whole
 
 
 _PER_STAGE: Final = [

@@ -82,11 +82,17 @@ def of_plan(
     if partition.num_layers != len(profile):
         raise PlanError(f"the partition has {partition.num_layers} layers, the profile {len(profile)}")
     if num_ranks * tensor > topology.num_devices:
-        each = f" of {tensor} devices" if tensor > 1 else ""
+        if tensor > 1:
+            each = f" of {tensor} devices"
+        else:
+            each = ""
         raise PlanError(f"the placement has {num_ranks} ranks{each}, the topology {topology.num_devices} devices")
     if plan.microbatch_size not in (0, profile.microbatch_size):
         profile = profile.at(plan.microbatch_size)
-    state = usual_state(profile) if state_per_weight is None else state_per_weight
+    if state_per_weight is None:
+        state = usual_state(profile)
+    else:
+        state = state_per_weight
 
     stages = [[profile.layers[index].replaying(str(s.recompute)) for index in s.layers] for s in partition.stages]
 
@@ -129,7 +135,9 @@ def of_plan(
         tensor=tensor,
         **runtime._asdict(),
     )
-    return cost if sizes is None else replace(cost, **sizes.figures(cost, plan))
+    if sizes is None:
+        return cost
+    return replace(cost, **sizes.figures(cost, plan))
 
 
 def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], float]) -> tuple[float, ...]:
@@ -159,7 +167,10 @@ def speeds_of(topology: Topology, tensor: int = 1) -> tuple[float, ...]:
     """Speed of each rank over the device of the profile; (): all alike. The slowest of t devices sets a rank's."""
     if not topology.devices or not all(device.flops for device in topology.devices):
         return ()
-    reference = topology.device if topology.device.flops else topology.devices[0]
+    if topology.device.flops:
+        reference = topology.device
+    else:
+        reference = topology.devices[0]
     usable = reference.flops * reference.efficiency
     speeds = [device.flops * device.efficiency / usable for device in topology.devices]
     return tuple(min(speeds[first : first + tensor]) for first in range(0, len(speeds), tensor))

@@ -61,7 +61,10 @@ def ring_of(topology: Topology, members: Sequence[int]) -> Ring:
             # Of the messages of a round, `below − units` cross links of this level.
             ring_s += (below - units) * level.latency_s
             tree_s += (-(-below // units) - 1).bit_length() * level.latency_s
-            links = 1 if level.one_port else size // below
+            if level.one_port:
+                links = 1
+            else:
+                links = size // below
             bandwidth = min(bandwidth, level.bandwidth_bytes_per_s * links)
         below = units
     return Ring(size, bandwidth, ring_s, tree_s)
@@ -86,4 +89,6 @@ def all_gather_s(ring: Ring, num_bytes: float) -> float:
 
 def over(num_bytes: float, bandwidth_bytes_per_s: float) -> float:
     """Seconds for some bytes; exactly 0 at infinite bandwidth, so that exact numbers stay exact."""
-    return 0 if bandwidth_bytes_per_s == inf else num_bytes / bandwidth_bytes_per_s
+    if bandwidth_bytes_per_s == inf:
+        return 0
+    return num_bytes / bandwidth_bytes_per_s

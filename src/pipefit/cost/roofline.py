@@ -66,7 +66,10 @@ def pass_s(device: Device, num_bytes: float, kernel: bool = True, randoms: float
         randoms: random numbers that it makes, as dropout does.
     """
     bandwidth = device.memory_bandwidth_bytes_per_s
-    moved_s = num_bytes / bandwidth if bandwidth else 0.0
+    if bandwidth:
+        moved_s = num_bytes / bandwidth
+    else:
+        moved_s = 0.0
     if randoms and device.random_rate:
         moved_s = max(moved_s, randoms / device.random_rate)
     return moved_s + (device.kernel_s if kernel else 0.0)
@@ -108,6 +111,9 @@ def _tiles(largest: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     found, (rows, columns) = [], largest
     while True:
         found += [(rows, columns), (columns, rows)]
-        rows, columns = (rows // 2, columns) if rows >= columns else (rows, columns // 2)
+        if rows >= columns:
+            rows, columns = (rows // 2, columns)
+        else:
+            rows, columns = (rows, columns // 2)
         if min(rows, columns) < _SMALLEST:
             return tuple(dict.fromkeys(found))

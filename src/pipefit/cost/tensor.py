@@ -29,12 +29,19 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
     layers = []
     for index, layer in enumerate(profile.layers):
         inner = 0 < index < len(profile) - 1
-        wait_s = 2 * all_reduce_s(ring, layer.output_bytes) if inner else 0.0
-        whole = min(layer.saved_bytes, 5 * layer.output_bytes) if inner else 0.0
+        if inner:
+            wait_s = 2 * all_reduce_s(ring, layer.output_bytes)
+            whole = min(layer.saved_bytes, 5 * layer.output_bytes)
+        else:
+            wait_s = 0.0
+            whole = 0.0
         # Scores, and with them the cores of attention, are sharded; what is not is kept in any case.
         chosen = layer.selective_bytes
         # A backward in two halves keeps the inputs of the two products whose outputs are summed.
-        kept = min(layer.kept_bytes, 2 * layer.output_bytes) if inner else 0.0
+        if inner:
+            kept = min(layer.kept_bytes, 2 * layer.output_bytes)
+        else:
+            kept = 0.0
         layers.append(
             Layer(
                 layer.name,

@@ -90,7 +90,10 @@ def _halves(backward: float | None, input: float | None, weight: float | None) -
     if backward is None:
         return (1 if input is None else input), (1 if weight is None else weight)
     if input is None:
-        input = _divide(backward, 2) if weight is None else backward - weight
+        if weight is None:
+            input = _divide(backward, 2)
+        else:
+            input = backward - weight
     if weight is None:
         weight = backward - input
     if input + weight != backward:
@@ -100,4 +103,6 @@ def _halves(backward: float | None, input: float | None, weight: float | None) -
 
 def _divide(a: float, b: int) -> float:
     """A / b; an integer where both are and b divides a, so that whole costs give whole times."""
-    return a // b if isinstance(a, int) and a % b == 0 else a / b
+    if isinstance(a, int) and a % b == 0:
+        return a // b
+    return a / b

@@ -126,7 +126,9 @@ def called_again(model: nn.Module, calls: Sequence[str]) -> tuple[str, int] | No
     largest = max(
         (path for path in times if times[path] > 1 and sizes[path]), key=lambda path: sizes[path], default=None
     )
-    return None if largest is None else (largest, times[largest])
+    if largest is None:
+        return None
+    return (largest, times[largest])
 
 
 def _is_listed(modules: Mapping[str, nn.Module], path: str) -> bool:
@@ -155,7 +157,10 @@ def _anatomy(model: nn.Module, blocks: Sequence[str]) -> Anatomy:
     seen: set[int] = set()
     for parent in spine:
         for name, child in model.get_submodule(parent).named_children():
-            path = f"{parent}.{name}" if parent else name
+            if parent:
+                path = f"{parent}.{name}"
+            else:
+                path = name
             if path not in held and path not in blocks and id(child) not in seen and child.state_dict():
                 seen.add(id(child))
                 units.append(path)
@@ -226,7 +231,9 @@ def observe(
 
 
 def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    return leaf
 
 
 def _alike(given: Sequence[Tensor], leaves: Sequence[Any]) -> list[int | None]:

@@ -37,7 +37,9 @@ class Past:
         from transformers.cache_utils import DynamicCache
 
         found = [cls(name, value) for name, value in arguments.items() if isinstance(value, DynamicCache)]
-        return found[0] if len(found) == 1 and found[0].cache.layers else None
+        if len(found) == 1 and found[0].cache.layers:
+            return found[0]
+        return None
 
 
 class CachedArguments:

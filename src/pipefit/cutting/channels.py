@@ -223,7 +223,10 @@ class Channels:
     def _look(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Compares who wrote an attribute last, or had a container when its content changed, with who reads it."""
         now, key = self.tracker.now, (id(module), name)
-        content = _content(value) if isinstance(value, list | dict | set | deque) else None
+        if isinstance(value, list | dict | set | deque):
+            content = _content(value)
+        else:
+            content = None
         writer, before = self._last.get(key, (None, None))
         if content is not None:
             self._last[key] = now, content
@@ -238,5 +241,8 @@ def _keys(tree: Any) -> frozenset[int]:
 
 
 def _content(value: Any) -> Any:
-    inside = value.items() if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        inside = value.items()
+    else:
+        inside = value
     return [tuple(map(id, one)) if isinstance(one, tuple) else id(one) for one in list(inside)[:1000]]

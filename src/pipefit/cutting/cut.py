@@ -69,7 +69,9 @@ class Cut:
     @property
     def way(self) -> str:
         """The place of the borders, for people."""
-        return "of its traced graph" if isinstance(self.shell, Traced) else "around its blocks"
+        if isinstance(self.shell, Traced):
+            return "of its traced graph"
+        return "around its blocks"
 
     def __len__(self) -> int:
         """The number of layers."""
@@ -110,7 +112,9 @@ def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
     """The arguments of a batch: keyword arguments of a dict, positional ones of a tuple, else a single argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
+    if isinstance(batch, tuple):
+        return (tuple(batch), {})
+    return ((batch,), {})
 
 
 @checked()
@@ -140,12 +144,22 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     unknown = set(cuts or ()) - dict(model.named_modules()).keys()
     if unknown:
         raise ModelError(f"cuts: the model has no module {min(unknown)!r}")
-    example = random_batch(model, 3) if example is None else example
-    ways = (Call.of(model), result, Routers.of(model)) if is_known else (plain_arguments, _as_it_is, None)
+    if example is None:
+        example = random_batch(model, 3)
+    if is_known:
+        ways = (Call.of(model), result, Routers.of(model))
+    else:
+        ways = (plain_arguments, _as_it_is, None)
     found = _found(model, example, cuts, ways)
     # With the model's own weights again, not those of the proof.
-    own = found.shell.hold(model) if isinstance(found.shell, Traced) else _layers(model, found.shell)
-    loss, weigh = loss_of(model) if is_known else (None, None)
+    if isinstance(found.shell, Traced):
+        own = found.shell.hold(model)
+    else:
+        own = _layers(model, found.shell)
+    if is_known:
+        loss, weigh = loss_of(model)
+    else:
+        loss, weigh = (None, None)
     return replace(found, layers=own, loss=loss, weigh=weigh)
 
 
@@ -237,7 +251,10 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
         if found is None or cuts is not None or _largest(traced) < _largest(found):
             return traced
     except Exception as problem:
-        kind_of = "" if isinstance(problem, ModelError) else f"{type(problem).__name__}: "
+        if isinstance(problem, ModelError):
+            kind_of = ""
+        else:
+            kind_of = f"{type(problem).__name__}: "
         problems.append(f"as a graph: {kind_of}{problem}")
     if found is not None:
         return found
@@ -404,7 +421,10 @@ def _needed_at_the_end(shell: Shell, seen: Seen, example: Any) -> list[int]:
 def _crossing(shell: Shell, seen: Seen) -> tuple[tuple[int, int], ...]:
     found = []
     for number in range(1, shell.num_layers):
-        leaves = seen.entries[number - 1] if number <= len(shell.blocks) else seen.exits[-1]
+        if number <= len(shell.blocks):
+            leaves = seen.entries[number - 1]
+        else:
+            leaves = seen.exits[-1]
         tensors = [leaves[place] for place in shell.crossing[number] if isinstance(leaves[place], Tensor)]
         found.append((sum(tensor.nbytes for tensor in tensors), len(tensors)))
     return tuple(found)

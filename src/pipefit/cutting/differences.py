@@ -31,11 +31,19 @@ def worst_difference(got: Sequence[Any], wanted: Sequence[Any]) -> str | None:
             continue
         mine, other = mine.detach(), other.detach()
         far = (mine - other).abs()
-        scale = float(other.abs().nan_to_num(0, 0, 0).max()) if other.numel() else 0.0
+        if other.numel():
+            scale = float(other.abs().nan_to_num(0, 0, 0).max())
+        else:
+            scale = 0.0
         same = (mine == other) | (mine.isnan() & other.isnan())
-        distance = float(far[~same].max()) if (~same).any() else 0.0
+        if (~same).any():
+            distance = float(far[~same].max())
+        else:
+            distance = 0.0
         if not distance <= 1e3 * torch.finfo(mine.dtype).eps * max(scale, 1e-30):
-            return "NaN" if distance != distance else f"{distance / max(scale, 1e-30):.1e}"
+            if distance != distance:
+                return "NaN"
+            return f"{distance / max(scale, 1e-30):.1e}"
     return None
 
 
@@ -56,14 +64,19 @@ def compared_sums(got: Mapping[str, Tensor] | None, wanted: Mapping[str, Tensor]
         wanted: of the whole model.
     """
     if got is None or wanted is None:
-        return None if got is wanted else "its output has a gradient only in the layers, or only in the whole model"
+        if got is wanted:
+            return None
+        return "its output has a gradient only in the layers, or only in the whole model"
     scale = max((float(sums.abs().nan_to_num(0).max()) for sums in wanted.values() if sums.numel()), default=0.0)
     for name in {**wanted, **got}:
         one = next(sums[name] for sums in (wanted, got) if name in sums)
         mine, other = (sums.get(name, torch.zeros_like(one)) for sums in (got, wanted))
         # NaN in the whole model too is not a mistake of the cut.
         far = torch.where(mine.isnan() & other.isnan(), 0, mine - other).abs()
-        distance = float(far.max()) if far.numel() else 0.0
+        if far.numel():
+            distance = float(far.max())
+        else:
+            distance = 0.0
         most = max(float(other.abs().nan_to_num(0).max()) if other.numel() else 0.0, scale / 100)
         if not distance <= 1e4 * torch.finfo(one.dtype).eps * most:
             return f"the gradient of {name} differs from the whole model's by {distance / most:.1e}"
@@ -85,11 +98,17 @@ def sums_of_gradients(model: nn.Module, payload: Any) -> dict[str, Tensor] | Non
 
     def keep(name: str, parameter: Tensor) -> None:
         assert parameter.grad is not None
-        grad = parameter.grad.to_dense() if parameter.grad.layout is not torch.strided else parameter.grad
+        if parameter.grad.layout is not torch.strided:
+            grad = parameter.grad.to_dense()
+        else:
+            grad = parameter.grad
         rows = grad.reshape(len(parameter) if parameter.dim() > 1 and parameter.numel() else 1, -1)
         found = rows @ _uneven(rows.shape[1], rows)
         # A checkpoint within the model may have a backward of its own, which adds to a gradient later.
-        sums[name] = sums[name] + found if name in sums else found
+        if name in sums:
+            sums[name] = sums[name] + found
+        else:
+            sums[name] = found
         parameter.grad = None
 
     for _, parameter in trained:

@@ -52,7 +52,10 @@ def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         made = make(tensor)
-        memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        if isinstance(tensor, nn.Parameter):
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad)
+        else:
+            memo[id(tensor)] = made
     try:
         with Copying():
             return copy.deepcopy(model, memo)
@@ -84,7 +87,8 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     pretended = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def fake(tensor: Tensor, kind: torch.dtype | None = None) -> Tensor:
-        kind = kind if kind and tensor.is_floating_point() else tensor.dtype
+        if not (kind and tensor.is_floating_point()):
+            kind = tensor.dtype
         with pretended:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
 
@@ -150,7 +154,9 @@ class _Around(nn.Module):
 def _apart(model: nn.Module) -> nn.Module:
     """The model, or a module around it if a name in it, such as `code`, is one of a graph's module as well."""
     names = *model._parameters, *model._buffers, *model._modules
-    return _Around(model) if any(hasattr(fx.GraphModule, name) for name in names) else model
+    if any(hasattr(fx.GraphModule, name) for name in names):
+        return _Around(model)
+    return model
 
 
 def _own_name(name: str) -> str:
@@ -299,7 +305,10 @@ def _deferred(node: fx.Node, path: str, module: _BatchNorm) -> fx.Node:
     x, weight, bias, mean, var, _, share, eps, *_ = node.args
     with node.graph.inserting_before(node):
         holder = node.graph.get_attr(path)
-        own = None if share == module.momentum else share
+        if share == module.momentum:
+            own = None
+        else:
+            own = share
         call = node.graph.call_function(normalised, (holder, x, weight, bias, own, eps))
     holder.meta["val"] = [one.meta["val"] for one in (mean, var)]
     call.meta = dict(node.meta)

@@ -132,8 +132,13 @@ def num_bytes(node: fx.Node) -> float:
     if not isinstance(value, Tensor):
         return float("inf")
     count = value.numel()
-    known = count.node.hint if isinstance(count, torch.SymInt) else count
-    return float("inf") if known is None else known * value.itemsize
+    if isinstance(count, torch.SymInt):
+        known = count.node.hint
+    else:
+        known = count
+    if known is None:
+        return float("inf")
+    return known * value.itemsize
 
 
 def modules_of(node: fx.Node) -> list[str]:
@@ -176,7 +181,10 @@ def _written_inside(node: fx.Node, body: fx.GraphModule) -> list[fx.Node]:
     places = body.graph.find_nodes(op="placeholder")
     written = {storage for inner in body.graph.nodes for one in written_by(inner) for storage in memory_of(one)}
     # What is handed to a body comes last among the arguments.
-    given = pytree.tree_leaves(node.args)[-len(places) :] if places else []
+    if places:
+        given = pytree.tree_leaves(node.args)[-len(places) :]
+    else:
+        given = []
     return [one for place, one in zip(places, given, strict=True) if memory_of(place) & written]
 
 

@@ -56,7 +56,10 @@ def _gather(name: str, value: Any, seen: set[int], found: dict[str, Any], depth:
     if isinstance(value, Tensor):
         found[name] = value.detach().clone()
     elif isinstance(value, np.ndarray):
-        found[name] = torch.from_numpy(value.copy()) if value.dtype.kind in "biuf" else repr(value)
+        if value.dtype.kind in "biuf":
+            found[name] = torch.from_numpy(value.copy())
+        else:
+            found[name] = repr(value)
     elif isinstance(value, torch.Generator):
         found[name] = value.get_state()
     elif isinstance(value, random.Random):
@@ -98,7 +101,9 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
         old, new = before.get(name), after.get(name)
         if not _equal(old, new):
             plain = all(isinstance(one, bool | int | float | None) for one in (old, new))
-            return f"{name} ({old} → {new})" if plain else name
+            if plain:
+                return f"{name} ({old} → {new})"
+            return name
     return None
 
 

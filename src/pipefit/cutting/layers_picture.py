@@ -27,7 +27,10 @@ def picture(model: Any, title: str = "") -> str:
     """
     layers = named_layers(model)
     sizes = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
-    crossing = model.crossing if isinstance(model, Cut) else ()
+    if isinstance(model, Cut):
+        crossing = model.crossing
+    else:
+        crossing = ()
 
     def draw(figure: Figure) -> None:
         left, right = figure.subplots(1, 2, sharey=True)

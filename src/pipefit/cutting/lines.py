@@ -47,7 +47,10 @@ def found_lines(flow: Flow) -> list[int]:
 
     lines = [line for k, line in enumerate(lines) if not is_inside(k)]
     count = min(len(lines), MOST - 1)
-    ends = [len(lines) * part // count for part in range(count + 1)] if count else [0]
+    if count:
+        ends = [len(lines) * part // count for part in range(count + 1)]
+    else:
+        ends = [0]
     return [_cheapest(prices, lines[a:b]) for a, b in pairwise(ends)]
 
 
@@ -61,7 +64,10 @@ def named_lines(flow: Flow, paths: Sequence[str]) -> dict[int, str]:
     found: dict[int, str] = {}
     for path in paths:
         start = next((i for i, node in enumerate(flow.nodes) if path in modules_of(node)), None)
-        before = [] if start is None else [i for i in heavy if i < start]
+        if start is None:
+            before = []
+        else:
+            before = [i for i in heavy if i < start]
         if start is None or not before:
             raise ModelError(f"cuts: {path} does not run" + ("" if start is None else " after anything with weights"))
         place = _cheapest(prices, range(before[-1] + 1, start + 1))

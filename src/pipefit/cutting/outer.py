@@ -124,7 +124,10 @@ def _reads(code: types.CodeType, name: str) -> bool:
 
 def _functions_in(value: Any) -> list[types.FunctionType]:
     """The functions of a value: itself, of a wrapper or property, or among the values of a dict or list."""
-    inside = list(value.values()) if isinstance(value, dict) else [value]
+    if isinstance(value, dict):
+        inside = list(value.values())
+    else:
+        inside = [value]
     if isinstance(value, list | tuple):
         inside = list(value[:100])
     found = []

@@ -25,7 +25,9 @@ def is_transformers(model: object) -> bool:
 
 def without_adapters(model: nn.Module) -> Any:
     """The model without the wrapper of peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return model.get_base_model()
+    return model
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ class Routers:
         kinds: set[Any] = {getattr(one, "target_class", one) for table in recorded
                  for name, found in table.items() if name == "router_logits"
                  for one in (found if isinstance(found, list) else [found])}  # fmt: skip
-        return cls(tuple(kinds)) if kinds else None
+        if kinds:
+            return cls(tuple(kinds))
+        return None
 
     def __call__(self, module: nn.Module) -> bool:
         """Returns whether a module is one of them."""
@@ -167,12 +171,18 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0) -> dict[str, Ten
     heads = type(model).__name__
     if name == "pixel_values":
         size = getattr(config, "image_size", 32) or 32
-        sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+        if isinstance(size, list | tuple):
+            sides = tuple(size)
+        else:
+            sides = (size, size)
         pixels = torch.randn(samples, getattr(config, "num_channels", 3), *sides, generator=generator).to(kind)
         if not _takes_labels(model):
             return {name: pixels}
         return {name: pixels, "labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        text: Any = config.get_text_config()
+    else:
+        text = config
     length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
     padding = getattr(text, "pad_token_id", None) or 0
 

@@ -151,7 +151,10 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
     with states.used(states.fresh()), torch.no_grad():
         for number in range(shell.num_layers):
             if number > 0:
-                leaves = seen.entries[number - 1] if number <= len(shell.blocks) else seen.exits[-1]
+                if number <= len(shell.blocks):
+                    leaves = seen.entries[number - 1]
+                else:
+                    leaves = seen.exits[-1]
                 values = [leaves[place].clone() for place in shell.crossing[number]]
                 payload = Payload(example, values, payload["carried"])._asdict()
             payload, why = run_layer(shell, number, payload, seen)
@@ -187,7 +190,10 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
         wanted = _tensors(seen)
         name = "the output"
     else:
-        leaves = seen.entries[number] if number < last - 1 else seen.exits[-1]
+        if number < last - 1:
+            leaves = seen.entries[number]
+        else:
+            leaves = seen.exits[-1]
         got, wanted = output["values"], [leaves[place] for place in shell.crossing[number + 1]]
         name = "what leaves it"
     if tracker.is_foreign(got):
@@ -201,7 +207,10 @@ def _tracker_of(shell: Shell, number: int, payload: Any) -> Tracker:
     tracker = Tracker()
     own = {id(parameter) for module in own_modules(shell, number) for parameter in module._parameters.values()}
     tracker.mark_weights({p: Origin(0, -1, "", id(p) not in own) for p in shell.model.parameters()})
-    entered = {key for key, _ in storages_of(payload["values"])} if number else set()
+    if number:
+        entered = {key for key, _ in storages_of(payload["values"])}
+    else:
+        entered = set()
 
     def read(origins: list[Origin], value: Any) -> Any:
         if any(origin.foreign for origin in origins):
@@ -250,7 +259,9 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
             return Difference(None, f"a buffer that its own code writes differs from the whole model's by {worst}")
     with states.used(states.fresh()):
         worst = _difference_of_gradients(shell.model, payloads, whole.sums)
-    return _together(shell, states, whole) if worst is None else Difference(None, worst)
+    if worst is None:
+        return _together(shell, states, whole)
+    return Difference(None, worst)
 
 
 def _difference_of_gradients(
@@ -326,7 +337,9 @@ def _other_values(value: Any) -> list[Any]:
     """Values that would take other branches."""
     if isinstance(value, bool):
         return [not value]
-    return [0, value + 1000] if isinstance(value, int) else [-1e9, 1e9]
+    if isinstance(value, int):
+        return [0, value + 1000]
+    return [-1e9, 1e9]
 
 
 def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> None:

@@ -64,7 +64,9 @@ class _Pair:
         with torch.no_grad():
             mine = self._after(self.shell.run(0, self.shell.num_layers - 1, own_copy(batch), self.begin))
             worst = worst_difference(mine, self._after(self.whole(batch)))
-        return None if worst is None else f"its {self._mode} differs from the whole model's by {worst}"
+        if worst is None:
+            return None
+        return f"its {self._mode} differs from the whole model's by {worst}"
 
     def gradients(self, batch: Any) -> str | None:
         """Names the first difference of an output, a buffer or a gradient, layer by layer; None: there is none."""
@@ -111,7 +113,9 @@ class _Pair:
 
     @property
     def _mode(self) -> str:
-        return "training" if self.shell.training else "evaluation"
+        if self.shell.training:
+            return "training"
+        return "evaluation"
 
     def _after(self, output: Any) -> list[Any]:
         leaves = leaves_of(output, "the output of the model")

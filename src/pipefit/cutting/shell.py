@@ -105,7 +105,10 @@ class Shell:
         Returns:
             The payload of the next layer; after the last layer the model's result.
         """
-        begin = Payload(payload, [], []) if first == 0 else Payload(**payload)
+        if first == 0:
+            begin = Payload(payload, [], [])
+        else:
+            begin = Payload(**payload)
         args, kwargs = self.arguments(begin.batch)
         passage = _Passage(self, first, last, begin, enter)
         with passage.replaced():
@@ -146,7 +149,9 @@ class Shell:
 
     def block(self, number: int) -> nn.Module | None:
         """The block that is a layer; None: what runs before or after the blocks."""
-        return self.blocks[number - 1] if 0 < number <= len(self.blocks) else None
+        if 0 < number <= len(self.blocks):
+            return self.blocks[number - 1]
+        return None
 
 
 class _Passage:
@@ -174,7 +179,10 @@ class _Passage:
                 forwards[unit] = shell.stubs[unit]
         for number, block in enumerate(shell.blocks, 1):
             forwards[block] = functools.partial(self._in_order, number, self._forward_of(number, block))
-        hidden = [] if self.first == 0 else [(module, dict(module._parameters)) for module in shell.spine]
+        if self.first == 0:
+            hidden = []
+        else:
+            hidden = [(module, dict(module._parameters)) for module in shell.spine]
         try:
             for module, parameters in hidden:
                 stand_ins = {name: nan_like(p) for name, p in parameters.items() if p is not None}
@@ -195,11 +203,20 @@ class _Passage:
             ModelError: another block would be.
         """
         blocks = self.shell.blocks
-        wanted = self.next if self.next <= len(blocks) else None
+        if self.next <= len(blocks):
+            wanted = self.next
+        else:
+            wanted = None
         if block == wanted:
             return
-        came = "the forward ended" if block is None else f"{self._label(block)} was called"
-        other = "it ended" if wanted is None else f"{self._label(wanted)} was called"
+        if block is None:
+            came = "the forward ended"
+        else:
+            came = f"{self._label(block)} was called"
+        if wanted is None:
+            other = "it ended"
+        else:
+            other = f"{self._label(wanted)} was called"
         raise ModelError(
             f"{came} where in the example {other}: which blocks run must not depend on the data; put the branch into "
             "the forward of the block, or give cuts=[…] elsewhere"
@@ -222,7 +239,9 @@ class _Passage:
             return functools.partial(self._reached, number)
         if number < self.first:
             is_replayed = self.last > num_blocks and (number == num_blocks or self.shell.carried)
-            return functools.partial(self._skipped, number, stub) if is_replayed else stub
+            if is_replayed:
+                return functools.partial(self._skipped, number, stub)
+            return stub
         return functools.partial(self._computes, number, block.forward)
 
     def _reached(self, number: int, *args: Any, **kwargs: Any) -> None:
@@ -244,12 +263,18 @@ class _Passage:
                 if self.shell.writes and not leaves[place].requires_grad:
                     leaves[place].copy_(value)
                     arrived(leaves[place])
-                leaves[place] = value.clone() if number in self.shell.copies else value
+                if number in self.shell.copies:
+                    leaves[place] = value.clone()
+                else:
+                    leaves[place] = value
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif len(self.arrived) > 1:
             args, kwargs = self._with_arrived((args, kwargs))
         self.enter(number)
-        output = self._carrying(number, forward, args, kwargs) if self.shell.carried else forward(*args, **kwargs)
+        if self.shell.carried:
+            output = self._carrying(number, forward, args, kwargs)
+        else:
+            output = forward(*args, **kwargs)
         if number == len(self.shell.blocks):
             if self.last == number:
                 raise _Reached(self._crossing(number + 1, output))
@@ -294,7 +319,9 @@ class _Passage:
     def _label(self, number: int) -> str:
         """The path of a block; after the last one, the name of the code that follows."""
         block = self.shell.block(number)
-        return "the code after the blocks" if block is None else self.shell.labels[block]
+        if block is None:
+            return "the code after the blocks"
+        return self.shell.labels[block]
 
 
 class CutLayer(nn.Module):
@@ -345,7 +372,10 @@ class CutLayer(nn.Module):
         model = self.shell.model
         if not isinstance(self.shell, Shell):
             raise ModelError(f"{type(model).__name__} is cut in its graph, which cannot be sharded; use tensor=1")
-        known[model] = rules = known[model] if model in known else tensor_rules(model)
+        if model in known:
+            known[model] = rules = known[model]
+        else:
+            known[model] = rules = tensor_rules(model)
         modules = ((path, module if path else self.holder) for path, module in self.named_modules())
         return {path: Ruled(module, rules[module]) for path, module in modules if module in rules}
 

@@ -17,7 +17,10 @@ from pipefit.stage.stage import in_mode
 def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """NaN (0 where there is none) in the shape and type of a tensor."""
     place = device or (torch.get_default_device() if tensor.is_meta else tensor.device)
-    value = float("nan") if tensor.dtype.is_floating_point or tensor.dtype.is_complex else 0
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        value = float("nan")
+    else:
+        value = 0
     return torch.full(tensor.shape, value, dtype=tensor.dtype, device=place)
 
 
@@ -57,7 +60,10 @@ class Stub:
             if key not in self._known:
                 self._known[key] = self._computed(args, kwargs)
             output = self._known[key]
-        device = given[0].device if given else torch.get_default_device()
+        if given:
+            device = given[0].device
+        else:
+            device = torch.get_default_device()
         return stood_in(pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), output))
 
     def _like(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

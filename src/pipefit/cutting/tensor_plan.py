@@ -35,7 +35,10 @@ def tensor_rules(model: nn.Module) -> Rules:
         ModelError: the model has no plan, or one that cannot be followed; it names the module and the kind.
     """
     base = without_adapters(model)
-    plan: Mapping[str, str] = getattr(base, "tp_plan", None) or {} if is_transformers(model) else {}
+    if is_transformers(model):
+        plan: Mapping[str, str] = getattr(base, "tp_plan", None) or {}
+    else:
+        plan = {}
     modules = dict(base.named_modules())
     rules: Rules = {}
     for path, module in modules.items():
@@ -61,7 +64,10 @@ def _general(path: str) -> str:
 def _rule(way: type[nn.Module], module: nn.Module, shards: Mapping[str, ShardSpec] = {}, **sizes: int) -> TensorRule:
     for name, spec in shards.items():
         if (parameter := getattr(module, name, None)) is not None:
-            parts = f"/{spec.parts}" if spec.parts > 1 else ""
+            if spec.parts > 1:
+                parts = f"/{spec.parts}"
+            else:
+                parts = ""
             sizes[f"{name}.shape[{spec.dim}]{parts}"] = parameter.shape[spec.dim] // spec.parts
     return TensorRule(ways.mixed(way, type(module)), shards, lambda _: sizes, may_stay_whole=way in _WHOLE_OUTSIDE)
 
@@ -115,7 +121,10 @@ def _shards_of(path: str, parameters: Mapping[str, nn.Parameter], plan: Mapping[
 
 def _linear(way: type[nn.Module], linear: nn.Module, **sizes: int) -> TensorRule:
     is_columns = way in (ways.Columns, ways.JoinedColumns)
-    shards = {"weight": ShardSpec(0), "bias": ShardSpec(0)} if is_columns else {"weight": ShardSpec(1)}
+    if is_columns:
+        shards = {"weight": ShardSpec(0), "bias": ShardSpec(0)}
+    else:
+        shards = {"weight": ShardSpec(1)}
     return _rule(way, linear, shards, **sizes)
 
 
@@ -138,7 +147,10 @@ def _without_half_tied(base: nn.Module, rules: Rules) -> Rules:
     users: dict[int, list[tuple[str, nn.Module, ShardSpec | None]]] = {}
     for path, module in base.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            spec = rules[module].shards.get(name) if module in rules else None
+            if module in rules:
+                spec = rules[module].shards.get(name)
+            else:
+                spec = None
             users.setdefault(id(parameter), []).append((f"{path}.{name}", module, spec))
     for found in users.values():
         if len({spec for _, _, spec in found}) > 1:

@@ -173,7 +173,10 @@ class Traced:
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
         """Runs some consecutive layers; see `Shell.run`."""
-        begin = Payload(payload, [], []) if first == 0 else Payload(**payload)
+        if first == 0:
+            begin = Payload(payload, [], [])
+        else:
+            begin = Payload(**payload)
         args, kwargs = self.arguments(begin.batch)
         inputs, values = pytree.tree_leaves((args, kwargs)), begin.values
         trace = self._trace(args, kwargs, self._converted(first))
@@ -192,7 +195,9 @@ class Traced:
         floating = ((name, p) for name, p in self.holders[number].named_parameters() if p.is_floating_point())
         kinds = ((p.dtype, self.model.get_parameter(name).dtype) for name, p in floating)
         now, before = next(kinds, (None, None))
-        return None if now == before else now
+        if now == before:
+            return None
+        return now
 
     def _trace(self, args: Any, kwargs: Any, dtype: torch.dtype | None = None, flow: Flow | None = None) -> Trace:
         """The trace of the mode for some arguments: one that is there, or a new one."""
@@ -242,8 +247,12 @@ class Traced:
             raise ModelError(f"{hooked[0]} has a backward hook, which its graph would not call: remove it for training")
         args, kwargs = self.arguments(example)
         flow = self._flow(args, kwargs)
-        named = {} if cuts is None else named_lines(flow, cuts)
-        lines = found_lines(flow) if cuts is None else list(named)
+        if cuts is None:
+            named = {}
+            lines = found_lines(flow)
+        else:
+            named = named_lines(flow, cuts)
+            lines = list(named)
         if not lines:
             raise ModelError("no two operations with weights follow each other with only tensors in between")
         layers = by_lines(flow, lines)
@@ -324,7 +333,10 @@ def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms:
     node._non_persistent_buffers_set = module._non_persistent_buffers_set
     for kind in ("_parameters", "_buffers"):
         every = module.__dict__[kind]
-        node.__dict__[kind] = every if all(has) else {n: t for n, t in every.items() if id(t) in mine}
+        if all(has):
+            node.__dict__[kind] = every
+        else:
+            node.__dict__[kind] = {n: t for n, t in every.items() if id(t) in mine}
 
 
 def _childless(module: nn.Module) -> nn.Module:

@@ -129,7 +129,9 @@ class Tracker(TorchDispatchMode):
     def read(self, tree: Any, value: Any) -> Any:
         """Reports that Python reads tensors, and returns what it gets."""
         found = list(self.origins(tree).values())
-        return value if self._is_quiet or not found else self.on_read(found, value)
+        if self._is_quiet or not found:
+            return value
+        return self.on_read(found, value)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -154,7 +156,9 @@ class Tracker(TorchDispatchMode):
         if used:
             foreign = any(origin.foreign for origin in used.values())
             self.mark([result, written], self.now._replace(foreign=foreign))
-        return self.read((args, kwargs), result) if _is_read(func, args) else result
+        if _is_read(func, args):
+            return self.read((args, kwargs), result)
+        return result
 
 
 class _Direct(TorchFunctionMode):
@@ -169,7 +173,9 @@ class _Direct(TorchFunctionMode):
             with self._tracker.quiet():
                 return func(*args, **(kwargs or {}))
         value = func(*args, **(kwargs or {}))
-        return self._tracker.read(args[:1], value) if func in _READS else value
+        if func in _READS:
+            return self._tracker.read(args[:1], value)
+        return value
 
 
 _followed_by: Tracker | None = None

@@ -90,7 +90,9 @@ class ArrayBatches(Resumable):
 
     def __len__(self) -> int:
         """Batches per epoch."""
-        return -(-len(self._x) // self._batch) if self._ragged else len(self._x) // self._batch
+        if self._ragged:
+            return -(-len(self._x) // self._batch)
+        return len(self._x) // self._batch
 
     @property
     def epoch(self) -> int:

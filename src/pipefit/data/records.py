@@ -168,7 +168,10 @@ def _rows(path: Path) -> Iterator[tuple[Any, str]]:
 
 def _tokens(record: Any, tokenizer: Any, where: str, learns_all: bool) -> Tokens:
     """The sequence of a record, by the fields that it has."""
-    given = record if isinstance(record, dict) else {}
+    if isinstance(record, dict):
+        given = record
+    else:
+        given = {}
     words = {name for name, value in given.items() if isinstance(value, str)}
     if "text" in words:
         return _plain(tokenizer, given["text"])
@@ -180,14 +183,20 @@ def _tokens(record: Any, tokenizer: Any, where: str, learns_all: bool) -> Tokens
         return chat_tokens(given["messages"], tokenizer, where, learns_all)
     if isinstance(given.get("conversations"), list):
         return chat_tokens(of_sharegpt(given["conversations"], where), tokenizer, where, learns_all)
-    fields = ", ".join(map(str, given)) if isinstance(record, dict) else type(record).__name__
+    if isinstance(record, dict):
+        fields = ", ".join(map(str, given))
+    else:
+        fields = type(record).__name__
     raise DataError(f"data: {where}: expected {_FIELDS}, got {fields or 'nothing'}")
 
 
 def _answered(prompt: str, completion: str, tokenizer: Any, learns_all: bool) -> Tokens:
     asked = tokenizer(prompt)["input_ids"]
     given = tokenizer(completion, add_special_tokens=False)["input_ids"] + _end(tokenizer)
-    labels = asked if learns_all else [IGNORED] * len(asked)
+    if learns_all:
+        labels = asked
+    else:
+        labels = [IGNORED] * len(asked)
     return Tokens(asked + given, labels + given)
 
 
@@ -209,4 +218,6 @@ def _plain(tokenizer: Any, words: str) -> Tokens:
 
 
 def _end(tokenizer: Any) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if tokenizer.eos_token_id is None:
+        return []
+    return [tokenizer.eos_token_id]

@@ -124,7 +124,10 @@ class TokenWriter:
             context: tokens of a new sequence.
         """
         count = self._num_tokens - start
-        starts = range(start, self._num_tokens - 1, context) if count > 1 else range(start, self._num_tokens)
+        if count > 1:
+            starts = range(start, self._num_tokens - 1, context)
+        else:
+            starts = range(start, self._num_tokens)
         del self._starts[first:], self._ends[first:]
         self._starts.extend(starts)
         self._ends.extend(min(begin + context, self._num_tokens) for begin in starts)

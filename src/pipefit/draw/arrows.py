@@ -30,7 +30,10 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
         births |= {(box.stage, box.version + 1): box.end_s for box in scene.of(rank) if box.letter == "S"}
         used = {(box.stage, box.version) for box in followed if box.rank == rank}
         for (stage, version), time_s in births.items():
-            kind = "mark" if (stage, version) in used else "soft"
+            if (stage, version) in used:
+                kind = "mark"
+            else:
+                kind = "soft"
             yield (
                 f'<text class="{kind}" font-size="9" text-anchor="middle" x="{plan.x(time_s):.1f}" '
                 f'y="{y + ROOM - 5:.1f}">w{version}</text>'

@@ -28,7 +28,9 @@ def label_number(value: float) -> str:
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     text = f"{value:.4g}"
-    return "0" if text in ("-0", "0") else text
+    if text in ("-0", "0"):
+        return "0"
+    return text
 
 
 def time_scale(span_s: float, unit: str) -> tuple[float, str]:

@@ -35,7 +35,10 @@ def stages_words(stages: tuple[int, ...]) -> str:
     >>> stages_words((0, 4)), stages_words((0, 4, 8, 12, 16))
     ('stages 0, 4', 'stages 0, 4 … 16')
     """
-    held = ", ".join(map(str, stages)) if len(stages) <= 4 else f"{stages[0]}, {stages[1]} … {stages[-1]}"
+    if len(stages) <= 4:
+        held = ", ".join(map(str, stages))
+    else:
+        held = f"{stages[0]}, {stages[1]} … {stages[-1]}"
     return f"stage{'s' if len(stages) > 1 else ''} {held}"
 
 
@@ -50,7 +53,9 @@ def percent(share: float) -> str:
 
 def duration(seconds: float, unit: str) -> str:
     """A time for people: with its unit, or without one when it counts abstract units."""
-    return format_seconds(seconds) if unit else label_number(seconds)
+    if unit:
+        return format_seconds(seconds)
+    return label_number(seconds)
 
 
 def counts(scene: Scene) -> str:
@@ -96,5 +101,8 @@ def describe(box: Box, scene: Scene) -> str:
     factor, unit = time_scale(scene.scale_s, scene.unit)
     times = f"{label_number(box.start_s * factor)} to {label_number(box.end_s * factor)} {unit}".strip()
     what = f"{box.short} {FAMILIES[box.letter].name}, stage {box.stage}"
-    batch = f", micro-batch {box.mb}" if box.mb >= 0 else ""
+    if box.mb >= 0:
+        batch = f", micro-batch {box.mb}"
+    else:
+        batch = ""
     return f"{what}{batch}, weights {box.version}, rank {box.rank}, {times}"

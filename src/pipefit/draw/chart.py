@@ -165,14 +165,20 @@ def _places(series: Series) -> list[float | str]:
 
 
 def _words(place: float | str) -> str:
-    return place if isinstance(place, str) else label_number(place)
+    if isinstance(place, str):
+        return place
+    return label_number(place)
 
 
 def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
     for index, (name, points) in enumerate(series.items()):
-        points = points if any(isinstance(x, str) for x, _ in points) else sorted(points)
+        if not any(isinstance(x, str) for x, _ in points):
+            points = sorted(points)
         # Of many points only a few are marked, different ones on each line: so overlapping lines can be distinguished.
-        every = 1 if len(points) <= _MOST_MARKS or not joined else len(points) // 10
+        if len(points) <= _MOST_MARKS or not joined:
+            every = 1
+        else:
+            every = len(points) // 10
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],

@@ -181,7 +181,10 @@ def draw(
         ScheduleError: no such schedule, or a shape that it does not support.
         PlanError: the costs contradict each other.
     """
-    made = find(schedule) if isinstance(schedule, str) else schedule
+    if isinstance(schedule, str):
+        made = find(schedule)
+    else:
+        made = schedule
     per_update, steps = updates_of(made, num_microbatches, num_steps)
     shape = Shape(
         depth=num_stages,
@@ -192,7 +195,10 @@ def draw(
         recompute=_replayed(recompute),
         options=options,
     )
-    how = How(optim_slots, tier, prefetch, activations, step_on, keep) if slots is not None or made.spills else None
+    if slots is not None or made.spills:
+        how = How(optim_slots, tier, prefetch, activations, step_on, keep)
+    else:
+        how = None
     if how:
         shape = spilled(made, shape, 2 if slots is None else slots, how)
 
@@ -222,7 +228,10 @@ def drawing_of(program: Program) -> Drawing:
     pricing = partial(unit, forward=1, backward=2)
     cost = pricing(program.header)
     spill = program.header.spill
-    how = How(spill.optim_slots, spill.tier, None, spill.activations, keep=bool(spill.keeps)) if spill else None
+    if spill:
+        how = How(spill.optim_slots, spill.tier, None, spill.activations, keep=bool(spill.keeps))
+    else:
+        how = None
     return Drawing(simulated(program, cost, memory=True), cost, 1, 2, pricing, how=how)
 
 

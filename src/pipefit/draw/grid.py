@@ -42,10 +42,16 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     """
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    columns = shutil.get_terminal_size((100, 24)).columns if width is None else width
+    if width is None:
+        columns = shutil.get_terminal_size((100, 24)).columns
+    else:
+        columns = width
     scene = scene_of(timeline, seconds)
     width = max(columns, 40)
-    paint = _painted if color else _plain
+    if color:
+        paint = _painted
+    else:
+        paint = _plain
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
     gutter = max(len(name) for name in names) + 2
     peaks = [peak_words(scene, rank) for rank in range(scene.num_ranks)]
@@ -136,7 +142,9 @@ def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None
 
 
 def _label(box: Box, several: bool) -> str:
-    return box.short if several else f"{box.letter}{box.mb}"
+    if several:
+        return box.short
+    return f"{box.letter}{box.mb}"
 
 
 def _text(box: Box, room: int, scene: Scene, labelled: bool, exact: bool) -> str:
@@ -163,7 +171,10 @@ def _painted(box: Box | None, text: str) -> str:
     if box.mb >= 0:
         # The colour shows the kind, so the small space is for the micro-batch, or its last digit.
         number = str(box.mb)
-        shown = number.center(len(text)) if len(number) <= len(text) else number[-len(text) :]
+        if len(number) <= len(text):
+            shown = number.center(len(text))
+        else:
+            shown = number[-len(text) :]
     return f"\x1b[48;5;{back}m\x1b[38;5;{front}m{shown}\x1b[0m"
 
 

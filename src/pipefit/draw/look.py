@@ -67,8 +67,13 @@ def mix(first: str, last: str, share: float) -> str:
 def chunk_colour(letter: str, chunk: int, num_chunks: int, dark: bool = False) -> str:
     """The fill of a chunk's cells."""
     family = FAMILIES[letter]
-    first, last, only = family.dark if dark else family.light
-    return only if num_chunks == 1 else mix(first, last, chunk / (num_chunks - 1))
+    if dark:
+        first, last, only = family.dark
+    else:
+        first, last, only = family.light
+    if num_chunks == 1:
+        return only
+    return mix(first, last, chunk / (num_chunks - 1))
 
 
 def cell_rules(scope: str, num_chunks: int, dark: bool) -> str:

@@ -120,7 +120,9 @@ class Scene:
         used = {bar.lane for bar in self.bars}
         if "host" in used:
             return SPILL_LANES
-        return SPILL_LANES[:2] if used else ()
+        if used:
+            return SPILL_LANES[:2]
+        return ()
 
     @cached_property
     def items(self) -> tuple[Box, ...]:
@@ -175,7 +177,8 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
     boxes.sort(key=lambda box: (box.rank, box.repeat, box.position))
     bars.sort(key=lambda bar: (bar.rank, SPILL_LANES.index(bar.lane), bar.start_s, bar.position))
     first = [bisect_left(boxes, rank, key=attrgetter("rank")) for rank in range(len(stages) + 1)]
-    seconds = timeline.source == "measured" if seconds is None else seconds
+    if seconds is None:
+        seconds = timeline.source == "measured"
     used = {box.letter for box in boxes}
     letters = tuple(spec.letter for spec in OP_SPEC.values() if spec.letter in used)
     unit = "s" if seconds else ""
@@ -216,11 +219,19 @@ def _spill_words(header: Header) -> str:
     if spill is None:
         return ""
     slots = f"{spill.weights_slots} slot{'s' if spill.weights_slots > 1 else ''}"
-    steps = f" · {len(spill.on_host)} step there" if spill.on_host else ""
-    kept = f" · {len(spill.keeps)} keep activations" if spill.keeps else ""
+    if spill.on_host:
+        steps = f" · {len(spill.on_host)} step there"
+    else:
+        steps = ""
+    if spill.keeps:
+        kept = f" · {len(spill.keeps)} keep activations"
+    else:
+        kept = ""
     return f"{len(spill.stages)} stages on the {spill.tier} · {slots}{steps}{kept}"
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
     followed = len(timeline.memory) == len(timeline.program.ranks) and all(timeline.memory)
-    return tuple(max(size for _, size in samples) for samples in timeline.memory) if followed else ()
+    if followed:
+        return tuple(max(size for _, size in samples) for samples in timeline.memory)
+    return ()

@@ -39,7 +39,10 @@ def svg(
     Raises:
         PipefitError: there is no such micro-batch.
     """
-    scene = timeline if isinstance(timeline, Scene) else scene_of(timeline, seconds)
+    if isinstance(timeline, Scene):
+        scene = timeline
+    else:
+        scene = scene_of(timeline, seconds)
     plan = layout_of(scene, width, ROOM if follow is not None else 0)
     name = title or title_of(scene.facts.schedule)
     chunks = scene.facts.num_chunks
@@ -96,7 +99,10 @@ def _axis(scene: Scene, plan: Layout) -> list[str]:
         x = plan.x(tick / factor)
         parts.append(f'<path class="hair" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>')
         parts.append(f'<text class="soft small mid" x="{x:.1f}" y="{bottom + 14:.1f}">{label_number(tick)}</text>')
-    words = f"time in {unit}" if unit else "time"
+    if unit:
+        words = f"time in {unit}"
+    else:
+        words = "time"
     parts.append(f'<text class="soft small end" x="{plan.left - 14}" y="{bottom + 14:.1f}">{words}</text>')
     return parts
 
@@ -108,7 +114,10 @@ def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
         f'<g class="rank" data-rank="{rank}">',
         f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" height="{height}" rx="3"/>',
     ]
-    above = 4 if scene.is_plain else -2
+    if scene.is_plain:
+        above = 4
+    else:
+        above = -2
     parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle + above:.1f}">rank {rank}</text>')
     if not scene.is_plain:
         words = stages_words(scene.stages[rank])
@@ -135,7 +144,10 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
         w = max(width - 1, 1.6)
         rect = f'<rect class="S0" {data} x="{x - 0.8 if width < 2.6 else x + 0.5:.2f}" y="{y - 2:.1f}" '
         return f'{rect}width="{w:.2f}" height="{height + 4}"><title>{describe(box, scene)}</title></rect>'
-    inset = 0.5 if width > 3 else min(0.12 * width, 0.5)
+    if width > 3:
+        inset = 0.5
+    else:
+        inset = min(0.12 * width, 0.5)
     rect = (
         f'<rect class="{box.letter}{box.chunk}" {data} x="{x + inset:.2f}" y="{y:.1f}" '
         f'width="{max(width - 2 * inset, 0.3):.2f}" height="{height}" rx="{_radius(width)}">'
@@ -189,7 +201,10 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
 def _memory(scene: Scene, plan: Layout) -> list[str]:
     peaks, versions = scene.facts.peak_inflight, scene.facts.weight_versions
     x, highest = plan.memory_left, max(scene.facts.peak_inflight, default=0) or 1
-    head = "in flight + inputs" if any(scene.facts.kept_inputs) else "peak in flight"
+    if any(scene.facts.kept_inputs):
+        head = "in flight + inputs"
+    else:
+        head = "peak in flight"
     parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">{head}</text>']
     several = max(versions, default=1) > 1
     if several:
@@ -218,7 +233,10 @@ def _legend(plan: Layout) -> list[str]:
     parts, y = [], plan.bottom + 40
     for item in plan.legend:
         x, top = plan.left + item.x, y + item.line * 20
-        shapes = [(item.classes[0], 4, 4)] if item.thin else [(name, 0, 12) for name in item.classes]
+        if item.thin:
+            shapes = [(item.classes[0], 4, 4)]
+        else:
+            shapes = [(name, 0, 12) for name in item.classes]
         for name, shift, height in shapes:
             parts.append(
                 f'<rect class="{name}" x="{x:.1f}" y="{top + shift:.1f}" '

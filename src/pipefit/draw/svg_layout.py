@@ -103,7 +103,10 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
     """The layout of a scene: of that width, or, without one, wide enough for its numbers where that is possible."""
     versions = not scene.facts.is_synchronous
     several = max(scene.facts.weight_versions, default=1) > 1
-    longest = 0 if scene.is_plain else max(len(stages_words(stages)) for stages in scene.stages)
+    if scene.is_plain:
+        longest = 0
+    else:
+        longest = max(len(stages_words(stages)) for stages in scene.stages)
     left = MARGIN + max(62, int(5.7 * longest) + 16)
     memory_width = (
         28.0 + 72 + 8 + 30 + 30 * any(scene.facts.kept_inputs) + 68 * several + 68 * bool(scene.facts.peak_bytes)
@@ -140,14 +143,20 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
 def _typical_cell(scene: Scene) -> tuple[float, int]:
     """The duration that nine of ten cells reach, and the digits of the highest number."""
     cells = sorted(box.duration_s for box in scene.boxes if box.letter != "S" and box.duration_s > 0)
-    typical = cells[len(cells) // 10] if cells else 1.0
+    if cells:
+        typical = cells[len(cells) // 10]
+    else:
+        typical = 1.0
     highest = max((max(box.mb, 0) for box in scene.boxes), default=0)
     return typical, len(str(highest))
 
 
 def _legend_items(scene: Scene, versions: bool, numbers: bool) -> Iterator[Item]:
     for letter in scene.letters:
-        many = scene.facts.num_chunks if letter != "S" else 1
+        if letter != "S":
+            many = scene.facts.num_chunks
+        else:
+            many = 1
         words = FAMILIES[letter].name + (f", chunk 0 to {many - 1}" if many > 1 else "")
         yield Item(tuple(f"{letter}{chunk}" for chunk in range(many)), words, 14 if many == 1 else 9)
     yield Item(("lane",), "idle")

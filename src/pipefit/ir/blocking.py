@@ -108,7 +108,10 @@ class Blocking:
                 seen.add(rank)
                 path.append(rank)
                 blocker = self.waits_for(self.at[rank])
-                rank = self._graph.ranks[blocker] if blocker >= 0 else -1
+                if blocker >= 0:
+                    rank = self._graph.ranks[blocker]
+                else:
+                    rank = -1
             if rank in path:
                 cycle = path[path.index(rank) :]
                 first = cycle.index(min(cycle))

@@ -60,7 +60,9 @@ class Graph:
         """All sides of a message or collective; anything else has one."""
         if number in self.partner:
             return number, self.partner[number]
-        return self.collectives[self.collective_of[number]] if number in self.collective_of else (number,)
+        if number in self.collective_of:
+            return self.collectives[self.collective_of[number]]
+        return (number,)
 
 
 def dependency_graph(program: Program) -> Graph:
@@ -109,7 +111,10 @@ def _link_rank(
     instructions, frozen = program.ranks[rank], header.frozen
     for number, instruction in enumerate(instructions, start):
         op = instruction.op
-        found = tuple(start + earlier for earlier in waits.get(number - start, ())) if waits else ()
+        if waits:
+            found = tuple(start + earlier for earlier in waits.get(number - start, ()))
+        else:
+            found = ()
         if 0 <= instruction.stage < frozen:
             if op is Op.SEND:
                 sent[instruction.peer].append(number)
@@ -127,9 +132,15 @@ def _link_rank(
         for value in MAKES[op](instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's. The compute lane
             # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
-            others = makers.get(value, ()) if value.kind == WGRAD and op in WORK_OPS else ()
+            if value.kind == WGRAD and op in WORK_OPS:
+                others = makers.get(value, ())
+            else:
+                others = ()
             awaited = [n for n in others if instructions[n - start].op not in WORK_OPS] if others else ()
-            makers[value] = (*awaited, number) if awaited else (number,)
+            if awaited:
+                makers[value] = (*awaited, number)
+            else:
+                makers[value] = (number,)
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:

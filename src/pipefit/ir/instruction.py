@@ -44,7 +44,9 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
         value = getattr(self, field)
         prefix = PREFIX.get(field, "")
         if prefix:
-            return f"{prefix}{value}" if value >= 0 else f"{prefix}*"
+            if value >= 0:
+                return f"{prefix}{value}"
+            return f"{prefix}*"
         return str(value)
 
     @property

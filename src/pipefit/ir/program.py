@@ -183,7 +183,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def num_updates(self, stage: int) -> int:
         """Number of updates that the stage makes in the program; an incomplete last one counts too. Frozen: none."""
-        return 0 if stage < self.frozen else -(-self.total_microbatches // self.updates[stage])
+        if stage < self.frozen:
+            return 0
+        return -(-self.total_microbatches // self.updates[stage])
 
     def microbatches_of(self, stage: int, rank: int) -> range:
         """The micro-batches that a rank runs for a stage, in order."""

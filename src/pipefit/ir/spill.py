@@ -81,4 +81,6 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Number of slots of a rank for a kind; 0 for a kind without slots."""
         if kind == Kind.OPTIM:
             return self.optim_slots
-        return self.weights_slots if kind in SLOTTED else 0
+        if kind in SLOTTED:
+            return self.weights_slots
+        return 0

@@ -103,7 +103,10 @@ def _spaced(numbers: Iterable[int]) -> str:
 
 def _spill_words(spill: Spill) -> str:
     """The words of a header for its `Spill`: "host weights 2 optim 2 stages 0 1 2"."""
-    parked = " activations" if spill.activations else ""
+    if spill.activations:
+        parked = " activations"
+    else:
+        parked = ""
     some = (("on-host", spill.on_host), ("keeps", spill.keeps))
     lists = parked + "".join(f" {word} {_spaced(those)}" for word, those in some if those)
     slots = f"weights {spill.weights_slots} optim {spill.optim_slots}"
@@ -197,7 +200,9 @@ class _Operands(dict[str, int | str]):
         match = re.fullmatch(re.escape(self._prefix) + rf"({_NUMBER}|\*)", text)
         if match is None or (match.group(1) == "*" and self._field == "peer"):
             raise ProgramError(f"expected {self._field} as {self._prefix}0, {self._prefix}1, …, got {text!r}")
-        return -1 if match.group(1) == "*" else int(match.group(1))
+        if match.group(1) == "*":
+            return -1
+        return int(match.group(1))
 
 
 _FIELDS = Instruction.__struct_fields__[1:]

@@ -37,7 +37,9 @@ class Value(msgspec.Struct, frozen=True, order=True, gc=False):
     at: int
 
     def __str__(self) -> str:
-        return f"{self.kind}[s{self.stage},{self.at}]" if self.stage >= 0 else f"{self.kind}[{self.at}]"
+        if self.stage >= 0:
+            return f"{self.kind}[s{self.stage},{self.at}]"
+        return f"{self.kind}[{self.at}]"
 
 
 Rule = Callable[[Instruction, Program, int], tuple[Value, ...]]
@@ -70,7 +72,9 @@ def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[in
     """The stages of a rank whose gradients a reduction takes."""
     if kind == Reduction.NORM and stage < 0:
         return header.stages_of(rank)
-    return tied_stages(header, stage, rank) if kind == Reduction.TIED else (stage,)
+    if kind == Reduction.TIED:
+        return tied_stages(header, stage, rank)
+    return (stage,)
 
 
 def _terms(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
@@ -91,7 +95,9 @@ def _terms(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
 def _result(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     if i.kind == Reduction.SHARDS:
         return (Value(WEIGHTS, i.stage, i.version + 1),)
-    return (Value(NORM, i.stage, i.version),) if i.kind == Reduction.NORM else _terms(i, program, rank)
+    if i.kind == Reduction.NORM:
+        return (Value(NORM, i.stage, i.version),)
+    return _terms(i, program, rank)
 
 
 def _stepped(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
@@ -102,12 +108,16 @@ def _stepped(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
 
 def _states(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     """The optimizer's states, where they are moved; elsewhere they stay."""
-    return (Value(OPTIM, i.stage, i.version),) if program.header.is_optim_spilled(i.stage) else ()
+    if program.header.is_optim_spilled(i.stage):
+        return (Value(OPTIM, i.stage, i.version),)
+    return ()
 
 
 def _new_states(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     moved = program.header.is_optim_spilled(i.stage) and not program.header.is_sharded(i.stage)
-    return (Value(OPTIM, i.stage, i.version + 1),) if moved else ()
+    if moved:
+        return (Value(OPTIM, i.stage, i.version + 1),)
+    return ()
 
 
 def _in_slots(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
@@ -163,7 +173,9 @@ def _both(first: Rule, second: Rule) -> Rule:
 
 def _rule(names: tuple[str, ...]) -> Rule:
     """The values of several names."""
-    return reduce(_both, [_VALUES[name] for name in names]) if names else _nothing
+    if names:
+        return reduce(_both, [_VALUES[name] for name in names])
+    return _nothing
 
 
 # By operation, for loops over whole programs.

@@ -45,7 +45,10 @@ def convnet(
     size, width = image, inputs
     for index in range(layers - 1):
         halve = index >= 2 and index % 2 == 0 and size > 2
-        outputs = channels if index == 0 else width
+        if index == 0:
+            outputs = channels
+        else:
+            outputs = width
         if halve:
             outputs = 2 * width
         model.append((f"block{index}", _norm_block(width, outputs, 2 if halve else 1)))

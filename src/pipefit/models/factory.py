@@ -28,7 +28,10 @@ def find_factory(path: str) -> Callable[..., Any]:
     place, _, attribute = path.rpartition(":")
     if not place or not attribute:
         raise ModelError(f"expected package.module:factory or file.py:factory, got {path!r}")
-    module = _import_file(place, path) if place.endswith(".py") else _import_module(place, path)
+    if place.endswith(".py"):
+        module = _import_file(place, path)
+    else:
+        module = _import_module(place, path)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -48,7 +51,10 @@ def _import_module(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except _RAISED as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name
+        else:
+            missing = None
         if missing and f"{name}.".startswith(f"{missing}."):
             raise ModelError(f"{path}: there is no module {missing!r}, neither installed nor in {here}") from error
         raise ModelError(f"{path}: importing {name} raised {_cause(error)}") from error
@@ -90,7 +96,10 @@ def _cause(error: BaseException) -> str:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     users = [frame for frame in frames if not _is_library(frame.filename)] or frames
-    place = f" ({users[-1].filename}, line {users[-1].lineno}, in {users[-1].name})" if users else ""
+    if users:
+        place = f" ({users[-1].filename}, line {users[-1].lineno}, in {users[-1].name})"
+    else:
+        place = ""
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -69,7 +69,10 @@ def _unknown(name: str, known: Mapping[str, inspect.Parameter]) -> str:
         return f"no option {name!r}: this model takes no options"
     listed = ", ".join(key if one.default is one.empty else f"{key}={one.default}" for key, one in known.items())
     hint = nearest(name, known)
-    guess = f"{hint} " if hint.startswith("did you") else ""
+    if hint.startswith("did you"):
+        guess = f"{hint} "
+    else:
+        guess = ""
     return f"no option {name!r}; {guess}valid with their defaults: {listed}"
 
 
@@ -77,11 +80,20 @@ def _read(value: object, parameter: inspect.Parameter | None, where: str) -> obj
     """A word by its type; as a literal of Python where the signature names none that is plain."""
     if not isinstance(value, str):
         return value
-    kind = parameter.annotation if parameter is not None else inspect.Parameter.empty
+    if parameter is not None:
+        kind = parameter.annotation
+    else:
+        kind = inspect.Parameter.empty
     if kind is inspect.Parameter.empty and parameter is not None:
         kind = type(parameter.default)
-    kinds = set(typing.get_args(kind)) if isinstance(kind, types.UnionType) else {kind}
-    word = value if str in kinds else _WORDS.get(value.lower(), value)
+    if isinstance(kind, types.UnionType):
+        kinds = set(typing.get_args(kind))
+    else:
+        kinds = {kind}
+    if str in kinds:
+        word = value
+    else:
+        word = _WORDS.get(value.lower(), value)
     if not kinds <= _PLAIN or kinds == {types.NoneType}:
         return literal(word)
     try:
@@ -94,6 +106,8 @@ def literal(word: str) -> object:
     """A word as a literal of Python or of JSON; itself where it is none."""
     constants = {"true": True, "false": False, "none": None, "null": None}
     try:
-        return constants[word.lower()] if word.lower() in constants else ast.literal_eval(word)
+        if word.lower() in constants:
+            return constants[word.lower()]
+        return ast.literal_eval(word)
     except (ValueError, SyntaxError):
         return word

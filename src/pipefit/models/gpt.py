@@ -53,7 +53,10 @@ class Attention(nn.Module):
         """Each position attends to itself and to earlier positions."""
         b, s, h = x.shape
         q, k, v = self.qkv(x).view(b, s, 3, self.heads, h // self.heads).permute(2, 0, 3, 1, 4)
-        rate = self.dropout if self.training else 0.0
+        if self.training:
+            rate = self.dropout
+        else:
+            rate = 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(b, s, h))
 
@@ -101,7 +104,10 @@ def _initialise_layer(layers: int, layer: str, module: nn.Module) -> None:
     with torch.no_grad():
         for name, part in module.named_modules(prefix=layer):
             if isinstance(part, nn.Linear | nn.Embedding):
-                std = residual_std if name.endswith(("attention.out", "down")) else 0.02
+                if name.endswith(("attention.out", "down")):
+                    std = residual_std
+                else:
+                    std = 0.02
                 nn.init.normal_(part.weight, std=std)
                 if isinstance(part, nn.Linear) and part.bias is not None:
                     nn.init.zeros_(part.bias)

@@ -69,7 +69,10 @@ class SharedBlock(Block):
         q, k, v = (
             F.linear(x, attention.qkv.weight, attention.qkv.bias).view(b, s, 3, heads, width).permute(2, 0, 3, 1, 4)
         )
-        rate = attention.dropout if self.training else 0.0
+        if self.training:
+            rate = attention.dropout
+        else:
+            rate = 0.0
         if rate:
             y = attend(self.region, q, k, v, dropout_p=rate, is_causal=True)
         else:

@@ -138,7 +138,10 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
 
 def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
     """The bundle of the result of a user's factory."""
-    parts = made if isinstance(made, tuple) else (made,)
+    if isinstance(made, tuple):
+        parts = made
+    else:
+        parts = (made,)
     if not 1 <= len(parts) <= 3:
         raise ModelError(f"{path}: expected a model, (model, loss) or (model, loss, example); got {len(parts)} things")
     model, loss, example = (*parts, None, None)[:3]
@@ -173,4 +176,6 @@ def _as_layers(model: object, example: Example | None, path: str) -> nn.Sequenti
         layers = named_layers(model)
     except ModelError as problem:
         raise ModelError(f"{path}: {problem}; a factory returns (model, loss, example)") from problem
-    return model if isinstance(model, nn.Sequential) else chain((layer.name, layer.module) for layer in layers)
+    if isinstance(model, nn.Sequential):
+        return model
+    return chain((layer.name, layer.module) for layer in layers)

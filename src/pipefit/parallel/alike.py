@@ -60,7 +60,10 @@ class Shapes(NamedTuple):
 
 def described(batch: Any) -> str:
     """Types and shapes of the tensors of a batch, and its plain values: "float32[8, 4], int64[8]"."""
-    leaves = [batch] if isinstance(batch, Tensor) else pytree.tree_leaves(batch)
+    if isinstance(batch, Tensor):
+        leaves = [batch]
+    else:
+        leaves = pytree.tree_leaves(batch)
     return ", ".join(
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         for leaf in leaves
@@ -70,7 +73,9 @@ def described(batch: Any) -> str:
 def content_sum(tensor: Tensor, before: int = 0) -> int:
     """The CRC-32 of the bytes of a tensor, after some others."""
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(content.numpy().data, before) if content.numel() else before
+    if content.numel():
+        return zlib.crc32(content.numpy().data, before)
+    return before
 
 
 def differences(found: Mapping[int, Mapping[str, Any]]) -> str:
@@ -111,7 +116,10 @@ def check(mine: int, line: Tensor, others: int, other: Tensor) -> None:
     """
     if not torch.equal(line, other):
         (low, one), (high, two) = sorted([(mine, _text(line)), (others, _text(other))])
-        before = " now, and had others before" if one == two else ""
+        if one == two:
+            before = " now, and had others before"
+        else:
+            before = ""
         raise DataError(f"batches of different shapes: rank {low} has {one}, rank {high} has {two}{before}; {CURE}")
 
 

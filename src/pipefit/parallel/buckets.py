@@ -92,7 +92,10 @@ def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
     made = []
     for members in groups:
         *starts, end = accumulate((padded(parameters[index].numel(), _ALIGN) for index in members), initial=0)
-        num_marks = len(parameters) if parts == 1 and members is groups[-1] else 0
+        if parts == 1 and members is groups[-1]:
+            num_marks = len(parameters)
+        else:
+            num_marks = 0
         size, dtype = padded(end, _ALIGN * parts), parameters[members[0]].dtype
         made.append(Bucket(tuple(members), tuple(starts), size, dtype, num_marks))
     return made
@@ -137,10 +140,16 @@ class GradientBuckets:
         self.parameters = list(parameters)
         self.buckets = layout(self.parameters, parts)
         self.flats: list[Tensor] = []
-        device = self.parameters[0].device if parameters else None
+        if parameters:
+            device = self.parameters[0].device
+        else:
+            device = None
         self.marks = torch.ones(len(self.parameters), dtype=torch.float64, device=device)
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
-        self._fields = record_layout(self.parameters)[0] if spilled else []
+        if spilled:
+            self._fields = record_layout(self.parameters)[0]
+        else:
+            self._fields = []
         if not spilled:
             self._place([torch.zeros(b.size + b.num_marks, dtype=b.dtype, device=device) for b in self.buckets])
         # Hooks stay: making and removing them for every update takes longer than calling them. They refer to this

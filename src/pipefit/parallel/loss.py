@@ -24,7 +24,10 @@ def shared_loss(loss: Loss, region: Region) -> Loss:
     three numbers per token are exchanged. For any other loss the output is gathered first.
     """
     if _is_mean_cross_entropy(loss):
-        ignore = loss.ignore_index if isinstance(loss, nn.CrossEntropyLoss) else -100
+        if isinstance(loss, nn.CrossEntropyLoss):
+            ignore = loss.ignore_index
+        else:
+            ignore = -100
         return partial(cross_entropy, region=region, ignore_index=ignore)
     return lambda output, target: loss(region.join(output), target)
 

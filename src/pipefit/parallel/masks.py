@@ -43,7 +43,9 @@ class WholeMasks(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        return self._region.own_dropout(x, p, 1 if x.dim() == 4 else -1) if training and p else x
+        if training and p:
+            return self._region.own_dropout(x, p, 1 if x.dim() == 4 else -1)
+        return x
 
 
 @attention_core
@@ -86,5 +88,8 @@ def attend(
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril_()
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -math.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        else:
+            scores = scores + attn_mask
     return region.own_dropout(scores.softmax(-1), dropout_p, 1) @ value

@@ -64,7 +64,9 @@ class Mesh:
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This process's part of a weight, or all of one that is not sharded."""
         spec = self.shards.get(name)
-        return whole if spec is None else spec.part(whole, self.index, self.tensor)
+        if spec is None:
+            return whole
+        return spec.part(whole, self.index, self.tensor)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """A weight from its parts; every process of the rank must call it, in one order."""
@@ -78,7 +80,9 @@ class Mesh:
     def whole_shape(self, name: str, part: torch.Size) -> torch.Size:
         """The shape of the whole weight."""
         spec = self.shards.get(name)
-        return part if spec is None else spec.shape(part, self.tensor)
+        if spec is None:
+            return part
+        return spec.shape(part, self.tensor)
 
     def compare(self, stage: int, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Compares the first gradients of the weights that every process of the rank has whole; all call it alike.
@@ -109,7 +113,9 @@ class Mesh:
 
     def loss(self, loss: Loss) -> Loss:
         """The loss of this process's part of the output."""
-        return shared_loss(loss, self.region) if self.shards_output and self.region is not None else loss
+        if self.shards_output and self.region is not None:
+            return shared_loss(loss, self.region)
+        return loss
 
     def metric(self, metric: Callable[[Any, Any], float]) -> Callable[[Any, Any], float]:
         """A metric of this process's part of the output."""
@@ -193,7 +199,8 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
         parameters = dict(named.module.named_parameters(remove_duplicate=False))
         for path, (module, rule) in own.items():
             for name, spec in rule.shards.items():
-                name = f"{path}.{name}" if path else name
+                if path:
+                    name = f"{path}.{name}"
                 if (parameter := parameters.get(name)) is not None:
                     shards[named.dotted + name] = spec
                     if id(parameter) not in done:
@@ -240,7 +247,10 @@ def _checked(named: NamedLayer, rules: Mapping[str, Ruled] | None, width: int) -
                 kept.pop(path, None)
             elif size % width:
                 widths = ", ".join(str(width) for width in range(1, min(size, 64) + 1) if size % width == 0)
-                where = f"layer {named.name}" if not path else named.dotted + path
+                if not path:
+                    where = f"layer {named.name}"
+                else:
+                    where = named.dotted + path
                 raise ModelError(
                     f"{where}: {what}={size} is no multiple of tensor={width}; widths that divide it: {widths}"
                 )

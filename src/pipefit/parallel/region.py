@@ -74,7 +74,9 @@ class Region:
 
     def shared(self, *weights: Tensor) -> tuple[Tensor, ...]:
         """Weights that all processes hold whole. Under sequence parallelism their gradients are summed."""
-        return self.summed(*weights) if self.sequence else weights
+        if self.sequence:
+            return self.summed(*weights)
+        return weights
 
     def summed(self, *weights: Tensor) -> tuple[Tensor, ...]:
         """Weights that all processes hold whole and use for their own parts: their gradients are summed."""
@@ -112,7 +114,9 @@ class Region:
         """
         if not training or rate == 0.0:
             return x
-        return self.own_dropout(x, rate, 1) if self.sequence else torch.nn.functional.dropout(x, rate)
+        if self.sequence:
+            return self.own_dropout(x, rate, 1)
+        return torch.nn.functional.dropout(x, rate)
 
     def own_dropout(self, x: Tensor, rate: float, dim: int) -> Tensor:
         """Dropout of this process's part along a dimension, such as its heads: by its part of the mask of the whole."""
@@ -129,8 +133,13 @@ class Region:
         self.moved_bytes += 2 * (self.size - 1) / self.size * x.nbytes
         if self._is_pair(x):
             other = self._exchanged(x)
-            return torch.maximum(other, x, out=other) if op == dist.ReduceOp.MAX else other.add_(x)
-        result = x if spent else x.clone(memory_format=torch.contiguous_format)
+            if op == dist.ReduceOp.MAX:
+                return torch.maximum(other, x, out=other)
+            return other.add_(x)
+        if spent:
+            result = x
+        else:
+            result = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(result, op, group=self.group)
         return result
 
@@ -189,7 +198,9 @@ class Exchange(NamedTuple):
 
     def run(self, region: Region, x: Tensor) -> Tensor:
         """Repeats the exchange with another tensor of this shape."""
-        return region.sum(x) if self.dim is None else getattr(region, self.name)(x, self.dim)
+        if self.dim is None:
+            return region.sum(x)
+        return getattr(region, self.name)(x, self.dim)
 
 
 @dataclass
@@ -207,7 +218,9 @@ class Rehearsal(Region):
 
     def sum(self, x: Tensor, op: Any = None, *, spent: bool = False) -> Tensor:
         """The tensor itself."""
-        return x if x.is_meta else self._noted("sum", x)
+        if x.is_meta:
+            return x
+        return self._noted("sum", x)
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """As many copies of the tensor as there are processes."""
@@ -229,7 +242,9 @@ def _unchanged(x: Tensor) -> Tensor:
 def _mask(x: Tensor, shape: Sequence[int], rate: float) -> Tensor:
     """The factors of torch's dropout on a CPU, of this shape."""
     kept = x.new_empty(shape).bernoulli_(1 - rate)
-    return kept.div_(1 - rate) if rate < 1 else kept
+    if rate < 1:
+        return kept.div_(1 - rate)
+    return kept
 
 
 class _Mirrored(Function):

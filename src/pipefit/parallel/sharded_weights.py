@@ -156,7 +156,10 @@ class ShardedStore(WeightStore):
         self._flats[version + 1], self._versions[version + 1] = flats, data
         for piece in self.pieces:
             found = piece.of(self.gradients[piece.bucket])
-            piece.master.grad = None if self._parameters[piece.index].grad is None else found
+            if self._parameters[piece.index].grad is None:
+                piece.master.grad = None
+            else:
+                piece.master.grad = found
         for index in self._whole:
             self.masters[index].grad = self._parameters[index].grad
         if in_place and self._current == version:

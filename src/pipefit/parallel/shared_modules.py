@@ -75,7 +75,9 @@ class Rows(nn.Module):
         """The sum of all processes' products."""
         self.region.is_divided = False
         y = self.region.leave(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        if self.bias is None:
+            return y
+        return y + self.bias
 
 
 class SplitRows(Rows):
@@ -96,7 +98,9 @@ class Tokens(nn.Module):
     def padding_idx(self) -> int | None:
         """The token that gets no gradient, among those of this process."""
         whole, size = self.__dict__["padding_idx"], self.weight.shape[0]
-        return None if whole is None or whole // size != self.region.index else whole % size
+        if whole is None or whole // size != self.region.index:
+            return None
+        return whole % size
 
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up the tokens of this process, zeros for the others, and sums over the processes."""

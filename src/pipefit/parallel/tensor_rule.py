@@ -31,7 +31,10 @@ class ShardSpec:
         >>> ShardSpec(0, parts=2).part(torch.arange(8), 1, 2)
         tensor([2, 3, 6, 7])
         """
-        shape = whole.shape if isinstance(whole, Tensor) else whole.get_shape()
+        if isinstance(whole, Tensor):
+            shape = whole.shape
+        else:
+            shape = whole.get_shape()
         size, before = shape[self.dim] // (self.parts * width), (slice(None),) * self.dim
         starts = [(part * width + index) * size for part in range(self.parts)]
         return torch.cat([whole[(*before, slice(start, start + size))] for start in starts], self.dim).detach()

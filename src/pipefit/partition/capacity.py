@@ -67,7 +67,10 @@ def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_bu
     needed, load = _needs(profile, optimizer_factor)
     least = math.inf
     for reserve in _reserves(load, double_buffer):
-        allowed = np.where(load <= reserve, needed, np.inf) if double_buffer else needed
+        if double_buffer:
+            allowed = np.where(load <= reserve, needed, np.inf)
+        else:
+            allowed = needed
         worst = np.zeros(len(needed))
         for first in range(len(needed) - 2, -1, -1):
             worst[first] = np.maximum(allowed[first, first + 1 :], worst[first + 1 :]).min()

@@ -69,7 +69,10 @@ def stage_s(
         below: components of the level below (1 for devices).
         first: the stage is the first of its level, or its only one.
     """
-    share = replicas if rule.divides else 1
+    if rule.divides:
+        share = replicas
+    else:
+        share = 1
     reduction = (4 if rule.released else 2) * (replicas - 1) * trained_bytes / (bandwidth * share)
     if not rule.released:
         return np.maximum(compute_s, reduction) / replicas

@@ -74,7 +74,10 @@ class States:
 
     def layers_between(self, a: int, b: int) -> tuple[int, ...]:
         """The layers of the stage from D_a to D_b; a stage that starts at the first state holds the free layers too."""
-        mask = self.masks[b] & ~self.masks[a] if a else self.masks[b]
+        if a:
+            mask = self.masks[b] & ~self.masks[a]
+        else:
+            mask = self.masks[b]
         return tuple(index for index in range(len(self.profile)) if mask >> index & 1)
 
 
@@ -110,7 +113,9 @@ def _free_layers(profile: Profile, feeds: list[int]) -> int:
         bytes_of_all_kinds = layer.weight_bytes + layer.output_bytes + layer.saved_bytes
         if feeds[index] & ~free == 0 and layer.total_s + bytes_of_all_kinds == 0:
             free |= 1 << index
-    return 0 if free == (1 << len(profile)) - 1 else free
+    if free == (1 << len(profile)) - 1:
+        return 0
+    return free
 
 
 def _blocks(profile: Profile, free: int) -> list[tuple[int, int]]:

@@ -89,7 +89,10 @@ def all_pairs(problem: CutProblem, level: int, beyond: int) -> Array:
                 _join(result, front, rest[left - replicas])
 
     for left in range(1, width):
-        rest[left] = rest[left - 1].copy() if at_most and left > 1 else np.full_like(problem.compute_s, np.inf)
+        if at_most and left > 1:
+            rest[left] = rest[left - 1].copy()
+        else:
+            rest[left] = np.full_like(problem.compute_s, np.inf)
         look(rest[left], left, first=False)
     result = np.full_like(problem.compute_s, np.inf)
     for total in [width] if at_most else problem.totals(level):
@@ -141,10 +144,16 @@ def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, tim
         for choice, middle, last in zip(choices, *costs, strict=True):
             for n in [n for n in left if choice.low <= n <= choice.high]:
                 if remaining == 1:
-                    ends = [len(states) - 1] if n == choice.replicas and last <= limit else []
+                    if n == choice.replicas and last <= limit:
+                        ends = [len(states) - 1]
+                    else:
+                        ends = []
                 else:
                     good = (middle <= limit) & (counts[position + 1 : -1, n - choice.replicas] == remaining - 1)
-                    ends = [position + 1 + int(good.argmax())] if good.any() else []
+                    if good.any():
+                        ends = [position + 1 + int(good.argmax())]
+                    else:
+                        ends = []
                 for stop in ends:
                     options.setdefault((stop, choice.replicas), {})[n] = choice.child
         stop, replicas = min(options)

@@ -84,12 +84,16 @@ class PipeDreamResult:
     @property
     def speedup_over_data_parallel(self) -> float:
         """The time of plain data parallelism over this one."""
-        return self.data_parallel_s / self.time_s if self.time_s else 1.0
+        if self.time_s:
+            return self.data_parallel_s / self.time_s
+        return 1.0
 
     @property
     def configuration(self) -> str:
         """Replicas per stage as the papers write them: "15-1"."""
-        return "-".join(str(stage.replicas) for stage in self.partition.stages) if self.partition else "none"
+        if self.partition:
+            return "-".join(str(stage.replicas) for stage in self.partition.stages)
+        return "none"
 
 
 def pipedream(
@@ -157,7 +161,8 @@ def pipedream(
         data_parallel_fits=whole_bytes <= memory.limit_bytes,
         exact=states.complete,
     )
-    margin = _MARGIN[cost] if margin is None else margin
+    if margin is None:
+        margin = _MARGIN[cost]
     allowed_s = time_s * (1 + margin) * (1 + TIE)
     if not straight and result.data_parallel_fits and result.data_parallel_s <= allowed_s:
         return _data_parallel(result, problem, margin)
@@ -171,10 +176,17 @@ def _searches(search: str | None, rule: Convention, topology: Topology) -> list[
     if search not in (None, "flat", "hierarchical", "both"):
         raise PlanError(f'search: expected "flat", "hierarchical" or "both", got {search!r}')
     if sum(level.width > 1 for level in topology.levels) <= 1:
-        return ["flat"] if search == "flat" else ["hierarchical"]
+        if search == "flat":
+            return ["flat"]
+        return ["hierarchical"]
     if search is None:
-        search = "hierarchical" if rule.released else "both"
-    return ["flat", "hierarchical"] if search == "both" else [search]
+        if rule.released:
+            search = "hierarchical"
+        else:
+            search = "both"
+    if search == "both":
+        return ["flat", "hierarchical"]
+    return [search]
 
 
 def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
@@ -243,7 +255,10 @@ def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) 
     for width, _ in problem.levels:
         levels = (LevelStage(tuple(range(len(problem.states.profile))), width, levels),)
     why = "plain data parallelism is fastest"
-    ahead = result.data_parallel_s / result.time_s - 1 if result.time_s else 0.0
+    if result.time_s:
+        ahead = result.data_parallel_s / result.time_s - 1
+    else:
+        ahead = 0.0
     if ahead > TIE:
         why = f"plain data parallelism: the best hybrid would be {ahead:.1%} faster, within the margin of {margin:.0%}"
     return _with_stages(replace(result, time_s=result.data_parallel_s, shape="data parallel"), problem, levels, why)

@@ -135,10 +135,16 @@ class CutProblem:
             last: the last stage of its level, which sends nothing inside the level.
         """
         bandwidth = self.levels[level - 1][1]
-        below = self.levels[level - 2][0] if level > 1 else 1
+        if level > 1:
+            below = self.levels[level - 2][0]
+        else:
+            below = 1
         cost: Array = stage_s(self.rule, base, self.trained_bytes[row, columns], replicas, bandwidth, below, first)
         link_s = 2 * self.states.crossing_bytes / bandwidth
-        share = replicas if self.rule.divides else 1
+        if self.rule.divides:
+            share = replicas
+        else:
+            share = 1
         if not first:
             received = link_s[row]
             cost = np.maximum(cost, (received if isinstance(row, int) else received[:, None]) / share)

@@ -24,7 +24,9 @@ def entering(i: Instruction) -> tuple[str, int, int]:
     """The value, by kind, stage and micro-batch, that a compute instruction may need from another rank."""
     if i.op in FORWARD_OPS:
         return ACT, i.stage - 1, i.mb
-    return (GRAD, i.stage, i.mb) if i.op in COMPUTE_OPS else ("", -1, -1)
+    if i.op in COMPUTE_OPS:
+        return (GRAD, i.stage, i.mb)
+    return ("", -1, -1)
 
 
 def last_backwards(header: Header, listed: Sequence[Instruction]) -> dict[tuple[int, int], int]:

@@ -26,6 +26,7 @@ def with_recompute(program: Program, stages: Collection[int] | None = None) -> P
             if wanted and before != (Op.FWD, i.stage, i.mb):
                 listed.append(Instruction(Op.RECOMPUTE, i.stage, i.mb))
             listed.append(i)
-            before = (i.op, i.stage, i.mb) if i.op in COMPUTE_OPS else before
+            if i.op in COMPUTE_OPS:
+                before = (i.op, i.stage, i.mb)
         ranks.append(listed)
     return program.with_ranks(ranks)

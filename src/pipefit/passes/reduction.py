@@ -42,7 +42,10 @@ def _with_reductions(
     for stage, update in sorted(last, key=lambda key: ends[header.placement[key[0]][0]][key]):
         members = header.placement[stage]
         complete[members] = max(complete[members], last[stage, update])
-        kind = Reduction.SCATTER if header.is_sharded(stage) else Reduction.REPLICAS
+        if header.is_sharded(stage):
+            kind = Reduction.SCATTER
+        else:
+            kind = Reduction.REPLICAS
         if len(members) > 1:
             added[complete[members] + 1].append(_reduce(kind, stage, update))
     for tie in header.ties:

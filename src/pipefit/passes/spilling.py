@@ -77,7 +77,10 @@ def _finished_at_once(header: Header, rank: int, listed: Sequence[Instruction]) 
     for (stage, update), index in ready.items():
         if header.is_spilled(stage):
             part = Instruction(Op.REDUCE, stage, version=update, kind=Reduction.NORM.value)
-            done = step_of(header, stage, update) if steps_at_once(header, stage) else part
+            if steps_at_once(header, stage):
+                done = step_of(header, stage, update)
+            else:
+                done = part
             place = _past_messages(listed, index + 1)
             if place in begins:
                 # Receives of the next update are posted after the step.
@@ -97,7 +100,10 @@ def _visited(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
     """The spilled stages that must be in slots for an instruction."""
     if i.stage < 0 or not (i.op in _USES or i.op is Op.REDUCE):
         return ()
-    stages = reduced_stages(header, i.kind, i.stage, rank) if i.op is Op.REDUCE else (i.stage,)
+    if i.op is Op.REDUCE:
+        stages = reduced_stages(header, i.kind, i.stage, rank)
+    else:
+        stages = (i.stage,)
     return tuple(filter(header.is_spilled, stages))
 
 
@@ -198,7 +204,10 @@ def _parked(
                 for op in (Op.EVICT, Op.FETCH)
             )
             out = _past_messages(listed, before + 1)
-            back = index if prefetch == 0 else max(computes_back(listed, index, _AHEAD), out)
+            if prefetch == 0:
+                back = index
+            else:
+                back = max(computes_back(listed, index, _AHEAD), out)
             placed.append((out, 0, index, evict))
             placed.append((back, 1, index, fetch))
     return placed
@@ -218,7 +227,10 @@ def _starts(
     starts: list[int] = []
     stepped = _host_steps(listed)
     for number, stay in enumerate(found):
-        start = _past_messages(listed, stay.before.last + 1) if stay.before else 0
+        if stay.before:
+            start = _past_messages(listed, stay.before.last + 1)
+        else:
+            start = 0
         start = max((start, *(other for first, other in ahead if first < stay.first)))
         if prefetch is not None and number >= prefetch:
             start = max(start, found[number - prefetch].first)
@@ -251,7 +263,10 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
                 version[stage], here = i.version + 1, False
                 summing.pop(stage, None)
         stay.left = version[stage]
-        stay.gradients_left = summing[stage] if here else -1
+        if here:
+            stay.gradients_left = summing[stage]
+        else:
+            stay.gradients_left = -1
 
 
 def _host_steps(listed: list[Instruction]) -> dict[int, list[int]]:

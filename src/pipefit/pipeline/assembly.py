@@ -68,12 +68,21 @@ def assemble(
                 "model in memory, or use tensor=1"
             )
         initialise = initialise.over(mesh)
-    spill = None if spill is None else identified(spill, layers, plan, training, session)
-    ranks = [mesh.rank_of(session.rank)] if session.is_distributed else list(range(header.num_ranks))
+    if spill is None:
+        spill = None
+    else:
+        spill = identified(spill, layers, plan, training, session)
+    if session.is_distributed:
+        ranks = [mesh.rank_of(session.rank)]
+    else:
+        ranks = list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
     spillings: list[Spilling | None] = []
-    run = from_first(session, new_run) if header.spill is not None else ""
+    if header.spill is not None:
+        run = from_first(session, new_run)
+    else:
+        run = ""
     for rank, part in zip(ranks, parts, strict=True):
         if initialise and getattr(initialise, "is_complete", False) and any(map(header.is_spilled, part)):
             _read_shared(part, _shared(part, ties), device, initialise)
@@ -159,9 +168,14 @@ def _host_share(
         return sum(p.nbytes for p in {id(p): p for layer in layers for p in layer.parameters()}.values())
 
     # The processes of a tensor-parallel rank have a part of its weights each.
-    processes = processes_here(session) if session.is_distributed else range(header.num_ranks)
+    if session.is_distributed:
+        processes = processes_here(session)
+    else:
+        processes = range(header.num_ranks)
     total = sum(spilled_bytes(process // header.tensor) for process in processes)
-    return spilled_bytes(rank) / total if total else 1.0
+    if total:
+        return spilled_bytes(rank) / total
+    return 1.0
 
 
 def _shared(part: dict[int, list[NamedLayer]], ties: dict[str, Tie]) -> set[int]:

@@ -92,7 +92,10 @@ def check_fit(steps: int | None, held_out: object, evaluate_every: int) -> None:
 
 def size_of(x: Any) -> tuple[int, int]:
     """Number of samples of a model's input, and of tokens where it consists of token ids; masked ones do not count."""
-    ids, mask = (x.get("input_ids"), x.get("attention_mask")) if isinstance(x, Mapping) else (x, None)
+    if isinstance(x, Mapping):
+        ids, mask = (x.get("input_ids"), x.get("attention_mask"))
+    else:
+        ids, mask = (x, None)
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
         return samples_of(x) or 0, 0
     has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
@@ -139,7 +142,10 @@ class BatchStream:
                     f"the data ended after {self._drawn} batches, before step {step}; give `steps` at most that many"
                 ) from None
             ordinal = self._first + self._drawn * self._size
-            before = self._kept[-1].batch if self._kept else None
+            if self._kept:
+                before = self._kept[-1].batch
+            else:
+                before = None
             self._kept += feed_of(batch, self._size, ordinal, "train", self._weigh, before)
             self._drawn += 1
         return self._kept[mb - self._drawn * self._size]

@@ -114,7 +114,10 @@ class Callbacks:
         if self.last is None or record.step >= self.last.step:
             self.last = record
         for one in self._all:
-            usual = one if event == "step" and callable(one) else None
+            if event == "step" and callable(one):
+                usual = one
+            else:
+                usual = None
             method: Callable[[Record], Any] | None = getattr(one, event, usual)
             if method is not None:
                 try:
@@ -167,7 +170,10 @@ class Checkpoints:
         self.folder = Path(folder)
         self._every = every or 0
         self._keep = keep or None
-        self._interval = Interval(share, clock) if every is None and pipe.schedule.is_synchronous else None
+        if every is None and pipe.schedule.is_synchronous:
+            self._interval = Interval(share, clock)
+        else:
+            self._interval = None
         self._next = 1
         self._saved, self._clock = -1, clock
         self._earlier: frozenset[str] | None = None
@@ -175,7 +181,9 @@ class Checkpoints:
     @property
     def every(self) -> int:
         """The training pauses at multiples of this number of steps; 0: nowhere."""
-        return self._every if self._interval is None else self._next
+        if self._interval is None:
+            return self._every
+        return self._next
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
@@ -212,7 +220,10 @@ class Checkpoints:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
             is_mine = self._pipe.rank == 0 and self.folder.is_dir()
-            found = candidates(self.folder) if is_mine else []
+            if is_mine:
+                found = candidates(self.folder)
+            else:
+                found = []
             self._earlier = frozenset(path.name for path in found if not 0 < step_of(path) < step)
 
     def _save(self, wait: bool) -> None:

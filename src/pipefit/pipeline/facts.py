@@ -82,11 +82,20 @@ def facts_of_plan(plan: Plan) -> dict[str, str]:
 def _of_request(request: Request) -> dict[str, str]:
     spread = asdict(request.parallelism)
     del spread["device"]  # of each rank its own; its type is compared
-    spill = {} if request.spill is None else _of_spill(request.spill)
-    plan = "none" if request.plan is None else "given"
+    if request.spill is None:
+        spill = {}
+    else:
+        spill = _of_spill(request.spill)
+    if request.plan is None:
+        plan = "none"
+    else:
+        plan = "given"
     facts = {"schedule": request.schedule, "microbatches": request.microbatches, "plan": plan}
     stages = request.stages
-    facts["stages"] = stages if stages is None or isinstance(stages, int | str) else list(stages)
+    if stages is None or isinstance(stages, int | str):
+        facts["stages"] = stages
+    else:
+        facts["stages"] = list(stages)
     return {name: described(value) for name, value in (facts | spread | spill).items()}
 
 
@@ -143,7 +152,9 @@ def _is_setting(value: Any) -> bool:
 def described(value: Any, depth: int = 0) -> str:
     """A value in words that are the same in every process: no addresses, no order of a set; of functions their code."""
     if isinstance(value, _PLAIN):
-        return "none" if value is None else str(value)
+        if value is None:
+            return "none"
+        return str(value)
     if depth == _DEPTH:
         return type(value).__qualname__
     deeper = partial(described, depth=depth + 1)
@@ -196,7 +207,9 @@ def _of_object(value: Any, depth: int) -> str:
     if isinstance(value, type | types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     settings = {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_setting(one)}
-    return f"{kind} of {described(settings, depth + 1)}" if settings else kind
+    if settings:
+        return f"{kind} of {described(settings, depth + 1)}"
+    return kind
 
 
 def _checksum(parts: Any) -> str:

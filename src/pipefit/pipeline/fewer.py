@@ -60,7 +60,10 @@ def fitting(
     proved.sort(key=lambda found: found[0])
     if session.rank == 0:
         times = [f"{what} ({format_seconds(seconds)} per update)" if seconds else what for seconds, what, _ in proved]
-        others = f"; predicted slower: {', '.join(times[1:])}" if times[1:] else ""
+        if times[1:]:
+            others = f"; predicted slower: {', '.join(times[1:])}"
+        else:
+            others = ""
         _log.warning("planned anew for %d of %d processes: %s%s", count, full, times[0], others)
     return proved[0][2]
 

@@ -62,9 +62,15 @@ def generate(
     """
     model = _generator(layers)
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
-        got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+        if isinstance(ids, Tensor):
+            got = f"{ids.dtype} {list(ids.shape)}"
+        else:
+            got = type(ids).__name__
         raise DataError(f"expected prompts as a tensor of token ids, [sequences, tokens], got {got}")
-    mask = None if mask is None else mask.cpu()
+    if mask is None:
+        mask = None
+    else:
+        mask = mask.cpu()
     told = repr((ids.tolist(), None if mask is None else mask.tolist(), seed, sorted(options.items())))
     if len(set(exchange(engine.session, hashlib.sha256(told.encode()).hexdigest()))) > 1:
         raise DataError("ranks were given different prompts or options: every rank must make the same call of generate")
@@ -100,12 +106,16 @@ def generate(
                         chosen = torch.multinomial(scores.softmax(-1), 1, generator=random).squeeze(1)
                 with engine.session.at(TOKEN):
                     broadcast(engine.session, chosen, header.rank_of(header.last_stage, 0) * header.tensor)
-                chosen = chosen if padding is None else torch.where(going, chosen, padding)
+                if padding is not None:
+                    chosen = torch.where(going, chosen, padding)
                 input_ids = torch.cat([input_ids, chosen[:, None]], 1)
                 going &= ~stopping_criteria(input_ids, None)
         return input_ids
 
-    silent = {"output_router_logits": False} if getattr(model.config, "output_router_logits", False) else {}
+    if getattr(model.config, "output_router_logits", False):
+        silent = {"output_router_logits": False}
+    else:
+        silent = {}
     # Ranks of one process have copies where they share weights.
     with in_mode(False, *(layers[0].shell.model for layers in _stages(engine))):
         return model.generate(
@@ -121,7 +131,10 @@ def _generator(layers: Sequence[NamedLayer]) -> Any:
         or not is_transformers(shell.model)
         or not without_adapters(shell.model).can_generate()
     ):
-        kind = "a sequence of layers" if shell is None else type(shell.model).__name__
+        if shell is None:
+            kind = "a sequence of layers"
+        else:
+            kind = type(shell.model).__name__
         raise ModelError(
             f"generate needs a causal language model of transformers, such as LlamaForCausalLM, not {kind}"
         )
@@ -178,10 +191,15 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
             logits.clear()
             engine.run(program, [MicroBatch(batch, {}, 1.0, 0, signature)], loss=take)
             if not past.length:
-                own = caches if engine.mesh.is_first else ()
+                if engine.mesh.is_first:
+                    own = caches
+                else:
+                    own = ()
                 filled = exchange(engine.session, [cache.filled() for cache in own])
                 if wrong := not_filled_once(past.cache, filled):
                     raise ModelError(f"{own_way} (layers {', '.join(map(str, wrong))})")
-            return logits[0] if logits else None
+            if logits:
+                return logits[0]
+            return None
 
         yield past, forward

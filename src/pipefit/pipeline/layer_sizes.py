@@ -32,7 +32,10 @@ def layer_costs(work: Workload) -> list[float]:
     """
     owned = ([p for p in layer.module.parameters() if not is_lazy(p)] for layer in work.layers)
     weights = [float(sum(p.numel() for p in parameters)) for parameters in owned]
-    flop = [0.0] * len(weights) if work.example is None else _flop_of(work.layers, work.example[0])
+    if work.example is None:
+        flop = [0.0] * len(weights)
+    else:
+        flop = _flop_of(work.layers, work.example[0])
     return [own + weight for own, weight in zip(flop, weights, strict=True)]
 
 
@@ -77,7 +80,9 @@ def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> 
         parameters = list(layer.module.parameters())
         weights += sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
         states += sum(spec.like.nbytes for spec in states_of(parameters))
-    return states / weights if weights else 0.0
+    if weights:
+        return states / weights
+    return 0.0
 
 
 def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int = 1) -> ModelBytes:

@@ -70,14 +70,22 @@ class LoaderPosition:
             return self._saved
         at = self._current[0]
         is_new = at.iterator is None or _has_state(at.loader)
-        state = _packed(_state_of(at.loader)) if is_new else at.order
+        if is_new:
+            state = _packed(_state_of(at.loader))
+        else:
+            state = at.order
         return {**_kind(at.loader), "epoch": at.epoch, "batches": at.batches, "state": state}
 
     @property
     def words(self) -> str:
         """The last batch taken, in words; "": there is no loader."""
-        at = self._current[0] if self._current else None
-        return f"batch {at.batches - 1} of epoch {at.epoch}, both counted from 0" if at and at.batches else ""
+        if self._current:
+            at = self._current[0]
+        else:
+            at = None
+        if at and at.batches:
+            return f"batch {at.batches - 1} of epoch {at.epoch}, both counted from 0"
+        return ""
 
     def batches(self, batches: Iterable[Any], endless: bool) -> Iterator[Any]:
         """The batches from the position on: the rest of an epoch, or of endless epochs.
@@ -87,7 +95,9 @@ class LoaderPosition:
         Raises:
             DataError: the position is one of another loader.
         """
-        return self._from_here(endless) if self._take_up(batches) else iter(batches)
+        if self._take_up(batches):
+            return self._from_here(endless)
+        return iter(batches)
 
     def counts(self, batches: Iterable[Any]) -> bool:
         """Returns whether batches have a position."""
@@ -96,7 +106,9 @@ class LoaderPosition:
     def num_left(self, batches: Iterable[Any]) -> int | None:
         """Number of batches in the rest of the epoch; None: unknown."""
         number = number_of(batches)
-        return number - self._current[0].batches % number if number and self._take_up(batches) else number
+        if number and self._take_up(batches):
+            return number - self._current[0].batches % number
+        return number
 
     def _take_up(self, batches: Any) -> bool:
         """Makes batches that have a position those of the current pass; returns whether they have one."""
@@ -147,7 +159,10 @@ class _Rest:
 
 def _after(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
     """A pass over a loader without its first batches, which are not loaded where a sampler chooses them."""
-    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    if loader.batch_sampler is None:
+        place = "sampler"
+    else:
+        place = "batch_sampler"
     if not skip or isinstance(loader.dataset, IterableDataset) or place not in vars(loader):
         return islice(iter(loader), skip, None)
     rest = _Rest(vars(loader)[place], skip)
@@ -159,7 +174,9 @@ def _after(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
     finally:
         vars(loader)[place] = rest.sampler
     # Persistent workers keep their first sampler, and have not used this one.
-    return islice(iterator, rest.skip - 1, None) if rest.skip else chain(first, iterator)
+    if rest.skip:
+        return islice(iterator, rest.skip - 1, None)
+    return chain(first, iterator)
 
 
 def _has_state(batches: Any) -> bool:
@@ -191,7 +208,9 @@ def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
 
 def _state_of(loader: Any) -> Any:
     """The loader's own state, or the states of its generators."""
-    return loader.state_dict() if _has_state(loader) else [one.get_state() for one in _generators(loader)]
+    if _has_state(loader):
+        return loader.state_dict()
+    return [one.get_state() for one in _generators(loader)]
 
 
 def _restore(loader: Any, saved: dict[str, Any]) -> None:

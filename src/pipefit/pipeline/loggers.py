@@ -93,9 +93,10 @@ class Logger:
 
     def _failed(self, step: int, problem: Exception) -> None:
         """Warns, once for each time that it cannot be written; refuses a log that cannot even begin."""
-        reason = (
-            problem if isinstance(problem, PipefitError) else f"{self.place}: cannot be written: {_reason(problem)}"
-        )
+        if isinstance(problem, PipefitError):
+            reason = problem
+        else:
+            reason = f"{self.place}: cannot be written: {_reason(problem)}"
         if step == 1:
             raise PipefitError(str(reason)) from None
         if not self._is_failing:
@@ -165,7 +166,10 @@ def entries_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def _whole_lines(path: Path) -> list[str]:
     """The complete lines of a file, with their ends; none where there is no file."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    if path.exists():
+        text = path.read_text(encoding="utf-8", errors="replace")
+    else:
+        text = ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
@@ -248,7 +252,9 @@ def log_named(name: str, folder: Path) -> Logger:
     """The logger of a name on the command line, for a run's folder."""
     if name == "csv":
         return csv_log(folder / "metrics.csv")
-    return tensorboard_log(folder / "tensorboard") if name == "tensorboard" else wandb_log(folder)
+    if name == "tensorboard":
+        return tensorboard_log(folder / "tensorboard")
+    return wandb_log(folder)
 
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:

@@ -36,7 +36,10 @@ class PendingLosses:
         # checksums of the batches and their squares.
         own, stop = extra if engine.mesh.is_first else (0.0,) * len(extra), engine.session.stop
         self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch
-        mark = self._shapes.checksum if self._shapes else 0
+        if self._shapes:
+            mark = self._shapes.checksum
+        else:
+            mark = 0
         extra = (*own, float(stop.requested), float(stop.wanted), float(mark), float(mark**2))
         # Every micro-batch's loss is known to one rank, and zero on the others: their sum is exact in any order, so the
         # losses of the steps are bitwise the same for every placement of micro-batches.
@@ -142,14 +145,23 @@ def evaluate(
     """
     total = loss = measured = 0.0
     metrics: Counter[str] = Counter()
-    measure = engine.mesh.metric(metric) if metric else None
+    if metric:
+        measure = engine.mesh.metric(metric)
+    else:
+        measure = None
     for batch in _compared(engine, batches):
         x, y = pair_of(batch)
         engine.check(x)
         found = samples_of(y)
-        samples = 1 if found is None else found
+        if found is None:
+            samples = 1
+        else:
+            samples = found
         num = max(min(header.num_microbatches, samples), 1)
-        count = weigh(y) if weigh else samples
+        if weigh:
+            count = weigh(y)
+        else:
+            count = samples
         feed = feed_of((x, y), num, 0, "eval", weigh)
         for worker in engine.workers:
             worker.train(False)

@@ -50,7 +50,10 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     assert spill is not None and spill.cap_bytes is not None
     example = work.batch("a cap on the device's memory")
     copies = _equal_copies(request)
-    num_ranks = session.num_ranks if session.is_distributed else request.parallelism.ranks or copies
+    if session.is_distributed:
+        num_ranks = session.num_ranks
+    else:
+        num_ranks = request.parallelism.ranks or copies
     links = links_of(session, num_ranks)
     meet(session)
     device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32))
@@ -107,7 +110,9 @@ def _equal_copies(request: Request) -> int:
             "a cap on the device's memory splits the model itself: give one number of replicas, got "
             f"{list(spread.copies)}"
         )
-    return spread.copies[0] if spread.copies else 1
+    if spread.copies:
+        return spread.copies[0]
+    return 1
 
 
 def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: int) -> Tier:
@@ -118,7 +123,8 @@ def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: 
     host = spill.host_bytes
     tier = measure_tier(spill.folder, work.device, capacity_bytes=host if spill.folder is None else None)
     each_step = spill.commit_every == 1 or (spill.commit_every is None and host is None)
-    tier = tier if each_step else msgspec.structs.replace(tier, commit_s=0.0)
+    if not each_step:
+        tier = msgspec.structs.replace(tier, commit_s=0.0)
     if tier.name == "host":
         weight = nn.Parameter(torch.ones(_NUM_STEPPED))
         step_s = step_seconds([weight], work.optimizer, Clock(torch.device("cpu")), repeats=3)
@@ -184,7 +190,10 @@ def spill_of(spill: Spilled, num_stages: int, ties: Sequence[Sequence[int]] = ()
     on_disk = spill.folder is not None
     if on_host and on_disk:
         raise PlanError(NOT_FROM_DISK)
-    optim_slots = spill.optim_slots if len(on_host) < num_stages else 0
+    if len(on_host) < num_stages:
+        optim_slots = spill.optim_slots
+    else:
+        optim_slots = 0
     made = Spill.of(num_stages, spill.slots, optim_slots, "disk" if on_disk else "host", spill.activations)
     return msgspec.structs.replace(made, on_host=on_host, keeps=kept)
 
@@ -192,9 +201,14 @@ def spill_of(spill: Spilled, num_stages: int, ties: Sequence[Sequence[int]] = ()
 def _chosen(name: str, choice: object, words: Sequence[str], every: str, stages: Sequence[int]) -> tuple[int, ...]:
     """The stages of a choice: a word, of which `every` means all of them, or their numbers."""
     if isinstance(choice, str) and choice in words:
-        return tuple(stages) if choice == every else ()
+        if choice == every:
+            return tuple(stages)
+        return ()
     if isinstance(choice, Sequence) and not isinstance(choice, str) and set(choice) <= set(stages):
         return tuple(sorted(set(choice)))
-    shared = " (those that share no weight with another)" if name == "step_on" else ""
+    if name == "step_on":
+        shared = " (those that share no weight with another)"
+    else:
+        shared = ""
     numbers = ", ".join(map(str, stages)) or "none"
     raise PlanError(f"{name}: expected {', '.join(words)}, or some of the stages {numbers}{shared}, got {choice!r}")

@@ -55,7 +55,10 @@ def refusal(losses: Sequence[float], norms: Sequence[float], step: int, where: s
     """
     bad = [str(mb) for mb, loss in enumerate(losses) if not math.isfinite(loss)]
     ranks = [str(rank) for rank, norm in enumerate(norms) if not math.isfinite(norm)]
-    what = f"the loss of its micro-batches {', '.join(bad)}" if bad else f"a gradient on the ranks {', '.join(ranks)}"
+    if bad:
+        what = f"the loss of its micro-batches {', '.join(bad)}"
+    else:
+        what = f"a gradient on the ranks {', '.join(ranks)}"
     return NonFiniteLossError(
         f"step {step} was not made: {what} is not finite{where and f' ({where})'}; "
         f"the weights are those after step {step - 1}; {CURE} (nonfinite=skip)"

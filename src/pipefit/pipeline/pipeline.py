@@ -111,7 +111,10 @@ class Pipeline:
         self._session.roll_call("Pipeline()")
         self.model = model
         self.spill = spill
-        example = None if example is None else pair_of(example)
+        if example is None:
+            example = None
+        else:
+            example = pair_of(example)
         made = as_layers(model, example)
         self.layers: list[NamedLayer] = list(made.layers)
         weigh = updates.weigh or (made.weigh if loss is None else None)
@@ -120,7 +123,10 @@ class Pipeline:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
         check_scheduler(updates.scheduler)
-        self.device = default_device() if parallelism.device is None else usable_device(parallelism.device)
+        if parallelism.device is None:
+            self.device = default_device()
+        else:
+            self.device = usable_device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
         half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
@@ -169,7 +175,10 @@ class Pipeline:
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
         # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
-        self.resumed_notes = resume_records(self) if spill is not None and spill.resume is not False else {}
+        if spill is not None and spill.resume is not False:
+            self.resumed_notes = resume_records(self)
+        else:
+            self.resumed_notes = {}
 
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, verified before it is used."""
@@ -312,7 +321,10 @@ class Pipeline:
             if steps is None:
                 raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
         iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
-        evaluate = None if held_out is None else partial(self.evaluate, held_out)
+        if held_out is None:
+            evaluate = None
+        else:
+            evaluate = partial(self.evaluate, held_out)
         losses = done + self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
@@ -330,7 +342,9 @@ class Pipeline:
         """
         found = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
         self.loop.metrics = found.metrics
-        return found.loss if metric is None else (found.loss, found.measured)
+        if metric is None:
+            return found.loss
+        return (found.loss, found.measured)
 
     @collective
     def generate(

@@ -93,7 +93,10 @@ def plan(
         PlanError: no count of micro-batches divides the batch, or a model comes without an example.
         InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
     """
-    machine = topology if isinstance(topology, Topology) else load_topology(topology)
+    if isinstance(topology, Topology):
+        machine = topology
+    else:
+        machine = load_topology(topology)
     if isinstance(model, Profile | str):
         options |= {"method": method, "global_batch": global_batch}
         return _planned(model if isinstance(model, Profile) else read_profile(model, machine, 1), machine, options)

@@ -40,7 +40,10 @@ def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder:
         PipefitError: on every rank: the folder cannot be written.
     """
     shell = getattr(layers[0].module, "shell", None)
-    model = given if shell is None else shell.model
+    if shell is None:
+        model = given
+    else:
+        model = shell.model
     source = getattr(getattr(given, "initialise_layer", None), "folder", None)
     if not is_transformers(model) or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} is not a model of transformers; save(path) writes its checkpoints")
@@ -81,7 +84,9 @@ def _write_adapters(model: Any, adapters: dict[str, Tensor], folder: Path) -> No
 
 
 def _words(value: Any) -> str:
-    return ", ".join(sorted(map(str, value))) if isinstance(value, set | list) else str(value)
+    if isinstance(value, set | list):
+        return ", ".join(sorted(map(str, value)))
+    return str(value)
 
 
 def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, str]:
@@ -121,7 +126,8 @@ def _end(folder: Path, model: Any, index: dict[str, str]) -> None:
         for old in folder.glob("model*.safetensors*"):
             old.unlink()
         names = {file: file.replace(".new", "model", 1) for file in set(index.values())}
-        names = names if len(names) > 1 else dict.fromkeys(names, "model.safetensors")
+        if not (len(names) > 1):
+            names = dict.fromkeys(names, "model.safetensors")
         for file, name in names.items():
             (folder / file).replace(folder / name)
         config = model.config.__class__.from_dict(model.config.to_dict())

@@ -79,7 +79,10 @@ class Recovery:
         self._pipe, self._session = pipe, pipe._session
         self._folder = self._own_folder()
         self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
-        self.every = self._memory.every if self._memory else 0
+        if self._memory:
+            self.every = self._memory.every
+        else:
+            self.every = 0
         self._is_first_fit = True
         self._losses: list[float] = []
         self._facts: dict[str, Any] = {}
@@ -89,7 +92,10 @@ class Recovery:
         """The folder in memory of this training, among those of a script."""
         folder, trainings = outliving_folder(self._session), self._session.trainings
         trainings.append(self)
-        own = None if folder is None else folder / f"training-{len(trainings)}"
+        if folder is None:
+            own = None
+        else:
+            own = folder / f"training-{len(trainings)}"
         if own is not None:
             own.mkdir(mode=0o700, exist_ok=True)
         return own
@@ -100,12 +106,16 @@ class Recovery:
         """Begins a `fit`, of which nothing is known to be done; see `begin_fit`."""
         self._resume(asked.callbacks)
         batches, steps = asked.batches, asked.steps
-        most = len(self._losses) if steps is None else min(steps, len(self._losses))
+        if steps is None:
+            most = len(self._losses)
+        else:
+            most = min(steps, len(self._losses))
         if not most:
             return asked
         if self._pipe.position.counts(batches):
             # The checkpoint holds the position in them.
-            most = min(most, number_of(batches) or most) if steps is None else most
+            if steps is None:
+                most = min(most, number_of(batches) or most)
             is_done = most == (number_of(batches) if steps is None else steps)
         else:
             batches = iter(batches)
@@ -127,7 +137,10 @@ class Recovery:
 
     def _resume(self, callbacks: Sequence[Any]) -> None:
         at = next((index for index, one in enumerate(callbacks) if isinstance(one, Checkpoints)), len(callbacks))
-        folder = callbacks[at].folder if at < len(callbacks) else None
+        if at < len(callbacks):
+            folder = callbacks[at].folder
+        else:
+            folder = None
         logs = [one for one in callbacks[:at] if isinstance(one, Logger) and one.place.suffix == ".jsonl"]
         place = folder or self._folder
         if not logs and self._log is None and place is not None:
@@ -146,11 +159,17 @@ class Recovery:
     def _go_on(self, folder: Path | None, log: Path | None) -> None:
         """Resumes a run that was started again."""
         before = self._pipe.num_updates
-        source = f"step {before}, from which it was told to resume" if before else "the beginning"
+        if before:
+            source = f"step {before}, from which it was told to resume"
+        else:
+            source = "the beginning"
         if any(worker.spilling and worker.spilling.resumed for worker in self._pipe.workers):
             source = "the records on its disk"
         known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
-        most = math.inf if self._pipe.loop.last_step is None else self._pipe.loop.last_step - 1
+        if self._pipe.loop.last_step is None:
+            most = math.inf
+        else:
+            most = self._pipe.loop.last_step - 1
         found = [Path(path) for path in from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])]
         found = [path for path in found if before < step_of(path) <= most]
         newest = max([step_of(path) for path in found[:1]] + [before + 1])
@@ -190,7 +209,10 @@ class Recovery:
             faults = [line for line in noted(folder) if line.get("start") == start - 1 and "fault" in line]
             now = time.time()
             # A clock that was set back gives no duration.
-            seconds = {"seconds": now - faults[-1]["time"]} if faults and now >= faults[-1]["time"] else {}
+            if faults and now >= faults[-1]["time"]:
+                seconds = {"seconds": now - faults[-1]["time"]}
+            else:
+                seconds = {}
             note(folder, now, **facts, **seconds, start=start)
         if self._memory is not None and record.step == self._pipe.num_updates:
             self._memory.keep()

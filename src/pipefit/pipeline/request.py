@@ -80,7 +80,10 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
             before = None  # all plans for these ranks are measured and searched anew
         elif before is not None:
             request = replace(request, plan=before.plan)
-    profile = None if before is None else before.profile
+    if before is None:
+        profile = None
+    else:
+        profile = before.profile
     fits = fitting(
         request,
         session,
@@ -101,7 +104,8 @@ def _predicted(before: Decision | None, request: Request, work: Workload) -> Cal
 
     def seconds_of(plan: Plan) -> float:
         of_size = profile.at(largest_part(x, plan.num_microbatches))
-        of_size = tensor_shard(of_size, plan.tensor, topology) if plan.tensor > 1 else of_size
+        if plan.tensor > 1:
+            of_size = tensor_shard(of_size, plan.tensor, topology)
         return update_s(plan, of_plan(of_size, plan, topology, runtime=FREE))[1]
 
     return seconds_of
@@ -125,10 +129,14 @@ def _decided(
     made = Decision(plan)
     if is_capped and (measure or plan is None):
         made = Decision(*plan_under_cap(request, work, session))
-        made = made if plan is None else made._replace(plan=plan)
+        if plan is not None:
+            made = made._replace(plan=plan)
     else:
         if measure or (plan is None and AUTO in (request.stages, request.schedule)):
-            made = before._replace(plan=plan) if before else _measured(request, plan, work, session, is_run=measure)
+            if before:
+                made = before._replace(plan=plan)
+            else:
+                made = _measured(request, plan, work, session, is_run=measure)
         if plan is None:
             made = made._replace(plan=_new_plan(request, made, work, session))
     plan = _with_sharding(made.plan, request.parallelism.shard_optimizer)
@@ -175,7 +183,9 @@ def _given(plan: Any) -> Plan | None:
     """The plan of a request: a plan, the result of `pipefit.plan`, or its file."""
     if plan is None or isinstance(plan, Plan):
         return plan
-    return Plan.load(plan) if isinstance(plan, str | Path) else plan.plan
+    if isinstance(plan, str | Path):
+        return Plan.load(plan)
+    return plan.plan
 
 
 def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
@@ -189,7 +199,10 @@ def _measured(request: Request, plan: Plan | None, work: Workload, session: Sess
     profile = agreed_profile(work, sizes, session, **({"repeats": 5, "warmup": 1} if len(sizes) > 1 else {}))
     if not (is_run or request.schedule == AUTO):
         return Decision(plan, profile)
-    num_processes = plan.num_processes if plan else request.parallelism.ranks or session.num_ranks
+    if plan:
+        num_processes = plan.num_processes
+    else:
+        num_processes = request.parallelism.ranks or session.num_ranks
     return Decision(plan, profile, links_of(session, num_processes, work.device))
 
 
@@ -220,12 +233,21 @@ def _spelled_out(
     """The plan of a request's own stages and ranks, for some number of processes; None: those of the session."""
     spread, stages = request.parallelism, request.stages
     in_one_rank = spread.ranks in (None, 1) and not session.is_distributed
-    usual = "spilled" if request.spill is not None and in_one_rank else "1f1b"
+    if request.spill is not None and in_one_rank:
+        usual = "spilled"
+    else:
+        usual = "1f1b"
     if count is None:
-        count = session.num_ranks if session.is_distributed else spread.ranks
+        if session.is_distributed:
+            count = session.num_ranks
+        else:
+            count = spread.ranks
     num_ranks = _num_ranks(request, count)
     is_open = profile is None and (stages is None or isinstance(stages, int))
-    costs = layer_costs(work) if is_open and num_ranks * spread.chunks > 1 else None
+    if is_open and num_ranks * spread.chunks > 1:
+        costs = layer_costs(work)
+    else:
+        costs = None
     return by_hand(
         len(work.layers),
         num_ranks=num_ranks,
@@ -259,8 +281,12 @@ def _num_ranks(request: Request, num_processes: int | None) -> int:
         return ranks_of(num_processes, spread.tensor, spread.data_parallel)
     if len(spread.copies) > 1:
         return sum(spread.copies)
-    count = 2 * spread.chunks if stages is None or isinstance(stages, str) else stages
-    count = count if isinstance(count, int) else len(count)
+    if stages is None or isinstance(stages, str):
+        count = 2 * spread.chunks
+    else:
+        count = stages
+    if not isinstance(count, int):
+        count = len(count)
     if count < 1 or count % spread.chunks:
         raise PlanError(f"{count} stages cannot be spread as {spread.chunks} chunks per rank")
     return count // spread.chunks * (spread.copies[0] if spread.copies else 1)
@@ -289,7 +315,10 @@ def _check_ranks(session: Session, plan: Plan) -> None:
     """
     wanted = plan.num_processes
     if session.is_distributed and session.num_ranks != wanted:
-        each = f" of {plan.tensor} processes" if plan.tensor > 1 else ""
+        if plan.tensor > 1:
+            each = f" of {plan.tensor} processes"
+        else:
+            each = ""
         raise PlanError(
             f"the plan is for {plan.placement.num_ranks} ranks{each}, but {session.num_ranks} processes were started; "
             f"start {wanted}, or plan again"

@@ -94,7 +94,10 @@ def optimizer_facts(make: MakeOptimizer) -> dict[str, Any]:
     except Exception:
         return {}
     plain = {key: value for key, value in made.defaults.items() if isinstance(value, int | float | str | list | tuple)}
-    spared = list(make.no_decay) if isinstance(make, OptimizerMaker) else []
+    if isinstance(make, OptimizerMaker):
+        spared = list(make.no_decay)
+    else:
+        spared = []
     return {"kind": type(made).__name__, **plain, "no_decay": spared}
 
 
@@ -115,7 +118,10 @@ def check_same(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
     differing = (name for name in {**was, **now} if (was.get(name) or None) != (now.get(name) or None))
     found = [f"{name} was {_short(was, name)}, is {_short(now, name)}" for name in differing]
     if found:
-        more = f", and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        if len(found) > _MOST_NAMED:
+            more = f", and {len(found) - _MOST_NAMED} more"
+        else:
+            more = ""
         raise TierError(
             f"{folder} holds the records of another run: {'; '.join(found[:_MOST_NAMED])}{more}; "
             "give the same options as there, or resume from a checkpoint"
@@ -135,8 +141,13 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 def _short(leaves: Mapping[str, Any], name: str) -> str:
     value = leaves.get(name, "nothing")
-    text = value if isinstance(value, str) and value else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+    if isinstance(value, str) and value:
+        text = value
+    else:
+        text = json.dumps(value)
+    if len(text) <= 60:
+        return text
+    return text[:57] + "…"
 
 
 def recorded_plan(folder: Path, rank: int) -> Plan:
@@ -168,7 +179,9 @@ def committed_step(folder: str | Path, rank: Amount | None = None) -> int | None
         TierError: a file there cannot be read.
     """
     found = read_commits(Path(folder), tier_name(current().rank if rank is None else rank))
-    return found[0].step if found and not rank_state(found[0]).reason else None
+    if found and not rank_state(found[0]).reason:
+        return found[0].step
+    return None
 
 
 def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> None:

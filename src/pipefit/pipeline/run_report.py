@@ -84,7 +84,10 @@ class PipelineReport:
         ]
         for (op, stage), times in sorted(by_kind(measured).items(), key=lambda item: (item[0][1], item[0][0])):
             if op in SHOWN:
-                name = f"{op} s{stage}" if stage >= 0 else op
+                if stage >= 0:
+                    name = f"{op} s{stage}"
+                else:
+                    name = op
                 lines.append(
                     f"{name:<14}{format_seconds(times.median_s):>10}{format_seconds(times.total_s):>10}{times.num_times:>8}"
                 )

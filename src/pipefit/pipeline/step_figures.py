@@ -38,7 +38,9 @@ def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
 def _bubble(instructions: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> float:
     busy = sum(end - start for i, start, end in zip(instructions, starts, ends, strict=True) if i.op in COMPUTE_OPS)
     whole = max(ends, default=0.0) - min(starts, default=0.0)
-    return 1 - busy / whole if whole > 0 else 0.0
+    if whole > 0:
+        return 1 - busy / whole
+    return 0.0
 
 
 class ModelFlop(NamedTuple):
@@ -125,7 +127,10 @@ class HeldMemory:
     def look(self) -> None:
         """Reads the memory in use, until reading has taken half a second in total."""
         # Temporary memory of a step on the host is not the device's, but on a CPU the allocator is the same.
-        steps = self._worker.spilling.steps if self._worker.spilling else ()
+        if self._worker.spilling:
+            steps = self._worker.spilling.steps
+        else:
+            steps = ()
         if self._left_s > 0 and all(step.ended() for step in steps):
             began = time.perf_counter()
             self._highest = max(self._highest, self._tell())
@@ -145,10 +150,16 @@ def _kept_bytes(worker: Worker) -> float:
     tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
     tensors += [p.grad for p in tensors if p.grad is not None]
     tensors += [x for stage in worker.stages.values() for layer in stage.layers for x in layer.module.buffers()]
-    spilled = worker.spilling.stores if worker.spilling else {}
+    if worker.spilling:
+        spilled = worker.spilling.stores
+    else:
+        spilled = {}
     for stage, optimizer in worker.optimizers.items():
         if stage not in spilled or not spilled[stage].on_host:
             tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
-    slots = worker.spilling.arena.num_bytes if worker.spilling else 0
+    if worker.spilling:
+        slots = worker.spilling.arena.num_bytes
+    else:
+        slots = 0
     return float(sum(storages.values()) + slots)

@@ -139,7 +139,12 @@ class TrainingLoop:
         try:
             with self._engine.session.sharing_errors():
                 losses = self._until_the_end(batches, steps, evaluate, evaluate_every)
-            why = "SIGTERM" if self._stop.agreed else "STOP" if self._stop.ended else "done"
+            if self._stop.agreed:
+                why = "SIGTERM"
+            elif self._stop.ended:
+                why = "STOP"
+            else:
+                why = "done"
             if why == "done" and steps is not None and 0 < len(losses) < steps:
                 raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
             if why != "SIGTERM" and evaluate is not None and losses and self._evaluated != self.num_updates:
@@ -149,7 +154,10 @@ class TrainingLoop:
         except _RefusedStepError as refused:
             self.callbacks.follow("end", ended="not finite")
             last = self.callbacks.last
-            saved = f"; they are saved in {last.path}" if last is not None and last.path is not None else ""
+            if last is not None and last.path is not None:
+                saved = f"; they are saved in {last.path}"
+            else:
+                saved = ""
             raise NonFiniteLossError(f"{refused}{saved}") from None
         finally:
             self.callbacks = Callbacks((), self._stop)
@@ -160,7 +168,10 @@ class TrainingLoop:
     ) -> list[float]:
         """Runs all steps, with the evaluations between them; returns their losses."""
         losses: list[float] = []
-        run = self._run_steps if self._schedule.is_synchronous else self._run_segment
+        if self._schedule.is_synchronous:
+            run = self._run_steps
+        else:
+            run = self._run_segment
         while not (self._stop.agreed or self._stop.ended) and (steps is None or len(losses) < steps):
             pauses = [every - self.num_updates % every for every in (evaluate_every, *self.callbacks.pauses) if every]
             count = min(pauses if steps is None else [*pauses, steps - len(losses)], default=None)
@@ -253,7 +264,10 @@ class TrainingLoop:
             if self.callbacks:
                 # A process that trains nothing takes the rate of another.
                 rates = self._rates(done.runs, index) or ((max(shared),) if len(losses) == 1 and any(shared) else ())
-                value = None if norm is None or not norm.isfinite() else float(norm)
+                if norm is None or not norm.isfinite():
+                    value = None
+                else:
+                    value = float(norm)
                 figures = rates, value, samples, tokens or None, bubble, tuple(memory), self.metrics
                 self.callbacks.notify(Record(step, loss, now - self._began, *figures))
         if not self._engine.session.background.is_busy:
@@ -276,8 +290,14 @@ class TrainingLoop:
             worker.train(True)
         # In the second pass of a synchronous schedule: then the optimizers have states.
         due = self.held_bytes is None and (self.num_updates > 0 or not self._schedule.is_synchronous)
-        tell = in_use(workers[0].device) if due and len(workers) == 1 else None
-        watch = HeldMemory(workers[0], tell) if tell else None
+        if due and len(workers) == 1:
+            tell = in_use(workers[0].device)
+        else:
+            tell = None
+        if tell:
+            watch = HeldMemory(workers[0], tell)
+        else:
+            watch = None
         runs = self._engine.run(program, feed, look=watch.look if watch else None)
         # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
         feed[num_steps * self._size - 1]

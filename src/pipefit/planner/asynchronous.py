@@ -40,7 +40,10 @@ def plan_pipedream(
             "method pipedream: expected devices that are equally fast, got some that are "
             f"{max(speeds) / min(speeds):.3g} × as fast as others; use method auto, which plans by their speeds"
         )
-    state = 1.0 if state_per_weight is None else state_per_weight
+    if state_per_weight is None:
+        state = 1.0
+    else:
+        state = state_per_weight
     found = pipedream(profile, topology, cost=cost, straight=straight, state_factor=1.0 + state)
     if found.partition is None:
         raise InfeasibleError(f"{profile.model}: {found.why}")
@@ -48,7 +51,10 @@ def plan_pipedream(
     is_single = len(stages) == 1
     counts = tuple(stage.replicas for stage in stages)
     num_workers = sum(counts)
-    specs = stages if not is_single else (StageSpec(stages[0].layers),)
+    if not is_single:
+        specs = stages
+    else:
+        specs = (StageSpec(stages[0].layers),)
     # Replicas are on consecutive ranks, so that those of a stage which fits into a server are in one: the search
     # assumes it.
     placement = tuple(tuple(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True))
@@ -57,7 +63,10 @@ def plan_pipedream(
     partition = Partition(specs)
     peaks = {rank: size for ranks, size in zip(placement, found.memory_bytes, strict=True) for rank in ranks}
     peak_bytes = tuple(peaks[rank] for rank in sorted(peaks))
-    ahead = found.speedup_over_data_parallel if found.data_parallel_fits else None
+    if found.data_parallel_fits:
+        ahead = found.speedup_over_data_parallel
+    else:
+        ahead = None
     made = Plan(
         partition,
         Placement(placement),
@@ -105,7 +114,10 @@ def _candidates(made: Plan, profile: Profile, topology: Topology, found: PipeDre
     if found.shape != "data parallel":
         everyone = range(topology.num_devices)
         needs, limit = found.data_parallel_bytes, min(topology.device_of(rank).memory_bytes for rank in everyone)
-        unfit = "" if found.data_parallel_fits else f"a device needs {format_bytes(needs)} of {format_bytes(limit)}"
+        if found.data_parallel_fits:
+            unfit = ""
+        else:
+            unfit = f"a device needs {format_bytes(needs)} of {format_bytes(limit)}"
         every = StageSpec(tuple(range(len(profile))), len(everyone))
         plain = Plan(Partition((every,)), Placement((tuple(everyone),)), "data-parallel", len(everyone))
         sent = sent_bytes(plain, profile, topology)
@@ -131,7 +143,10 @@ def replicated(problem: Problem, space: Space) -> list[Config]:
             )
         except PlanError:
             continue
-        stages = found.partition.stages if found.partition else ()
+        if found.partition:
+            stages = found.partition.stages
+        else:
+            stages = ()
         counts = tuple(stage.replicas for stage in stages)
         if len(set(counts)) > 1 and sum(counts) == problem.topology.num_devices and count >= max(counts):
             layers = tuple(stage.layers for stage in stages)

@@ -102,12 +102,17 @@ def least_s(problem: Problem, config: Config, partition: Partition, cost: CostMo
 
 
 def _speed(cost: CostModel, rank: int) -> float:
-    return cost.speed[rank] if cost.speed else 1.0
+    if cost.speed:
+        return cost.speed[rank]
+    return 1.0
 
 
 def _shared_s(config: Config, cost: CostModel) -> float:
     """Seconds of all ranks together on the cores that they share, where they are on one machine."""
-    num_ranks = config.depth * config.data if not config.replicas else sum(config.replicas)
+    if not config.replicas:
+        num_ranks = config.depth * config.data
+    else:
+        num_ranks = sum(config.replicas)
     machine, cores = cost.machine_of(0)
     if cost.machine_of(num_ranks - 1)[0] != machine:
         return 0.0
@@ -145,13 +150,19 @@ def _stages(
         ranks, speed = placement[stage], _speed(cost, rank)
         forward_s = cost.forward_s[stage] + (cost.loss_s if stage == last else 0.0)
         whole_s = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
-        back_s = cost.backward_input_s[stage] if config.schedule in _HALVED else whole_s
+        if config.schedule in _HALVED:
+            back_s = cost.backward_input_s[stage]
+        else:
+            back_s = whole_s
         out_s = in_s = 0.0
         if stage < last and rank != pipeline[stage + 1]:
             act = Instruction(Op.SEND, stage, 0, kind="act", peer=pipeline[stage + 1])
             grad = Instruction(Op.SEND, stage, 0, kind="grad", peer=rank)
             out_s = cost.message_s(act, rank)
-            in_s = cost.message_s(grad, pipeline[stage + 1]) if stage >= frozen else 0.0
+            if stage >= frozen:
+                in_s = cost.message_s(grad, pipeline[stage + 1])
+            else:
+                in_s = 0.0
         yield _Stage(
             stage if config.replicas else rank % config.depth,
             config.num_microbatches // len(ranks),
@@ -225,7 +236,10 @@ def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
         return 0.0
     last = len(stages) - config.depth + rank
     if holds_all(config.schedule, config.chunks):
-        again_s = own[-1].forward_s if own[-1].replay_s else 0.0
+        if own[-1].replay_s:
+            again_s = own[-1].forward_s
+        else:
+            again_s = 0.0
         return max(_below_s(stages, last, last) - again_s, 0.0)
     ahead = _ahead(config, rank)
     forwards_s = sum(count * stage.forward_s for count, stage in zip(ahead, own, strict=True))
@@ -233,7 +247,9 @@ def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
     first_s = own[0].forward_s + _below_s(stages, rank, last) - forwards_s - own[-1].replay_s
     last_s = own[0].backward_s + _below_s(stages, last, rank) - backwards_s
     waits_s = max(first_s, 0.0), max(last_s, 0.0)
-    return max(waits_s) if sum(ahead) == m * len(own) else sum(waits_s)
+    if sum(ahead) == m * len(own):
+        return max(waits_s)
+    return sum(waits_s)
 
 
 def _ahead(config: Config, rank: int) -> list[int]:
@@ -258,14 +274,20 @@ def quick_s(problem: Problem, config: Config) -> float:
     m = config.per_pipeline
     p = config.depth
     is_synchronous = find(config.schedule).is_synchronous
-    reduced_s = _reduced_s(problem, config, total.wgrad_bytes) if is_synchronous else 0.0
+    if is_synchronous:
+        reduced_s = _reduced_s(problem, config, total.wgrad_bytes)
+    else:
+        reduced_s = 0.0
     # A schedule that fills and drains; a rank that does not train is a part of the next update meanwhile.
     is_filled = config.schedule in ("1f1b", "gpipe") and p > 1 and not config.replicas and not total.is_frozen
     bounds = []
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
         again_s = _again_s(problem, config, total)
-        saved = total.forward_share * max(speeds) if again_s else 0.0
+        if again_s:
+            saved = total.forward_share * max(speeds)
+        else:
+            saved = 0.0
         together_s = m * (total.work_s + again_s) + total.step_s / (config.data if config.sharded else 1)
         bounds.append((together_s + min(speeds) * reduced_s) / (sum(speeds) + saved))
         if not config.replicas:
@@ -399,7 +421,10 @@ def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> floa
     """Bytes that some rank needs at least, for any cut of the layers; or about as many, to compare candidates."""
     total = _totals(problem, config)
     is_replayed = config.recompute in ("stage", "some")
-    kept = 0.0 if is_replayed else total.saved_bytes
+    if is_replayed:
+        kept = 0.0
+    else:
+        kept = total.saved_bytes
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages)
@@ -414,7 +439,10 @@ def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> flo
     """Bytes of weights, gradients and optimizer states of all ranks of a pipeline."""
     total = _totals(problem, config)
     state = problem.state / (config.data if config.sharded else 1)
-    versions = 2 if config.schedule == "pipedream-2bw" else 1
+    if config.schedule == "pipedream-2bw":
+        versions = 2
+    else:
+        versions = 1
     if at_least and config.chunks > 1 and (config.schedule != "interleaved" or config.per_pipeline < 2 * config.depth):
         # When the most is held, only the last chunk has gradients.
         versions = 0

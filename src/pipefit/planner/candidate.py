@@ -59,7 +59,10 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
     spill, frozen = config.spill, problem.profile.num_frozen(partition)
     # The schedule for one rank always replays.
     replays = spill is not None and config.schedule != "spilled"
-    keeps = spill.keeps if spill else ()
+    if spill:
+        keeps = spill.keeps
+    else:
+        keeps = ()
     stages = tuple(
         StageSpec(stage.layers, stage.replicas, config.tensor, (replays and index not in keeps) or stage.recompute)
         for index, stage in enumerate(partition.stages)
@@ -86,7 +89,10 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
 def program_for(problem: Problem, plan: Plan) -> Program:
     """The program of a candidate's plan, with the ties and the clipping that a cap must account for."""
     cap = problem.cap
-    ties = cap.ties_of(plan.partition) if cap else ()
+    if cap:
+        ties = cap.ties_of(plan.partition)
+    else:
+        ties = ()
     return generate(plan.schedule, shape_of(plan, ties=ties, clip=cap is not None and cap.clip))
 
 
@@ -124,7 +130,10 @@ def _with_waits(problem: Problem, config: Config, partition: Partition) -> tuple
     for stage in range(1, cost.num_stages):
         forward[stage] += arrival_s(stage - 1, cost.act_bytes[stage - 1])
         backward[stage - 1] += arrival_s(stage - 1, cost.grad_bytes[stage - 1])
-    share = 0.0 if problem.blocking else 1 / pieces
+    if problem.blocking:
+        share = 0.0
+    else:
+        share = 1 / pieces
     timing = replace(
         cost,
         forward_s=tuple(forward),

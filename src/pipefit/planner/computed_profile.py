@@ -77,11 +77,20 @@ def gpt_profile(
     if not device.flops > 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
     made_for = msgspec.structs.replace(device, memory_bytes=0.0)
-    many = [microbatch] if isinstance(microbatch, int) else list(microbatch)
-    ring = ring_of(topology, range(tensor)) if topology else even(tensor, float("inf"), 0.0)
-    pace = slowest_of(device, topology.num_devices) if topology else device
+    if isinstance(microbatch, int):
+        many = [microbatch]
+    else:
+        many = list(microbatch)
+    if topology:
+        ring = ring_of(topology, range(tensor))
+        pace = slowest_of(device, topology.num_devices)
+    else:
+        ring = even(tensor, float("inf"), 0.0)
+        pace = device
     found = [msgspec.structs.replace(_at(sizes, b, pace, bytes, ring), computed_for=made_for) for b in many]
-    return found[0].with_others(found[1:]) if len(found) > 1 else found[0]
+    if len(found) > 1:
+        return found[0].with_others(found[1:])
+    return found[0]
 
 
 def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topology) -> Profile:

@@ -62,10 +62,15 @@ def _divided(problem: Problem, config: Config, recomputed: set[int], within: Wit
         # The key holds only the settings that determine the cut: many candidates share one.
         again = least_replayed(config)
         replays = config.inside, tuple(sorted(stage for stage in recomputed if again[stage]))
-        where = config.depth if config.partitioner == "links" else 0
+        if config.partitioner == "links":
+            where = config.depth
+        else:
+            where = 0
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), replays, where)
         counts = problem.once(key, lambda: divide(_time_spans(problem, config, recomputed, slow)))
-    return None if counts is None else Partition.from_counts(counts)
+    if counts is None:
+        return None
+    return Partition.from_counts(counts)
 
 
 def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
@@ -156,7 +161,10 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
     first, others = (np.stack([leaving, entering, weights, saved, kept]) for kept in (leaving, sums["kept_bytes"]))
     result = []
     for stage, (keys, rows) in enumerate(holdings):
-        sizes = others if stage else first
+        if stage:
+            sizes = others
+        else:
+            sizes = first
         counts = np.zeros((len(rows), len(sizes)))
         for column, (kind, owner) in enumerate(keys):
             if kind in _SIZED:

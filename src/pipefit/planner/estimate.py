@@ -29,7 +29,9 @@ def estimate(problem: Problem, config: Config) -> Estimate:
 
 def of_cut_s(problem: Problem, config: Config) -> float:
     """Seconds per update that a candidate takes at least, by the times of its stages."""
-    return busiest_s(problem, config, _recomputed(config)) if config.depth > 1 else 0.0
+    if config.depth > 1:
+        return busiest_s(problem, config, _recomputed(config))
+    return 0.0
 
 
 def bounded(problem: Problem, config: Config) -> Estimate:
@@ -46,7 +48,10 @@ def need_bytes(problem: Problem, config: Config) -> float:
     try:
         if _is_refused(config):
             return math.inf
-        recomputed = set(range(config.depth)) if config.recompute == "some" else _recomputed(config)
+        if config.recompute == "some":
+            recomputed = set(range(config.depth))
+        else:
+            recomputed = _recomputed(config)
         if _has_choice(config) and config.partitioner in ("minmax", "links"):
             return least_bytes(problem, config)
         partition = cut(problem, config, recomputed)
@@ -71,7 +76,9 @@ def _has_choice(config: Config) -> bool:
 
 
 def _recomputed(config: Config) -> set[int]:
-    return set(range(config.num_stages)) if config.recompute == "stage" else set()
+    if config.recompute == "stage":
+        return set(range(config.num_stages))
+    return set()
 
 
 def _least_s(problem: Problem, config: Config, partition: Partition) -> float:
@@ -130,12 +137,21 @@ def _measure(
 
     is_looped = config.schedule in ("interleaved", "breadth-first") and config.chunks > 1 and not frozen
     # What the ranks of a looped schedule hold at least is known without its program.
-    overflow, needed, worst = lacking(least_holdings(config)) if is_looped else (0.0, (), 0)
+    if is_looped:
+        overflow, needed, worst = lacking(least_holdings(config))
+    else:
+        overflow, needed, worst = (0.0, (), 0)
     is_least = overflow > 1
     if not is_least:
         overflow, needed, worst = lacking(holdings_of(config, recomputed, frozen))
-    where = f"stage {worst}" if config.chunks == 1 else f"rank {worst}"
+    if config.chunks == 1:
+        where = f"stage {worst}"
+    else:
+        where = f"rank {worst}"
     least = "at least " if is_least else ""
-    why = f"{where} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}" if overflow > 1 else ""
+    if overflow > 1:
+        why = f"{where} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
+    else:
+        why = ""
     step_s = _least_s(problem, config, partition)
     return Estimate(config, partition, needed, overflow, step_s, step_s, why)

@@ -31,7 +31,10 @@ def explain(
         topology: of the machine, for the seconds on devices that differ; None: those of the profile's device.
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
-    by = "" if plan.method == plan.schedule else f" by {plan.method.removeprefix('by ')}"
+    if plan.method == plan.schedule:
+        by = ""
+    else:
+        by = f" by {plan.method.removeprefix('by ')}"
     title = f"{plan.model or 'plan'}: {plan.schedule}{by}, {_counts(plan)}"
     lines = [title, "", *table(_stages(plan, profile, topology), width)]
     prediction = plan.prediction
@@ -49,13 +52,18 @@ def explain(
 
 def _over_data_parallel(plan: Plan) -> str:
     """Throughput as a multiple of that of plain data parallelism, or the reason why that does not fit."""
-    ahead = plan.prediction.speedup_over_data_parallel if plan.prediction else None
+    if plan.prediction:
+        ahead = plan.prediction.speedup_over_data_parallel
+    else:
+        ahead = None
     if plan.schedule == "data-parallel":
         return ""
     if ahead:
         return f", {ahead:.2f} × plain data parallelism"
     plain = [each for each in plan.candidates if each.family == "data parallel" and each.throughput is None]
-    return f"; plain data parallelism does not fit: {plain[0].why_lost}" if plain else ""
+    if plain:
+        return f"; plain data parallelism does not fit: {plain[0].why_lost}"
+    return ""
 
 
 _MOST = 5
@@ -84,14 +92,23 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
     lines += ["", *wrapped("; ".join(notes), width, "  ")]
     unfit = sum(each.throughput is None for each in ranked if each not in shown)
     left = len(ranked) - len(shown)
-    words = f", {unfit} of them too large" if unfit else ""
+    if unfit:
+        words = f", {unfit} of them too large"
+    else:
+        words = ""
     return lines + wrapped(f"{left} more{words} (--all, in Python every=True)", width) * bool(left)
 
 
 def _row(each: Candidate) -> list[str]:
     """A candidate's cells; the reason stands where there is no figure."""
-    summary = each.summary if each.slower is not None or not each.why_lost else f"{each.summary}: {each.why_lost}"
-    rate = "does not fit" if each.throughput is None else f"{_SIGNS.get(each.basis, '')}{each.throughput:.4g}"
+    if each.slower is not None or not each.why_lost:
+        summary = each.summary
+    else:
+        summary = f"{each.summary}: {each.why_lost}"
+    if each.throughput is None:
+        rate = "does not fit"
+    else:
+        rate = f"{_SIGNS.get(each.basis, '')}{each.throughput:.4g}"
     return [
         summary,
         rate,
@@ -166,7 +183,10 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
     if plan.model.startswith("gpt:"):
         sizes = {"context" if name == "sequence" else name: size for name, size in gpt_of(plan.model).__dict__.items()}
         model = "gpt --option " + ",".join(f"{name}={size}" for name, size in sizes.items())
-    batch = f" --batch {plan.num_microbatches * plan.microbatch_size}" if plan.microbatch_size else ""
+    if plan.microbatch_size:
+        batch = f" --batch {plan.num_microbatches * plan.microbatch_size}"
+    else:
+        batch = ""
     return (
         f"torchrun --nnodes={plan.num_processes // each} --nproc-per-node={each} --rdzv-backend=c10d "
         f"--rdzv-endpoint=HOST:29500 -m pipefit train --plan {path}{batch} --model {model}"
@@ -174,8 +194,14 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
 
 
 def _counts(plan: Plan) -> str:
-    size = f" of {plan.microbatch_size}" if plan.microbatch_size else ""
-    frozen = f" (the first{f' {plan.frozen}' if plan.frozen > 1 else ''} frozen)" if plan.frozen else ""
+    if plan.microbatch_size:
+        size = f" of {plan.microbatch_size}"
+    else:
+        size = ""
+    if plan.frozen:
+        frozen = f" (the first{f' {plan.frozen}' if plan.frozen > 1 else ''} frozen)"
+    else:
+        frozen = ""
     words = [
         counted(len(plan.partition.stages), "stage") + frozen,
         counted(plan.num_microbatches, "micro-batch", "micro-batches") + f"{size} per update",
@@ -191,15 +217,27 @@ def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> l
     head = ["stage", "layers", "ranks", "replay", "memory"]
     rows = [head + (["forward", "backward", "weights"] if profile else [])]
     figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
-    speeds = speeds_of(topology, plan.tensor) if topology else ()
+    if topology:
+        speeds = speeds_of(topology, plan.tensor)
+    else:
+        speeds = ()
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        replays = stage.recompute if index >= plan.frozen and stage.recompute != "none" else "no"
+        if index >= plan.frozen and stage.recompute != "none":
+            replays = stage.recompute
+        else:
+            replays = "no"
         row = [str(index), _layers(stage.layers), _ranks(ranks), str(replays)]
-        peaks = plan.prediction.peak_bytes if plan.prediction else ()
+        if plan.prediction:
+            peaks = plan.prediction.peak_bytes
+        else:
+            peaks = ()
         row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
         if figures:
             layers = [figures.layers[layer] for layer in stage.layers]
-            own = [speeds[rank] for rank in ranks] if speeds else [1.0]
+            if speeds:
+                own = [speeds[rank] for rank in ranks]
+            else:
+                own = [1.0]
             row.append(_own_times(sum(layer.forward_s for layer in layers) / stage.tensor, own))
             row.append(_own_times(sum(layer.backward_s for layer in layers) / stage.tensor, own))
             row += [format_bytes(sum(layer.weight_bytes for layer in layers) / stage.tensor)]
@@ -210,17 +248,23 @@ def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> l
 def _own_times(seconds: float, speeds: Sequence[float]) -> str:
     """The seconds on devices of these speeds: of the fastest to the slowest, where they differ."""
     fastest, slowest = format_seconds(seconds / max(speeds)), format_seconds(seconds / min(speeds))
-    return fastest if fastest == slowest else f"{fastest}…{slowest}"
+    if fastest == slowest:
+        return fastest
+    return f"{fastest}…{slowest}"
 
 
 def _layers(layers: tuple[int, ...]) -> str:
     if layers == tuple(range(layers[0], layers[-1] + 1)):
-        return f"{layers[0]}" if len(layers) == 1 else f"{layers[0]}…{layers[-1]}"
+        if len(layers) == 1:
+            return f"{layers[0]}"
+        return f"{layers[0]}…{layers[-1]}"
     return f"{len(layers)} from {layers[0]} on"
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    return " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} {ranks[1]} … {ranks[-1]} ({len(ranks)})"
+    if len(ranks) <= 4:
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]} {ranks[1]} … {ranks[-1]} ({len(ranks)})"
 
 
 def spill_lines(plan: Plan) -> list[str]:
@@ -229,16 +273,28 @@ def spill_lines(plan: Plan) -> list[str]:
     if spill is None:
         return []
     num_stages, num_ranks = len(plan.partition.stages), plan.placement.num_ranks
-    stay = "" if spill.on_host else "; the optimizer's states stay on the device"
-    states = f", {spill.optim_slots} for states" if spill.optim_slots else stay
-    each = f", on each of {num_ranks} ranks" if num_ranks > 1 else ""
+    if spill.on_host:
+        stay = ""
+    else:
+        stay = "; the optimizer's states stay on the device"
+    if spill.optim_slots:
+        states = f", {spill.optim_slots} for states"
+    else:
+        states = stay
+    if num_ranks > 1:
+        each = f", on each of {num_ranks} ranks"
+    else:
+        each = ""
     lines = [
         f"spilled to the {spill.tier}: {len(spill.stages) or num_stages} stages through "
         f"{spill.weights_slots} slots for weights{states}{each}",
         f"steps: {_steps_words(spill, num_stages)}",
     ]
     if spill.keeps:
-        rest = "" if len(spill.keeps) == num_stages else "; the others replay their forwards"
+        if len(spill.keeps) == num_stages:
+            rest = ""
+        else:
+            rest = "; the others replay their forwards"
         lines.append(f"activations: {len(spill.keeps)} of {num_stages} stages keep theirs{rest}")
     if spill.activations:
         lines.append("activations: inputs of stages wait on the tier until their replay")

@@ -89,7 +89,10 @@ def replayed(config: Config) -> tuple[float, ...]:
         return (1.0,) * len(config.replicas)
     counted = _counted(config)
     # A rank that holds all of them runs only those at the end once: as many, whatever the number of micro-batches.
-    of = config.per_pipeline if holds_all(config.schedule, config.chunks) else counted
+    if holds_all(config.schedule, config.chunks):
+        of = config.per_pipeline
+    else:
+        of = counted
     return tuple(1 - once / of for once in _run_once(config.schedule, config.depth, counted, config.chunks))
 
 
@@ -104,7 +107,10 @@ def least_replayed(config: Config) -> tuple[float, ...]:
         return (0.0,) * stages
     if config.schedule == "gpipe":
         return (1 - 1 / m,) * stages
-    last = 1.0 if config.schedule == "breadth-first" and config.chunks > 1 else 0.0
+    if config.schedule == "breadth-first" and config.chunks > 1:
+        last = 1.0
+    else:
+        last = 0.0
     return (*(1.0,) * (stages - 1), last)
 
 
@@ -120,8 +126,16 @@ def small_program(
 ) -> Program:
     """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one; `recompute` None: all."""
     # Two weight versions only meet where one update follows another.
-    several = 4 * sum(replicas) if replicas else 3 if count > 1 else 3 * depth + 2
-    steps = 1 if find(schedule).is_synchronous else several
+    if replicas:
+        several = 4 * sum(replicas)
+    elif count > 1:
+        several = 3
+    else:
+        several = 3 * depth + 2
+    if find(schedule).is_synchronous:
+        steps = 1
+    else:
+        steps = several
     with collector_paused():
         return generate(schedule, Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen))
 
@@ -151,7 +165,10 @@ def least_holdings(config: Config) -> tuple[Holding, ...]:
     found, replays = [], config.recompute == "stage"
     for rank, count in enumerate(least_in_flight(config)):
         stages = range(rank, config.num_stages, config.depth)
-        kept = [(ACT, stage - 1) for stage in stages if stage] if replays else [(SAVED, stage) for stage in stages]
+        if replays:
+            kept = [(ACT, stage - 1) for stage in stages if stage]
+        else:
+            kept = [(SAVED, stage) for stage in stages]
         keys = (*kept, *((WEIGHTS, stage) for stage in stages))
         found.append(Holding(keys, np.array([[count - replays] * len(kept) + [1] * len(stages)])))
     return tuple(found)

@@ -67,7 +67,8 @@ def limit_of(program: Program, rank: int, cost: CostModel, tier: Tier, times: fl
     for index, i in enumerate(program.ranks[rank]):
         if i.op is Op.FETCH:
             moved = index not in kept
-            fill = cost.local_s(i, rank) * moved if fill is None else fill
+            if fill is None:
+                fill = cost.local_s(i, rank) * moved
             if not moved:
                 continue
         if i.op in (Op.FETCH, Op.EVICT):

@@ -32,7 +32,10 @@ def _resized(name: str) -> Topology | None:
         return None
     for known in reversed(topology_names()):
         stem, _, own = known.rpartition("-")
-        found = Topology.load(_FOLDER / f"{known}.toml") if stem == kind and ("x" in own) == bool(cross) else None
+        if stem == kind and ("x" in own) == bool(cross):
+            found = Topology.load(_FOLDER / f"{known}.toml")
+        else:
+            found = None
         if found is None:
             continue
         (first, *_), outer = found.levels, found.levels[-1]

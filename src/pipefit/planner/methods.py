@@ -63,13 +63,19 @@ def space_of(
     Raises:
         PlanError: a count below 1, or an unknown or unsuitable schedule.
     """
-    count = None if num_microbatches is None else [num_microbatches]
+    if num_microbatches is None:
+        count = None
+    else:
+        count = [num_microbatches]
     counts = {"num_microbatches": count, "microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors}
     counts["chunks"] = chunks
     for name, given in counts.items():
         if given is not None and (not given or min(given) < 1):
             raise PlanError(f"{name}: expected at least 1, got {', '.join(map(str, given)) or 'none'}")
-    chosen = tuple(schedules) if schedules else _schedules_of(method, problem.profile)
+    if schedules:
+        chosen = tuple(schedules)
+    else:
+        chosen = _schedules_of(method, problem.profile)
     for name in chosen:
         if method == "auto" and not find(name).is_synchronous:
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
@@ -77,9 +83,15 @@ def space_of(
             raise PlanError(f"{name} trains on one device from host memory or disk; without a cap nothing is spilled")
     replays = _replays(problem.profile, method, recompute)
     inner, is_auto = problem.topology.levels[0].width, method == "auto"
-    widths = tuple(tensors) if tensors else _widths(problem, 2 * inner)
+    if tensors:
+        widths = tuple(tensors)
+    else:
+        widths = _widths(problem, 2 * inner)
     if not is_auto:
-        widths = tuple(width for width in widths if width <= inner) if method == "ptdp" else (1,)
+        if method == "ptdp":
+            widths = tuple(width for width in widths if width <= inner)
+        else:
+            widths = (1,)
     return Space(
         chosen,
         tuple(depths) if depths else None,
@@ -107,7 +119,10 @@ def _replays(profile: Profile, method: str, wanted: str | None) -> tuple[str, ..
     if wanted is not None:
         kind = recompute_kind(wanted)
         if not profile.can_replay(kind):
-            what = "of attention" if kind == "selective" else "of layers that are replayed"
+            if kind == "selective":
+                what = "of attention"
+            else:
+                what = "of layers that are replayed"
             raise PlanError(
                 f"recompute {kind}: profile {profile.model} has no figures {what}; measure it with `pipefit profile`, "
                 "or give recompute stage"
@@ -141,7 +156,9 @@ def _schedules_of(method: str, profile: Profile) -> tuple[str, ...]:
         found = [name for name in names() if name not in _NOT_AUTOMATIC]
         found = [name for name in found if find(name).is_synchronous and not find(name).spills]
         is_measured = all(layer.split_s is not None for layer in profile.layers)
-        return (*found, "zb-h1") if is_measured else tuple(found)
+        if is_measured:
+            return (*found, "zb-h1")
+        return tuple(found)
     return {
         "2bw": ("pipedream-2bw",), "ptdp": ("1f1b", "interleaved"), "gpipe": ("gpipe",), "uniform": ("1f1b",)
     }[method]  # fmt: skip
@@ -155,7 +172,9 @@ def search_by(method: str, problem: Problem, space: Space) -> SearchResult:
         PlanError: there is no candidate.
     """
     listed = _listed(method, problem, space)
-    return _ptdp(problem, space, listed) if method == "ptdp" else search(problem, listed)
+    if method == "ptdp":
+        return _ptdp(problem, space, listed)
+    return search(problem, listed)
 
 
 def fits_by(method: str, problem: Problem, space: Space) -> bool:
@@ -213,7 +232,10 @@ def _no_candidate(problem: Problem, space: Space) -> str:
             f"depths: got {', '.join(map(str, space.depths))}; a depth divides the {num_devices} devices and is at "
             f"most the {num_layers} layers: {', '.join(map(str, able))}"
         )
-    wanted = f"{space.num_microbatches} micro-batches" if space.num_microbatches else f"sizes {space.microbatch_sizes}"
+    if space.num_microbatches:
+        wanted = f"{space.num_microbatches} micro-batches"
+    else:
+        wanted = f"sizes {space.microbatch_sizes}"
     return (
         f"no candidate: {num_devices} devices, {num_layers} layers, a batch of {problem.global_batch} in micro-batches "
         f"({wanted}) and the schedules {', '.join(space.schedules)} do not go together; every copy of the pipeline "

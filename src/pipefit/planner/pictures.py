@@ -139,9 +139,15 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
     Raises:
         PipefitError: matplotlib is not installed.
     """
-    figures = profile.at(plan.microbatch_size) if plan.microbatch_size else profile
+    if plan.microbatch_size:
+        figures = profile.at(plan.microbatch_size)
+    else:
+        figures = profile
     stages, peaks = plan.partition.stages, plan.prediction.peak_bytes if plan.prediction else ()
-    limit = topology.device.memory_bytes if topology else math.inf
+    if topology:
+        limit = topology.device.memory_bytes
+    else:
+        limit = math.inf
 
     def draw(figure: Figure) -> None:
         places = figure.subplot_mosaic([["layers"] * 2, ["time", "memory"]], height_ratios=[90, 40 + 24 * len(stages)])
@@ -159,7 +165,10 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
         places["memory"].axis("off")
         if peaks:
             memory = [max(peaks[rank] for rank in ranks) for ranks in plan.placement.ranks]
-            words = f"; dashed: a device has {format_bytes(limit)}" if math.isfinite(limit) else ""
+            if math.isfinite(limit):
+                words = f"; dashed: a device has {format_bytes(limit)}"
+            else:
+                words = ""
             _stage_bars(places["memory"], "peak memory of its rank" + words, memory, format_bytes, limit)
 
     title = (

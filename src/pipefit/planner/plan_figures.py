@@ -23,11 +23,17 @@ def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[
     chunks = plan.num_chunks
     size = plan.microbatch_size
     counts = tuple(stage.replicas for stage in stages)
-    replicas = counts if max(counts) > 1 else ()
+    if max(counts) > 1:
+        replicas = counts
+    else:
+        replicas = ()
     config = Config(
         plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches, replicas=replicas
     )
-    whole = replayed(config) if any(stage.is_replayed for stage in stages) else (0.0,) * len(stages)
+    if any(stage.is_replayed for stage in stages):
+        whole = replayed(config)
+    else:
+        whole = (0.0,) * len(stages)
     return [
         {"stage": share, "layer": inside, "selective": attention}.get(str(stage.recompute), 0.0)
         if index >= plan.frozen
@@ -63,7 +69,9 @@ def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float
             each_s += cost.loss_s
         own_s = each_s * plan.num_microbatches / len(ranks) + cost.step_s[stage]
         busy_s += sum(own_s / (cost.speed[rank] if cost.speed else 1.0) for rank in ranks)
-    return max(1 - busy_s / (update_s * plan.placement.num_ranks), 0.0) if update_s else 0.0
+    if update_s:
+        return max(1 - busy_s / (update_s * plan.placement.num_ranks), 0.0)
+    return 0.0
 
 
 def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:

@@ -90,8 +90,14 @@ def plan(
         for name, given in (("microbatch_sizes", microbatch_sizes), ("schedules", schedules)):
             if given and len(given) > 1:
                 raise PlanError(f"{name}: under a cap expected one, got {', '.join(map(str, given))}")
-        size = microbatch_sizes[0] if microbatch_sizes else profile.microbatch_size
-        schedule = schedules[0] if schedules else None
+        if microbatch_sizes:
+            size = microbatch_sizes[0]
+        else:
+            size = profile.microbatch_size
+        if schedules:
+            schedule = schedules[0]
+        else:
+            schedule = None
         count = num_microbatches or max((global_batch or 8 * size) // size, 1)
         problem, config = problem_under_cap(profile, topology, cap, count, size, state_per_weight, schedule)
         made = _finish(problem, "spilled", search_under_cap(problem, config, schedule))
@@ -130,7 +136,10 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
         of_rank = {rank: peak for ranks, peak in zip(made.placement.ranks, peaks, strict=False) for rank in ranks}
         peaks = tuple(of_rank[rank] for rank in sorted(of_rank))
     period_s = winner.period_s
-    rate = problem.global_batch / period_s if period_s else math.inf
+    if period_s:
+        rate = problem.global_batch / period_s
+    else:
+        rate = math.inf
     prediction = Prediction(winner.step_s, period_s, period_s, rate, peaks, over_data_parallel)
     spill = made.spill
     if spill is not None and winner.limit is not None:
@@ -150,4 +159,6 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
 def _over_data_parallel(found: SearchResult) -> float | None:
     """Times faster than plain data parallelism, where that fits."""
     plain = [each.period_s for each in found.outcomes if each.config.family == "data parallel"]
-    return min(plain) / found.winner.period_s if plain else None
+    if plain:
+        return min(plain) / found.winner.period_s
+    return None

@@ -29,7 +29,10 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             f"refit: the trace has {measured.program.header.num_stages} stages, the plan {len(stages)} with "
             f"{plan.partition.num_layers} layers, the profile {len(profile)} layers; they must belong together"
         )
-    figures = profile.at(plan.microbatch_size) if plan.microbatch_size else profile
+    if plan.microbatch_size:
+        figures = profile.at(plan.microbatch_size)
+    else:
+        figures = profile
     times = {key: item.median_s for key, item in by_kind(measured).items()}
     if not any(op == Op.FWD.value for op, _ in times):
         raise PlanError("refit: the trace holds no forward")
@@ -39,7 +42,10 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             stage.layers, _factors(figures.replaying(str(stage.recompute)), stage.layers, stage.tensor, times, index)
         )
     loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
-    loss_factor = loss[0] / figures.loss_s if loss and figures.loss_s else 1.0
+    if loss and figures.loss_s:
+        loss_factor = loss[0] / figures.loss_s
+    else:
+        loss_factor = 1.0
     steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}
     layer_steps = _steps(figures, [stage.layers for stage in stages], steps)
 
@@ -72,7 +78,10 @@ def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[i
         if not any(shares):
             shares = [profile.layers[index].wgrad_bytes for index in layers]
         for index, share in zip(layers, shares, strict=True):
-            found[index] = steps.get(stage, 0.0) * share / sum(shares) if share else 0.0
+            if share:
+                found[index] = steps.get(stage, 0.0) * share / sum(shares)
+            else:
+                found[index] = 0.0
     return found
 
 

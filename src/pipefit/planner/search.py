@@ -72,7 +72,10 @@ class Frontier:
         """
         while self.waiting and self.waiting[0][0] <= limit_s:
             bound_s, missing, _, candidate = self.waiting[0]
-            config = candidate if isinstance(candidate, Config) else candidate.config
+            if isinstance(candidate, Config):
+                config = candidate
+            else:
+                config = candidate.config
             if missing == _SIMULATION and self.spent + size_of(config) > most:
                 return None
             heappop(self.waiting)
@@ -95,7 +98,10 @@ class Frontier:
         """Of each family that is not settled the least bound, and the candidate that has it."""
         least: dict[str, tuple[float, Config | Estimate]] = {}
         for bound_s, _, _, candidate in sorted(self.waiting, key=lambda item: item[:3]):
-            config = candidate if isinstance(candidate, Config) else candidate.config
+            if isinstance(candidate, Config):
+                config = candidate
+            else:
+                config = candidate.config
             if config.family not in self.settled:
                 least.setdefault(config.family, (bound_s, candidate))
         return least
@@ -185,7 +191,10 @@ def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool) -> Fro
     for config in listed:
         if (config.family == _PLAIN) != is_plain:
             continue
-        need = quick_bytes(problem, config) if math.isfinite(limit) else 0.0
+        if math.isfinite(limit):
+            need = quick_bytes(problem, config)
+        else:
+            need = 0.0
         if need <= limit:
             frontier.add(quick_s(problem, config), _TIMES, config)
         else:
@@ -217,7 +226,10 @@ def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Est
         yield compared(problem, each, best)
     waiting = frontier.bounds()
     for bound_s, candidate in waiting.values():
-        config = candidate if isinstance(candidate, Config) else candidate.config
+        if isinstance(candidate, Config):
+            config = candidate
+        else:
+            config = candidate.config
         rate, slower = problem.global_batch / bound_s, 1 - best.period_s / bound_s
         why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
         yield Candidate(config.summary, config.family, bound_s, rate, None, why, "at best", slower)
@@ -232,8 +244,13 @@ def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
     count = problem.topology.num_devices
     config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
     need, limit = quick_bytes(problem, config), _most_memory(problem)
-    found = Estimate(config, None, (need,), why=_lacks(need, limit)) if need > limit else estimate(problem, config)
-    return [] if found.fits else [_unfit(problem, found)]
+    if need > limit:
+        found = Estimate(config, None, (need,), why=_lacks(need, limit))
+    else:
+        found = estimate(problem, config)
+    if found.fits:
+        return []
+    return [_unfit(problem, found)]
 
 
 def _lacks(need: float, limit: float) -> str:
@@ -244,7 +261,10 @@ def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
     """A candidate next to the winner: the share of the winner's throughput that it lacks, in words and numbers."""
     rate, top = problem.global_batch / each.period_s, problem.global_batch / best.period_s
     slower = 1 - rate / top
-    basis = "simulated" if each.size else "estimated"
+    if each.size:
+        basis = "simulated"
+    else:
+        basis = "estimated"
     why = f"{slower:.1%} slower: {basis} {rate:.4g} samples/s against {top:.4g}"
     if abs(slower) < 5e-4:
         why = f"as fast ({basis} {rate:.4g} samples/s); the other comes first in the order of candidates"

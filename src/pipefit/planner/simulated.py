@@ -46,10 +46,16 @@ def simulate_best(
     rest: list[Estimate] = []
     spent = tried = 0
     for each in ranked:
-        ahead = size_of(each.config) if problem.cap is None else 0
+        if problem.cap is None:
+            ahead = size_of(each.config)
+        else:
+            ahead = 0
         best_s = min((found.period_s for found in done), default=float("inf"))
         found = None
-        is_close = round(each.period_s, 9) <= round(close * best_s, 9) if done else tried < 2 * least
+        if done:
+            is_close = round(each.period_s, 9) <= round(close * best_s, 9)
+        else:
+            is_close = tried < 2 * least
         if is_close and (tried < least or spent + ahead <= budget):
             tried += 1
             found = problem.once(("simulated", each.config, each.partition), partial(simulated, problem, each))
@@ -83,7 +89,9 @@ def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
 
 
 def _updates(config: Config) -> int:
-    return 2 if find(config.schedule).is_synchronous else 4
+    if find(config.schedule).is_synchronous:
+        return 2
+    return 4
 
 
 def _is_small(config: Config) -> bool:

@@ -110,7 +110,9 @@ class Config:
     @property
     def inside(self) -> str:
         """The kind of replays inside backwards; "none" where there are none."""
-        return self.recompute if self.recompute in INSIDE else "none"
+        if self.recompute in INSIDE:
+            return self.recompute
+        return "none"
 
     @property
     def num_stages(self) -> int:
@@ -127,9 +129,15 @@ class Config:
         """Candidates of one family compete first among themselves; under a cap, those that step in the same place."""
         if self.spill is not None:
             on_host = len(self.spill.on_host)
-            return "device" if not on_host else "host" if on_host == self.num_stages else "split"
+            if not on_host:
+                return "device"
+            if on_host == self.num_stages:
+                return "host"
+            return "split"
         if self.depth == 1:
-            return "data parallel" if self.tensor == 1 else "data and tensor parallel"
+            if self.tensor == 1:
+                return "data parallel"
+            return "data and tensor parallel"
         return f"{self.schedule}, depth {self.depth}" + (", stages replicated" if self.replicas else "")
 
     @property
@@ -160,7 +168,9 @@ def positions(config: Config) -> tuple[int, ...]:
 
 
 def _layout(config: Config) -> str:
-    return "loop" if config.depth == 1 else find(config.schedule).layout
+    if config.depth == 1:
+        return "loop"
+    return find(config.schedule).layout
 
 
 @dataclass(frozen=True)
@@ -252,7 +262,9 @@ class Problem:
         """Bytes of each rank of one pipeline: the least among its copies."""
         topology = self.ranks(config.tensor)
         memory = [device.memory_bytes for device in topology.devices or (topology.device,) * topology.num_devices]
-        return [min(memory)] * config.depth if config.replicas else _least_of_copies(config, memory)
+        if config.replicas:
+            return [min(memory)] * config.depth
+        return _least_of_copies(config, memory)
 
     def slowness_of(self, config: Config) -> list[float]:
         """Slowness of each rank of one pipeline, relative to the profile's device: that of its slowest copy."""

@@ -107,7 +107,10 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     _, cost = costs_of(problem, config, partition)
     # Where the copies do not depend on the number of micro-batches, one micro-batch of each pipeline suffices.
     moves_once = not spill.activations and config.schedule in ("spilled", "breadth-first")
-    counted = config.data if moves_once else config.num_microbatches
+    if moves_once:
+        counted = config.data
+    else:
+        counted = config.num_microbatches
 
     def program_of(config: Config) -> Program:
         plan = plan_of(problem, config, partition)
@@ -149,14 +152,19 @@ def _keeping(
         if peaks[rank] + saved <= cap.device_bytes:
             peaks[rank] += saved
             kept.add(stage)
-    return tuple(range(config.num_stages)) if kept == replayed else tuple(sorted(kept))
+    if kept == replayed:
+        return tuple(range(config.num_stages))
+    return tuple(sorted(kept))
 
 
 def _beside_slots(
     problem: Problem, config: Config, spill: SpillSpec, partition: Partition, cost: CostModel
 ) -> Sequence[float]:
     """Bytes of each device in addition to its slots: activations at the cuts, and saved tensors of one micro-batch."""
-    weights = spill.weights_slots if spill.activations else max(2, _largest_tie(problem, partition))
+    if spill.activations:
+        weights = spill.weights_slots
+    else:
+        weights = max(2, _largest_tie(problem, partition))
     least = structs.replace(spill, weights_slots=min(weights, config.num_stages), optim_slots=0, on_host=())
     plan = plan_of(problem, replace(config, spill=least), partition)
     key = ("besides slots", config.layers, least)

@@ -53,7 +53,10 @@ class Question:
         Raises:
             PlanError: the model's profile was not computed.
         """
-        model = self.model if isinstance(self.model, str) else self.model.model
+        if isinstance(self.model, str):
+            model = self.model
+        else:
+            model = self.model.model
         if not model.startswith("gpt:"):
             raise PlanError(f"{name}: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
         sizes = gpt_settings(model) | {name: value}
@@ -151,7 +154,10 @@ class Sweep:
         series: dict[str, list[tuple[float | str, float]]] = {}
         for cell in fitting:
             line = ", ".join(f"{name} {cell.values[name]}" for name in others) or "fastest plan"
-            rate = cell.figures["flops_per_device"] / 1e12 if is_gpt else cell.figures["samples_per_s"]
+            if is_gpt:
+                rate = cell.figures["flops_per_device"] / 1e12
+            else:
+                rate = cell.figures["samples_per_s"]
             series.setdefault(line, []).append((cell.values[first], rate))
         places = [cell.values[first] for cell in fitting]
         wide = not isinstance(places[0], str) and max(places) >= 8 * min(places)
@@ -251,13 +257,19 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
     if method in ("ptdp", "pipedream") or options.get("cap") is not None:
         raise PlanError("largest: expected --method auto, 2bw, gpipe or uniform, and no cap")
     question, sizes = Question(model, topology, options), gpt_settings(model)
-    step = sizes["heads"] if by == "hidden" else 1
+    if by == "hidden":
+        step = sizes["heads"]
+    else:
+        step = 1
     low, high = 0, max(sizes[by] // step, 1)
     while _fits(question.sized(by, high * step)):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if _fits(question.sized(by, middle * step)) else (low, middle)
+        if _fits(question.sized(by, middle * step)):
+            low, high = (middle, high)
+        else:
+            low, high = (low, middle)
     if not low:
         question.ask()
     return str(question.sized(by, low * step).model)

@@ -49,7 +49,10 @@ def problem_under_cap(
     """
     if not cap.device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {cap.device_bytes}")
-    state = usual_state(profile) if state_per_weight is None else state_per_weight
+    if state_per_weight is None:
+        state = usual_state(profile)
+    else:
+        state = state_per_weight
     tier = _tier(topology, cap.tier)
     if cap.step_on not in STEP_ON:
         raise PlanError(f"step_on: expected one of {', '.join(STEP_ON)}, got {cap.step_on!r}")
@@ -116,7 +119,10 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
         InfeasibleError: nothing fits; the message names the smallest cap that works.
     """
     cap = problem.capped
-    name = "1f1b" if schedule is None or find(schedule).spills else schedule
+    if schedule is None or find(schedule).spills:
+        name = "1f1b"
+    else:
+        name = schedule
     whole = sorted(_residents(problem, replace(config, schedule=name)), key=lambda each: each.period_s)
     fitting = [each for each in whole if max(each.peak_bytes) <= cap.device_bytes]
     if fitting:
@@ -146,7 +152,10 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
 def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
     """Candidates that spill nothing, simulated."""
     cap, profile = problem.capped, problem.at(config.microbatch_size, 1)
-    chunks = max(cap.num_chunks, 1) if find(config.schedule).chunks else 1
+    if find(config.schedule).chunks:
+        chunks = max(cap.num_chunks, 1)
+    else:
+        chunks = 1
     weights = [layer.weight_bytes for layer in profile.layers]
     count = config.depth * chunks
     for partition in dict.fromkeys((minmax(profile, count), minmax(profile, count, weights))):
@@ -199,7 +208,10 @@ def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
         )
     largest = max(profile.layers, key=lambda layer: layer.weight_bytes)
     several = cap.num_ranks > 1
-    on_each, per_rank = (f" on each of {cap.num_ranks} ranks", " per rank") if several else ("", "")
+    if several:
+        on_each, per_rank = (f" on each of {cap.num_ranks} ranks", " per rank")
+    else:
+        on_each, per_rank = ("", "")
     return (
         f"{profile.model} cannot be trained within {format_bytes(cap.device_bytes)} of device memory{on_each}: "
         f"the smallest cap that works is {format_bytes(least, up=True)}, with {count} stage{'s' * (count > 1)}, "

@@ -76,10 +76,16 @@ def analytic_profile(
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
     chain = named_layers(layers)
     batch = batch_of(example_input)
-    size = batch if microbatch_size is None else microbatch_size
+    if microbatch_size is None:
+        size = batch
+    else:
+        size = microbatch_size
     costs = layer_costs(chain, example_input, device, size, dtype)
     with random_state_kept(torch.device("cpu")):
-        loss_s = _loss_s(loss, costs[-1].output, _form(target, dtype, batch, size), device) if loss else 0.0
+        if loss:
+            loss_s = _loss_s(loss, costs[-1].output, _form(target, dtype, batch, size), device)
+        else:
+            loss_s = 0.0
     bandwidth = device.memory_bandwidth_bytes_per_s
     trained = sum(p.numel() for p in nn.ModuleList([layer.module for layer in chain]).parameters() if p.requires_grad)
     return Profile(
@@ -97,7 +103,9 @@ def analytic_profile(
 
 
 def _input_bytes(layer: NamedLayer, cost: LayerCost, num_layers: int) -> float | None:
-    return None if replayed_module(layer, num_layers) is None else num_bytes(tensors_of(sent(cost.input)))
+    if replayed_module(layer, num_layers) is None:
+        return None
+    return num_bytes(tensors_of(sent(cost.input)))
 
 
 def layer_costs(
@@ -126,14 +134,17 @@ def _form(payload: Any, dtype: torch.dtype | None, batch: int, size: int) -> Any
 
     def form(tensor: Tensor) -> Tensor:
         shape = tuple(tensor.shape)
-        shape = (size, *shape[1:]) if shape[:1] == (batch,) else shape
+        if shape[:1] == (batch,):
+            shape = (size, *shape[1:])
         return torch.empty(shape, dtype=_dtype_of(tensor, dtype), device="meta")
 
     return map_tensors(form, payload)
 
 
 def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype and tensor.is_floating_point() else tensor.dtype
+    if dtype and tensor.is_floating_point():
+        return dtype
+    return tensor.dtype
 
 
 def _like(form: Any, device: str = "cpu") -> Any:

@@ -21,7 +21,10 @@ class Clock:
     def __init__(self, device: torch.device, own: bool = False) -> None:
         self.cuda = device.type == "cuda"
         self.device = device
-        self._now = time.thread_time if own else time.perf_counter
+        if own:
+            self._now = time.thread_time
+        else:
+            self._now = time.perf_counter
 
     def mark(self) -> Any:
         """A time stamp in the order of the device's work."""
@@ -46,7 +49,9 @@ class Clock:
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another; `settle` first."""
-        return start.elapsed_time(end) * 1e-3 if self.cuda else end - start
+        if self.cuda:
+            return start.elapsed_time(end) * 1e-3
+        return end - start
 
 
 def works_alone(work: Callable[[], object]) -> bool:
@@ -59,7 +64,9 @@ def works_alone(work: Callable[[], object]) -> bool:
 
 def median_of(samples: Sequence[float]) -> float:
     """The median; 0 for no samples."""
-    return float(median(samples)) if samples else 0.0
+    if samples:
+        return float(median(samples))
+    return 0.0
 
 
 def half_interquartile_range(samples: Sequence[float]) -> float:

@@ -41,7 +41,10 @@ class Roofline(TorchDispatchMode):
         if not _only_looks(func):
             products = _products(func, args)
             if products:
-                size = result.element_size() if isinstance(result, Tensor) else args[0].element_size()
+                if isinstance(result, Tensor):
+                    size = result.element_size()
+                else:
+                    size = args[0].element_size()
                 self.seconds += sum(product_s(self.device, m, n, k, count, size) for count, m, n, k in products)
             else:
                 moved_bytes = num_bytes(tensors_of((args, kwargs, result)))
@@ -86,7 +89,9 @@ def _convolution(source: Tensor, kernel: Tensor, groups: int, places: Any) -> tu
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     count = flop_registry.get(_ALIKE.get(func.overloadpacket, func.overloadpacket))
-    return count(*args, **kwargs, out_val=result) if count else 0.0
+    if count:
+        return count(*args, **kwargs, out_val=result)
+    return 0.0
 
 
 # Where the two matrices of a product stand among the arguments.

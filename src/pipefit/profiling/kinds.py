@@ -106,14 +106,20 @@ def profile_kinds(
         trained = _needs_bytes(cost) <= room_bytes
         # A layer that cannot run in isolation, on random data of the right form, keeps its computed seconds.
         with random_state_kept(place), suppress(ModelError, RuntimeError):
-            payload = _payload(cost.input, place) if layer.index else map_tensors(torch.clone, first)
+            if layer.index:
+                payload = _payload(cost.input, place)
+            else:
+                payload = map_tensors(torch.clone, first)
             present = _present(layer, place)
             compiled = replaced_forwards(compiled_forwards([present], work.compiler))
             with untouched([present], place, None), compiled:
                 run = _Forward(present, payload, place, work.half)
                 run()
                 noted_bytes = _noted_bytes(run)
-                seconds = _seconds(run, work.optimizer, room_bytes, state_per_weight) if trained else None
+                if trained:
+                    seconds = _seconds(run, work.optimizer, room_bytes, state_per_weight)
+                else:
+                    seconds = None
             found[id(cost)] = _Found(seconds, noted_bytes)
             del present, run
     return _corrected(computed, [found.get(id(cost)) for cost in costs])
@@ -161,7 +167,9 @@ def _present(layer: NamedLayer, device: torch.device) -> NamedLayer:
 def _numbers_like(tensor: Tensor, device: torch.device) -> Tensor:
     """Numbers in place of weights without memory, whose time does not depend on their values."""
     made = torch.ones_like(tensor, device=device)
-    return made.normal_(std=0.02) if tensor.is_floating_point() and tensor.dim() > 1 else made
+    if tensor.is_floating_point() and tensor.dim() > 1:
+        return made.normal_(std=0.02)
+    return made
 
 
 def _seconds(
@@ -176,7 +184,10 @@ def _seconds(
     for leaf in tensors_of(run.payload):
         leaf.grad = None
     step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
-    step_s = step_seconds(weights, optimizer, clock, len(passes)) if step_bytes <= room_bytes else 0.0
+    if step_bytes <= room_bytes:
+        step_s = step_seconds(weights, optimizer, clock, len(passes))
+    else:
+        step_s = 0.0
     return median_of([one.forward_s[0] for one in passes]), median_of([one.backward_s[0] for one in passes]), step_s
 
 
@@ -207,7 +218,9 @@ def _noted_bytes(run: _Forward) -> float:
 
 
 def _of_a_graph(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor
+    if tensor.requires_grad:
+        return tensor.view_as(tensor)
+    return tensor
 
 
 def _repeated(measure: Callable[[], T]) -> list[T]:
@@ -234,7 +247,10 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
 
     def corrected(layer: Layer, seconds: tuple[float, float, float] | None) -> Layer:
         forward_s, backward_s, step_s = seconds or (layer.forward_s * ratio, layer.backward_s * ratio, 0.0)
-        inputs = layer.backward_input_s / layer.backward_s if layer.backward_s else 0.0
+        if layer.backward_s:
+            inputs = layer.backward_input_s / layer.backward_s
+        else:
+            inputs = 0.0
         return msgspec.structs.replace(
             layer,
             forward_s=forward_s,
@@ -256,4 +272,6 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
 def _ratio(pairs: Sequence[tuple[float, float]], none: float = 1.0) -> float:
     """The second over the first, of their sums."""
     below, above = sum(a for a, _ in pairs), sum(b for _, b in pairs)
-    return above / below if below else none
+    if below:
+        return above / below
+    return none

@@ -92,7 +92,10 @@ def measure_links(
     per_host = _ranks_per_host()
     times = {}
     for a, b in _pairs(world, per_host):
-        mine = _time_pair(rank, a, b, sizes, repeats) if rank in (a, b) else []
+        if rank in (a, b):
+            mine = _time_pair(rank, a, b, sizes, repeats)
+        else:
+            mine = []
         # Every rank gets the figures of rank a, and no rank disturbs the next pair.
         times[a, b] = exchange_in_group(mine)[a]
     found = topology_of(times, sizes, world, per_host, each or Device(), name, _cores(per_host))
@@ -144,7 +147,10 @@ def _speeds(rank: int, per_host: int, device: torch.device) -> list[float]:
 
 def _product_flops(device: torch.device, repeats: int = 7) -> float:
     """FLOP per second in a product of matrices; of several the fastest, which no other program has disturbed."""
-    size = 4096 if device.type == "cuda" else 384
+    if device.type == "cuda":
+        size = 4096
+    else:
+        size = 384
     with random_state_kept(device):
         matrix = torch.randn(size, size, device=device)
         clock = Clock(device)
@@ -181,7 +187,10 @@ def ping_pong(
 
 def _time_pair(rank: int, a: int, b: int, sizes: Sequence[int], repeats: int) -> list[float]:
     buffers = {size: torch.zeros(max(size, 1), dtype=torch.uint8) for size in sizes}
-    peer = b if rank == a else a
+    if rank == a:
+        peer = b
+    else:
+        peer = a
     return ping_pong(
         lambda size: dist.send(buffers[size], peer),
         lambda size: dist.recv(buffers[size], peer),
@@ -213,7 +222,10 @@ def _cores(per_host: int) -> int | None:
 def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:
     """Neighbours inside every host, and one pair between every two consecutive hosts."""
     inner = [(rank, rank + 1) for rank in range(world - 1) if (rank + 1) % per_host]
-    outer = [(rank, rank + per_host) for rank in range(0, world - per_host, per_host)] if per_host < world else []
+    if per_host < world:
+        outer = [(rank, rank + per_host) for rank in range(0, world - per_host, per_host)]
+    else:
+        outer = []
     return inner + outer
 
 

@@ -40,7 +40,10 @@ def measure_device(
         A device with `efficiency` 1, because its `flops` are measured and not those of a data sheet.
     """
     place = torch.device(device)
-    size = 8192 if place.type == "cuda" else 768
+    if place.type == "cuda":
+        size = 8192
+    else:
+        size = 768
     with with_threads(threads), random_state_kept(place):
         matrix = torch.randn(size, size, device=place).to(dtype)
         source = torch.zeros(_COPIED_BYTES // 4, device=place)

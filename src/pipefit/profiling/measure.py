@@ -86,7 +86,10 @@ def profile_layers(
         raise ProfileError(f"expected at least 1 repeat and 0 warm-up turns, got repeats={repeats}, warmup={warmup}")
     chain = named_layers(layers)
     batch = batch_of(example_input)
-    size = batch if microbatch_size is None else microbatch_size
+    if microbatch_size is None:
+        size = batch
+    else:
+        size = microbatch_size
     if not 1 <= size <= batch:
         raise DataError(f"microbatch_size={size}: the example input has {batch} samples ({describe(example_input)})")
     place = _device_of(chain, device)
@@ -213,11 +216,16 @@ def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -
         tensors = (t for layer in chain for t in (*layer.module.parameters(), *layer.module.buffers()))
         device = next((tensor.device for tensor in tensors), "cpu")
     place = torch.device(device)
-    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
+    if place == torch.device("cuda"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return place
 
 
 def _description(device: torch.device, dtype: torch.dtype | None) -> str:
-    kind = f", {str(dtype).removeprefix('torch.')}" if dtype else ""
+    if dtype:
+        kind = f", {str(dtype).removeprefix('torch.')}"
+    else:
+        kind = ""
     if device.type == "cuda":
         return f"cuda: {torch.cuda.get_device_name(device)}{kind}"
     threads = torch.get_num_threads()
@@ -226,6 +234,11 @@ def _description(device: torch.device, dtype: torch.dtype | None) -> str:
 
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+    else:
+        lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    if names:
+        return names[0]
+    return platform.processor() or platform.machine()

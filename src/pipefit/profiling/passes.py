@@ -126,9 +126,14 @@ class Step:
             given = f"{describe(output)} and target {describe(self.target)}"
             raise ModelError(f"the loss raised {type(error).__name__} on {given}: {error}") from error
         if not isinstance(value, Tensor) or value.numel() != 1:
-            kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            if isinstance(value, Tensor):
+                kind = f"a tensor of shape {tuple(value.shape)}"
+            else:
+                kind = type(value).__name__
             raise ModelError(f"the loss must give one number to differentiate, got {kind}")
-        return ([value], [None]) if value.requires_grad else ([], [])
+        if value.requires_grad:
+            return ([value], [None])
+        return ([], [])
 
     def _marked(self, backward: Callable[[list[Tensor], list[Tensor | None], list[GradientEdge]], object]) -> Marked:
         clock, payload = self.clock, self.payload

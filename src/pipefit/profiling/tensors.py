@@ -55,7 +55,10 @@ def placed(payload: Any, device: torch.device, dtype: torch.dtype | None) -> Any
     """The payload on a device, cut off from any graph; floating tensors in `dtype`."""
 
     def place(tensor: Tensor) -> Tensor:
-        kind = dtype if tensor.is_floating_point() else None
+        if tensor.is_floating_point():
+            kind = dtype
+        else:
+            kind = None
         return tensor.detach().to(device=device, dtype=kind)
 
     return map_tensors(place, payload)

@@ -55,15 +55,24 @@ def measure_tier(
         tier.reserve(dict.fromkeys(keys, num_bytes))
         tier.write(keys[1], 0, slots[1]).wait()
         turns = [_turn(tier, keys, slots, version) for version in range(repeats)]
-        check = _check_bytes_per_s(slots[0], repeats) if folder is not None and place.type == "cpu" else 0.0
-        commit_s = _commit_s(tier, repeats) if tier.files else 0.0
+        if folder is not None and place.type == "cpu":
+            check = _check_bytes_per_s(slots[0], repeats)
+        else:
+            check = 0.0
+        if tier.files:
+            commit_s = _commit_s(tier, repeats)
+        else:
+            commit_s = 0.0
     finally:
         tier.close()
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
     read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
     if capacity_bytes is None:
-        capacity_bytes = math.inf if folder is None else shutil.disk_usage(folder).free
+        if folder is None:
+            capacity_bytes = math.inf
+        else:
+            capacity_bytes = shutil.disk_usage(folder).free
     return Tier(
         "host" if folder is None else "disk",
         capacity_bytes,

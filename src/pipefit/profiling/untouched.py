@@ -54,8 +54,14 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
     """Restores every generator afterwards: Python's, numpy's when it is loaded, torch's on the CPU and `device`."""
     python = random.getstate()
     numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    devices = [device] if device.type == "cuda" else []
+    if numpy:
+        numpy_state = numpy.random.get_state()
+    else:
+        numpy_state = None
+    if device.type == "cuda":
+        devices = [device]
+    else:
+        devices = []
     try:
         with torch.random.fork_rng(devices=devices):
             yield

@@ -118,4 +118,6 @@ def _labels(record: Record) -> list[Any]:
 
 
 def _cell(line: Mapping[Any, Any], x: Any) -> str:
-    return shown(line[x]) if x in line else ""
+    if x in line:
+        return shown(line[x])
+    return ""

@@ -27,7 +27,9 @@ def metric(run: Bench, step: Draw, name: str, at: int | str | None = None) -> An
     found = run(step).metrics[name]
     if at == "max":
         return max(found)
-    return found if at is None else found[at]
+    if at is None:
+        return found
+    return found[at]
 
 
 def s_per_microbatch(run: Bench, step: Draw) -> float:

@@ -97,7 +97,9 @@ def sort_of(published: Scalar | None, within: float, kind: Kind) -> Sort | None:
         return "number"
     if kind == "drawn":
         return "formula"
-    return "trend" if isinstance(published, bool) else "choice"
+    if isinstance(published, bool):
+        return "trend"
+    return "choice"
 
 
 @dataclass(frozen=True)
@@ -156,5 +158,8 @@ def shown(value: Scalar | None, unit: str = "") -> str:
         return value
     if unit == "%":
         return f"{100 * value:.1f} %"
-    number = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if abs(value) >= 1000:
+        number = f"{value:,.0f}"
+    else:
+        number = f"{value:.3g}"
     return f"{number} {unit}".strip()

@@ -72,7 +72,10 @@ class Figure:
 
     def __call__(self, run: Bench) -> Any:
         """Computes it."""
-        steps = [] if self.step is None else [self.step]
+        if self.step is None:
+            steps = []
+        else:
+            steps = [self.step]
         found = self.function(run, *steps, **self.given)
         if self.ratio is None or self.other is None:
             return found
@@ -90,7 +93,10 @@ def figure_of(record: Record, calls: Record) -> Figure:
         PipefitError: an unknown figure or call.
     """
     call = without(record, _OWN)
-    step = step_of(call, calls) if call else None
+    if call:
+        step = step_of(call, calls)
+    else:
+        step = None
     function, given = _function(record, step)
     for name, ratio in _RATIOS.items():
         if name in record:
@@ -124,7 +130,10 @@ def points_of(record: Record, over: Sequence[Any], calls: Record) -> list[tuple[
     """
     found = []
     for point in over:
-        table = point if isinstance(point, dict) else {"x": point}
+        if isinstance(point, dict):
+            table = point
+        else:
+            table = {"x": point}
         figure = figure_of(filled(record, table), calls)
         found.append((table["x"], figure))
     return found

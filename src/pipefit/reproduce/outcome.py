@@ -125,7 +125,10 @@ class Outcome:
         """
         written = []
         for number, picture in enumerate(self.pictures, 1):
-            end = f"-{number}" if number > 1 else ""
+            if number > 1:
+                end = f"-{number}"
+            else:
+                end = ""
             path = folder / f"{self.entry.name}{end}.svg"
             written.append(write_atomically(path, picture.svg()))
         return written
@@ -190,7 +193,10 @@ def row_of(each: Compared) -> list[str]:
     value = each.value
     published = shown(value.published, value.unit)
     ours = shown(each.ours, value.unit)
-    ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+    if each.ratio is None:
+        ratio = ""
+    else:
+        ratio = f"{each.ratio:.2f}"
     return [value.name, published, ours, ratio, each.verdict]
 
 

@@ -82,7 +82,9 @@ def memory_gb(run: Bench, step: Planned) -> float:
 def stage_gb(run: Bench, step: Planned, stage: int) -> float:
     """GB of one stage's device; 0 where there is no such stage."""
     peaks: Sequence[float] = run(step).prediction.peak_bytes
-    return peaks[stage] / 1e9 if stage < len(peaks) else 0.0
+    if stage < len(peaks):
+        return peaks[stage] / 1e9
+    return 0.0
 
 
 def stages(run: Bench, step: Planned) -> int:

@@ -108,8 +108,12 @@ def with_defaults(config: RunConfig) -> RunConfig:
     request, spread = config.request, config.request.parallelism
     is_capped = config.spill.cap_bytes is not None
     if spread.ranks is None:
-        usual = spread.data_parallel if is_capped else _usual_ranks(request)
-        usual = Plan.load(request.plan).num_processes if request.plan else usual
+        if is_capped:
+            usual = spread.data_parallel
+        else:
+            usual = _usual_ranks(request)
+        if request.plan:
+            usual = Plan.load(request.plan).num_processes
         request = replace(request, parallelism=replace(spread, ranks=usual))
     if config.patience and not config.evaluate_every:
         raise PipefitError("--patience counts evaluations: give --evaluate-every too")
@@ -121,7 +125,10 @@ def with_defaults(config: RunConfig) -> RunConfig:
         raise PipefitError("--quick: a plan by measurements, for --schedule auto or --device-memory, needs them")
     is_open = is_capped or (config.request == Request() and not config.quick)
     schedule = request.schedule or (AUTO if is_open else "1f1b")
-    count = request.microbatches if schedule == AUTO and not is_capped else request.num_microbatches
+    if schedule == AUTO and not is_capped:
+        count = request.microbatches
+    else:
+        count = request.num_microbatches
     return replace(config, request=replace(request, schedule=schedule, microbatches=count))
 
 
@@ -146,14 +153,22 @@ def _with_rates(config: RunConfig) -> RunConfig:
         )
     if config.epochs and config.spill.disk:
         raise PipefitError("--epochs: a run on a disk must know its steps: give --steps")
-    lr = _PEAKS[_trained(config)] if config.lr is None else config.lr
+    if config.lr is None:
+        lr = _PEAKS[_trained(config)]
+    else:
+        lr = config.lr
     config = replace(config, lr=lr)
-    return config if config.epochs else with_steps(config, config.steps or _USUAL_STEPS)
+    if config.epochs:
+        return config
+    return with_steps(config, config.steps or _USUAL_STEPS)
 
 
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
     """The configuration with this number of steps, and the warm-up that follows from it."""
-    warmup = -(-steps // 10) if config.warmup is None else config.warmup
+    if config.warmup is None:
+        warmup = -(-steps // 10)
+    else:
+        warmup = config.warmup
     return replace(config, steps=steps, warmup=warmup)
 
 
@@ -173,12 +188,16 @@ def num_gpus() -> int:
     """GPUs of NVIDIA that this process may use, without loading torch."""
     found = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return found if visible is None else min(found, len([one for one in visible.split(",") if one.strip()]))
+    if visible is None:
+        return found
+    return min(found, len([one for one in visible.split(",") if one.strip()]))
 
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
@@ -193,22 +212,37 @@ def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
     is_auto = config.request.schedule == AUTO
     found: list[tuple[str, str]] = []
     if request.parallelism.ranks is None and not is_own:
-        machine = counted(num_gpus(), "GPU") if num_gpus() else counted(num_cores(), "core")
+        if num_gpus():
+            machine = counted(num_gpus(), "GPU")
+        else:
+            machine = counted(num_cores(), "core")
         found.append(("ranks", f"{ranks}, on a machine of {machine} (--ranks)"))
     if request.schedule is None and not is_own:
         said = "the fastest by measurements of the layers" if is_auto else "1f1b; auto takes the fastest"
         found.append(("schedule", f"{said} (--schedule)"))
     if request.microbatches is None and not is_own:
-        said = "chosen with the schedule" if is_auto else str(request.num_microbatches)
+        if is_auto:
+            said = "chosen with the schedule"
+        else:
+            said = str(request.num_microbatches)
         found.append(("micro-batches", f"{said} (--microbatches)"))
     return [*found, ("learning rate", _rates(asked, config)), ("checkpoints", _saving(config))]
 
 
 def _rates(asked: RunConfig, config: RunConfig) -> str:
     """The learning rates of a run, in words."""
-    usual = f", usual for {_trained(config) or 'new weights'}" if asked.lr is None else ""
-    warmup = "a tenth of the steps" if config.warmup is None else counted(config.warmup, "step")
-    after = "constant" if config.lr_schedule == "constant" else f"{config.lr_schedule} down to 5 %"
+    if asked.lr is None:
+        usual = f", usual for {_trained(config) or 'new weights'}"
+    else:
+        usual = ""
+    if config.warmup is None:
+        warmup = "a tenth of the steps"
+    else:
+        warmup = counted(config.warmup, "step")
+    if config.lr_schedule == "constant":
+        after = "constant"
+    else:
+        after = f"{config.lr_schedule} down to 5 %"
     return f"{config.lr:g}{usual} (--lr); {warmup} of warm-up (--warmup), then {after} (--lr-schedule)"
 
 
@@ -217,12 +251,21 @@ def _saving(config: RunConfig) -> str:
     saves, request = config.saves, config.request
     if not config.output:
         return "none without -o FOLDER"
-    schedule = Plan.load(request.plan).schedule if request.plan and Path(request.plan).is_file() else request.schedule
-    every = f"every {saves.every} steps, and " if saves.every else ""
+    if request.plan and Path(request.plan).is_file():
+        schedule = Plan.load(request.plan).schedule
+    else:
+        schedule = request.schedule
+    if saves.every:
+        every = f"every {saves.every} steps, and "
+    else:
+        every = ""
     # An asynchronous schedule drains for each, which changes its numbers.
     if saves.every is None and (schedule == AUTO or find(schedule or "").is_synchronous):
         every = f"by time, in at most {100 * saves.share:g} % of it, and "
-    kept = f"; the newest {saves.keep} stay" if saves.keep and every else ""
+    if saves.keep and every:
+        kept = f"; the newest {saves.keep} stay"
+    else:
+        kept = ""
     return f"{every}at the end, in {config.output}{kept} (--checkpoint-every)"
 
 

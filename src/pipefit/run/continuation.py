@@ -36,7 +36,10 @@ def continued(folder: Path, prompt: str, num_tokens: int, temperature: float, se
     if not prompt:
         raise PipefitError("--prompt: expected a text, got an empty one")
     inside = folder / "model"
-    place = inside if inside.is_dir() else folder
+    if inside.is_dir():
+        place = inside
+    else:
+        place = folder
     if any((place / name).is_file() for name in ("config.json", "adapter_config.json")):
         return _of_folder(place, prompt, num_tokens, temperature, seed, chat)
     if not (folder / RESULT).is_file():

@@ -86,7 +86,10 @@ class Rates(LRScheduler):
         if self.kind == "constant":
             return 1.0
         done = min((step - self.warmup) / max(self.num_steps - self.warmup, 1), 1.0)
-        left = 1 - done if self.kind == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+        if self.kind == "linear":
+            left = 1 - done
+        else:
+            left = 0.5 * (1 + math.cos(math.pi * done))
         return _FLOOR + (1 - _FLOOR) * left
 
     def __str__(self) -> str:

@@ -64,7 +64,10 @@ def page_of(place: Path, *, follows: bool = False) -> str:
         PipefitError: its files are not those that a run wrote.
     """
     is_done = (place / RESULT).exists()
-    data = read_json(place / RESULT) if is_done else {}
+    if is_done:
+        data = read_json(place / RESULT)
+    else:
+        data = {}
     if not isinstance(data, dict) or (is_done and data.get("format") != "pipefit.run/1"):
         raise PipefitError(f'{place / RESULT}: expected "format": "pipefit.run/1"; is this the folder of a run?')
     try:
@@ -78,11 +81,20 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
     template = files("pipefit.run").joinpath("report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"seconds": format_seconds, "bytes": format_bytes}
-    result = data["result"] if data else None
-    entries = figures_of(place / METRICS) if result or (place / METRICS).exists() else []
+    if data:
+        result = data["result"]
+    else:
+        result = None
+    if result or (place / METRICS).exists():
+        entries = figures_of(place / METRICS)
+    else:
+        entries = []
     if result and not any("loss" in entry for entry in entries):
         raise PipefitError(f"{place / METRICS}: expected the loss of at least one step, got none")
-    plan = Plan.load(place / "plan.json") if result else None
+    if result:
+        plan = Plan.load(place / "plan.json")
+    else:
+        plan = None
     return environment.from_string(template).render(
         name=place.resolve().name,
         follows=follows,
@@ -107,7 +119,10 @@ def _rows(data: list[dict[str, Any]]) -> list[Row]:
 
 def _timelines(place: Path, is_predicted: bool) -> list[str]:
     """The pictures of the timelines that there are, with one unit."""
-    names = ("measured", "predicted") if is_predicted else ("measured",)
+    if is_predicted:
+        names = ("measured", "predicted")
+    else:
+        names = ("measured",)
     paths = {name: place / f"{name}.trace.json" for name in names}
     if not is_predicted and not (place / MEASURED).exists():
         return []

@@ -121,7 +121,10 @@ def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline | None, 
     if run.costs is not None:
         run.costs.profile.save(folder / "profile.json")
     program_text.save(run.pipe.program, folder / "program.pipe")
-    timelines = {"measured": measured} if predicted is None else {"measured": measured, "predicted": predicted}
+    if predicted is None:
+        timelines = {"measured": measured}
+    else:
+        timelines = {"measured": measured, "predicted": predicted}
     for name, timeline in timelines.items():
         save_trace(timeline, folder / f"{name}.trace.json")
     result.paths |= _pictures(folder, run.config.model, timelines)

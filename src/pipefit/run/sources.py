@@ -117,7 +117,10 @@ def source_of(
 
 def _of_bytes(data: Sequence[str], eval_data: str, context: int, batch: int, seed: int) -> Source:
     """Text as bytes; without data to evaluate on, its last tenth is held out."""
-    paths = None if data == ("text",) else [Path(path) for path in data]
+    if data == ("text",):
+        paths = None
+    else:
+        paths = [Path(path) for path in data]
     train = text(paths)
     if eval_data:
         held = text(eval_data)
@@ -165,10 +168,15 @@ def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora:
     without weights, because each layer gets them later in its place. Any other model is built in memory by its factory.
     """
     with torch.device("meta") if empty else contextlib.nullcontext():
-        bundle = hub_bundle(model, options, lora) if lora else build(model, **options)
+        if lora:
+            bundle = hub_bundle(model, options, lora)
+        else:
+            bundle = build(model, **options)
     layers, own = named_layers(bundle.layers), getattr(bundle.layers, "initialise_layer", None)
     if own is None or not can_be_drawn(layers, own):
-        return build(model, **options) if is_meta(layers) else bundle
+        if is_meta(layers):
+            return build(model, **options)
+        return bundle
     if not empty and not is_folder(model):
         initialise(layers, seed, own)
     return bundle

@@ -84,7 +84,10 @@ def texts_of(config: RunConfig) -> Texts:
     context = config.context or min(longest or _USUAL_CONTEXT, _USUAL_CONTEXT)
 
     def read(names: Sequence[str]) -> TokenTable:
-        paths = None if tuple(names) in ((), ("text",)) else [Path(name) for name in names]
+        if tuple(names) in ((), ("text",)):
+            paths = None
+        else:
+            paths = [Path(name) for name in names]
         samples = token_samples(paths, tokenizer, context, config.pack, config.learn == "all")
         if samples.highest >= vocabulary:
             raise DataError(
@@ -104,7 +107,10 @@ def texts_of(config: RunConfig) -> Texts:
 def _prompt(ids: list[int], labels: list[int]) -> HeldOutPrompt:
     """The prompt of a sequence: up to its first answer, or its first words where all of it is learned."""
     is_learned = [label != IGNORED for label in labels]
-    start = is_learned.index(True) if True in is_learned else 0
+    if True in is_learned:
+        start = is_learned.index(True)
+    else:
+        start = 0
     if start == 0:
         words = min(len(ids) // 4, _MOST_WORDS)
         return HeldOutPrompt(ids[:words], ids[words:], is_answer=False)

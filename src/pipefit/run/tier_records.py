@@ -47,7 +47,10 @@ def with_tier(config: RunConfig, rank: int) -> RunConfig:
     spill = _checked(config)
     if spill is not None:
         # It must still have a step to do, so that it can be measured: one interrupted after its last repeats that.
-        latest = config.steps - 1 if resumes else False
+        if resumes:
+            latest = config.steps - 1
+        else:
+            latest = False
         spill = replace(spill, resume=latest, about=facts_of(config))
     return _with_spill(config, spill)
 

@@ -99,7 +99,10 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     observer.planned(ready.plan, ready.costs.profile if ready.costs else None, ready.bundle, source)
     observer.doing("loading the checkpoint" if config.resume else "evaluating")
     _resume(config, pipe, observer)
-    before = pipe.evaluate(source.held_out) if source.is_tuned and source.held_out else None
+    if source.is_tuned and source.held_out:
+        before = pipe.evaluate(source.held_out)
+    else:
+        before = None
     observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
     best = EarlyStopping(pipe, config.patience, Path(config.output) / "best" if config.output else None)
     began = time.perf_counter()
@@ -125,9 +128,15 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     if ready.costs is not None and ready.costs.cores_of_others >= _NOTABLE_CORES:
         result.notes = [*result.notes, _busy(ready.costs.cores_of_others)]
     place = current().folder or (checkpoints_of(config.output) if config.output else None)
-    result.faults = noted(place) if place else []
+    if place:
+        result.faults = noted(place)
+    else:
+        result.faults = []
     # A model on a tier may be larger than the host's memory.
-    state = {} if ready.plan.spill or is_folder(config.model) else pipe.state_dict()
+    if ready.plan.spill or is_folder(config.model):
+        state = {}
+    else:
+        state = pipe.state_dict()
     if config.output and is_folder(config.model):
         result.paths["model"] = str(pipe.save_pretrained(Path(config.output) / "model"))
     if source.tokenizer is not None and not ready.plan.spill:
@@ -175,14 +184,20 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         updates=replace(config.updates, scheduler=rates(config.lr_schedule, config.warmup, config.steps)),
         spill=config.request.spill,
     )
-    plan = pipe.plan if costs is None else _with_prediction(config, pipe, costs.cost)
+    if costs is None:
+        plan = pipe.plan
+    else:
+        plan = _with_prediction(config, pipe, costs.cost)
     return ReadyRun(config, bundle, source, plan, costs, pipe)
 
 
 def _measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Plan, MeasuredCosts]:
     """The plan of a run, and the costs of its operations here."""
     before = CpuUse.now()
-    sizes = " for several numbers of micro-batches, and planning" if config.request.schedule == AUTO else ""
+    if config.request.schedule == AUTO:
+        sizes = " for several numbers of micro-batches, and planning"
+    else:
+        sizes = ""
     observer.doing(f"measuring the layers{sizes}")
     made = decide(config.request, work, current(), measure=True)
     assert made.profile is not None
@@ -200,9 +215,14 @@ def _measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Pl
 def _cores_of_others(before: CpuUse | None) -> float:
     """Mean number of cores that other programs took since a reading; every rank makes the same call."""
     after = CpuUse.now()
-    own_s = 0.0 if before is None or after is None else after.own_s - before.own_s
+    if before is None or after is None:
+        own_s = 0.0
+    else:
+        own_s = after.own_s - before.own_s
     total_s = sum(exchange(current(), own_s))
-    return 0.0 if before is None or after is None else cores_of_others(before, after, total_s)
+    if before is None or after is None:
+        return 0.0
+    return cores_of_others(before, after, total_s)
 
 
 def _busy(others: float) -> str:
@@ -247,12 +267,17 @@ def _flop(work: Workload, num_processes: int) -> ModelFlop | None:
     """The basis of MFU, which rank 0 counts."""
     with current().at(MEASURING):
         found = from_first(current(), lambda: count_flop(work, num_processes))
-    return None if found is None else ModelFlop(*found)
+    if found is None:
+        return None
+    return ModelFlop(*found)
 
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
     device = config.request.parallelism.device
-    place = usable_device(device) if device else default_device()
+    if device:
+        place = usable_device(device)
+    else:
+        place = default_device()
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
@@ -317,7 +342,10 @@ def _compare_rates(config: RunConfig, pipe: Pipeline, observer: Observer) -> Non
 
 def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[Any]:
     """Callbacks of the training: the display, and files in the run's folder."""
-    folder = Path(config.output) if config.output else None
+    if config.output:
+        folder = Path(config.output)
+    else:
+        folder = None
     found: list[Any] = [observer]
     if folder is not None:
         found += [json_log(folder / METRICS), *(log_named(name, folder) for name in config.log)]
@@ -348,7 +376,10 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
         )
     elif source.held_out:
         held_out_loss = run.pipe.evaluate(source.held_out)
-    rate = len(losses) * run.config.batch / seconds if seconds else 0.0
+    if seconds:
+        rate = len(losses) * run.config.batch / seconds
+    else:
+        rate = 0.0
     return RunResult(
         losses=losses,
         seconds=seconds,
@@ -394,7 +425,10 @@ def _continued(run: ReadyRun, state: dict[str, torch.Tensor]) -> list[Sample]:
     if not (source.prompts and config.sample and state):
         return []
     # The layers of a tensor-parallel run are parts of the model's.
-    whole = build(config.model, **parse_options(config.option, config.model)) if run.plan.tensor > 1 else run.bundle
+    if run.plan.tensor > 1:
+        whole = build(config.model, **parse_options(config.option, config.model))
+    else:
+        whole = run.bundle
     model: nn.Module = whole.layers
     model.load_state_dict(state, assign=True)
     model.eval()

@@ -59,7 +59,9 @@ def sum_table(session: Session, table: Tensor) -> Tensor:
 
 def start_sum(session: Session, table: Tensor) -> Any:
     """Begins `sum_table`; returns the work to wait for, None in a run of one process."""
-    return dist.all_reduce(table, group=session.group, async_op=True) if session.is_distributed else None
+    if session.is_distributed:
+        return dist.all_reduce(table, group=session.group, async_op=True)
+    return None
 
 
 def broadcast(session: Session, tensor: Tensor, source: int) -> Tensor:
@@ -83,7 +85,10 @@ def attempt(function: Callable[[], Any]) -> dict[str, Any]:
         return {"value": function()}
     except Exception as problem:  # of any kind: the other ranks must get it before this one raises
         known = isinstance(problem, PipefitError)
-        text = str(problem) if known else f"{type(problem).__name__}: {problem}"
+        if known:
+            text = str(problem)
+        else:
+            text = f"{type(problem).__name__}: {problem}"
         return {"error": text, "kind": type(problem).__name__}
 
 
@@ -130,7 +135,10 @@ def from_first(session: Session, function: Callable[[], Any]) -> Any:
     """
     if not session.is_distributed:
         return function()
-    outcome = attempt(function) if session.rank == 0 else None
+    if session.rank == 0:
+        outcome = attempt(function)
+    else:
+        outcome = None
     first = exchange(session, outcome)[0]
     if "error" in first:
         raise getattr(errors, first["kind"], PipefitError)(first["error"])

@@ -107,12 +107,18 @@ class DistributedTransport:
         """
         self.max_open_sends = max(self.max_open_sends, FEW_SENDS + unposted)
         t = self._mesh.tensor
-        pairs = {(a * t + j, b * t + j) for a, b in links for j in range(t)} if self._has_link_groups else set()
+        if self._has_link_groups:
+            pairs = {(a * t + j, b * t + j) for a, b in links for j in range(t)}
+        else:
+            pairs = set()
         for link in sorted(pairs - self._known_links):
             self._known_links.add(link)
             group = dist.new_group(sorted(link))
             if self._process in link:
-                peer = link[0] if link[1] == self._process else link[1]
+                if link[1] == self._process:
+                    peer = link[0]
+                else:
+                    peer = link[1]
                 self._links[link] = group, dist.get_group_rank(group, peer)
         for members in sorted(set(member_sets) - self._groups.keys()):
             for j in range(t) if len(members) > 1 else ():
@@ -141,7 +147,10 @@ class DistributedTransport:
                 sent.held.append(line[0])
                 sent.works.append(line[1])
             self._agree(i, to, message, sent)
-        leaves = message.leaves if kind == i.kind else [self._piece(leaf) for leaf in message.leaves]
+        if kind == i.kind:
+            leaves = message.leaves
+        else:
+            leaves = [self._piece(leaf) for leaf in message.leaves]
         first = self._tag(i, kind)
         group, peer = self._links.get((self._process, to), (self._world, to))
         for offset, leaf in enumerate(leaves):
@@ -215,7 +224,10 @@ class DistributedTransport:
         i, is_act = receive.instruction, receive.kind == Kind.ACT
         wanted = contract.leaves if is_act else [leaf for leaf in contract.leaves if leaf[2]]
         shapes = [shape for shape, _, _ in wanted]
-        taken = shapes if receive.kind == i.kind else [self._piece_shape(shape) for shape in shapes]
+        if receive.kind == i.kind:
+            taken = shapes
+        else:
+            taken = [self._piece_shape(shape) for shape in shapes]
         types = (dtype for _, dtype, _ in wanted)
         buffers = [torch.empty(s, dtype=d, device=self.device) for s, d in zip(taken, types, strict=True)]
         flags = [flag for _, _, flag in wanted] if is_act else ()
@@ -273,17 +285,24 @@ class DistributedTransport:
 
     def _piece(self, leaf: Tensor) -> Tensor:
         shape = self._piece_shape(leaf.shape)
-        return leaf if shape == leaf.shape else leaf.reshape(-1, *shape)[self._mesh.index]
+        if shape == leaf.shape:
+            return leaf
+        return leaf.reshape(-1, *shape)[self._mesh.index]
 
     def _piece_shape(self, whole: torch.Size) -> torch.Size:
         """The shape of a piece; for a tensor that cannot be split evenly the whole shape."""
         size, rest = divmod(math.prod(whole), self._mesh.tensor)
-        return whole if rest or not size else torch.Size([size])
+        if rest or not size:
+            return whole
+        return torch.Size([size])
 
     def _tag(self, i: Instruction, kind: str) -> int:
         batch = self._feed[i.mb].batch
         message = ((i.mb % _MICROBATCHES) * self._stages + i.stage) * 2 + self._parity
-        mark = batch.checksum % self._num_marks if batch else 0
+        if batch:
+            mark = batch.checksum % self._num_marks
+        else:
+            mark = 0
         return mark * self._num_tags + (message * 2 + (kind == Kind.GRAD)) * _MAX_LEAVES
 
     def _announcement_tag(self, stage: int) -> int:

@@ -66,7 +66,10 @@ class Engine:
     @property
     def moved_bytes(self) -> tuple[float, float]:
         """Bytes that this process has sent in the last pass: to other ranks, and to processes of its own rank."""
-        inside = self.mesh.region.moved_bytes if self.mesh.region is not None else 0.0
+        if self.mesh.region is not None:
+            inside = self.mesh.region.moved_bytes
+        else:
+            inside = 0.0
         return float(sum(transport.bytes_sent for transport in self.transports)), inside
 
     def check(self, x: Any) -> None:
@@ -103,7 +106,10 @@ class Engine:
         for worker, transport in zip(self.workers, self.transports, strict=True):
             transport.begin(feed)
             compiled = compile_rank(program, worker.rank)
-            progress = self.session.progress if self.session.is_distributed else Progress()
+            if self.session.is_distributed:
+                progress = self.session.progress
+            else:
+                progress = Progress()
             if worker.scale is not None:
                 worker.scale.begin()
             self.executions.append(Execution(compiled, worker, transport, feed, progress, metric, loss=loss, look=look))
@@ -133,7 +139,10 @@ class Engine:
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
         # Where each rank has one stage, receivers keep up with senders.
-        unposted = most_unposted(program) if links and program.header.num_chunks > 1 else 0
+        if links and program.header.num_chunks > 1:
+            unposted = most_unposted(program)
+        else:
+            unposted = 0
         with self.session.at(MEETING):
             self._between.prepare(sets, links, unposted)
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))

@@ -51,6 +51,12 @@ def _done(line: Mapping[str, Any] | None) -> str:
     if line is None:
         return ""
     lost = f"{line['lost']} step{'' if line['lost'] == 1 else 's'} done again"
-    seconds = f", {format_seconds(line['seconds'])} to the next finished step" if "seconds" in line else ""
-    plan = f" ({line['plan']})" if "plan" in line else ""
+    if "seconds" in line:
+        seconds = f", {format_seconds(line['seconds'])} to the next finished step"
+    else:
+        seconds = ""
+    if "plan" in line:
+        plan = f" ({line['plan']})"
+    else:
+        plan = ""
     return f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks{plan}; {lost}{seconds}"

@@ -27,7 +27,9 @@ def with_losses(run: Execution, update: int, square: Tensor) -> Tensor:
     """The square of this rank's norm of an update; not a number if one of its losses is none."""
     header = run.compiled.program.header
     own = [loss.reshape(()) for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update]
-    return square + torch.stack(own).double().sum().to(square.device) * 0 if own else square
+    if own:
+        return square + torch.stack(own).double().sum().to(square.device) * 0
+    return square
 
 
 def is_taken(run: Execution, update: int) -> bool:

@@ -80,7 +80,10 @@ def run_backward(
         again: the graph is used once more.
         accumulate: whether gradients are added to `.grad` instead of returned; None: where there are no inputs.
     """
-    adds = not inputs if accumulate is None else accumulate
+    if accumulate is None:
+        adds = not inputs
+    else:
+        adds = accumulate
     return _engine.run_backward(roots, grads, again, False, inputs, allow_unreachable=True, accumulate_grad=adds)
 
 
@@ -178,7 +181,10 @@ def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tup
         if children is not None:
             done[node] = children
         elif node not in done:
-            leaving: Any = () if node in ends else node.next_functions
+            if node in ends:
+                leaving: Any = ()
+            else:
+                leaving = node.next_functions
             children = [(child, slot) for child, slot in leaving if child is not None]
             stack.append((node, children))
             stack += [(child, None) for child, _ in children if child not in done]
@@ -232,7 +238,10 @@ def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
     result = list(dict.fromkeys(groups.values()))
     for group in result:
         group.is_early = _is_early(ways, group)
-        start = ways.branches if group.is_early else entries
+        if group.is_early:
+            start = ways.branches
+        else:
+            start = entries
         group.edges = list(dict.fromkeys(edge for node in group.nodes for edge in start[node]))
         if group.is_early and _overlap(ways, group, roots):
             group.edges, group.roots = [GradientEdge(weight, 0) for weight in group.weights], []

@@ -60,7 +60,10 @@ def _forward(run: Execution, i: Instruction) -> None:
         return
     if known is None:
         run.worker.flags[i.stage, run.feed[i.mb].signature] = act.flags
-    run.values["act", i.stage, i.mb] = act if known is None else act._replace(flags=known)
+    if known is None:
+        run.values["act", i.stage, i.mb] = act
+    else:
+        run.values["act", i.stage, i.mb] = act._replace(flags=known)
     if not replayed:
         run.values["saved", i.stage, i.mb] = saved
 
@@ -70,7 +73,10 @@ def _recompute(run: Execution, i: Instruction) -> None:
 
 
 def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Message]:
-    given: Message = run.values["act", i.stage - 1, i.mb] if i.stage else run.values["input", 0, i.mb][0]
+    if i.stage:
+        given: Message = run.values["act", i.stage - 1, i.mb]
+    else:
+        given = run.values["input", 0, i.mb][0]
     leaves = [
         leaf.detach().requires_grad_() if flag else leaf for leaf, flag in zip(given.leaves, given.flags, strict=True)
     ]
@@ -102,12 +108,16 @@ def _run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mes
 def _guarded(run: Execution, i: Instruction, leaves: list[Tensor]) -> list[Tensor]:
     """Copies of a stage's inputs if it changes them in place: others have the inputs too, and a replay needs them."""
     is_changed = run.worker.overwritten.get((i.stage, run.feed[i.mb].signature), True)
-    return [leaf.clone() for leaf in leaves] if is_changed else leaves
+    if is_changed:
+        return [leaf.clone() for leaf in leaves]
+    return leaves
 
 
 def _version(leaf: Tensor) -> int:
     """A number that changes with a tensor's values."""
-    return 0 if leaf.is_inference() else leaf._version
+    if leaf.is_inference():
+        return 0
+    return leaf._version
 
 
 def _note_overwritten(run: Execution, i: Instruction, is_changed: bool) -> None:
@@ -156,11 +166,17 @@ def _loss(run: Execution, i: Instruction) -> None:
     leaves = [leaf.detach().requires_grad_(flag) for leaf, flag in zip(act.leaves, act.flags, strict=True)]
     needed = [leaf for leaf, flag in zip(leaves, act.flags, strict=True) if flag]
     half = run.worker.training.half
-    given = leaves if half is None else in_float32(leaves, half)
+    if half is None:
+        given = leaves
+    else:
+        given = in_float32(leaves, half)
     compute = run.loss or run.worker.training.loss
     loss, metrics = with_metrics(compute(act.payload(given), target))
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-        got = f"a tensor of shape {list(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"a tensor of shape {list(loss.shape)}, {loss.dtype}"
+        else:
+            got = type(loss).__name__
         raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
     share = run.feed[i.mb].share
     run.losses.append((i.mb, loss.detach() * share))
@@ -172,7 +188,10 @@ def _loss(run: Execution, i: Instruction) -> None:
     if (scale := run.worker.scale) is not None:
         program = run.compiled.program
         share *= scale.of(program, program.header.update_of(last, i.mb))
-    grads = run_backward((loss,), (torch.full_like(loss, share),), tuple(needed)) if needed else ()
+    if needed:
+        grads = run_backward((loss,), (torch.full_like(loss, share),), tuple(needed))
+    else:
+        grads = ()
     run.values["grad", last, i.mb] = _whole(grads, needed)
 
 
@@ -182,9 +201,15 @@ def _number(name: str, value: Any) -> Tensor:
     Raises:
         ModelError: it is not one number.
     """
-    found = torch.as_tensor(value, dtype=torch.float64) if isinstance(value, int | float | Tensor) else torch.empty(0)
+    if isinstance(value, int | float | Tensor):
+        found = torch.as_tensor(value, dtype=torch.float64)
+    else:
+        found = torch.empty(0)
     if found.numel() != 1:
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.60}"
+        if isinstance(value, Tensor):
+            got = f"a tensor of shape {list(value.shape)}"
+        else:
+            got = f"{value!r:.60}"
         raise ModelError(f"the loss returned the metric {name!r}, which must be one number, got {got}")
     return found.detach().reshape(())
 
@@ -282,13 +307,18 @@ def _local_square(run: Execution, update: int) -> Tensor:
     header, worker = run.compiled.program.header, run.worker
     mine = [s for s in worker.stages if header.placement[s][0] == worker.rank and not header.is_sharded(s)]
     norms = _norms_of(reducing.counted_parts(run) if header.sharded else [])
-    gone = worker.spilling.parts if worker.spilling else {}
+    if worker.spilling:
+        gone = worker.spilling.parts
+    else:
+        gone = {}
     for stage in mine:
         if (update, stage) in gone:
             norms += gone[update, stage]
         else:
             norms += _norms_of(worker.counted_gradients(stage))
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=worker.device)
+    if norms:
+        return torch.stack(norms).square().sum()
+    return torch.zeros((), dtype=torch.float64, device=worker.device)
 
 
 def _step(run: Execution, i: Instruction) -> None:
@@ -354,13 +384,17 @@ def _update(run: Execution, i: Instruction) -> Callable[[], bool]:
 
 def gradient_norm(run: Execution, stage: int, update: int) -> Tensor | None:
     """Norm of all gradients of an update of a stage, before clipping; None: no instruction has computed it."""
-    return run.norms[update].sum().sqrt() * _scale(run, stage, update) if update in run.norms else None
+    if update in run.norms:
+        return run.norms[update].sum().sqrt() * _scale(run, stage, update)
+    return None
 
 
 def _scale(run: Execution, stage: int, update: int) -> float:
     """The factor of summed gradients that gives those of the mean loss."""
     scale = 1 / _steps_in(run.compiled.program.header, stage, update)
-    return scale if run.worker.scale is None else scale / run.worker.scale.of(run.compiled.program, update)
+    if run.worker.scale is None:
+        return scale
+    return scale / run.worker.scale.of(run.compiled.program, update)
 
 
 def _steps_in(header: Any, stage: int, update: int) -> int:
@@ -387,7 +421,9 @@ def _norm_part(run: Execution, i: Instruction) -> None:
 
 def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """The norm of each gradient, as a scalar in double precision."""
-    return [norm.double() for norm in torch._foreach_norm(gradients)] if gradients else []
+    if gradients:
+        return [norm.double() for norm in torch._foreach_norm(gradients)]
+    return []
 
 
 def _fetch(run: Execution, i: Instruction) -> None:

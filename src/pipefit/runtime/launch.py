@@ -70,7 +70,10 @@ def launch(
         LaunchError: a rank raised, or died.
         PipefitError: a rank refused its input (the same error that the rank raised).
     """
-    fewest = num_ranks if min_ranks is None else min_ranks
+    if min_ranks is None:
+        fewest = num_ranks
+    else:
+        fewest = min_ranks
     if num_ranks < 1:
         raise PipefitError(f"ranks: expected at least 1, got {num_ranks}")
     if not 1 <= fewest <= num_ranks:
@@ -85,7 +88,10 @@ def launch(
         environment["PIPEFIT_DEADLINE_S"] = str(deadline_s)
     kept = memory_folder() if recover else contextlib.nullcontext()
     with kept as memory, _removed_unless_logs_matter(place if folder is None else None):
-        temporary = [str(place)] if folder is None else []
+        if folder is None:
+            temporary = [str(place)]
+        else:
+            temporary = []
         if memory is not None:
             environment[MEMORY] = memory
             temporary.insert(0, memory)

@@ -71,7 +71,10 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     start = Start(restart, int(os.environ.get(FULL, num_ranks)))
     if dist.is_initialized():
         return start
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        backend = "cpu:gloo,cuda:nccl"
+    else:
+        backend = "gloo"
     if folder is not None:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -81,7 +84,9 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             dist.init_process_group(backend, timeout=TIMEOUT)
-            return _counted(start, rank, num_ranks) if "TORCHELASTIC_RUN_ID" in os.environ else start
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                return _counted(start, rank, num_ranks)
+            return start
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         of_agent = dist.TCPStore(*address, is_master=False, timeout=TIMEOUT, wait_for_workers=False)
         name, start = agree_on_start(of_agent, rank, num_ranks, restart)
@@ -113,7 +118,10 @@ def agent_folder() -> Path | None:
 def _counted(start: Start, rank: int, num_ranks: int) -> Start:
     """The start after those that any machine remembers; torchrun counts none where only a machine came or went."""
     store, folder = dist.distributed_c10d._get_default_store(), agent_folder()
-    path = None if folder is None else folder / "start.json"
+    if folder is None:
+        path = None
+    else:
+        path = folder / "start.json"
     store.set(f"pipefit/known/{rank}", path.read_text(encoding="utf-8") if path and path.exists() else "[-1, 0]")
     known = [json.loads(store.get(f"pipefit/known/{other}")) for other in range(num_ranks)]
     restarts, sizes = zip(*known, strict=True)
@@ -137,11 +145,16 @@ def agree_on_start(store: Any, rank: int, num_ranks: int, restart: int) -> tuple
     """
     word = uuid.uuid4().hex
     store.set(f"pipefit/word/{rank}", json.dumps([word, restart]))
-    return _propose(store, num_ranks) if rank == 0 else _answer(store, rank, word)
+    if rank == 0:
+        return _propose(store, num_ranks)
+    return _answer(store, rank, word)
 
 
 def _propose(store: Any, num_ranks: int) -> tuple[str, Start]:
-    before = json.loads(store.get("pipefit/start")) if store.check(["pipefit/start"]) else None
+    if store.check(["pipefit/start"]):
+        before = json.loads(store.get("pipefit/start"))
+    else:
+        before = None
     while True:
         words = [json.loads(store.get(f"pipefit/word/{rank}")) for rank in range(num_ranks)]
         number = max([known for _, known in words] + ([before["restart"] + 1] if before else []))

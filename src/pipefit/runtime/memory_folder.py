@@ -27,7 +27,10 @@ _LOCK = "lock"
 @contextlib.contextmanager
 def memory_folder() -> Iterator[str]:
     """A private folder in the machine's memory, or else among temporary files, which outlives ranks."""
-    shared = SHARED if os.access(SHARED, os.W_OK) else None
+    if os.access(SHARED, os.W_OK):
+        shared = SHARED
+    else:
+        shared = None
     if shared is not None:  # where every file system has locks
         _remove_abandoned(shared)
     new = Path(tempfile.mkdtemp(prefix=_NEW, dir=shared))

@@ -56,7 +56,10 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
     leaves, structure = pytree.tree_flatten(batch)
     split = [leaf for leaf in leaves if not is_plain(leaf)]
     have_samples = all(isinstance(leaf, Tensor) and leaf.dim() for leaf in split) and bool(split)
-    sizes = {leaf.shape[0] for leaf in split} if have_samples else set()
+    if have_samples:
+        sizes = {leaf.shape[0] for leaf in split}
+    else:
+        sizes = set()
     if num_microbatches == 1 and len(sizes) != 1:
         return [batch]
     if not have_samples:
@@ -115,7 +118,9 @@ def _num_samples(batch: Any) -> int:
     """Samples of the first tensor that has any; 1 where none has."""
     tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
     first = next(tensors, None)
-    return 1 if first is None else len(first)
+    if first is None:
+        return 1
+    return len(first)
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

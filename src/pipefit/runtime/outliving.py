@@ -41,7 +41,9 @@ def outliving_folder(session: Session) -> Path | None:
         PipefitError: the folder is not private.
     """
     if MEMORY in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return Path(os.environ[MEMORY]) if MEMORY in os.environ else None
+        if MEMORY in os.environ:
+            return Path(os.environ[MEMORY])
+        return None
     for other in SHARED.glob(f"{AGENT}*"):
         if not Path(f"/proc/{other.name.removeprefix(AGENT)}").exists():
             shutil.rmtree(other, ignore_errors=True)
@@ -78,10 +80,15 @@ def earlier(session: Session, name: str, kind: type[T], num_ranks: int) -> T | N
     if not session.start.restart:
         return None
     folder = outliving_folder(session)
-    path = None if folder is None else folder / _file(name, num_ranks)
+    if folder is None:
+        path = None
+    else:
+        path = folder / _file(name, num_ranks)
     texts = exchange(session, path.read_text(encoding="utf-8") if path and path.exists() else None)
     text = next((text for text in texts if text is not None), None)
-    return None if text is None else msgspec.convert(json.loads(text), kind)
+    if text is None:
+        return None
+    return msgspec.convert(json.loads(text), kind)
 
 
 def _file(name: str, num_ranks: int) -> str:

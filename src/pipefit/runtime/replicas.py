@@ -45,7 +45,9 @@ def verify_replicas(
 
 def _name(worker: Worker, stage: int) -> str:
     """The stage, or the part of it that the same process of each tensor-parallel rank has."""
-    return f"stage {stage}" if worker.mesh.tensor == 1 else f"stage {stage}, part {worker.mesh.index}"
+    if worker.mesh.tensor == 1:
+        return f"stage {stage}"
+    return f"stage {stage}, part {worker.mesh.index}"
 
 
 def _checksums(worker: Worker, stage: int) -> dict[str, str]:

@@ -150,7 +150,10 @@ class Session:
             kind, text = "", ""
             with contextlib.suppress(RuntimeError, ValueError):
                 store = _get_default_store()
-                kind, text = json.loads(store.get(key)) if store.check([key]) else ("", "")
+                if store.check([key]):
+                    kind, text = json.loads(store.get(key))
+                else:
+                    kind, text = ("", "")
             if kind:
                 raise getattr(errors, kind, PipefitError)(text) from None
             if errors.is_lost_peer(problem):
@@ -197,9 +200,15 @@ def join() -> Session:
     _check_is_rank()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     deadline = deadline_from_environment()
-    folder = Path(os.environ["PIPEFIT_RUN"]) if "PIPEFIT_RUN" in os.environ else None
+    if "PIPEFIT_RUN" in os.environ:
+        folder = Path(os.environ["PIPEFIT_RUN"])
+    else:
+        folder = None
     is_elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    shared = agent_folder() if folder is None and is_elastic else folder
+    if folder is None and is_elastic:
+        shared = agent_folder()
+    else:
+        shared = folder
     progress = Progress(_own_file(shared, rank) if shared else None)
     stop = Stop()
     listen(stop, folder, ctrl_c=is_elastic)
@@ -209,10 +218,16 @@ def join() -> Session:
         atexit.register(_leave_well)
     if is_elastic:
         die_with_parent()
-    watchdog = Watchdog(rank, num_ranks, progress, folder, shared, deadline) if num_ranks > 1 else None
+    if num_ranks > 1:
+        watchdog = Watchdog(rank, num_ranks, progress, folder, shared, deadline)
+    else:
+        watchdog = None
     progress.at(JOINING)
     start = meet(rank, num_ranks, folder)
-    calls = dist.new_group(backend="gloo", timeout=TIMEOUT) if num_ranks > 1 else None
+    if num_ranks > 1:
+        calls = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    else:
+        calls = None
     progress.at(OUTSIDE)
     session = Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop, start=start, calls=calls)
     if shared is not None and folder is None and os.environ.get("LOCAL_RANK") == "0":

@@ -65,7 +65,9 @@ class Stop:
     @property
     def code(self) -> int:
         """The exit code of a stopped run."""
-        return 128 + signal.SIGINT if self.numbers[:1] == [signal.SIGINT] else TERMINATED
+        if self.numbers[:1] == [signal.SIGINT]:
+            return 128 + signal.SIGINT
+        return TERMINATED
 
     @property
     def leaving(self) -> BaseException:
@@ -75,7 +77,9 @@ class Stop:
 
 def leaving(numbers: Sequence[int]) -> BaseException:
     """The exception with which a run leaves that got these signals."""
-    return KeyboardInterrupt() if numbers[:1] == [signal.SIGINT] else SystemExit(TERMINATED)
+    if numbers[:1] == [signal.SIGINT]:
+        return KeyboardInterrupt()
+    return SystemExit(TERMINATED)
 
 
 def stack_file(folder: Path, rank: int) -> Path:

@@ -41,7 +41,10 @@ def evict(run: Execution, i: Instruction) -> None:
     if i.kind == Kind.WGRAD:
         # Their marks are removed with them.
         run.worker.forget_idle_gradients(i.stage)
-    copy = spilling_of(run).stores[i.stage].evict(i.kind, i.version) if i.kind in SLOTTED else _park(run, i)
+    if i.kind in SLOTTED:
+        copy = spilling_of(run).stores[i.stage].evict(i.kind, i.version)
+    else:
+        copy = _park(run, i)
     spilling_of(run).writes.append(copy)
     _time(run, copy)
 

@@ -94,7 +94,9 @@ def _partners(program: Program, rank: int, positions: Mapping[int, Position]) ->
 
 def _index(position: Position) -> int:
     """An order of positions inside a pass: places after the program come last."""
-    return position.index if position.index >= 0 else 1 << 60
+    if position.index >= 0:
+        return position.index
+    return 1 << 60
 
 
 _STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
@@ -147,7 +149,10 @@ def _last_waited_for(
             return current, lines
         # The other ranks may be in another program, whose instructions are not known here.
         is_known = positions[current].index < 0 or positions[current].program == positions[rank].program
-        peers = waits_for(program, current, positions) if is_known else {}
+        if is_known:
+            peers = waits_for(program, current, positions)
+        else:
+            peers = {}
         if not peers:
             return current, lines
         # A rank that is stopped or has ended explains more than one that also waits.
@@ -179,7 +184,9 @@ def patience(
     if positions[rank].index == LEAVING:
         return float("inf")
     if (cause := positions[culprit]).index in (SAVING, MEASURING) and not cause.waits:
-        return deadline_s if now_s - cause.since_s > _SLOW_TIMES * deadline_s else float("inf")
+        if now_s - cause.since_s > _SLOW_TIMES * deadline_s:
+            return deadline_s
+        return float("inf")
     return deadline_s
 
 
@@ -256,7 +263,10 @@ def hang_report(
         "positions of the ranks:",
     ]
     for other in range(num_ranks):
-        mark = f"{states[other]}, " if states.get(other, "there") != "there" else ""
+        if states.get(other, "there") != "there":
+            mark = f"{states[other]}, "
+        else:
+            mark = ""
         lines.append(f"  rank {other}: {mark}{places.get(other, 'not known on this machine')}")
     if culprit is not None and states.get(culprit) == "there" and (stack := stacks(culprit)):
         lines += [f"stack of rank {culprit} (innermost call first):", stack.rstrip()]

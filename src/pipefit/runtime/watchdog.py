@@ -93,7 +93,10 @@ class Watchdog:
         if floor == 0:
             return math.inf
         if floor is None:
-            floor = _FLOOR_S if self._steps_s else _FIRST_S
+            if self._steps_s:
+                floor = _FLOOR_S
+            else:
+                floor = _FIRST_S
         return max(floor, _FACTOR * statistics.median(self._steps_s) if self._steps_s else 0.0)
 
     @contextlib.contextmanager
@@ -122,7 +125,10 @@ class Watchdog:
         while not self._stop.wait(interval):
             now, position = time.monotonic(), self._progress.position
             # The time in which this process was stopped must not count as a hang.
-            stood_s = stood_s + min(now - before, 2 * interval) if position == seen else 0.0
+            if position == seen:
+                stood_s = stood_s + min(now - before, 2 * interval)
+            else:
+                stood_s = 0.0
             seen, before = position, now
             if stood_s >= _MISSED_S and (missed := missed_call(self._rank, self._program, self._positions(position))):
                 self._end(f"{missed}\n")
@@ -133,7 +139,10 @@ class Watchdog:
 
     def _positions(self, own: Position) -> dict[int, Position]:
         """The positions that are known on this machine."""
-        others = {} if self._shared is None else positions_of(self._shared, self._num_ranks)
+        if self._shared is None:
+            others = {}
+        else:
+            others = positions_of(self._shared, self._num_ranks)
         return {**others, self._rank: own}
 
     def _is_watched(self, position: Position) -> bool:

@@ -96,7 +96,10 @@ class Worker:
         """
         stages = {index: Stage(index, own, device, training.seed) for index, own in layers.items()}
         worker = cls(rank, training, device, stages, ties, spilling=spilling, mesh=mesh or Mesh())
-        spilled = spilling.stores if spilling else {}
+        if spilling:
+            spilled = spilling.stores
+        else:
+            spilled = {}
         if training.loss_scale is not None:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
@@ -142,8 +145,13 @@ class Worker:
         self, stage: int, optim: bool = False, change: bool = False
     ) -> contextlib.AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `SpilledStore.present`."""
-        spilled = self.spilling.stores if self.spilling else {}
-        return spilled[stage].present(optim, change) if stage in spilled else contextlib.nullcontext()
+        if self.spilling:
+            spilled = self.spilling.stores
+        else:
+            spilled = {}
+        if stage in spilled:
+            return spilled[stage].present(optim, change)
+        return contextlib.nullcontext()
 
     def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
         """Gradients of all tied parameters in the model's order, and a mark for those that are real.

@@ -16,7 +16,10 @@ def _interleavable(shape: Shape) -> None:
     most = max(shape.depth, shape.num_microbatches)
     if group and not shape.depth <= group <= most:
         least = shape.depth
-        wanted = f"{least}" if least == most else f"{least} to {most}"
+        if least == most:
+            wanted = f"{least}"
+        else:
+            wanted = f"{least} to {most}"
         raise ScheduleError(
             f"interleaved: group: expected {wanted} micro-batches (with fewer than the "
             f"{shape.depth} ranks of the pipeline they would wait for each other), or 0 for {least}; got {group}"

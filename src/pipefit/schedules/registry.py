@@ -117,7 +117,10 @@ class Schedule:
         header = shape.header(self.name, self.layout, self.weights, self.spills)
         self._refuse_placement(header)
         span = range(header.total_microbatches)
-        size = shape.num_microbatches if self.is_synchronous else len(span)
+        if self.is_synchronous:
+            size = shape.num_microbatches
+        else:
+            size = len(span)
         spans = [range(start, start + size) for start in range(0, len(span), size)]
         options = {**self.options, **shape.options}
         orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
@@ -140,7 +143,10 @@ class Schedule:
         for rank in range(header.num_ranks):
             stages = header.stages_of(rank)
             if not stages or (len(stages) > 1 and not self.chunks):
-                expected = "at least one stage" if self.chunks else "one stage"
+                if self.chunks:
+                    expected = "at least one stage"
+                else:
+                    expected = "one stage"
                 raise ScheduleError(
                     f"{self.name}: placement: expected {expected} on every rank from 0 on, "
                     f"rank {rank} has {list(stages)}"
@@ -196,4 +202,6 @@ def schedule(order: Order | None = None, **facts: Unpack[Facts]) -> Callable[[Or
         REGISTRY[made.name] = made
         return made
 
-    return register if order is None else register(order)
+    if order is None:
+        return register
+    return register(order)

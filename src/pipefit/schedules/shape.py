@@ -139,7 +139,10 @@ def placement_of(
     stages = depth * num_chunks
     if replicas and len(replicas) not in (1, depth):
         raise ScheduleError(f"replicas: expected one count per stage ({depth}), got {list(replicas)}")
-    counts = list(replicas or (1,)) * depth if len(replicas) <= 1 else list(replicas[:depth])
+    if len(replicas) <= 1:
+        counts = list(replicas or (1,)) * depth
+    else:
+        counts = list(replicas[:depth])
     if min(counts) < 1 or max(counts) > MOST_STAGES:
         raise ScheduleError(f"replicas: expected counts from 1 to {MOST_STAGES}, got {list(replicas)}")
     if layout == "single":

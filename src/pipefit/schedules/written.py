@@ -107,11 +107,17 @@ def written(name: str, header: Header, orders: Sequence[Sequence[Instruction]]) 
             yield [msgspec.structs.replace(i, mb=mbs[i.stage][i.mb], version=-1) for i in by_stages[stages]]
 
     def check(shape: Shape) -> None:
-        copies = len(shape.placement[0]) if shape.placement else (shape.replicas or (1,))[0]
+        if shape.placement:
+            copies = len(shape.placement[0])
+        else:
+            copies = (shape.replicas or (1,))[0]
         wanted = num_ranks, header.num_microbatches * copies, num_chunks
         given = shape.depth, shape.num_microbatches, shape.num_chunks
         if given != wanted or len(set(shape.replicas)) > 1:
-            each = f" for {copies} copies of the pipeline" if copies > 1 else ""
+            if copies > 1:
+                each = f" for {copies} copies of the pipeline"
+            else:
+                each = ""
             raise ScheduleError(
                 f"{name} is for {_sizes(*wanted)}{each}, got {_sizes(*given)}; find one for these with "
                 "`pipefit synthesize`"
@@ -122,5 +128,8 @@ def written(name: str, header: Header, orders: Sequence[Sequence[Instruction]]) 
 
 
 def _sizes(num_ranks: int, num_microbatches: int, num_chunks: int) -> str:
-    chunks = f", {num_chunks} chunks" if num_chunks > 1 else ""
+    if num_chunks > 1:
+        chunks = f", {num_chunks} chunks"
+    else:
+        chunks = ""
     return f"{num_ranks} ranks, {num_microbatches} micro-batches{chunks}"

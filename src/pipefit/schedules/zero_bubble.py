@@ -140,7 +140,10 @@ def _next(ended: _Ended, depth: int, num_microbatches: int, position: int, now: 
             if weight:
                 return weight
     for stage in stages:
-        before = forwards[last] if stage == last else inputs[stage + 1]
+        if stage == last:
+            before = forwards[last]
+        else:
+            before = inputs[stage + 1]
         index = len(inputs[stage])
         if index < len(forwards[stage]) and _is_there(before, index, now):
             return Op.BWD_INPUT, stage

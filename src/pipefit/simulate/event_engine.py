@@ -107,7 +107,10 @@ class EventEngine:
                     clock[rank], blocked_on[rank] = now, base - size + q
                     yield
                 now = max(now, end[base - size + q])
-            now = (yield from self._work(rank, now, prices.between)) if shares else now + prices.between
+            if shares:
+                now = yield from self._work(rank, now, prices.between)
+            else:
+                now = now + prices.between
             for i in range(first, stop):
                 code, n = codes[i], base + i
                 if code <= wait:
@@ -129,7 +132,10 @@ class EventEngine:
                     end[n] = now
                     continue
                 start[n] = now
-                now = (yield from self._work(rank, now, hold[i])) if shares else now + hold[i]
+                if shares:
+                    now = yield from self._work(rank, now, hold[i])
+                else:
+                    now = now + hold[i]
                 if self.agenda and self.agenda[0][0] < now:
                     heapq.heappush(self.agenda, (now, rank))
                     yield
@@ -140,7 +146,10 @@ class EventEngine:
                     other = posted[base + q]
                     if other >= 0:
                         arrival, other = now + travel[i], other + travel[q]
-                        end[n] = end[base + q] = arrival if arrival > other else other
+                        if arrival > other:
+                            end[n] = end[base + q] = arrival
+                        else:
+                            end[n] = end[base + q] = other
                         if blocked_on[ranks[q]] == base + q:
                             self._wake(ranks[q], base + q)
                 else:
@@ -177,7 +186,10 @@ class EventEngine:
         base, sides = n - i, layout.graph.sides(i)
         travels, lanes = prices.travel[base > 0], prices.lanes.get(i, ())
         travel = travels[i]
-        finish = max([self.free.get(lane, 0) for lane in lanes]) + travel if lanes else 0
+        if lanes:
+            finish = max([self.free.get(lane, 0) for lane in lanes]) + travel
+        else:
+            finish = 0
         ready: float = 0
         for side in sides:
             begin = self.posted[base + side]

@@ -73,8 +73,14 @@ def steady_period_s(program: Program, cost: CostModel, *, contention: bool = Fal
     """
     header = program.header
     is_synchronous = header.weights is WeightRule.FLUSH
-    rounds = _ROUNDS if header.spill or header.num_steps > 1 else 2
-    repeats = -(-rounds // header.num_steps) if is_synchronous else 1
+    if header.spill or header.num_steps > 1:
+        rounds = _ROUNDS
+    else:
+        rounds = 2
+    if is_synchronous:
+        repeats = -(-rounds // header.num_steps)
+    else:
+        repeats = 1
     options = {"contention": contention, "rendezvous": rendezvous}
     timeline = simulate(program, cost, repeats=repeats, steps_only=True, **options)
     if is_synchronous or timeline.is_steady:

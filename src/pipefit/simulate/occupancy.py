@@ -44,7 +44,10 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
     seam: float = 0
     for lap in range(engine.repeats):
         base = lap * size + first
-        after = engine.end[base + last] if last >= 0 else seam
+        if last >= 0:
+            after = engine.end[base + last]
+        else:
+            after = seam
         for born, dies, amount in sized:
             # Values held at the start of a pass are those held at the end of the pass before.
             if born < 0:
@@ -53,16 +56,25 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
                 begin = engine.start[base + born]
             else:
                 begin = after
-            end = after if dies >= count else engine.end[base + dies]
+            if dies >= count:
+                end = after
+            else:
+                end = engine.end[base + dies]
             if begin < end:
                 changes[begin] = changes.get(begin, 0) + amount
                 changes[end] = changes.get(end, 0) - amount
         seam = after
     # Slots are there throughout, full or empty; the states of an optimizer too, unless they move through slots.
-    held = arena_bytes(header, rank, cost.size_bytes) if header.spill else 0
+    if header.spill:
+        held = arena_bytes(header, rank, cost.size_bytes)
+    else:
+        held = 0
     held += cost.staying_bytes(header, rank)
     held += sum(cost.frozen_bytes(stage) for stage in header.stages_of(rank) if not header.is_spilled(stage))
-    samples: list[tuple[float, float]] = [] if 0 in changes else [(0, held)]
+    if 0 in changes:
+        samples: list[tuple[float, float]] = []
+    else:
+        samples = [(0, held)]
     # Values held after the last pass stay.
     changes[seam] = changes.get(seam, 0) + sum(amount for _, dies, amount in sized if dies >= count)
     for time in sorted(changes):

@@ -82,15 +82,21 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
 
 def _by_number(layout: FlatProgram, of_kind: list[T]) -> dict[int, T]:
     """Gives each instruction the fact about its kind of cost; empty facts are left out."""
-    return {number: of_kind[kind] for number, kind in enumerate(layout.costs) if of_kind[kind]} if any(of_kind) else {}
+    if any(of_kind):
+        return {number: of_kind[kind] for number, kind in enumerate(layout.costs) if of_kind[kind]}
+    return {}
 
 
 def _travel_s(cost: CostModel, i: Instruction, rank: int, rendezvous: bool) -> float:
     if i.op is Op.SEND:
         return cost.message_s(i, rank)
     if i.op is Op.RECV:
-        return cost.message_s(replace(i, op=Op.SEND, peer=rank), i.peer) if rendezvous else 0
-    return cost.local_s(i, rank) if i.op is Op.GATHER or i.op in COPY_OPS else 0
+        if rendezvous:
+            return cost.message_s(replace(i, op=Op.SEND, peer=rank), i.peer)
+        return 0
+    if i.op is Op.GATHER or i.op in COPY_OPS:
+        return cost.local_s(i, rank)
+    return 0
 
 
 def _lanes(cost: CostModel, i: Instruction, rank: int, contention: bool) -> tuple[Key, ...]:
@@ -98,13 +104,18 @@ def _lanes(cost: CostModel, i: Instruction, rank: int, contention: bool) -> tupl
         return ((rank, i.op, i.tier),)
     if i.op not in MESSAGE_OPS:
         return ()
-    link = (rank, i.peer) if i.op is Op.SEND else (i.peer, rank)
+    if i.op is Op.SEND:
+        link = (rank, i.peer)
+    else:
+        link = (i.peer, rank)
     return (*cost.ports(*link), *([link] if contention else []))
 
 
 def _channel(cost: CostModel, i: Instruction, rank: int) -> Key:
     one = i.op in COPY_OPS and i.op is not Op.HOST_STEP and cost.tier_of(i).one_channel
-    return (rank, i.tier) if one else ()
+    if one:
+        return (rank, i.tier)
+    return ()
 
 
 def _kept(graph: Graph, later: bool) -> frozenset[int]:
@@ -114,7 +125,9 @@ def _kept(graph: Graph, later: bool) -> frozenset[int]:
 
 
 def _without(travel: list[float], kept: frozenset[int]) -> list[float]:
-    return [0 if number in kept else seconds for number, seconds in enumerate(travel)] if kept else travel
+    if kept:
+        return [0 if number in kept else seconds for number, seconds in enumerate(travel)]
+    return travel
 
 
 def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
@@ -128,7 +141,10 @@ def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dic
             came = layout.graph.instructions[awaited]
             if awaited not in counted and came.op in (Op.RECV, Op.FETCH):
                 counted.add(awaited)
-                seconds = cost.arrival_s if came.op is Op.RECV else cost.check_s(came)
+                if came.op is Op.RECV:
+                    seconds = cost.arrival_s
+                else:
+                    seconds = cost.check_s(came)
                 found[number] = found.get(number, 0) + seconds
     return found
 

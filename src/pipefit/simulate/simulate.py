@@ -81,7 +81,10 @@ def simulate(
         notes["port_unit"] = float(cost.port_unit)
     with collector_paused():
         engine = _run(program, cost, repeats, contention, rendezvous)
-        samples = memory_over_time(program, cost, engine) if memory and not steps_only else ()
+        if memory and not steps_only:
+            samples = memory_over_time(program, cost, engine)
+        else:
+            samples = ()
         return Timeline(program, _events(engine, steps_only), samples, num_repeats=repeats, notes=notes)
 
 
@@ -93,7 +96,10 @@ def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rend
     crowds = Counter(places)
     machines = {place: Machine(place[1]) for place in crowds}
     shares = any(num > cores for (_, cores), num in crowds.items())
-    cores = [machines[place] for place in places] if shares else []
+    if shares:
+        cores = [machines[place] for place in places]
+    else:
+        cores = []
     prices = prices_of(layout, cost, contention, rendezvous)
     engine = EventEngine(layout, prices, repeats, contention or cost.has_ports, cores)
     engine.run()
@@ -114,7 +120,10 @@ def _check(layout: FlatProgram) -> None:
         raise InvalidProgramError(f"{name(number)} needs {value}, which nothing before it makes on that rank")
     if graph.unmatched:
         number = graph.unmatched[0]
-        side = "receive" if graph.instructions[number].op is Op.SEND else "send"
+        if graph.instructions[number].op is Op.SEND:
+            side = "receive"
+        else:
+            side = "send"
         raise InvalidProgramError(f"{name(number)} has no matching {side}: it would wait for ever")
     for group in graph.collectives:
         expected = collective_members(graph.program.header, graph.instructions[group[0]])

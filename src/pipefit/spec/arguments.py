@@ -99,7 +99,10 @@ def _decorate_methods(owner: type, apart: Sequence[str]) -> None:
 def _check(name: str, value: Any, hint: Any, place: Any) -> None:
     """Checks an argument, or each of those that come by position or by name without a parameter of their own."""
     if place is inspect.Parameter.VAR_KEYWORD:
-        known = get_type_hints(get_args(hint)[0]) if get_origin(hint) is Unpack else {}
+        if get_origin(hint) is Unpack:
+            known = get_type_hints(get_args(hint)[0])
+        else:
+            known = {}
         for key, each in value.items():
             check_value(key, each, known.get(key, Any) if known else hint)
     elif place is inspect.Parameter.VAR_POSITIONAL:
@@ -154,7 +157,9 @@ def shown_value(value: object) -> str:
     except Exception:  # of any kind, for the object is the user's
         text = ""
     is_short = 0 < len(text) <= _SHOWN and text.isprintable()
-    return text if is_short else f"an object of type {type(value).__name__}"
+    if is_short:
+        return text
+    return f"an object of type {type(value).__name__}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -201,9 +206,18 @@ def _is_one_of(value: object, known: Sequence[object]) -> bool:
 
 def _limited(kind: Kind, meta: Meta) -> Kind:
     """The numbers of a kind within limits."""
-    least = -math.inf if meta.ge is None else meta.ge
-    most = math.inf if meta.le is None else meta.le
-    limits = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+    if meta.ge is None:
+        least = -math.inf
+    else:
+        least = meta.ge
+    if meta.le is None:
+        most = math.inf
+    else:
+        most = meta.le
+    if most < math.inf:
+        limits = f"from {least:g} to {most:g}"
+    else:
+        limits = f"of at least {least:g}"
     words, many = f"{kind.words} {limits}", f"{kind.in_list} {limits}"
     return Kind(lambda value: kind.fits(value) and least <= value <= most, words, many)
 
@@ -247,7 +261,10 @@ def _of_class(owner: Any, parts: Sequence[Any]) -> Kind:
     if getattr(owner, "_is_protocol", False):
         members = [name for name in (*vars(owner), *owner.__annotations__) if not name.startswith("_")]
         return Kind(lambda value: _has(value, members), f"an object with {', '.join(members)}")
-    article = "an" if owner.__name__[0] in "AEIOU" else "a"
+    if owner.__name__[0] in "AEIOU":
+        article = "an"
+    else:
+        article = "a"
     return Kind(lambda value: isinstance(value, owner), f"{article} {owner.__name__}", f"{owner.__name__} objects")
 
 
@@ -257,7 +274,10 @@ def _mapping(key: Kind, value: Kind) -> Kind:
             return False
         return all(key.fits(name) and value.fits(each) for name, each in found.items())
 
-    of = "" if value is _ANY else f" of {value.in_list} by name"
+    if value is _ANY:
+        of = ""
+    else:
+        of = f" of {value.in_list} by name"
     return Kind(fits, f"a dict{of}", f"dicts{of}")
 
 
@@ -277,8 +297,14 @@ def _listed(element: Kind, owner: type) -> Kind:
         # Long tuples hold few types; whole numbers need a look each only where one is large.
         return all(map(element.fits, typing.cast(Iterable[Any], found)))
 
-    of = "" if element is _ANY else f" of {element.in_list}"
-    name = "tuple" if owner is tuple else "list"
+    if element is _ANY:
+        of = ""
+    else:
+        of = f" of {element.in_list}"
+    if owner is tuple:
+        name = "tuple"
+    else:
+        name = "list"
     return Kind(fits, f"a {name}{of}", f"{name}s{of}")
 
 

@@ -65,7 +65,9 @@ def said(problem: Exception) -> str:
     for word, plain in _PLAIN.items():
         text = text.replace(f"`{word}`", plain)
     text = text.replace("expected a whole number, got a number", "expected a whole number, got a fraction")
-    return f"{path}: {text}" if path else text
+    if path:
+        return f"{path}: {text}"
+    return text
 
 
 _PLAIN = {
@@ -118,7 +120,9 @@ def _reason(problem: Exception) -> str:
     """The reason why a text cannot be parsed, without Python's advice for its own settings."""
     if isinstance(problem, RecursionError):
         return "lists or tables are nested too deeply"
-    return "a number has too many digits" if "integer string conversion" in str(problem) else str(problem)
+    if "integer string conversion" in str(problem):
+        return "a number has too many digits"
+    return str(problem)
 
 
 def read_json(path: str | Path, error: type[PipefitError] = PipefitError) -> Any:
@@ -143,7 +147,10 @@ def write_atomically(path: str | Path, content: str | bytes, *, durable: bool = 
         PipefitError: the folder is missing, or the path is a directory, or the disk is full.
     """
     path = Path(path)
-    payload = content.encode() if isinstance(content, str) else content
+    if isinstance(content, str):
+        payload = content.encode()
+    else:
+        payload = content
     if path.is_dir():
         raise PipefitError(f"{path}: expected a file to write, got a directory")
     try:

@@ -67,7 +67,9 @@ def setting(
         hidden: for Python only.
     """
     facts = {"flags": flags, "typed": typed, "least": least, "most": most, "hidden": hidden}
-    return field(default_factory=dict, metadata=facts) if default is dict else field(default=default, metadata=facts)
+    if default is dict:
+        return field(default_factory=dict, metadata=facts)
+    return field(default=default, metadata=facts)
 
 
 class Checked:
@@ -245,12 +247,16 @@ class Spilled(Checked):
     def host_bytes(self) -> int | None:
         """The limit on the host's memory."""
         size = in_bytes(self.host_memory, "host_memory")
-        return None if size is None else int(size)
+        if size is None:
+            return None
+        return int(size)
 
     @property
     def folder(self) -> Path | None:
         """The folder of the disk tier."""
-        return None if self.disk is None else Path(self.disk)
+        if self.disk is None:
+            return None
+        return Path(self.disk)
 
 
 @dataclass(frozen=True)
@@ -283,7 +289,9 @@ class Request(Checked):
 
 def in_bytes(value: float | str | None, name: str) -> float | None:
     """Bytes of a number, or of text like "1.5 GiB"; None stays None."""
-    return None if value is None else parse_quantity(value, "bytes", name)
+    if value is None:
+        return None
+    return parse_quantity(value, "bytes", name)
 
 
 def as_flat(group: Any) -> dict[str, Any]:
@@ -310,7 +318,8 @@ def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None 
     Raises:
         PlanError: a name is not that of an option.
     """
-    usual = kind() if usual is None else usual
+    if usual is None:
+        usual = kind()
     known = as_flat(usual)
     for name in values:
         look_up(name, known, "unknown option", PlanError)
@@ -324,7 +333,10 @@ def _with_values(group: Group, values: Mapping[str, Any]) -> Group:
         if one.name in groups:
             before, default = getattr(group, one.name), groups[one.name]()
             after = _with_values(default if before is None else before, values)
-            changes[one.name] = None if before is None and after == default else after
+            if before is None and after == default:
+                changes[one.name] = None
+            else:
+                changes[one.name] = after
         elif not one.metadata.get("hidden") and key_of(one) in values:
             changes[one.name] = values[key_of(one)]
     return replace(group, **changes)  # type: ignore[type-var]
@@ -333,7 +345,9 @@ def _with_values(group: Group, values: Mapping[str, Any]) -> Group:
 def key_of(one: Any) -> str:
     """The name of a field in a flat table, a TOML file and JSON, such as "data_parallel"."""
     flags = one.metadata.get("flags")
-    return str(flags[0]).removeprefix("--").replace("-", "_") if flags else str(one.name)
+    if flags:
+        return str(flags[0]).removeprefix("--").replace("-", "_")
+    return str(one.name)
 
 
 def groups_of(kind: type[Any]) -> dict[str, type[Any]]:
@@ -364,8 +378,15 @@ def check_least(group: Any) -> None:
         if isinstance(value, int) and most == math.inf and value > _MOST_COUNT:
             most = _MOST_COUNT
         if type(value) not in kinds or not least <= value <= most or math.isinf(value):
-            noun = "a whole number" if kinds == (int,) else "a number"
-            limit = f"from {least} to {most}" if most < math.inf else f"of at least {least:g}"
-            limit = f"above 0 and at most {most:g}" if least == ABOVE_0 else limit
+            if kinds == (int,):
+                noun = "a whole number"
+            else:
+                noun = "a number"
+            if most < math.inf:
+                limit = f"from {least} to {most}"
+            else:
+                limit = f"of at least {least:g}"
+            if least == ABOVE_0:
+                limit = f"above 0 and at most {most:g}"
             raise PlanError(f"{key_of(one)}: expected {noun} {limit}, got {value!r}")
     check_fields(group, PlanError)

@@ -73,7 +73,10 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept = {"layer": self.input_bytes, "selective": self.selective_bytes}.get(recompute)
         if kept is None or not self.backward_s:
             return self
-        again_s = self.forward_s if recompute == "layer" else self.attention_s
+        if recompute == "layer":
+            again_s = self.forward_s
+        else:
+            again_s = self.attention_s
         return msgspec.structs.replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
 
     def replay_bytes(self, recompute: str) -> float:
@@ -81,12 +84,16 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kept = self.replaying(recompute)
         if kept is self:
             return 0.0
-        return self.saved_bytes if recompute == "layer" else max(self.saved_bytes - kept.saved_bytes, 0.0)
+        if recompute == "layer":
+            return self.saved_bytes
+        return max(self.saved_bytes - kept.saved_bytes, 0.0)
 
     @property
     def wgrad_bytes(self) -> float:
         """Bytes of the gradients of the weights: of those that train."""
-        return self.weight_bytes if self.trained_bytes is None else self.trained_bytes
+        if self.trained_bytes is None:
+            return self.weight_bytes
+        return self.trained_bytes
 
     @property
     def frozen_bytes(self) -> float:
@@ -96,7 +103,9 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def kept_bytes(self) -> float:
         """`half_bytes`, or where they are not known the larger of output and saved values."""
-        return max(self.output_bytes, self.saved_bytes) if self.half_bytes is None else self.half_bytes
+        if self.half_bytes is None:
+            return max(self.output_bytes, self.saved_bytes)
+        return self.half_bytes
 
     @property
     def backward_s(self) -> float:
@@ -186,7 +195,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
         """The edges, those of a chain included."""
-        return tuple((i, i + 1) for i in range(len(self.layers) - 1)) if self.edges is None else self.edges
+        if self.edges is None:
+            return tuple((i, i + 1) for i in range(len(self.layers) - 1))
+        return self.edges
 
     @cached_property
     def cut_bytes(self) -> tuple[float, ...]:
@@ -236,7 +247,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         own, weights = self._optimized
         if own:
             return max(self.optimizer_s - own, 0) + sum(self.layers[index].step_s for index in layers)
-        return self.optimizer_s * sum(self.layers[index].wgrad_bytes for index in layers) / weights if weights else 0.0
+        if weights:
+            return self.optimizer_s * sum(self.layers[index].wgrad_bytes for index in layers) / weights
+        return 0.0
 
     @cached_property
     def _optimized(self) -> tuple[float, float]:
@@ -306,8 +319,14 @@ def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: in
     nothing = Layer("", 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     layers = []
     for index, layer in enumerate(high.layers):
-        other = low.layers[index] if low else nothing
-        grad_bytes = other.output_bytes if other.grad_bytes is None else other.grad_bytes
+        if low:
+            other = low.layers[index]
+        else:
+            other = nothing
+        if other.grad_bytes is None:
+            grad_bytes = other.output_bytes
+        else:
+            grad_bytes = other.grad_bytes
         other = msgspec.structs.replace(other, grad_bytes=grad_bytes, half_bytes=other.kept_bytes)
         known = [name for name in (*_SCALED, *_UNKNOWN) if getattr(layer, name) is not None]
         figures = {name: mix(getattr(layer, name), getattr(other, name)) for name in known}

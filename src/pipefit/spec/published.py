@@ -142,7 +142,10 @@ def _layer(node: _Node, is_source: bool) -> Layer:
     if is_source and node.desc.startswith("Input"):
         return Layer(name, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     backward_s = node.backward_ms / 1000
-    weight_s = backward_s / 2 if node.parameter_bytes > 0 else 0.0
+    if node.parameter_bytes > 0:
+        weight_s = backward_s / 2
+    else:
+        weight_s = 0.0
     return Layer(
         name,
         forward_s=node.forward_ms / 1000,

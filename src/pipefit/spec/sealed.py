@@ -132,11 +132,17 @@ def read_sealed(path: Path, form: str, error: type[PipefitError] = PipefitError)
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror}") from None
     text = content.decode(errors="replace")
-    name = found[1] if (found := _FORMAT.search(text)) else ""
+    if found := _FORMAT.search(text):
+        name = found[1]
+    else:
+        name = ""
     if name != form and name.partition("/")[0] == form.partition("/")[0]:
         raise error(f"{path}: has format {name}, this version of pipefit reads {form}")
     end = _CHECKSUM.search(text)
-    body = f"{text[: end.start()]}{end[2]}}}" if end else ""
+    if end:
+        body = f"{text[: end.start()]}{end[2]}}}"
+    else:
+        body = ""
     if end is None or end[1] != _checksum(body):
         raise error(f"{path}: damaged (it does not have the checksum it states)")
     data: dict[str, Any] = parse_json(body, error, str(path))

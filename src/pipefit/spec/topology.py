@@ -156,7 +156,9 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def device_of(self, rank: int) -> Device:
         """The device of a rank."""
-        return self.devices[rank] if self.devices else self.device
+        if self.devices:
+            return self.devices[rank]
+        return self.device
 
     def level_between(self, a: int, b: int) -> Level:
         """The innermost level that joins two ranks: the one whose links their messages cross.
@@ -184,7 +186,9 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         (('out', 1, 0), ('in', 1, 1))
         """
         index, unit, level = self._joining(a, b)
-        return (("out", index, a // unit), ("in", index, b // unit)) if level.one_port else ()
+        if level.one_port:
+            return (("out", index, a // unit), ("in", index, b // unit))
+        return ()
 
     @property
     def machine(self) -> tuple[int, float]:
@@ -274,7 +278,9 @@ def _with_units(data: Any, where: str) -> Any:
 
 
 def _quantity(key: str, item: Any, place: str) -> Any:
-    return parse_quantity(item, _UNITS[key], place) if key in _UNITS and not isinstance(item, list | dict) else item
+    if key in _UNITS and not isinstance(item, list | dict):
+        return parse_quantity(item, _UNITS[key], place)
+    return item
 
 
 def _as_toml(topology: Topology) -> str:

@@ -86,7 +86,10 @@ class Arena:
         start = 0
         for kind, count in counts.items():
             whole = self._memory[start : start + count * each[kind]]
-            self._slots[kind] = [Slot(room) for room in whole.tensor_split(count)] if count else []
+            if count:
+                self._slots[kind] = [Slot(room) for room in whole.tensor_split(count)]
+            else:
+                self._slots[kind] = []
             start += len(whole)
 
     @property
@@ -119,6 +122,8 @@ def save_places(record: Callable[[], Tensor]) -> saved_tensors_hooks:
         return Field(start, tensor.shape, tensor.dtype, tensor.stride())
 
     def unpack(saved: Tensor | Field) -> Tensor:
-        return saved.of(record()) if isinstance(saved, Field) else saved
+        if isinstance(saved, Field):
+            return saved.of(record())
+        return saved
 
     return saved_tensors_hooks(pack, unpack)

@@ -85,7 +85,10 @@ class ParkedTensors:
             key: of their record.
             keep: whether they will be read again without being written again.
         """
-        waiting = self._waiting[key] if keep else self._waiting.pop(key)
+        if keep:
+            waiting = self._waiting[key]
+        else:
+            waiting = self._waiting.pop(key)
         record = aligned(self._sizes[key], self._device)
         copy = self._tier.read(key, waiting.version, record)
 

@@ -116,10 +116,16 @@ class Spilling:
                     "them (for gpt: tied=False), or build it in memory"
                 )
             stand_in(layers[stage], partial(make_stand_in, device=device))
-        rules = state_rules(training.optimizer, device) if spill.optim_slots else StateRules()
+        if spill.optim_slots:
+            rules = state_rules(training.optimizer, device)
+        else:
+            rules = StateRules()
         stores = {s: SpilledStore(s, own, stages.shared, training, header, rules, device) for s, own in layers.items()}
         arena = make_arena(stores.values(), spill, device)
-        folder = where.folder if spill.tier == "disk" else None
+        if spill.tier == "disk":
+            folder = where.folder
+        else:
+            folder = None
         if folder is None and spill.tier == "disk":
             raise PlanError("the plan spills to disk: name a folder by --disk FOLDER or spill=Spilled(disk=FOLDER)")
         tier = TierStore(folder, tier_name(stages.rank), device=device, host_bytes=where.host_bytes, run=stages.run)
@@ -132,7 +138,10 @@ class Spilling:
         resumed = spilling.resumed
         for number, (stage, store) in enumerate(stores.items()):
             store.attach(arena, tier)
-            fill = partial(initialise, layers[stage], training.seed, stages.initialise) if stage in drawn else None
+            if stage in drawn:
+                fill = partial(initialise, layers[stage], training.seed, stages.initialise)
+            else:
+                fill = None
             store.store_first(number % spill.weights_slots, fill, resumed.version(stage) if resumed else None)
         return spilling
 

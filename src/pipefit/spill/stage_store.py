@@ -77,11 +77,17 @@ class SpilledStore:
         self.layout = Layout(self._moved)
         # The gradients are in the slot in the order in which replicas reduce them.
         is_replicated = len(header.placement[stage]) > 1
-        self.gradients = record_layout(self.summed)[1] if is_replicated else Layout(self.summed)
+        if is_replicated:
+            self.gradients = record_layout(self.summed)[1]
+        else:
+            self.gradients = Layout(self.summed)
         self._on_arrival: Callable[[Tensor], None] | None = None
         self.states: MovedStates | None = None
         if not header.keeps_states(stage):
-            where = torch.device("cpu") if self.on_host else device
+            if self.on_host:
+                where = torch.device("cpu")
+            else:
+                where = device
             specs = [(trained[spec.parameter], spec) for spec in probe_states(training.optimizer, trained, where)]
             moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in shared]
             self.states = MovedStates(stage, moving, rules._replace(numbers={}) if self.on_host else rules, device)
@@ -142,7 +148,10 @@ class SpilledStore:
     @property
     def stand_ins(self) -> set[int]:
         """Addresses of the stand-ins for weights and states while its records hold them."""
-        states = [] if self.states is None or self.on_host else self.states.tensors()
+        if self.states is None or self.on_host:
+            states = []
+        else:
+            states = self.states.tensors()
         return {tensor.data_ptr() for tensor in (*self._moved, *states)}
 
     def make_masters(self, trained: Sequence[nn.Parameter]) -> None:
@@ -191,7 +200,10 @@ class SpilledStore:
         room = self._arena.slot(kind, slot)
         kept, room.kept = room.kept, None
         if kept == (self, self.num_updates + version):
-            waits = self._arena.slot(WGRAD, slot).taken() if kind == WEIGHTS else ()
+            if kind == WEIGHTS:
+                waits = self._arena.slot(WGRAD, slot).taken()
+            else:
+                waits = ()
             return self._tier.lanes.read.submit(lambda: None, waits)
         waits = room.taken()
         if kind == WEIGHTS:

@@ -64,7 +64,9 @@ class Written(NamedTuple):
     @property
     def requested(self) -> int | None:
         """The version; None: none was written."""
-        return None if self.copy < 0 else self.version
+        if self.copy < 0:
+            return None
+        return self.version
 
     @property
     def end(self) -> int:
@@ -253,7 +255,10 @@ class TierFile:
         at = commit.records[key]
         if at.copy < 0:
             return True
-        buffer = memoryview(mmap.mmap(-1, at.num_bytes)) if at.num_bytes else memoryview(b"")
+        if at.num_bytes:
+            buffer = memoryview(mmap.mmap(-1, at.num_bytes))
+        else:
+            buffer = memoryview(b"")
         self.read(buffer, at.position(at.copy))
         return at.checksum == record_sum(buffer, place_of(commit.tier, key, at.version))
 

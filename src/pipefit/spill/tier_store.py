@@ -47,7 +47,9 @@ class _Record:
     @property
     def next_copy(self) -> int:
         """The copy to write."""
-        return 1 - self.committed if self.disk.copies == 2 and self.committed >= 0 else 0
+        if self.disk.copies == 2 and self.committed >= 0:
+            return 1 - self.committed
+        return 0
 
 
 class TierStore:
@@ -89,7 +91,10 @@ class TierStore:
         host_bytes: float | None = None,
         run: str = "",
     ) -> None:
-        self.files = None if folder is None else TierFile(Path(folder), name, shared, run)
+        if folder is None:
+            self.files = None
+        else:
+            self.files = TierFile(Path(folder), name, shared, run)
         self._shared, self._host_bytes = shared, host_bytes
         self._device = device or torch.device("cpu")
         self.lanes = lanes or Lanes(self._device)
@@ -145,7 +150,10 @@ class TierStore:
         memory = self._memory(sizes)
         position = self.disk_bytes
         for key, size in sizes.items():
-            copies = 1 if key in scratch else 2
+            if key in scratch:
+                copies = 1
+            else:
+                copies = 2
             if self.files is None or (key in memory and key in scratch):
                 copies = 0
             self._records[key] = record = _Record(
@@ -206,7 +214,9 @@ class TierStore:
     def holds(self, key: Key) -> int | None:
         """The version of a record that was written last (or is being written); None: none yet."""
         record = self._records.get(key)
-        return None if record is None else record.requested
+        if record is None:
+            return None
+        return record.requested
 
     def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
         """Starts to write a version; it may be read once the copy has ended."""
@@ -219,7 +229,10 @@ class TierStore:
             _copy(source, memory)
             record.version = version
 
-        work = self._saving(key, version, source, is_ready=not after) if memory is None else copy
+        if memory is None:
+            work = self._saving(key, version, source, is_ready=not after)
+        else:
+            work = copy
         return self._start(self.lanes.write, record, version, work, after)
 
     def _start(
@@ -234,16 +247,25 @@ class TierStore:
         """The work of writing a version of a record into the file."""
         record, files = self._records[key], self.files
         assert files is not None
-        through = self._pinned["write"][: record.disk.num_bytes] if source.is_cuda else source
+        if source.is_cuda:
+            through = self._pinned["write"][: record.disk.num_bytes]
+        else:
+            through = source
         data = through.numpy().data
         # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
         # by that time on every core. So the thread that has computed the data computes them, on all cores.
-        known = files.checksum(data, key, version) if is_ready and not source.is_cuda else None
+        if is_ready and not source.is_cuda:
+            known = files.checksum(data, key, version)
+        else:
+            known = None
 
         def work() -> None:
             if source.is_cuda:
                 through.copy_(source)
-            checksum = files.checksum(data, key, version) if known is None else known
+            if known is None:
+                checksum = files.checksum(data, key, version)
+            else:
+                checksum = known
             copy = record.next_copy
             files.write(data, record.disk.position(copy))
             record.disk = record.disk._replace(version=version, copy=copy, checksum=checksum)
@@ -258,7 +280,10 @@ class TierStore:
         disk into the host's memory, the checksum is computed by the thread that waits for the copy.
         """
         record, disk = self._records[key], self.files
-        through = self._pinned["read"] if into.is_cuda and record.memory is None else into
+        if into.is_cuda and record.memory is None:
+            through = self._pinned["read"]
+        else:
+            through = into
         through = through[: record.disk.num_bytes]
         found = Written(0, 0, 0)
 
@@ -285,7 +310,10 @@ class TierStore:
 
         waits = (*after, *([record.written] if record.written else []))
         copy = self.lanes.read.submit(work, waits)
-        copy.check = check if record.memory is None and not into.is_cuda else None
+        if record.memory is None and not into.is_cuda:
+            copy.check = check
+        else:
+            copy.check = None
         return copy
 
     # ---- steps on the host -----------------------------------------------------------------------------------------

@@ -186,7 +186,10 @@ class RunningAverages:
         """
         if eps <= 0:
             return F.batch_norm(x, None, None, weight, bias, True, 0.0, eps)  # which says what is wrong
-        now = self.share(len(self._fresh) + 1) if share is None else share
+        if share is None:
+            now = self.share(len(self._fresh) + 1)
+        else:
+            now = share
         if share is not None and self._is_cumulative(share):
             share = None  # without a flush, updates before this one may not have been counted yet
         normal, mean, invstd = torch.native_batch_norm(x, weight, bias, self._mean, self._var, True, now, eps)
@@ -197,7 +200,10 @@ class RunningAverages:
     def _is_cumulative(self, share: float) -> bool:
         """Returns whether a share is that of an average over all batches, by the counter as the forward left it."""
         counter = self.module._buffers.get(_COUNTER)
-        counted = 0.0 if self.module.momentum is not None or counter is None else float(counter)
+        if self.module.momentum is not None or counter is None:
+            counted = 0.0
+        else:
+            counted = float(counter)
         return counted > 0 and share == 1.0 / counted
 
     def share(self, ahead: int) -> float:
@@ -209,7 +215,9 @@ class RunningAverages:
         if self.module.momentum is not None:
             return self.module.momentum
         counter = self.module._buffers.get(_COUNTER)
-        return 0.0 if counter is None else 1.0 / (float(counter) + ahead)
+        if counter is None:
+            return 0.0
+        return 1.0 / (float(counter) + ahead)
 
     def gathered(self, update: int) -> Tensor | None:
         """The sums of an update so far (4 × channels of all calls; see `_sums`), which replicas add up."""
@@ -232,7 +240,10 @@ class RunningAverages:
     def num_calls(self, update: int) -> int:
         """The most calls of the module in a forward of an update."""
         gathered = self._gathered.get(update)
-        before = 0 if gathered is None else gathered.shape[1] // self.num_channels
+        if gathered is None:
+            before = 0
+        else:
+            before = gathered.shape[1] // self.num_channels
         return max(before, len(self._seen.get(update, ())))
 
     def seen(self, update: int, number: int) -> list[Call]:
@@ -246,7 +257,9 @@ class RunningAverages:
     def sums(self, update: int, number: int) -> Tensor | None:
         """The part of one call in what `gathered` gave."""
         gathered, channels = self._gathered.get(update), self.num_channels
-        return None if gathered is None else gathered[:, number * channels : (number + 1) * channels]
+        if gathered is None:
+            return None
+        return gathered[:, number * channels : (number + 1) * channels]
 
 
 def adopt(modules: Iterable[nn.Module]) -> list[RunningAverages]:
@@ -299,9 +312,13 @@ def normalised(
     counter = module.num_batches_tracked
     if counter is not None:
         counter.add_(1)
-    share = module.momentum if share is None else share
     if share is None:
-        share = 0.0 if counter is None else 1.0 / float(counter)
+        share = module.momentum
+    if share is None:
+        if counter is None:
+            share = 0.0
+        else:
+            share = 1.0 / float(counter)
     return F.batch_norm(x, module.running_mean, module.running_var, weight, bias, True, share, eps)
 
 
@@ -397,8 +414,14 @@ def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]
     seen, mean = norm.seen(update, number), norm.module._buffers["running_mean"]
     assert mean is not None
     last = norm.last(number)
-    eps = norm.module.eps if last is None else last.eps
-    share = norm.share(1) if last is None or last.share is None else float(last.share)
+    if last is None:
+        eps = norm.module.eps
+    else:
+        eps = last.eps
+    if last is None or last.share is None:
+        share = norm.share(1)
+    else:
+        share = float(last.share)
     return share, eps, mean.dtype, mean.device, len(seen), norm.sums(update, number) is not None
 
 
@@ -435,7 +458,10 @@ def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
     alone would lose the variance of values that are large and alike.
     """
     parts = [sums for norm in norms if (sums := norm.sums(update, number)) is not None]
-    gathered = torch.cat(parts, 1) if parts else None
+    if parts:
+        gathered = torch.cat(parts, 1)
+    else:
+        gathered = None
     # All micro-batches at once: one by one, this would cost as much as the forward of a small layer.
     micro_batches = list(zip(*(norm.seen(update, number) for norm in norms), strict=True))
     if not micro_batches:
@@ -454,4 +480,6 @@ def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
     centre = total / count
     distances = variance.add_((mean - centre).square_()).mul_(counts).sum(0)
     sums = torch.stack([count, total, distances, total * centre])
-    return sums if gathered is None else sums + gathered
+    if gathered is None:
+        return sums
+    return sums + gathered

@@ -46,7 +46,10 @@ def backend_of(choice: bool | str, device: torch.device) -> str | None:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch.hub import tqdm
 
-    name = "inductor" if choice is True else choice
+    if choice is True:
+        name = "inductor"
+    else:
+        name = choice
     known = torch.compiler.list_backends(exclude_tags=None)
     if name not in known:
         raise PipefitError(
@@ -83,7 +86,10 @@ def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict
         return {}
     found = {}
     for layer in layers:
-        module = layer.module.block if hasattr(layer.module, "through") else layer.module
+        if hasattr(layer.module, "through"):
+            module = layer.module.block
+        else:
+            module = layer.module
         if getattr(getattr(layer.module, "shell", None), "carried", ()):
             raise ModelError(
                 "the outputs of the model's routers are gathered by hooks, which torch.compile would compile anew for "
@@ -111,7 +117,10 @@ def _function_of(backend: str, kind: str) -> Forward:
     # What is compiled is kept with the code of a function: each kind has its own.
     function = types.FunctionType(_run.__code__.replace(), globals(), "layer")
     # The random numbers of torch itself, so that dropout draws what it draws without a compiler.
-    options: Any = {"fallback_random": True} if backend == "inductor" else None
+    if backend == "inductor":
+        options: Any = {"fallback_random": True}
+    else:
+        options = None
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         return torch.compile(function, backend=backend, options=options, recompile_limit=_MOST_VARIANTS)
     # Older versions of torch have one limit for all functions of a process.
@@ -143,4 +152,6 @@ _clock = functools.cache(_Clock)
 
 def compile_seconds() -> float:
     """Seconds that this process has spent in compiling layers, 0 where it has compiled none."""
-    return _clock().seconds if _function_of.cache_info().currsize else 0.0
+    if _function_of.cache_info().currsize:
+        return _clock().seconds
+    return 0.0

@@ -100,7 +100,10 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
     vectors, matrices = numbers(range(2)).mul_(0.1).add_(1), numbers(range(2, 99)).mul_(0.02)
     lent: dict[int, nn.Parameter] = {}
     for _, _, parameter in found:
-        memory = vectors if parameter.dim() < 2 else matrices
+        if parameter.dim() < 2:
+            memory = vectors
+        else:
+            memory = matrices
         # Not a view: autograd counts the changes of each on its own.
         part = torch.empty(0, device="cpu").set_(memory.untyped_storage(), order[id(parameter)], parameter.shape)
         lent[id(parameter)] = nn.Parameter(part.to(parameter.dtype), parameter.requires_grad)

@@ -37,7 +37,10 @@ class OptimizerMaker:
     def __init__(self, make: Any, layers: Sequence[NamedLayer], no_decay: Sequence[str] | str = ()) -> None:
         self._make = _checked(make)
         self._takes_names = _first_argument(make) in NAMED
-        words = no_decay.split(",") if isinstance(no_decay, str) else no_decay
+        if isinstance(no_decay, str):
+            words = no_decay.split(",")
+        else:
+            words = no_decay
         self.no_decay = tuple(word.strip() for word in words if word.strip())
         holders = [(name, module, p) for layer in layers for name, module, p in _parameters(layer)]
         matched = {id(p) for name, module, p in holders if self._is_spared(name, module)}
@@ -84,12 +87,16 @@ class OptimizerMaker:
 
 def optimizer_like(make: Callable[[list[Any]], Optimizer], parameters: Sequence[Tensor]) -> Callable[..., Optimizer]:
     """The maker for stand-ins of some parameters, which get their names where the user's function takes names."""
-    return make.like(parameters) if isinstance(make, OptimizerMaker) else make
+    if isinstance(make, OptimizerMaker):
+        return make.like(parameters)
+    return make
 
 
 def optimizer_of(make: Callable[[list[Any]], Optimizer], named: Sequence[tuple[str, Any]]) -> Optimizer:
     """The optimizer of some parameters under their names."""
-    return make.of(named) if isinstance(make, OptimizerMaker) else make([parameter for _, parameter in named])
+    if isinstance(make, OptimizerMaker):
+        return make.of(named)
+    return make([parameter for _, parameter in named])
 
 
 def scheduler_of(make: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRScheduler:

@@ -54,7 +54,9 @@ class Structure:
         """Reads a text, in the form that `unflatten` expects."""
         tree, values = json.loads(text)
         read = cls.of(pytree.treespec_loads(tree), values)
-        return _LEAF if read == _LEAF else read
+        if read == _LEAF:
+            return _LEAF
+        return read
 
 
 _LEAF = Structure(pytree.tree_flatten(None)[1])
@@ -88,7 +90,9 @@ def leaves_of(payload: Any, where: str) -> list[Any]:
     Raises:
         ModelError: an object cannot be opened.
     """
-    return pytree.tree_leaves(payload) if _is_known(payload) else flatten_any(payload, where)[0]
+    if _is_known(payload):
+        return pytree.tree_leaves(payload)
+    return flatten_any(payload, where)[0]
 
 
 def flatten(payload: Any, where: str = "a payload") -> tuple[list[Tensor], Structure]:
@@ -145,7 +149,9 @@ def check_values(stage: int, mb: int, known: Structure, found: Structure) -> Non
 def sent(output: Any) -> Any:
     """The part of a layer's output that is sent: for a cut model without the batch, which every rank has."""
     of_cut = isinstance(output, dict) and output.keys() == {"batch", "values", "carried"}
-    return output | {"batch": ()} if of_cut else output
+    if of_cut:
+        return output | {"batch": ()}
+    return output
 
 
 def carries_gradient(leaf: Tensor) -> bool:

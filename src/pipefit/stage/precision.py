@@ -36,7 +36,9 @@ def half_of(name: str) -> torch.dtype | None:
 
 def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
     """The first scale of the loss: the one given, or the usual one for a type that needs it."""
-    return _FIRST_SCALE if scale is None and half is torch.float16 else scale
+    if scale is None and half is torch.float16:
+        return _FIRST_SCALE
+    return scale
 
 
 def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype) -> list[Tensor]:
@@ -118,7 +120,10 @@ class LossScale:
         """
         if update not in self._finite:
             finite = self._finite[update] = bool(torch.isfinite(norms).all())
-            self.streak = self.streak + 1 if finite else 0
+            if finite:
+                self.streak = self.streak + 1
+            else:
+                self.streak = 0
             if not finite:
                 self.skipped += 1
                 self.scale *= 0.5

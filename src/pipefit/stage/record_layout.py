@@ -54,7 +54,10 @@ class Layout:
         self.fields: list[Field] = []
         position = 0
         for tensor in tensors:
-            stride = tensor.stride() if as_they_lie and is_dense(tensor) else None
+            if as_they_lie and is_dense(tensor):
+                stride = tensor.stride()
+            else:
+                stride = None
             field = Field(position, tensor.shape, tensor.dtype, stride)
             self.fields.append(field)
             position += padded(field.num_bytes, _GRAIN)
@@ -84,5 +87,8 @@ def laid_out_bytes(tensors: Iterable[Tensor]) -> int:
 
 def absent(field: Field, device: torch.device) -> Tensor:
     """A stand-in for a tensor that is on another tier: its shape and type, without memory; reading it gives NaN."""
-    fill = float("nan") if field.dtype.is_floating_point or field.dtype.is_complex else 0
+    if field.dtype.is_floating_point or field.dtype.is_complex:
+        fill = float("nan")
+    else:
+        fill = 0
     return torch.full((), fill, dtype=field.dtype, device=device).expand(field.shape)

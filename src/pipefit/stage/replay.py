@@ -53,7 +53,9 @@ class AttentionCores(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Calls a function of torch."""
-        return (self._around(func, *args, **kwargs or {})) if func in _CORES else func(*args, **kwargs or {})
+        if func in _CORES:
+            return self._around(func, *args, **kwargs or {})
+        return func(*args, **kwargs or {})
 
 
 def replayed_module(layer: NamedLayer, num_layers: int) -> nn.Module | None:
@@ -64,8 +66,13 @@ def replayed_module(layer: NamedLayer, num_layers: int) -> nn.Module | None:
     """
     if layer.index == num_layers - 1:
         return None
-    module = layer.module.block if hasattr(layer.module, "through") else layer.module
-    return None if module is None or is_one_of_torch(module) else module
+    if hasattr(layer.module, "through"):
+        module = layer.module.block
+    else:
+        module = layer.module
+    if module is None or is_one_of_torch(module):
+        return None
+    return module
 
 
 def replayed_forwards(layers: Iterable[NamedLayer], num_layers: int) -> dict[nn.Module, Forward]:

@@ -36,7 +36,9 @@ class NamedLayer(NamedTuple):
     @property
     def dotted(self) -> str:
         """The prefix as `state_dict` takes it."""
-        return f"{self.prefix}." if self.prefix else ""
+        if self.prefix:
+            return f"{self.prefix}."
+        return ""
 
 
 def is_sequence(module: nn.Module) -> bool:

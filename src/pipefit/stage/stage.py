@@ -88,9 +88,10 @@ class Stage:
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
-        self._generator = (
-            torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-        )
+        if device.type == "cuda":
+            self._generator = torch.cuda.default_generators[device.index or 0]
+        else:
+            self._generator = torch.default_generator
 
     @property
     def overwrites(self) -> bool:
@@ -149,10 +150,19 @@ class Stage:
             self._generator.manual_seed(layer_seed(self.seed, ordinal, layer))
 
         # Inside, so that weights are cast once for each forward, and anew for the next version's.
-        half = contextlib.nullcontext() if self.half is None else torch.autocast(self.device.type, self.half)
-        unchanged = self._unchanged() if replay or self._is_replicated else contextlib.nullcontext()
+        if self.half is None:
+            half = contextlib.nullcontext()
+        else:
+            half = torch.autocast(self.device.type, self.half)
+        if replay or self._is_replicated:
+            unchanged = self._unchanged()
+        else:
+            unchanged = contextlib.nullcontext()
         try:
-            changed = self.compiled | self.replayed if self.training else {}
+            if self.training:
+                changed = self.compiled | self.replayed
+            else:
+                changed = {}
             with (
                 half,
                 self._norms_copied(None if replay else update),
@@ -176,7 +186,9 @@ class Stage:
         Raises:
             ModelError: a layer that it replayed changes another buffer.
         """
-        return self._replaying() if self.replayed or self.batchnorms else contextlib.nullcontext()
+        if self.replayed or self.batchnorms:
+            return self._replaying()
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _replaying(self) -> Iterator[None]:
@@ -192,7 +204,9 @@ class Stage:
 
     def _norms_copied(self, update: int | None) -> contextlib.AbstractContextManager[None]:
         """The context in which batch norms change copies of their averages; see `batchnorm.copied`."""
-        return self._copied(update) if self.training and self.batchnorms else contextlib.nullcontext()
+        if self.training and self.batchnorms:
+            return self._copied(update)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _copied(self, update: int | None) -> Iterator[None]:

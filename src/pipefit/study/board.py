@@ -74,7 +74,10 @@ class Board:
         """The next job of a free device; None: there is none until another one ends."""
         known = self._measured_kinds()
         offer = [self._ready(entry, known) for entry in self.entries if self._may_continue(entry)]
-        number = self._choose(offer, device) if offer else None
+        if offer:
+            number = self._choose(offer, device)
+        else:
+            number = None
         if number is None:
             return None
         entry = self.entries[number]
@@ -84,7 +87,10 @@ class Board:
 
     def _ready(self, entry: TrialProgress, known: Mapping[str, TrialCost]) -> Ready:
         cost = self._expected_cost(entry, known)
-        remaining_s = math.inf if cost is None else entry.remaining_of(cost)
+        if cost is None:
+            remaining_s = math.inf
+        else:
+            remaining_s = entry.remaining_of(cost)
         return Ready(entry.number, remaining_s, entry.last_turn, entry.device, entry.trial.steps - entry.steps)
 
     def _measured_kinds(self, least: int = 1) -> dict[str, TrialCost]:
@@ -99,7 +105,9 @@ class Board:
     def _expected_cost(self, entry: TrialProgress, known: Mapping[str, TrialCost]) -> TrialCost | None:
         """The time of a trial's turns: its own, or else that of its kind; None: neither was measured."""
         cost = entry.cost or known.get(entry.trial.kind)
-        return None if cost is None else cost._replace(num_steps=entry.trial.steps)
+        if cost is None:
+            return None
+        return cost._replace(num_steps=entry.trial.steps)
 
     def _may_continue(self, entry: TrialProgress) -> bool:
         """Returns whether a trial could take a turn now, or be admitted."""
@@ -226,7 +234,10 @@ class Board:
         if not self._sent_back or any(entry.status in ("ready", "running") for entry in self.entries):
             return
         held = sum(entry.status == "held" for entry in self.entries)
-        others = f"and {held} of the others wait for it at a rung" if held else "with no other trial there"
+        if held:
+            others = f"and {held} of the others wait for it at a rung"
+        else:
+            others = "with no other trial there"
         waiting = next(entry for entry in self.entries if entry.status == "waiting")
         self.failed(waiting.number, f"no room on the tier for its state, {others}; give more (memory = …)")
 
@@ -247,7 +258,10 @@ class Board:
         losses = {e.number: e.curve if looks_at_held_out else e.losses for e in self.entries if e.losses}
         verdict = self._stop.judge(entry.number, losses, self.alive)
         if verdict in (None, WAIT):
-            entry.status = "held" if verdict else "ready"
+            if verdict:
+                entry.status = "held"
+            else:
+                entry.status = "ready"
         else:
             self._end(entry, "stopped", str(verdict))
 
@@ -306,10 +320,15 @@ class Board:
                 continue
             if cost is None:
                 return None
-            end = entry.steps if entry.status == "stopped" else entry.trial.steps
+            if entry.status == "stopped":
+                end = entry.steps
+            else:
+                end = entry.trial.steps
             admission_s = admissions.get(entry.number, 0.0 if entry.has_ended else usual_s)
             costs.append(cost._replace(num_steps=end - entry.first_step, admission_s=admission_s))
-        return simulate_study(coarser(costs), self.num_devices, self.policy) if costs else None
+        if costs:
+            return simulate_study(coarser(costs), self.num_devices, self.policy)
+        return None
 
     def _admissions_s(self) -> dict[int, float]:
         """Seconds of the admissions so far, by trial."""

@@ -102,7 +102,10 @@ def _trials(data: Mapping[str, Any]) -> list[Trial]:
     listed = data.get("trials", [{}])
     if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
         raise StudyError("trials: expected [[trials]] tables, one for each trial")
-    space = _space(data["grid"]) if "grid" in data else {}
+    if "grid" in data:
+        space = _space(data["grid"])
+    else:
+        space = {}
     if (count := len(listed) * math.prod(map(len, space.values()))) > MOST_TRIALS:
         raise StudyError(f"{count:,} trials are too many: a file may give {MOST_TRIALS:,}")
     found = []

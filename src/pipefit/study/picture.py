@@ -77,4 +77,6 @@ def trace(outcome: StudyTimeline, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _label(turn: TimedTurn) -> str:
-    return "admission" if turn.step < 0 else f"step {turn.step + 1}, turn {turn.turn}"
+    if turn.step < 0:
+        return "admission"
+    return f"step {turn.step + 1}, turn {turn.turn}"

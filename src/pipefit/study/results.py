@@ -99,16 +99,25 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
         if bound:
             pairs = board.one_by_one().items()
             policies |= {name: {"makespan_s": seconds, "gap": seconds / bound - 1} for name, seconds in pairs}
-        predicted_s = board.prediction.makespan_s if board.prediction else None
+        if board.prediction:
+            predicted_s = board.prediction.makespan_s
+        else:
+            predicted_s = None
         times = measured.makespan_s, measured.bound_s, measured.gap, predicted_s
         figures = dict(zip(_FIGURES, (board.policy, board.num_devices, *times, policies, resumed), strict=True))
-    best_name = best.name if best else None
+    if best:
+        best_name = best.name
+    else:
+        best_name = None
     return StudyResult(name=name, trials=board.entries, best=best_name, interrupted=interrupted, **figures)
 
 
 def save_result(result: StudyResult, board: Board, folder: Path) -> None:
     """Writes results.json, the timeline as a trace and, where matplotlib is installed, as a picture, and the losses."""
-    drawn = {"timeline": "timeline.svg"} if can_plot() else {}
+    if can_plot():
+        drawn = {"timeline": "timeline.svg"}
+    else:
+        drawn = {}
     names = {"results": "results.json", **drawn, "trace": "timeline.trace.json"}
     result.paths |= {kind: str(folder / name) for kind, name in names.items()}
     if board.turns or not (folder / "timeline.trace.json").exists():
@@ -122,7 +131,10 @@ def save_result(result: StudyResult, board: Board, folder: Path) -> None:
         held_out = dict(row.held_out)
         lines = ""
         for step, loss in enumerate(row.losses, 1):
-            evaluated = {"held_out": plain(held_out[step])} if step in held_out else {}
+            if step in held_out:
+                evaluated = {"held_out": plain(held_out[step])}
+            else:
+                evaluated = {}
             lines += json.dumps({"step": step, "loss": loss, **evaluated}) + "\n"
         write_atomically(folder / "trials" / row.name / "metrics.jsonl", lines)
     write_sealed(folder / "results.json", result.as_dict(), indent=1)
@@ -151,7 +163,9 @@ def _kept(path: Path, form: str, consequence: str) -> dict[str, Any] | None:
     Raises:
         StudyError: it is damaged.
     """
-    return reread(path, form, f"remove it and resume: {consequence}") if path.exists() else None
+    if path.exists():
+        return reread(path, form, f"remove it and resume: {consequence}")
+    return None
 
 
 def reread(path: Path, form: str, cure: str) -> dict[str, Any]:
@@ -177,26 +191,40 @@ def loss_text(value: float | None) -> str:
     """
     if value is None or not math.isfinite(value):
         return ""
-    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+    if abs(value) < 1e6:
+        return f"{value:.4f}"
+    return f"{value:.4g}"
 
 
 def table_of(result: StudyResult) -> str:
     """A study's result for people: a row for each trial, reasons of their ends, the figures, and the paths of files."""
-    score = "held-out" if any(row.held_out for row in result.trials) else "score"
+    if any(row.held_out for row in result.trials):
+        score = "held-out"
+    else:
+        score = "score"
     rows: list[tuple[str, ...]] = [("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")]
     reasons: dict[str, list[str]] = {}
     for row in result.trials:
         name = ("* " if row.name == result.best else "  ") + row.name
         losses = loss_text(row.score), loss_text(row.last_loss)
-        parameters = f"{row.parameters:,}" if row.parameters else ""
-        busy = format_seconds(row.busy_s) if row.busy_s else ""
+        if row.parameters:
+            parameters = f"{row.parameters:,}"
+        else:
+            parameters = ""
+        if row.busy_s:
+            busy = format_seconds(row.busy_s)
+        else:
+            busy = ""
         rows.append(
             (name, row.status, f"{row.steps}", *losses, f"{row.shards or ''}", parameters, busy, f"{row.moves}")
         )
         if row.reason:
             reasons.setdefault(f"{row.status}: {row.reason}", []).append(row.name)
     lines = [*columns(rows), "", *(f"{', '.join(names)} {reason}" for reason, names in reasons.items())]
-    makespan = "makespan since it was resumed" if result.resumed else "makespan"
+    if result.resumed:
+        makespan = "makespan since it was resumed"
+    else:
+        makespan = "makespan"
     measured = f"{makespan} {format_seconds(result.makespan_s)}, lower bound {format_seconds(result.bound_s)}"
     lines.append(f"{result.policy} on {counted(result.num_devices, 'device')}: {measured}, gap {result.gap:.1%}")
     if result.predicted_s is not None:

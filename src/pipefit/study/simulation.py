@@ -53,7 +53,9 @@ def lrtf(ready: Sequence[Ready], device: int) -> int | None:
     else:
         least = longest.remaining_s - SLACK * sum(trial.remaining_s for trial in ready)
         near = [trial for trial in own if trial.remaining_s >= least]
-    return max(near, key=lambda trial: trial.last_turn).number if near else longest.number
+    if near:
+        return max(near, key=lambda trial: trial.last_turn).number
+    return longest.number
 
 
 def fifo(ready: Sequence[Ready], device: int) -> int | None:
@@ -70,7 +72,9 @@ def whole_task(ready: Sequence[Ready], device: int) -> int | None:
     """A device keeps its trial to the end, then takes the next one that has not begun: a study without shards."""
     kept = [trial.number for trial in ready if trial.device == device]
     new = [trial.number for trial in ready if trial.device < 0]
-    return min(kept) if kept else min(new, default=None)
+    if kept:
+        return min(kept)
+    return min(new, default=None)
 
 
 def random_order(ready: Sequence[Ready], device: int) -> int | None:
@@ -157,7 +161,9 @@ class StudyTimeline(NamedTuple):
     @property
     def gap(self) -> float:
         """Makespan over the bound, minus one; 0 without turns."""
-        return self.makespan_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
+        if self.bound_s > 0:
+            return self.makespan_s / self.bound_s - 1
+        return 0.0
 
 
 def lower_bound_s(totals_s: Sequence[float], num_devices: int) -> float:
@@ -210,7 +216,10 @@ class _Run:
     """A trial in the simulation."""
 
     def __init__(self, cost: TrialCost) -> None:
-        self.turns = [(-1, 0, cost.admission_s)] if cost.admission_s else []
+        if cost.admission_s:
+            self.turns = [(-1, 0, cost.admission_s)]
+        else:
+            self.turns = []
         self.turns += [(step, turn, s) for step in range(cost.num_steps) for turn, s in enumerate(cost.turns_s)]
         self.at = 0
         self.left_s = cost.total_s

@@ -48,12 +48,17 @@ class Patience:
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops when the best mean of the last `patience` steps is no better than the best before them."""
         found = losses[trial]
-        smooth = self.smooth if self.on == LOSS else 1
+        if self.on == LOSS:
+            smooth = self.smooth
+        else:
+            smooth = 1
         if len(found) < max(self.min_steps, self.patience + smooth):
             return None
         means = [statistics.fmean(found[end - smooth : end]) for end in range(smooth, len(found) + 1)]
         improved = min(means[-self.patience :]) < min(means[: -self.patience]) - self.least
-        return None if improved else f"no better for {self.patience} steps (step {len(found)})"
+        if improved:
+            return None
+        return f"no better for {self.patience} steps (step {len(found)})"
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,10 @@ class Halving:
             return None
         if any(len(losses.get(other, ())) < at for other in alive):
             return WAIT
-        smooth = self.smooth if self.on == LOSS else 1
+        if self.on == LOSS:
+            smooth = self.smooth
+        else:
+            smooth = 1
         scores = [(statistics.fmean(o[max(at - smooth, 0) : at]), n) for n, o in losses.items() if len(o) >= at]
         count = len(scores)
         place = [number for _, number in sorted(scores)].index(trial) + 1

@@ -243,7 +243,10 @@ class StudySpec:
 
     def as_dict(self) -> dict[str, Any]:
         """The study as JSON data."""
-        stop = None if self.stop is None else {"rule": self.stop.name, **plain(vars(self.stop))}
+        if self.stop is None:
+            stop = None
+        else:
+            stop = {"rule": self.stop.name, **plain(vars(self.stop))}
         options = {key: value for key, value in vars(self).items() if key not in ("trials", "stop")}
         return {**options, "stop": stop, "trials": [trial.as_dict() for trial in self.trials]}
 
@@ -304,4 +307,6 @@ def file_name(number: int, trial: Trial) -> str:
     """The trial's name, in a form for file names."""
     words = trial.name or "-".join([f"t{number:02d}", *(f"{key}={value}" for key, value in trial.values.items())])
     name = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", words).strip("-.") or f"t{number:02d}"
-    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 9]}-{zlib.crc32(words.encode()):08x}"
+    if len(name) <= _LONGEST:
+        return name
+    return f"{name[: _LONGEST - 9]}-{zlib.crc32(words.encode()):08x}"

@@ -86,7 +86,9 @@ class TrialProgress:
     @property
     def last_loss(self) -> float | None:
         """The loss of its last step."""
-        return self.losses[-1] if self.losses else None
+        if self.losses:
+            return self.losses[-1]
+        return None
 
     @property
     def score(self) -> float | None:
@@ -94,7 +96,9 @@ class TrialProgress:
         last = self.losses[-max(self.steps // 10, 1) :]
         if self.trial.evaluate:
             last = [loss for _, loss in self.held_out[-1:] if math.isfinite(loss)]
-        return sum(last) / len(last) if last else None
+        if last:
+            return sum(last) / len(last)
+        return None
 
     @property
     def curve(self) -> list[float]:
@@ -120,7 +124,10 @@ class TrialProgress:
         """Adds a turn to a mean over the last 16 or so; the first one counts only until there is another."""
         mean, count = self.turn_s.get(turn, (seconds, 0))
         count = min(count + 1, 16)
-        self.turn_s[turn] = (mean + (seconds - mean) / count, count) if count > 2 else (seconds, count)
+        if count > 2:
+            self.turn_s[turn] = (mean + (seconds - mean) / count, count)
+        else:
+            self.turn_s[turn] = (seconds, count)
 
     @property
     def cost(self) -> TrialCost | None:

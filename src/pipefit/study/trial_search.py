@@ -62,7 +62,10 @@ class OptunaSearch:
         """Passes the score on; a failed trial is reported as failed."""
         index = next(i for i, (known, _) in enumerate(self._open) if known == values)
         _, number = self._open.pop(index)
-        state = importlib.import_module("optuna.trial").TrialState.FAIL if score is None else None
+        if score is None:
+            state = importlib.import_module("optuna.trial").TrialState.FAIL
+        else:
+            state = None
         self._study.tell(number, score, state=state, skip_if_finished=True)
 
     def again(self, values: Values) -> None:

@@ -22,7 +22,10 @@ def bound_s(problem: OrderProblem) -> float:
     tails and the bound with interruptions.
     """
     count = problem.header.num_stages
-    backward = INPUT if problem.split else BACKWARD
+    if problem.split:
+        backward = INPUT
+    else:
+        backward = BACKWARD
     seconds = list(problem.seconds)
     # A backward that stays whole may take less than its two halves.
     for first, second, whole in zip(*(range(kind * count, (kind + 1) * count) for kind in _BACKWARDS), strict=True):
@@ -41,7 +44,10 @@ def bound_s(problem: OrderProblem) -> float:
     last = (WEIGHT if problem.split else BACKWARD) * count
     for stage, held in enumerate(problem.takes):
         # Micro-batches of a stage that fit on its rank.
-        window = min(problem.room[problem.home[stage]] / held, problem.num_microbatches) if held else 0
+        if held:
+            window = min(problem.room[problem.home[stage]] / held, problem.num_microbatches)
+        else:
+            window = 0
         if window >= 1:
             edges.append(Edge(last + stage, stage, 0.0, int(window)))
     heads = _longest(chain, edges, seconds, [0.0] * len(seconds), problem.num_microbatches)

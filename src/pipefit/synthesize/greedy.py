@@ -70,11 +70,16 @@ def listed(problem: OrderProblem, policy: Policy) -> Order | None:
         if step is not None:
             found = board.take(rank, step, now)
         else:
-            found = [(min(later), rank)] if (later := [time for time, _ in coming if time > now]) else []
+            if later := [time for time, _ in coming if time > now]:
+                found = [(min(later), rank)]
+            else:
+                found = []
         for event in found:
             heapq.heappush(events, event)
     full = all(done == problem.num_microbatches for done in board.done[: 2 * problem.header.num_stages])
-    return board.order if full and not any(map(board.pending, range(problem.header.num_stages))) else None
+    if full and not any(map(board.pending, range(problem.header.num_stages))):
+        return board.order
+    return None
 
 
 class _Board:
@@ -103,7 +108,9 @@ class _Board:
 
     def pending(self, stage: int) -> int:
         """Second halves of a stage still to do."""
-        return self.done[self.count + stage] - self.done[2 * self.count + stage] if self.problem.split else 0
+        if self.problem.split:
+            return self.done[self.count + stage] - self.done[2 * self.count + stage]
+        return 0
 
     def coming(self, rank: int) -> list[tuple[float, int]]:
         """Known start times of each next forward and backward of a rank, where its memory suffices."""
@@ -119,7 +126,10 @@ class _Board:
         """Returns whether a forward fits in addition to the rest of the oldest micro-batch; so no rank gets stuck."""
         stages, last = self.problem.stages[rank], (2 if self.problem.split else 1) * self.count
         oldest = min(self.done[last + s] for s in stages)
-        rest = sum(self.size[s] for s in stages if self.done[s] <= oldest) if self.done[stage] > oldest else 0.0
+        if self.done[stage] > oldest:
+            rest = sum(self.size[s] for s in stages if self.done[s] <= oldest)
+        else:
+            rest = 0.0
         return self.held[rank] + self.size[stage] + rest <= self.policy.room[rank]
 
     def choice(self, rank: int, now: float, coming: list[tuple[float, int]]) -> int | None:
@@ -130,7 +140,9 @@ class _Board:
         stage = max(self.problem.stages[rank], key=lambda s: (self.pending(s), s))
         half = WEIGHT * self.count + stage
         until = now + self.policy.patience * self.problem.seconds[half]
-        return half if self.pending(stage) and all(time >= until for time, _ in coming) else None
+        if self.pending(stage) and all(time >= until for time, _ in coming):
+            return half
+        return None
 
     def _rank_of(self, step: int, eager: bool) -> tuple[bool, int, int]:
         kind, stage = divmod(step, self.count)
@@ -141,7 +153,10 @@ class _Board:
         """Runs a step; returns the times at which ranks may have new work."""
         problem, (kind, stage) = self.problem, divmod(step, self.count)
         whole = kind == INPUT and not problem.split
-        done = BACKWARD * self.count + stage if whole else step
+        if whole:
+            done = BACKWARD * self.count + stage
+        else:
+            done = step
         end = self.free[rank] = now + problem.seconds[done]
         self.order[rank].append(done)
         self.done[step] += 1

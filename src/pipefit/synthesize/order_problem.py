@@ -102,7 +102,9 @@ class OrderProblem:
 
         def travel_s(kind: Kind, stage: int, source: int, target: int) -> float:
             message = Instruction(Op.SEND, stage, 0, kind=kind.value, peer=target)
-            return cost.message_s(message, source) if source != target else 0
+            if source != target:
+                return cost.message_s(message, source)
+            return 0
 
         hops = [(stage, home[stage], home[stage + 1]) for stage in stages[:-1]]
         forwards = [(-1, 0.0), *((stage, travel_s(Kind.ACT, stage, here, there)) for stage, here, there in hops)]
@@ -177,7 +179,10 @@ class OrderProblem:
                 if kind == WEIGHT:
                     mb = open_halves[stage].pop(0)
                 else:
-                    place = stage if kind == FORWARD else count + stage
+                    if kind == FORWARD:
+                        place = stage
+                    else:
+                        place = count + stage
                     mb = begun[place]
                     begun[place] += 1
                 if kind == INPUT:

@@ -31,7 +31,10 @@ class Times:
         while index >= 0:
             path.append((rank, index))
             feeder = self.fed_by[rank][index]
-            rank, index = feeder if feeder else (rank, index - 1)
+            if feeder:
+                rank, index = feeder
+            else:
+                rank, index = (rank, index - 1)
         return path
 
 
@@ -57,7 +60,10 @@ def timed(problem: OrderProblem, order: Order) -> Times | None:
         for step in steps[len(begun) :]:
             source, lag = feeds[step]
             feeder = None
-            target = step if step < 2 * count else step - 2 * count
+            if step < 2 * count:
+                target = step
+            else:
+                target = step - 2 * count
             if source >= 0:
                 turn = len(ends[target])
                 if turn >= len(ends[source]):

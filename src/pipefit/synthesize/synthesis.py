@@ -49,7 +49,9 @@ class Synthesis:
     @property
     def gap(self) -> float:
         """The distance from the bound, as a fraction of it; 0: nothing can be faster."""
-        return max(self.makespan_s / self.bound_s - 1, 0.0) if self.bound_s else 0.0
+        if self.bound_s:
+            return max(self.makespan_s / self.bound_s - 1, 0.0)
+        return 0.0
 
     @property
     def best_built_in(self) -> str | None:
@@ -153,7 +155,10 @@ def _makespan_s(program: Program, cost: CostModel) -> float:
 def _each(name: str, given: float | Sequence[float] | None, header: Header, least: float) -> tuple[float, ...] | None:
     if given is None:
         return None
-    values = (given,) * header.num_ranks if isinstance(given, int | float) else tuple(given)
+    if isinstance(given, int | float):
+        values = (given,) * header.num_ranks
+    else:
+        values = tuple(given)
     if len(values) != header.num_ranks or not all(value >= least for value in values):
         raise ScheduleError(
             f"{name}: expected one figure of at least {least}, or one for each of {header.num_ranks} ranks, got {given}"
@@ -187,7 +192,9 @@ def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
     """Bytes that ranks hold in addition to activations: the minimum over the given schedules."""
 
     def size(value: Value) -> float:
-        return 0 if value.kind in (Kind.SAVED.value, Kind.HALF.value) else cost.size_bytes(value)
+        if value.kind in (Kind.SAVED.value, Kind.HALF.value):
+            return 0
+        return cost.size_bytes(value)
 
     header = programs[0].header
     states = [cost.resident_bytes(header.stages_of(rank)) for rank in range(header.num_ranks)]

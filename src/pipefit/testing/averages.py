@@ -118,7 +118,10 @@ class _Notes(TorchFunctionMode):
         super().__exit__(*raised)
         for norm in self.calls:
             counter = norm.num_batches_tracked
-            self.counters[norm] = None if counter is None else counter.clone()
+            if counter is None:
+                self.counters[norm] = None
+            else:
+                self.counters[norm] = counter.clone()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -70,7 +70,9 @@ class Case:
         """Copies of each stage."""
         depth = len(self.counts)
         copies = self.request.parallelism.copies or (1,)
-        return copies * depth if len(copies) == 1 else copies
+        if len(copies) == 1:
+            return copies * depth
+        return copies
 
     @property
     def half(self) -> torch.dtype | None:

@@ -83,9 +83,15 @@ class _Part:
         self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in mine.items()}
         self.versions = [{name: p.detach().clone() for name, p in mine.items()}]
         named = list(self.masters.items())
-        self.optimizer = optimizer_of(case, model.root, named) if named else None
+        if named:
+            self.optimizer = optimizer_of(case, model.root, named)
+        else:
+            self.optimizer = None
         make = case.updates.scheduler
-        self.scheduler = make(self.optimizer) if make and self.optimizer else None
+        if make and self.optimizer:
+            self.scheduler = make(self.optimizer)
+        else:
+            self.scheduler = None
         self.size = size
         self.sums: dict[int, Gradients] = {}
         self.leaves: dict[str, nn.Parameter] = {}
@@ -125,7 +131,10 @@ class _Part:
         """w(t+1) = optimizer(w(t), gradient), for a gradient of any version."""
         for name, master in self.masters.items():
             gradient = gradients[name]
-            master.grad = None if gradient is None else gradient.clone()
+            if gradient is None:
+                master.grad = None
+            else:
+                master.grad = gradient.clone()
         if self.optimizer is not None:
             self.optimizer.step()
         if self.scheduler is not None:
@@ -210,7 +219,10 @@ def _shown(part: _Part, gradients: Gradients) -> Iterable[tuple[str, Tensor]]:
     """A copy of the gradients of a stage, under all names; zeros where there is none."""
     for name, names in part.names.items():
         gradient = gradients[name]
-        shown = torch.zeros_like(part.masters[name]) if gradient is None else gradient.clone()
+        if gradient is None:
+            shown = torch.zeros_like(part.masters[name])
+        else:
+            shown = gradient.clone()
         yield from dict.fromkeys(names, shown).items()
 
 
@@ -235,7 +247,11 @@ def _summed(done: dict[_Part, int], m: int, total: int) -> Gradients:
 
 
 def _plus(old: Tensor | None, new: Tensor | None) -> Tensor | None:
-    return old if new is None else new.clone() if old is None else old + new
+    if new is None:
+        return old
+    if old is None:
+        return new.clone()
+    return old + new
 
 
 def _clipped(gradients: Gradients, clip_norm: float | None) -> Gradients:

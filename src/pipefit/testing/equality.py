@@ -145,7 +145,9 @@ def run(case: Case, transport: str = "local") -> Outcome:
 
 def expected(case: Case) -> Outcome:
     """The outcome that the schedule of a case must have, by the reference."""
-    return reference(case) if find(case.schedule).is_synchronous else delayed_reference(case)
+    if find(case.schedule).is_synchronous:
+        return reference(case)
+    return delayed_reference(case)
 
 
 def tolerance_of(
@@ -160,7 +162,8 @@ def tolerance_of(
     """
     if half is not None and (tensor > 1 or compiled or is_cut):
         return torch.finfo(half).eps ** 0.5
-    dtype = torch.float32 if compiled and dtype == torch.float64 else dtype
+    if compiled and dtype == torch.float64:
+        dtype = torch.float32
     return {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, torch.finfo(dtype).eps ** 0.5)
 
 
@@ -199,7 +202,10 @@ def _differences(
         if not holders and name in names:
             yield name, float("inf")
         for rank in holders:
-            label = name if rank == holders[0] else f"{name} (rank {rank})"
+            if rank == holders[0]:
+                label = name
+            else:
+                label = f"{name} (rank {rank})"
             yield label, _difference(got[rank][name], tensor.cpu(), floor)
     for rank, table in got.items():
         for name in table:
@@ -208,7 +214,9 @@ def _differences(
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() and tensor.is_floating_point() else 0.0
+    if tensor.numel() and tensor.is_floating_point():
+        return float(tensor.double().abs().max())
+    return 0.0
 
 
 def _difference(got: Tensor, wanted: Tensor, floor: float) -> float:
@@ -219,7 +227,9 @@ def _difference(got: Tensor, wanted: Tensor, floor: float) -> float:
     if not wanted.is_floating_point():
         return float("inf")
     difference = float((got.double() - wanted.double()).abs().max()) / (max(_largest(wanted), floor) or 1.0)
-    return difference if difference == difference else float("inf")
+    if difference == difference:
+        return difference
+    return float("inf")
 
 
 def _parts(model: Any, loss: Loss | None, example: Example | None) -> tuple[Any, Loss, Example]:
@@ -251,7 +261,10 @@ def layer_counts(
 def _sizes(batch_size: int | Sequence[int] | None, steps: int, num_microbatches: int) -> list[int]:
     if batch_size is None:
         batch_size = 2 * num_microbatches + 1
-    sizes = [batch_size] * steps if isinstance(batch_size, int) else list(batch_size)
+    if isinstance(batch_size, int):
+        sizes = [batch_size] * steps
+    else:
+        sizes = list(batch_size)
     if steps < 1 or len(sizes) != steps:
         raise PipefitError(f"a check of {steps} steps needs as many batch sizes and at least one, got {len(sizes)}")
     return sizes

@@ -29,8 +29,14 @@ def reference(case: Case) -> Outcome:
     model = whole(case)
     averages = MiniBatchAverages(model.root)
     named = [(name, p) for name, p in model.root.named_parameters() if p.requires_grad]
-    optimizer = optimizer_of(case, model.root, named) if named else None
-    scheduler = case.updates.scheduler(optimizer) if case.updates.scheduler and optimizer else None
+    if named:
+        optimizer = optimizer_of(case, model.root, named)
+    else:
+        optimizer = None
+    if case.updates.scheduler and optimizer:
+        scheduler = case.updates.scheduler(optimizer)
+    else:
+        scheduler = None
     scale = case.first_scale
     scaler = torch.amp.GradScaler(case.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
     first: dict[str, Tensor] = {}
@@ -107,7 +113,10 @@ def optimizer_of(case: Case, root: nn.Module, named: Sequence[tuple[str, nn.Para
         named: the parameters, each under the first of its names.
     """
     takes_names = next(iter(inspect.signature(case.optimizer).parameters), "") in ("named", "named_parameters")
-    given: Any = list(named) if takes_names else [parameter for _, parameter in named]
+    if takes_names:
+        given: Any = list(named)
+    else:
+        given = [parameter for _, parameter in named]
     optimizer = case.optimizer(given)
     spared = _spared(case.updates.no_decay, root)
     without_decay = {id(parameter) for name, parameter in named if name in spared}
@@ -122,7 +131,10 @@ def optimizer_of(case: Case, root: nn.Module, named: Sequence[tuple[str, nn.Para
 
 def _spared(no_decay: Sequence[str] | str, root: nn.Module) -> set[str]:
     """All names of the parameters with one of some words in a name, or in the class of a module that holds them."""
-    words = no_decay.split(",") if isinstance(no_decay, str) else no_decay
+    if isinstance(no_decay, str):
+        words = no_decay.split(",")
+    else:
+        words = no_decay
     lower = [word.strip().lower() for word in words if word.strip()]
     chosen: set[int] = set()
     for path, module in root.named_modules(remove_duplicate=False):

@@ -137,7 +137,9 @@ def layer_seed(seed: int, micro_batch: int, layer: int) -> int:
 
 def whole(case: Case) -> Whole:
     """A copy of a case's model."""
-    return _of_cut(case, case.model) if isinstance(case.model, Cut) else _of_sequence(case)
+    if isinstance(case.model, Cut):
+        return _of_cut(case, case.model)
+    return _of_sequence(case)
 
 
 def first_layers(case: Case) -> list[int]:
@@ -189,7 +191,9 @@ def _sent(payload: Any, half: torch.dtype) -> Any:
 
     def rounded(leaf: Tensor) -> Tensor:
         carries = leaf.requires_grad and leaf.dtype in (torch.float32, half)
-        return leaf.to(half).float() if carries else leaf
+        if carries:
+            return leaf.to(half).float()
+        return leaf
 
     return pytree.tree_map(rounded, payload)
 

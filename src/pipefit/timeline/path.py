@@ -43,7 +43,10 @@ def waited_for(timeline: Timeline, event: Event) -> Wait:
 
 def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
     before = _held_before(timeline, event)
-    free = before.end_s if before else timeline.start_s
+    if before:
+        free = before.end_s
+    else:
+        free = timeline.start_s
     issued = timeline.by_place.get(_place_before(timeline, event))
     if issued is not None and issued is not before and timeline.lane(issued) is not Lane.COPY:
         free = max(free, issued.start_s)
@@ -51,7 +54,9 @@ def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
     waited_s = max(event.start_s - free, 0)
     if arrival is not None and arrival.end_s > free:
         return Wait(_name(timeline, arrival), arrival, waited_s)
-    return Wait("rank", before, waited_s) if before else Wait("start", None, 0)
+    if before:
+        return Wait("rank", before, waited_s)
+    return Wait("start", None, 0)
 
 
 def _copy_waited_for(timeline: Timeline, event: Event) -> Wait:
@@ -69,7 +74,10 @@ def _copy_waited_for(timeline: Timeline, event: Event) -> Wait:
         found.append(("lane", ahead[place]))
     if not found:
         return Wait("start", None, 0)
-    asked = before.end_s if before else timeline.start_s
+    if before:
+        asked = before.end_s
+    else:
+        asked = timeline.start_s
     return Wait(*max(found, key=lambda item: item[1].end_s), max(event.start_s - asked, 0))
 
 
@@ -150,7 +158,10 @@ def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
     elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
         members = sorted(graph.ranks[side] for side in graph.sides(graph.starts[event.rank] + event.position))
         hops = list(zip(members, [*members[1:], *members[:1]], strict=True))
-    found: list[_Queue] = list(hops) if "contention" in timeline.notes and i.op is not Op.REDUCE else []
+    if "contention" in timeline.notes and i.op is not Op.REDUCE:
+        found: list[_Queue] = list(hops)
+    else:
+        found = []
     unit = int(timeline.notes.get("port_unit", 0))
     if unit:
         apart = [(a // unit, b // unit) for a, b in hops if a // unit != b // unit]

@@ -128,7 +128,10 @@ class Timeline:
         header, ranks = self.program.header, self.program.ranks
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
         spills = header.spill is not None
-        stepped = [event for event in self.events if self.instruction(event).op is Op.HOST_STEP] if spills else []
+        if spills:
+            stepped = [event for event in self.events if self.instruction(event).op is Op.HOST_STEP]
+        else:
+            stepped = []
         for event in (*self._work, *stepped):
             step = step_of(header, ranks[event.rank][event.position])
             if step >= 0 and event.end_s > ends[step := step + event.repeat * header.num_steps]:
@@ -188,20 +191,28 @@ class Timeline:
 
     def utilisation(self, rank: int) -> float:
         """The share of the makespan that a rank spends on forwards, replays and backwards."""
-        return self._busy_s[rank] / self.makespan_s if self.makespan_s else 0.0
+        if self.makespan_s:
+            return self._busy_s[rank] / self.makespan_s
+        return 0.0
 
     @property
     def bubble_fraction(self) -> float:
         """The share of the makespan that ranks do not spend on forwards, replays and backwards, on average."""
         total = self.makespan_s * len(self._busy_s)
-        return 1 - sum(self._busy_s) / total if total else 0.0
+        if total:
+            return 1 - sum(self._busy_s) / total
+        return 0.0
 
     @property
     def bubble_over_ideal(self) -> float:
         """Idle time as a multiple of the busy time: the bubble of the lectures."""
         busy = sum(self._busy_s)
-        return (self.makespan_s * len(self._busy_s) - busy) / busy if busy else 0.0
+        if busy:
+            return (self.makespan_s * len(self._busy_s) - busy) / busy
+        return 0.0
 
     def peak_bytes(self, rank: int) -> float:
         """Maximum of bytes that a rank holds at any time; 0 where memory was not recorded."""
-        return max((size for _, size in self.memory[rank]), default=0) if self.memory else 0
+        if self.memory:
+            return max((size for _, size in self.memory[rank]), default=0)
+        return 0

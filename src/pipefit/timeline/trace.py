@@ -56,7 +56,10 @@ def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
         PipefitError: it is not a trace, or malformed.
     """
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        if isinstance(data, dict):
+            found = data.get("format")
+        else:
+            found = type(data).__name__
         raise PipefitError(f'{where}: expected a trace with "format": "{_FORMAT}", got {found!r}')
     try:
         other = data["otherData"]
@@ -106,7 +109,9 @@ def _threads(timeline: Timeline) -> dict[Event, int]:
 def _lane(timeline: Timeline, event: Event) -> str:
     """The lane of an event; copies to the device and back have one each."""
     lane = timeline.lane(event)
-    return timeline.instruction(event).op.value if lane is Lane.COPY else lane.value
+    if lane is Lane.COPY:
+        return timeline.instruction(event).op.value
+    return lane.value
 
 
 def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:

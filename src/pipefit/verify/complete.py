@@ -73,11 +73,16 @@ def _once(header: Header, stage: int) -> list[Op]:
 def _backward(header: Header, stage: int, is_split: bool) -> tuple[Op, ...]:
     if stage < header.frozen:
         return ()
-    return (Op.BWD_INPUT, Op.BWD_WEIGHT) if is_split else (Op.BWD,)
+    if is_split:
+        return (Op.BWD_INPUT, Op.BWD_WEIGHT)
+    return (Op.BWD,)
 
 
 def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) -> Iterator[Finding]:
-    what = f"{op.value} m{mb}" if op is Op.LOSS else f"{op.value} s{stage} m{mb}"
+    if op is Op.LOSS:
+        what = f"{op.value} m{mb}"
+    else:
+        what = f"{op.value} s{stage} m{mb}"
     if not numbers:
         rank = s.header.rank_of(stage, mb)
         yield Finding("complete", rank, -1, f"{what} is missing")

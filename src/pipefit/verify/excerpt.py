@@ -29,7 +29,10 @@ def cell(i: Instruction) -> str:
     ('S2w1', 'sum2w1')
     """
     if i.op in MESSAGE_OPS:
-        arrow = ">" if i.op is Op.SEND else "<"
+        if i.op is Op.SEND:
+            arrow = ">"
+        else:
+            arrow = "<"
         return f"{i.kind}{i.stage}.{i.mb}{arrow}{i.peer}"
     if i.op is Op.LOSS:
         return f"loss.{i.mb}"

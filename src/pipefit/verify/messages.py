@@ -26,7 +26,10 @@ def messages(s: Subject) -> Iterator[Finding]:
         if problem:
             yield s.at("messages", number, problem)
         elif number in unmatched:
-            other = "receive" if i.op is Op.SEND else "send"
+            if i.op is Op.SEND:
+                other = "receive"
+            else:
+                other = "send"
             yield s.at("messages", number, f"rank {i.peer} has no {other} for it")
         elif i.op is Op.SEND:
             if key in crossed:
@@ -69,7 +72,10 @@ def _wrong_link(i: Instruction, rank: int, link: tuple[int, int] | None) -> str:
     if link is None:
         return f"no other rank needs {i.kind} s{i.stage} m{i.mb}"
     source, target = link
-    mine = (rank, i.peer) if i.op is Op.SEND else (i.peer, rank)
+    if i.op is Op.SEND:
+        mine = (rank, i.peer)
+    else:
+        mine = (i.peer, rank)
     if link == mine:
         return ""
     return f"{i.kind} s{i.stage} m{i.mb} goes from rank {source} to rank {target}"

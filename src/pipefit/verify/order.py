@@ -13,7 +13,10 @@ from pipefit.verify.subject import Finding, Places, Subject
 
 def dependencies(s: Subject) -> Iterator[Finding]:
     """Needed values that nothing on the rank makes in time; and replays that come before their forward."""
-    made = s.places_of(makes) if s.graph.missing else {}
+    if s.graph.missing:
+        made = s.places_of(makes)
+    else:
+        made = {}
     for number, value in s.graph.missing:
         if _last_gone(s, number, value) is None:
             why = _later_maker(s, made, number, value)
@@ -56,7 +59,9 @@ def _last_gone(s: Subject, number: int, value: Value) -> int | None:
     rank = s.graph.ranks[number]
     found = s.gone.get((rank, value), ())
     position = bisect_left(found, number)
-    return found[position - 1] if position else None
+    if position:
+        return found[position - 1]
+    return None
 
 
 def _later_maker(s: Subject, made: Places, number: int, value: Value) -> str:

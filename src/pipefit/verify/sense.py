@@ -34,7 +34,10 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
         for index, i in enumerate(instructions):
             key = i.op, i.stage, i.kind, i.peer, i.tier, i.slot
             mbs, versions = known.get(key) or known.setdefault(key, _ranges(header, i, rank))
-            problem = None if i.mb in mbs and i.version in versions else next(_problems(header, i, rank), None)
+            if i.mb in mbs and i.version in versions:
+                problem = None
+            else:
+                problem = next(_problems(header, i, rank), None)
             if problem:
                 findings.append(Finding(problem[0], rank, index, problem[1]))
     bad = {(finding.rank, finding.position) for finding in findings}
@@ -59,7 +62,10 @@ def _ranges(header: Header, i: Instruction, rank: int) -> tuple[range, range]:
     first = replace(i, mb=0 if "mb" in fields else i.mb, version=0 if "version" in fields else i.version)
     if "tier" in fields or any(_problems(header, first, rank)):
         return range(0), range(0)
-    mbs = range(header.total_microbatches) if "mb" in fields else range(i.mb, i.mb + 1)
+    if "mb" in fields:
+        mbs = range(header.total_microbatches)
+    else:
+        mbs = range(i.mb, i.mb + 1)
     if "version" not in fields:
         return mbs, range(i.version, i.version + 1)
     return mbs, range(_updates(header, i) + (i.op is not Op.REDUCE and i.op not in STEP_OPS))
@@ -74,8 +80,14 @@ def refuse_malformed(program: Program) -> None:
     _, _, findings = set_aside(program)
     if findings:
         rule, rank, index, message = findings[0]
-        place = f"rank {rank}[{index}] {program.ranks[rank][index]}" if index >= 0 else f"rank {rank}"
-        more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+        if index >= 0:
+            place = f"rank {rank}[{index}] {program.ranks[rank][index]}"
+        else:
+            place = f"rank {rank}"
+        if len(findings) > 1:
+            more = f", and {len(findings) - 1} more"
+        else:
+            more = ""
         raise InvalidProgramError(f"{rule}: {place}: {message}{more}; `pipefit verify` lists all")
 
 
@@ -87,7 +99,10 @@ def _problems(header: Header, i: Instruction, rank: int) -> Problems:
         if i.op is Op.REDUCE:
             rule = "collectives"
         else:
-            rule = "residency" if "tier" in fields else "messages"
+            if "tier" in fields:
+                rule = "residency"
+            else:
+                rule = "messages"
         yield rule, f"expected one of {', '.join(kinds)}, got {i.kind or 'nothing'!r}"
     if "tier" in fields:
         yield from _tier(header, i)
@@ -110,7 +125,10 @@ def _problems(header: Header, i: Instruction, rank: int) -> Problems:
     if "slot" in fields:
         yield from _slot(header, i)
     if i.op in STEP_OPS and header.steps_on_host(i.stage) != (i.op is Op.HOST_STEP):
-        expected = "its device: expected step" if i.op is Op.HOST_STEP else "the host: expected host_step"
+        if i.op is Op.HOST_STEP:
+            expected = "its device: expected step"
+        else:
+            expected = "the host: expected host_step"
         yield "residency", f"the header says that stage {i.stage} steps on {expected}"
 
 
@@ -146,7 +164,10 @@ def _tier(header: Header, i: Instruction) -> Problems:
     if header.spill is None:
         yield "residency", "the header spills nothing: every stage stays on its device"
     elif i.tier != header.spill.tier:
-        got = i.tier if i.tier in TIERS else "no tier"
+        if i.tier in TIERS:
+            got = i.tier
+        else:
+            got = "no tier"
         yield "residency", f"the header spills to the {header.spill.tier}, got {got!r}"
 
 
@@ -160,7 +181,13 @@ def _moved(header: Header, i: Instruction) -> Problems:
 
 
 def _slot(header: Header, i: Instruction) -> Problems:
-    most = header.spill.slots(i.kind) if header.spill else 0
+    if header.spill:
+        most = header.spill.slots(i.kind)
+    else:
+        most = 0
     if not (0 <= i.slot < most or (not most and i.slot == -1)):
-        expected = f"one of @0 to @{most - 1}" if most else "@*: it has no slot"
+        if most:
+            expected = f"one of @0 to @{most - 1}"
+        else:
+            expected = "@*: it has no slot"
         yield "residency", f"expected slot {expected}, got {'@*' if i.slot < 0 else f'@{i.slot}'}"

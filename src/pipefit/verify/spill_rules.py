@@ -86,7 +86,10 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
     weights = state.slot(_WEIGHTS, i.stage)
     if i.kind == _WGRAD:
         if weights != i.slot:
-            place = "nowhere" if weights is None else f"in slot @{weights}"
+            if weights is None:
+                place = "nowhere"
+            else:
+                place = f"in slot @{weights}"
             yield f"gradients need the second slot of their weights, but the weights of stage {i.stage} are {place}"
         # The sum continues here: the tier's copy is no longer the newest.
         state.tier.pop((i.kind, i.stage), None)
@@ -161,7 +164,10 @@ def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
     if held != i.version:
         yield f"steps from w{i.version} on the host, which holds w{held} of stage {i.stage}"
     if summed != i.version:
-        there = "none" if summed is None else f"those of update {summed}"
+        if summed is None:
+            there = "none"
+        else:
+            there = f"those of update {summed}"
         yield f"needs the gradients of update {i.version} on the host, which holds {there}: evict them first"
     if (_WEIGHTS, i.stage) in state.here:
         yield f"w{i.version} of stage {i.stage} is still on the device, and stale after this: drop it first"
@@ -181,7 +187,9 @@ def _at_home(state: _Rank, rank: int) -> Iterator[Finding]:
 
 
 def _name(kind: str, at: int) -> str:
-    return f"update {at}" if kind == _WGRAD else f"w{at}"
+    if kind == _WGRAD:
+        return f"update {at}"
+    return f"w{at}"
 
 
 _Rule = Callable[[_Rank, Instruction], Iterator[str]]

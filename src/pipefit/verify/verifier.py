@@ -84,7 +84,13 @@ def _violations(program: Program, findings: list[Finding]) -> tuple[Violation, .
     result = []
     for number, (rule, rank, index, message) in enumerate(findings):
         there = 0 <= rank < len(program.ranks) and index >= 0
-        text = str(program.ranks[rank][index]) if there else ""
-        grid = excerpt(program.ranks, rank, index) if there and number < _MOST_GRIDS else ""
+        if there:
+            text = str(program.ranks[rank][index])
+        else:
+            text = ""
+        if there and number < _MOST_GRIDS:
+            grid = excerpt(program.ranks, rank, index)
+        else:
+            grid = ""
         result.append(Violation(rule, rank, index, text, message, grid))
     return tuple(result)

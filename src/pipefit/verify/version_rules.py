@@ -26,7 +26,10 @@ _ASKS = {
 def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
     """The header's weight rule; at most k versions of a stage alive; each dropped right after its last use."""
     yield from _used(s)
-    most = _MOST.get(s.header.weights) if max_versions is None else max_versions
+    if max_versions is None:
+        most = _MOST.get(s.header.weights)
+    else:
+        most = max_versions
     for rank in range(s.header.num_ranks):
         yield from _dropped(s, rank)
         yield from _alive(s, rank, most)

@@ -75,7 +75,10 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
         model: Any = bundle.layers
         loss: Any = trial.loss or bundle.loss
         data: Any
-        data, held_out = (trial.data, trial.held_out) if callable(trial.data) else _named_data(trial, bundle)
+        if callable(trial.data):
+            data, held_out = (trial.data, trial.held_out)
+        else:
+            data, held_out = _named_data(trial, bundle)
     else:
         model = trial.model()
         loss = trial.loss

@@ -155,7 +155,10 @@ class _OpenTrials:
         except NoRoomError as problem:
             outcome, reason = "no-room", str(problem)
         except BaseException as problem:
-            outcome = "tier" if isinstance(problem, TierError) and not isinstance(problem, DamageError) else "failed"
+            if isinstance(problem, TierError) and not isinstance(problem, DamageError):
+                outcome = "tier"
+            else:
+                outcome = "failed"
             reason = reason_of(problem, "in a turn" if job.kind == "turn" else "while it was built")
             traceback.print_exc()
         self._drop(job.trial)
@@ -169,7 +172,10 @@ class _OpenTrials:
             else:  # a search chose it after this worker began
                 assert settings.define is not None and job.values is not None
                 trial = settings.define(job.values)
-            room = job.argument if job.kind == "admit" else math.inf
+            if job.kind == "admit":
+                room = job.argument
+            else:
+                room = math.inf
             place, limit = settings.folder / job.name, settings.spec.device_bytes
             self._trials[number] = OpenTrial(number, trial, place, self._device, limit, room)
         self._trials.move_to_end(number)
@@ -177,7 +183,10 @@ class _OpenTrials:
 
     def _make_room(self, number: int) -> None:
         """Releases shards of other trials: under a limit all of them, else those whose last turn is the longest ago."""
-        allowed = 0 if self._settings.spec.device_bytes else _KEPT_BYTES
+        if self._settings.spec.device_bytes:
+            allowed = 0
+        else:
+            allowed = _KEPT_BYTES
         held = sum(opened.held_bytes for opened in self._trials.values())
         for other, opened in self._trials.items():
             if other != number and held > allowed:
@@ -199,5 +208,8 @@ def reason_of(problem: BaseException, doing: str = "") -> str:
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "allocate memory" in text:
         return f"out of memory: {text.splitlines()[0] if text else 'the process got no more'}"
     frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    if frames:
+        place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
+    else:
+        place = ""
     return f"{type(problem).__name__} {doing}: {text or 'no message'}{place}"

@@ -99,7 +99,9 @@ class StudyFolder:
     def chosen(self) -> list[dict[str, Any]]:
         """The trials that a search chose in an earlier run."""
         path = self.path / "chosen.json"
-        return list(reread(path, _CHOSEN, _CURE)["chosen"]) if path.exists() else []
+        if path.exists():
+            return list(reread(path, _CHOSEN, _CURE)["chosen"])
+        return []
 
     def forget(self, trial: str | None = None) -> None:
         """Removes the state of a trial; None: of all."""
@@ -113,7 +115,10 @@ class StudyFolder:
 def _check_cut(before: float, now: float) -> None:
     """Refuses less memory than that for which trials were split: shards stay as they are."""
     if now and not 0 < before <= now:
-        was = f"for {format_bytes(before)} of" if before else "without a limit on"
+        if before:
+            was = f"for {format_bytes(before)} of"
+        else:
+            was = "without a limit on"
         raise StudyError(
             f"device_memory: the trials of this study were split {was} device memory, {format_bytes(now)} are less; "
             "allow as much, or give another output"

@@ -120,7 +120,10 @@ class OpenTrial:
             self.take_slots()
         for stage, store in stores.items():
             if is_new:
-                fill = partial(initialise, layers[stage], training.seed, recipe.initialise) if stage in drawn else None
+                if stage in drawn:
+                    fill = partial(initialise, layers[stage], training.seed, recipe.initialise)
+                else:
+                    fill = None
                 store.store_first(stage % slots, fill)
             else:
                 store.attach(self.spilling.arena, self.tier)
@@ -182,7 +185,9 @@ class OpenTrial:
     @property
     def held_bytes(self) -> int:
         """Bytes of the device that the trial holds between turns."""
-        return self.spilling.arena.num_bytes if self._has_slots else 0
+        if self._has_slots:
+            return self.spilling.arena.num_bytes
+        return 0
 
     def end_turn(self) -> None:
         """Releases the weights that shards share, under a limit."""
@@ -227,7 +232,10 @@ class OpenTrial:
             if found:
                 self.spilling.writes.append(self.spilling.resident.write(Key(home, _RESIDENT), list(found.values())))
             states = self.spilling.stores[home].states
-            known = sorted(states.known) if states else []
+            if states:
+                known = sorted(states.known)
+            else:
+                known = []
             self.state.residents[home] = Resident(list(found), optimization_of(self.worker, [home]), known)
         self._loaded |= self._homes[stage]
 
@@ -260,7 +268,10 @@ class OpenTrial:
             if isinstance(tensor, nn.Parameter):
                 self.spilling.stores[home].point(tensor, value.to(self._device))
                 gradient = tensors.pop(f"{_GRADIENT}{place}", None)
-                tensor.grad = None if gradient is None else gradient.to(self._device)
+                if gradient is None:
+                    tensor.grad = None
+                else:
+                    tensor.grad = gradient.to(self._device)
             else:
                 tensor.copy_(value)
         for place, norm in enumerate(self.worker.stages[home].batchnorms):

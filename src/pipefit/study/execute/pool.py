@@ -42,7 +42,10 @@ class Pool:
 
     def __init__(self, settings_of: Callable[[int], Settings], count: int, forked: bool) -> None:
         self._settings_of = settings_of
-        self._context: Any = mp.get_context("fork") if forked else fork_server()
+        if forked:
+            self._context: Any = mp.get_context("fork")
+        else:
+            self._context = fork_server()
         if not forked:
             self._context.set_forkserver_preload(["pipefit.pipeline.preload", "pipefit.study.execute.fork_server"])
         self.idle: set[int] = set()
@@ -50,7 +53,10 @@ class Pool:
         self._workers: dict[int, tuple[Any, Any]] = {}
         self._stopped_s: dict[int, float] = {}
         given_s = deadline_from_environment()
-        self._most_s = _STOPPED_S if given_s is None else given_s or math.inf
+        if given_s is None:
+            self._most_s = _STOPPED_S
+        else:
+            self._most_s = given_s or math.inf
         for number in range(count):
             self.start(number)
 
@@ -118,7 +124,9 @@ class Pool:
             return f"it was stopped, by SIGSTOP or a debugger, for {self._most_s:g} s; PIPEFIT_DEADLINE_S changes that"
         if code is None:
             return "no answer"
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code < 0:
+            return f"signal {signal.Signals(-code).name}"
+        return f"exit code {code}"
 
     def close(self) -> None:
         """Ends all workers; those that are busy get a little time."""

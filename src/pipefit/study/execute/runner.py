@@ -81,7 +81,10 @@ def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Executi
     opened.worker.flags = {(stage, shape): found for stage, shape, found in state.flags}
     run = Execution(compiled, opened.worker, transport, feed, Progress())
     for kind, stage, mb, marks, text in state.payloads:
-        structure = None if text is None else Structure.loads(text)
+        if text is None:
+            structure = None
+        else:
+            structure = Structure.loads(text)
         run.values[PARKED + kind, stage, mb] = Message([], list(marks), structure)
     if state.squares:
         run.norms[0] = in_double(state.squares)
@@ -132,7 +135,10 @@ def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
     state.payloads = []
     for (kind, stage, mb), value in run.values.items():
         if kind.startswith(PARKED):
-            structure = None if value.structure is None else value.structure.dumps()
+            if value.structure is None:
+                structure = None
+            else:
+                structure = value.structure.dumps()
             state.payloads.append((kind.removeprefix(PARKED), stage, mb, list(value.flags), structure))
 
 

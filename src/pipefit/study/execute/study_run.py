@@ -141,19 +141,29 @@ class StudyRun:
             job = Job("export", best.number, str(self._folder.best.absolute()))
         if job is None:
             return None
-        argument = self._room_bytes() if job.kind == "admit" else job.argument
+        if job.kind == "admit":
+            argument = self._room_bytes()
+        else:
+            argument = job.argument
         name, values = self.board.entries[job.trial].name, self._chosen.get(job.trial)
         return job._replace(argument=argument, name=name, values=values, alive=self.board.alive)
 
     def _unwritten_best(self) -> TrialProgress | None:
         """The best trial of a study that is over, while its weights are on the tier only."""
-        best = self.board.best if self.board.is_over else None
-        return best if best is not None and self._state_of(best.number).is_dir() else None
+        if self.board.is_over:
+            best = self.board.best
+        else:
+            best = None
+        if best is not None and self._state_of(best.number).is_dir():
+            return best
+        return None
 
     def _room_bytes(self) -> float:
         """Space for a trial on the tier now."""
         free, limit = self._folder.free_bytes, self.spec.tier_bytes
-        return min(free, limit - self.board.tier_bytes) if limit else free
+        if limit:
+            return min(free, limit - self.board.tier_bytes)
+        return free
 
     def _take(self, number: int, job: Job, answer: Answer) -> None:
         self.board.book([turn._replace(device=number) for turn in answer.turns])

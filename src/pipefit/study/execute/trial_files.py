@@ -111,7 +111,9 @@ def read_state(folder: Path) -> tuple[int, TrialState] | None:
     """
     commits = read_commits(folder, _NAME)
     try:
-        return (commits[0].step, state_of(commits[0])) if commits else None
+        if commits:
+            return (commits[0].step, state_of(commits[0]))
+        return None
     except DamageError as problem:
         raise DamageError(f"{folder / _NAME}.commit: {problem}") from None
 
@@ -142,7 +144,10 @@ def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[tuple[i
     """
     path = folder / _LOSSES
     try:
-        data = path.read_bytes() if num_steps else b""
+        if num_steps:
+            data = path.read_bytes()
+        else:
+            data = b""
     except OSError as problem:
         raise TierError(f"{path}: cannot be read: {problem.strerror}") from None
     # Of what is missing, one entry is enough to be found damaged.
@@ -165,4 +170,6 @@ def read_progress(folder: Path) -> Progress:
         DamageError: the commit, or the file of losses, is damaged.
     """
     found = read_state(folder)
-    return Progress(found[1].turn, *read_losses(folder, found[0])) if found else Progress(0, [], [])
+    if found:
+        return Progress(found[1].turn, *read_losses(folder, found[0]))
+    return Progress(0, [], [])
