@@ -321,10 +321,7 @@ class Pipeline:
             if steps is None:
                 raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
         iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
-        if held_out is None:
-            evaluate = None
-        else:
-            evaluate = partial(self.evaluate, held_out)
+        evaluate = None if held_out is None else partial(self.evaluate, held_out)
         losses = done + self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
