@@ -185,6 +185,8 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         return Layers(model.layers, model.loss, model.weigh)
     if not isinstance(model, nn.Module) or is_sequence(model):
         layers = named_layers(model)
+        for layer in layers:
+            _refuse_sparse(layer.module, layer.dotted)
         if example is not None and not is_meta(layers):
             refuse_channels(layers, example[0])
         return Layers(layers)
@@ -204,6 +206,7 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
         raise ModelError(
             f"{kind} cannot be cut: its input has a sparse tensor, which has no micro-batches: make it dense"
         )
+    _refuse_sparse(model)
     scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripts:
         raise ModelError(
@@ -223,6 +226,16 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
             f"{kind} cannot be cut: {type(problem).__name__} in {path} ({line}): {problem}. Give "
             "cuts=['path.to.module', …], modules to cut before, or write the model as a list of layers"
         ) from problem
+
+
+def _refuse_sparse(model: nn.Module, prefix: str = "") -> None:
+    """Refuses weights and saved buffers that are sparse: they cannot be sent, and checkpoints cannot hold them."""
+    for name, tensor in model.state_dict(prefix=prefix, keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+            raise ModelError(
+                f"{name} is a sparse tensor, which checkpoints cannot hold: make it dense, or, if it is a buffer that "
+                "stays as it is, leave it out of the state: register_buffer(…, persistent=False)"
+            )
 
 
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
@@ -368,11 +381,17 @@ def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
         )
     modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units, *parts.spine)}
     named = set(modules.values())
+    units = {path: frozenset(seen.owners[path] or {0}) for path in parts.units}
+    owners = units | {path: frozenset({number}) for number, path in enumerate(parts.blocks, 1)}
+    bare = [(modules[path], frozenset({0})) for path in parts.spine]
+    for path in sorted(seen.direct):
+        bare += [(inner, owners[path]) for inner in modules[path].modules() if inner._parameters]
     return Shell(
         model,
         [modules[path] for path in parts.blocks],
-        [(modules[path], frozenset(seen.owners[path] or {0})) for path in parts.units],
+        [(modules[path], own) for path, own in units.items()],
         [modules[path] for path in parts.spine],
+        bare,
         [child for path in parts.spine for child in modules[path].children() if child not in named],
         {modules[path]: path for path in (*parts.blocks, *parts.units)},
         arguments,

@@ -1,6 +1,6 @@
 """The proof of a cut: two batches through its layers, with all values and gradients compared with the whole model.
 
-Each layer has a state of its own, as in different processes, and the batches alternate:
+Each layer has a state of its own and no weights of other layers, as in different processes, and the batches alternate:
 
     whole model, one state       A, B, A again        after B, A's results must not change
     whole model, another one     B                    B's results must not depend on A
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.absent import Absent, own_modules
 from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
@@ -131,6 +132,8 @@ def _why(problem: BaseException, model: nn.Module) -> str:
     if isinstance(problem, ModelError | Foreign):
         return str(problem)
     path, line = place_of(problem, model)
+    if "on device meta" in str(problem) or "'SparseMeta'" in str(problem) or "'Meta'" in str(problem):
+        return f"{path} uses weights of other layers ({line}), which are on other stages"
     return f"its forward fails there: {type(problem).__name__} in {path} ({line}): {problem}"
 
 
@@ -229,14 +232,6 @@ def _tracker_of(shell: Shell, number: int, payload: Any) -> Tracker:
     return tracker
 
 
-def own_modules(shell: Shell, number: int) -> list[nn.Module]:
-    """The modules that a layer has with all their tensors: its block and units, and what is between all layers."""
-    block = shell.block(number)
-    roots = [unit for unit, owners in shell.units if number in owners] + ([] if block is None else [block])
-    inside = [inner for root in (*roots, *shell.shared) for inner in root.modules()]
-    return [*inside, *(shell.spine if number == 0 else ())]
-
-
 def prove(shell: Shell, whole: Reference) -> Difference | None:
     """Compares the layers, one by one, with the whole model: outputs, buffers, and gradients of every weight.
 
@@ -244,13 +239,14 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
         shell: of the cut.
         whole: runs of the model, each layer with its number as the seed.
     """
-    states = States(shell.model)
+    states, absent = States(shell.model), Absent(shell)
     payloads: list[Any] = list(whole.batches)
     for number in range(shell.num_layers):
         own = [*own_modules(shell, number), *shell.spine]
         with states.used(states.fresh(own)):
             for index, seen in enumerate(whole.runs):
-                payloads[index], why = run_layer(shell, number, payloads[index], seen)
+                with absent.without_others([number]):
+                    payloads[index], why = run_layer(shell, number, payloads[index], seen)
                 if why is not None:
                     return Difference(_before(shell, number), why)
             mine = {key: value for key, value in buffers_of(shell.model).items() if key[0] in own}
@@ -260,7 +256,7 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
     with states.used(states.fresh()):
         worst = _difference_of_gradients(shell.model, payloads, whole.sums)
     if worst is None:
-        return _together(shell, states, whole)
+        return _together(shell, states, absent, whole)
     return Difference(None, worst)
 
 
@@ -279,13 +275,13 @@ def _difference_of_gradients(
     return None
 
 
-def _together(shell: Shell, states: States, whole: Reference) -> Difference | None:
+def _together(shell: Shell, states: States, absent: Absent, whole: Reference) -> Difference | None:
     """Compares two halves, each of several layers that run together, with the whole model."""
     half, last = shell.num_layers // 2, shell.num_layers - 1
     with torch.no_grad():
-        with states.used(states.fresh()):
+        with states.used(states.fresh()), absent.without_others(range(half)):
             first = shell.run(0, half - 1, whole.batches[0], torch.manual_seed)
-        with states.used(states.fresh()):
+        with states.used(states.fresh()), absent.without_others(range(half, shell.num_layers)):
             joined = shell.run(half, last, first, torch.manual_seed)
     worst = worst_difference(_leaves(joined), _tensors(whole.runs[0]))
     if worst is None:
