@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import pipefit as pf
+from pipefit.cutting import as_layers
 from pipefit.errors import ModelError
 from pipefit.stage.materialise import forget_others
 
@@ -137,7 +138,7 @@ def test_a_saved_sparse_buffer_is_refused_in_a_sequence_too() -> None:
     layer = nn.Linear(4, 4)
     layer.register_buffer("mix", torch.eye(4).to_sparse())
     with pytest.raises(ModelError, match=r"1\.mix is a sparse tensor"):
-        pf.Pipeline(nn.Sequential(nn.Linear(4, 4), layer), nn.MSELoss(), torch.optim.SGD, stages=2, microbatches=1)
+        as_layers(nn.Sequential(nn.Linear(4, 4), layer))
 
 
 class SkipsByChance(Host):
@@ -151,5 +152,5 @@ class SkipsByChance(Host):
 
 def test_calls_that_depend_on_chance_are_refused() -> None:
     torch.manual_seed(0)
-    with pytest.raises(ModelError, match="must not depend on chance"):
+    with pytest.raises(ModelError, match="must not depend on"):
         pf.cut(SkipsByChance(), torch.randn(4, 8))

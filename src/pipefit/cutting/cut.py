@@ -164,11 +164,12 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
 
 
 class Layers(NamedTuple):
-    """A model as layers, with its own loss if it has one; see `Cut`."""
+    """A model as layers, with its own loss if it has one; see `Cut`. An example may have proved them."""
 
     layers: Sequence[NamedLayer]
     loss: Callable[[Any, Any], Tensor] | None = None
     weigh: Callable[[Any], float] | None = None
+    is_proved: bool = True
 
 
 def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
@@ -187,9 +188,10 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         layers = named_layers(model)
         for layer in layers:
             _refuse_sparse(layer.module, layer.dotted)
-        if example is not None and not is_meta(layers):
+        is_proved = example is not None and not is_meta(layers)
+        if example is not None and is_proved:
             refuse_channels(layers, example[0])
-        return Layers(layers)
+        return Layers(layers, is_proved=is_proved)
     return as_layers(cut(model, None if example is None else example[0]))
 
 

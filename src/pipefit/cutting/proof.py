@@ -12,9 +12,11 @@ What is computed from a stand-in must not be used, whatever its value is: origin
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -24,7 +26,7 @@ from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
 from pipefit.cutting.shell import Payload, Shell
-from pipefit.cutting.states import States, buffers_of, kept_outside
+from pipefit.cutting.states import States, buffers_of, kept_outside, own_copy
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
@@ -351,16 +353,57 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> None:
     model = nn.ModuleList(layer.module for layer in layers)
     states, channels = States(model), Channels(model)
     channels.tracker.on_write = lambda storage: None
-    with kept_outside(model), states.used(states.fresh()), torch.no_grad(), channels.spying():
-        for _ in range(2):
-            with contextlib.suppress(Exception), channels.following(batch):
-                payload = batch
-                for number, layer in enumerate(layers):
-                    with channels.inside(layer.name, number, payload):
-                        payload = layer.module(payload)
-                        channels.hand(payload)
-    for channel in channels.found.values():
-        raise ModelError(
-            f"layer {channel.why}: layers run on other stages and for other micro-batches; return the value as part of "
-            "the output, or make one layer of both"
-        )
+    runs: list[list[tuple[Any, Any]]] = []
+    with kept_outside(model), torch.no_grad():
+        with states.used(states.fresh()), channels.spying():
+            for _ in range(2):
+                with contextlib.suppress(Exception), channels.following(batch):
+                    runs.append(_run_of_layers(layers, batch, channels))
+        for channel in channels.found.values():
+            raise ModelError(f"layer {channel.why}{_ASIDE}")
+        if len(runs) == 2:
+            _refuse_other_alone(layers, states, runs)
+
+
+_ASIDE = (
+    ": layers run on other stages and for other micro-batches; return the value as part of the output, or make one "
+    "layer of both"
+)
+
+
+def _run_of_layers(layers: Sequence[NamedLayer], batch: Any, channels: Channels) -> list[tuple[Any, Any]]:
+    """Runs layers one after the other, and returns the input and output of each."""
+    found = []
+    payload = batch
+    for number, layer in enumerate(layers):
+        _seed(number)
+        given = own_copy(payload)
+        with channels.inside(layer.name, number, payload):
+            payload = layer.module(payload)
+            channels.hand(payload)
+        found.append((given, own_copy(payload)))
+    return found
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def _refuse_other_alone(layers: Sequence[NamedLayer], states: States, runs: Sequence[list[tuple[Any, Any]]]) -> None:
+    """Refuses layers of which one gives another output where the others have not run: in a state of its own."""
+    for number, layer in enumerate(layers):
+        with states.used(states.fresh(set(layer.module.modules()))):
+            for run in runs:
+                given, wanted = run[number]
+                _seed(number)
+                try:
+                    output = layer.module(own_copy(given))
+                except Exception as problem:
+                    why = f"fails where the others have not run ({type(problem).__name__}: {problem})"
+                    raise ModelError(f"layer {layer.name} {why}{_ASIDE}") from None
+                worst = worst_difference(pytree.tree_leaves(output), pytree.tree_leaves(wanted))
+                if worst is not None:
+                    why = f"differs by {worst} where the others have not run: it uses what they leave"
+                    raise ModelError(f"layer {layer.name} {why}{_ASIDE}")
