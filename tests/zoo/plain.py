@@ -200,6 +200,8 @@ def difference(wanted: Trained, found: Trained) -> Difference:
 def _apart(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
     if not a.numel() or torch.equal(a, b):
         return 0.0
     a, b = (one.to(torch.complex128 if one.is_complex() else torch.float64) for one in (a, b))

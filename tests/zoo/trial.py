@@ -209,6 +209,7 @@ def _trained(specimen: Specimen, way: Way, batches: list[Any], made: Any) -> Tra
             stages=way.stages,
             schedule=way.schedule,
             microbatches=way.micro_batches,
+            example=specimen.batch(EXAMPLE, 0) if isinstance(made, nn.Sequential) else None,
             parallelism=pf.Parallelism(ranks=way.stages // way.chunks, chunks=way.chunks),
         )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class Anatomy(NamedTuple):
 
     Attributes:
         blocks: called once, in this order, none inside another.
-        spine: modules that hold blocks, the model first.
+        spine: modules that hold blocks, the model first, and those that are never called but hold modules that are.
         units: other children of the spine that have weights or buffers to be saved.
     """
 
@@ -41,6 +41,7 @@ class Seen(NamedTuple):
         made: of each block, the places of the leaves that depend on weights or on other blocks.
         exits: leaves of each block's output.
         owners: of each unit, the layers during which it was called.
+        direct: blocks and units of whose weights other code makes use, besides their own forward.
         alike: for each block and unit, for each leaf of its output the place of a tensor among its arguments with the
             same shape and type, -1 for a leaf that is not a tensor, None where there is none.
         examples: an output of each block and unit.
@@ -51,6 +52,7 @@ class Seen(NamedTuple):
     made: list[set[int]]
     exits: list[list[Any]]
     owners: dict[str, set[int]]
+    direct: set[str]
     alike: dict[str, list[int | None]]
     examples: dict[str, Any]
     output: Any
@@ -99,7 +101,7 @@ def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None
         for path in cuts:
             if times[path] != 1:
                 raise ModelError(f"cuts: {path} is called {times[path]} times in one forward; a cut needs exactly one")
-        yield _anatomy(model, [path for path in order if path in cuts])
+        yield _anatomy(model, [path for path in order if path in cuts], calls)
         return
     kinds = [path for path in order if type(modules[path]).__mro__[1].__name__ == "GradientCheckpointingLayer"]
     listed = [path for path in order if _is_listed(modules, path)]
@@ -116,7 +118,7 @@ def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None
         for blocks in (found, found + last) if follows else (found,):
             if len(blocks) > 1 and tuple(blocks) not in known:
                 known.add(tuple(blocks))
-                yield _anatomy(model, blocks)
+                yield _anatomy(model, blocks, calls)
 
 
 def called_again(model: nn.Module, calls: Sequence[str]) -> tuple[str, int] | None:
@@ -147,10 +149,11 @@ def _finest(paths: Sequence[str]) -> list[str]:
     return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
 
 
-def _anatomy(model: nn.Module, blocks: Sequence[str]) -> Anatomy:
-    held = {""}
-    for path in blocks:
-        while path := path.rpartition(".")[0]:
+def _anatomy(model: nn.Module, blocks: Sequence[str], calls: Sequence[str]) -> Anatomy:
+    held = _holders(blocks)
+    bare = _holders(calls).difference(calls)
+    for path, _ in model.named_modules():
+        if path in bare and path.rpartition(".")[0] in held:
             held.add(path)
     spine = [path for path, _ in model.named_modules() if path in held]
     units = []
@@ -165,6 +168,15 @@ def _anatomy(model: nn.Module, blocks: Sequence[str]) -> Anatomy:
                 seen.add(id(child))
                 units.append(path)
     return Anatomy(tuple(blocks), tuple(spine), tuple(units))
+
+
+def _holders(paths: Iterable[str]) -> set[str]:
+    """The modules inside of which some modules are."""
+    found = {""}
+    for path in paths:
+        while path := path.rpartition(".")[0]:
+            found.add(path)
+    return found
 
 
 def observe(
@@ -186,7 +198,7 @@ def observe(
         channels: follow the run; None: nothing does.
     """
     channels = channels or Channels(model)
-    seen = Seen([], [], [], {path: set() for path in parts.units}, {}, {}, None)
+    seen = Seen([], [], [], {path: set() for path in parts.units}, set(), {}, {}, None)
     numbers = {path: number for number, path in enumerate(parts.blocks, 1)}
     now = 0
 
@@ -221,12 +233,17 @@ def observe(
 
     modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units)}
     watches = {module: watched(path, module) for path, module in modules.items()}
-    channels.homes = {id(p): path for path in parts.units for p in modules[path].parameters()}
+    weights = {path: {id(p) for p in module.parameters()} for path, module in modules.items()}
+    channels.homes = {key: path for path, own in weights.items() for key in own}
     enter(0)
     with channels.following((args, kwargs)), replaced_forwards(watches):
         output = model(*args, **kwargs)
     for path in parts.units:
         seen.owners[path].update(channels.users.get(path, ()))
+    for path, user in channels.direct:
+        # A weight that both have is the user's own.
+        if weights[path].isdisjoint(weights.get(user, ())):
+            seen.direct.add(path)
     return seen._replace(output=output)
 
 

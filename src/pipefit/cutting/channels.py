@@ -51,8 +51,9 @@ class Channels:
         lasting: a tensor of one forward that a later one reads; None: there is none.
         reads: places of the code between layers where Python reads data, with the values read.
         varied: a place of `reads`, and what is read there instead.
-        homes: the paths of modules with weights between the layers, by the ids of their parameters.
+        homes: the paths of blocks and other modules with weights, by the ids of their parameters.
         users: of each of these modules, the layers that use its weights.
+        direct: such a module, and the module in whose forward its weights are used; empty: the code between them.
     """
 
     def __init__(self, model: nn.Module, carried: Iterable[nn.Module] = ()) -> None:
@@ -65,6 +66,7 @@ class Channels:
         self.varied: tuple[tuple[str, str], Any] | None = None
         self.homes: dict[int, str] = {}
         self.users: dict[str, set[int]] = {}
+        self.direct: set[tuple[str, str]] = set()
         self._times = 0
         norms = {path: module for path, module in model.named_modules() if isinstance(module, _BatchNorm)}
         self._norms = {path: one for path, one in norms.items() if one.training and one.running_mean is not None}
@@ -141,6 +143,8 @@ class Channels:
                 self._refuse_average(origin.inside)
             elif origin.layer == _WEIGHT:
                 self.users.setdefault(origin.inside, set()).add(now.layer)
+                if origin.inside and origin.inside != now.inside:
+                    self.direct.add((origin.inside, now.inside))
             elif origin.layer == now.layer:
                 continue
             elif now.inside and key not in self._given[-1] and (origin.inside or origin.foreign):

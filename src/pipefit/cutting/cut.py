@@ -164,11 +164,12 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
 
 
 class Layers(NamedTuple):
-    """A model as layers, with its own loss if it has one; see `Cut`."""
+    """A model as layers, with its own loss if it has one; see `Cut`. An example may have proved them."""
 
     layers: Sequence[NamedLayer]
     loss: Callable[[Any, Any], Tensor] | None = None
     weigh: Callable[[Any], float] | None = None
+    is_proved: bool = True
 
 
 def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
@@ -185,9 +186,12 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         return Layers(model.layers, model.loss, model.weigh)
     if not isinstance(model, nn.Module) or is_sequence(model):
         layers = named_layers(model)
-        if example is not None and not is_meta(layers):
+        for layer in layers:
+            _refuse_sparse(layer.module, layer.dotted)
+        is_proved = example is not None and not is_meta(layers)
+        if example is not None and is_proved:
             refuse_channels(layers, example[0])
-        return Layers(layers)
+        return Layers(layers, is_proved=is_proved)
     return as_layers(cut(model, None if example is None else example[0]))
 
 
@@ -204,6 +208,7 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
         raise ModelError(
             f"{kind} cannot be cut: its input has a sparse tensor, which has no micro-batches: make it dense"
         )
+    _refuse_sparse(model)
     scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
     if scripts:
         raise ModelError(
@@ -223,6 +228,16 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
             f"{kind} cannot be cut: {type(problem).__name__} in {path} ({line}): {problem}. Give "
             "cuts=['path.to.module', …], modules to cut before, or write the model as a list of layers"
         ) from problem
+
+
+def _refuse_sparse(model: nn.Module, prefix: str = "") -> None:
+    """Refuses weights and saved buffers that are sparse: they cannot be sent, and checkpoints cannot hold them."""
+    for name, tensor in model.state_dict(prefix=prefix, keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+            raise ModelError(
+                f"{name} is a sparse tensor, which checkpoints cannot hold: make it dense, or, if it is a buffer that "
+                "stays as it is, leave it out of the state: register_buffer(…, persistent=False)"
+            )
 
 
 def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
@@ -368,11 +383,17 @@ def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
         )
     modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units, *parts.spine)}
     named = set(modules.values())
+    units = {path: frozenset(seen.owners[path] or {0}) for path in parts.units}
+    owners = units | {path: frozenset({number}) for number, path in enumerate(parts.blocks, 1)}
+    bare = [(modules[path], frozenset({0})) for path in parts.spine]
+    for path in sorted(seen.direct):
+        bare += [(inner, owners[path]) for inner in modules[path].modules() if inner._parameters]
     return Shell(
         model,
         [modules[path] for path in parts.blocks],
-        [(modules[path], frozenset(seen.owners[path] or {0})) for path in parts.units],
+        [(modules[path], own) for path, own in units.items()],
         [modules[path] for path in parts.spine],
+        bare,
         [child for path in parts.spine for child in modules[path].children() if child not in named],
         {modules[path]: path for path in (*parts.blocks, *parts.units)},
         arguments,

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 _KNOWN = ("torch", "transformers", "peft", "pipefit", "numpy", "builtins", "typing", "abc", "collections")
 """Packages whose code keeps no state of a model in such variables."""
 
-_HOLDERS = (bool, int, float, complex, str, type(None), list, dict, set, deque, Tensor, np.ndarray, np.random.Generator,
-            np.random.RandomState, random.Random, torch.Generator)  # fmt: skip
+_PLAIN = (bool, int, float, complex, str, type(None))
+_HOLDERS = (list, dict, set, deque, Tensor, np.ndarray, np.random.Generator, np.random.RandomState, random.Random,
+            torch.Generator)  # fmt: skip
 """Types that hold state; with them the objects of the user's own classes."""
 
 
@@ -29,16 +30,20 @@ class Variable(NamedTuple):
     """A variable outside of modules.
 
     Attributes:
+        key: the same for all code that has the variable.
         name: for people.
         get: gives its value.
         put: sets it.
         is_read: code does more with it than to append to it, as a log.
+        is_of_class: it is an attribute of a class, which any code may read.
     """
 
+    key: tuple[int, str]
     name: str
     get: Callable[[], Any]
     put: Callable[[Any], None]
     is_read: bool = True
+    is_of_class: bool = False
 
 
 def outer_variables(model: nn.Module) -> list[Variable]:
@@ -49,32 +54,43 @@ def outer_variables(model: nn.Module) -> list[Variable]:
     for module in model.modules():
         for value in vars(module).values():
             functions += _functions_in(value)
-    for kind in {kind: None for module in model.modules() for kind in type(module).__mro__}:
-        if _is_known(kind.__module__):
-            continue
-        for name, value in list(vars(kind).items()):
-            functions += _functions_in(value)
-            if not name.startswith("__") and _holds_state(value):
-                put = functools.partial(setattr, kind, name)
-                read.add((id(kind), name))
-                found[id(kind), name] = Variable(f"{kind.__name__}.{name}", functools.partial(getattr, kind, name), put)
+    kinds: list[Any] = list({kind: None for module in model.modules() for kind in type(module).__mro__})
     seen: set[int] = set()
-    while functions:
+    while functions or kinds:
+        if kinds:
+            kind = kinds.pop()
+            if id(kind) not in seen and not _is_known(kind.__module__):
+                seen.add(id(kind))
+                found |= {variable.key: variable for variable in _of_class(kind)}
+                functions += [one for value in list(vars(kind).values()) for one in _functions_in(value)]
+            continue
         function = functions.pop()
         if id(function) in seen or _is_known(getattr(function, "__module__", None)):
             continue
         seen.add(id(function))
-        for key, variable, value in _of_function(function):
+        for variable, value in _of_function(function):
             functions += _functions_in(value)
+            # A class of modules besides its own, in whose attributes it may leave something.
+            if isinstance(value, type) and issubclass(value, nn.Module):
+                kinds += value.__mro__
             if variable is not None:
-                found[key] = variable
+                found[variable.key] = variable
             if variable is not None and variable.is_read:
-                read.add(key)
-    return [variable._replace(is_read=key in read) for key, variable in found.items()]
+                read.add(variable.key)
+    return [one._replace(is_read=key in read or one.is_of_class) for key, one in found.items()]
 
 
-def _of_function(function: types.FunctionType) -> Iterator[tuple[tuple[int, str], Variable | None, Any]]:
-    """The variables that a function reads outside of its arguments, with their keys; None: it holds no state."""
+def _of_class(kind: type) -> Iterator[Variable]:
+    """The attributes of a class that may hold state."""
+    for name, value in list(vars(kind).items()):
+        if not name.startswith("__") and holds_state(value):
+            get = functools.partial(getattr, kind, name)
+            put = functools.partial(setattr, kind, name)
+            yield Variable((id(kind), name), f"{kind.__name__}.{name}", get, put, is_of_class=True)
+
+
+def _of_function(function: types.FunctionType) -> Iterator[tuple[Variable | None, Any]]:
+    """The variables that a function reads outside of its arguments, with their values; None: it holds no state."""
     label = function.__qualname__
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -82,22 +98,24 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[tuple[int, str]
         except ValueError:  # not set yet
             continue
         put = functools.partial(setattr, cell, "cell_contents")
-        variable = Variable(f"{name} in {label}", _getter(cell), put, _reads(function.__code__, name))
-        yield (id(cell), ""), variable if _holds_state(value) else None, value
+        key = id(cell), ""
+        variable = Variable(key, f"{name} in {label}", _getter(cell), put, _reads(function.__code__, name))
+        yield variable if holds_state(value) else None, value
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
         if name in function.__globals__:
             get = functools.partial(function.__globals__.get, name)
             put = functools.partial(function.__globals__.__setitem__, name)
             label = f"global {name} of {function.__module__}"
-            variable = Variable(label, get, put, _reads(function.__code__, name))
-            yield (id(function.__globals__), name), variable if _holds_state(value) else None, value
+            key = id(function.__globals__), name
+            variable = Variable(key, label, get, put, _reads(function.__code__, name))
+            yield variable if holds_state(value) else None, value
     for name in ("__defaults__", "__kwdefaults__"):
         value = getattr(function, name)
         if value:
-            variable = Variable(f"a default argument of {label}", functools.partial(getattr, function, name),
-                                functools.partial(setattr, function, name))  # fmt: skip
-            yield (id(function), name), variable, value
+            get = functools.partial(getattr, function, name)
+            put = functools.partial(setattr, function, name)
+            yield Variable((id(function), name), f"a default argument of {label}", get, put), value
 
 
 def _getter(cell: Any) -> Callable[[], Any]:
@@ -148,12 +166,18 @@ def is_code(value: Any) -> bool:
     return isinstance(value, kinds) or hasattr(value, "__wrapped__")
 
 
-def _holds_state(value: Any) -> bool:
+def holds_state(value: Any) -> bool:
+    """Returns whether a variable of this value may hold state: a plain value that is replaced, or what can change."""
+    return isinstance(value, _PLAIN) or can_change(value)
+
+
+def can_change(value: Any) -> bool:
+    """Returns whether code of the user may change what a value holds."""
     if isinstance(value, _HOLDERS):
         return True
-    if isinstance(value, nn.Module) or is_code(value):
+    if isinstance(value, (*_PLAIN, nn.Module)) or is_code(value):
         return False
-    return not _is_known(type(value).__module__) and bool(getattr(value, "__dict__", None))
+    return not _is_known(type(value).__module__) and hasattr(value, "__dict__")
 
 
 def _is_known(module: str | None) -> bool:

@@ -1,6 +1,6 @@
 """The proof of a cut: two batches through its layers, with all values and gradients compared with the whole model.
 
-Each layer has a state of its own, as in different processes, and the batches alternate:
+Each layer has a state of its own and no weights of other layers, as in different processes, and the batches alternate:
 
     whole model, one state       A, B, A again        after B, A's results must not change
     whole model, another one     B                    B's results must not depend on A
@@ -12,18 +12,21 @@ What is computed from a stand-in must not be used, whatever its value is: origin
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.absent import Absent, own_modules
 from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
 from pipefit.cutting.shell import Payload, Shell
-from pipefit.cutting.states import States, buffers_of, kept_outside
+from pipefit.cutting.states import States, buffers_of, kept_outside, own_copy
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
@@ -131,6 +134,8 @@ def _why(problem: BaseException, model: nn.Module) -> str:
     if isinstance(problem, ModelError | Foreign):
         return str(problem)
     path, line = place_of(problem, model)
+    if "on device meta" in str(problem) or "'SparseMeta'" in str(problem) or "'Meta'" in str(problem):
+        return f"{path} uses weights of other layers ({line}), which are on other stages"
     return f"its forward fails there: {type(problem).__name__} in {path} ({line}): {problem}"
 
 
@@ -229,14 +234,6 @@ def _tracker_of(shell: Shell, number: int, payload: Any) -> Tracker:
     return tracker
 
 
-def own_modules(shell: Shell, number: int) -> list[nn.Module]:
-    """The modules that a layer has with all their tensors: its block and units, and what is between all layers."""
-    block = shell.block(number)
-    roots = [unit for unit, owners in shell.units if number in owners] + ([] if block is None else [block])
-    inside = [inner for root in (*roots, *shell.shared) for inner in root.modules()]
-    return [*inside, *(shell.spine if number == 0 else ())]
-
-
 def prove(shell: Shell, whole: Reference) -> Difference | None:
     """Compares the layers, one by one, with the whole model: outputs, buffers, and gradients of every weight.
 
@@ -244,13 +241,14 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
         shell: of the cut.
         whole: runs of the model, each layer with its number as the seed.
     """
-    states = States(shell.model)
+    states, absent = States(shell.model), Absent(shell)
     payloads: list[Any] = list(whole.batches)
     for number in range(shell.num_layers):
         own = [*own_modules(shell, number), *shell.spine]
         with states.used(states.fresh(own)):
             for index, seen in enumerate(whole.runs):
-                payloads[index], why = run_layer(shell, number, payloads[index], seen)
+                with absent.without_others([number]):
+                    payloads[index], why = run_layer(shell, number, payloads[index], seen)
                 if why is not None:
                     return Difference(_before(shell, number), why)
             mine = {key: value for key, value in buffers_of(shell.model).items() if key[0] in own}
@@ -260,7 +258,7 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
     with states.used(states.fresh()):
         worst = _difference_of_gradients(shell.model, payloads, whole.sums)
     if worst is None:
-        return _together(shell, states, whole)
+        return _together(shell, states, absent, whole)
     return Difference(None, worst)
 
 
@@ -279,13 +277,13 @@ def _difference_of_gradients(
     return None
 
 
-def _together(shell: Shell, states: States, whole: Reference) -> Difference | None:
+def _together(shell: Shell, states: States, absent: Absent, whole: Reference) -> Difference | None:
     """Compares two halves, each of several layers that run together, with the whole model."""
     half, last = shell.num_layers // 2, shell.num_layers - 1
     with torch.no_grad():
-        with states.used(states.fresh()):
+        with states.used(states.fresh()), absent.without_others(range(half)):
             first = shell.run(0, half - 1, whole.batches[0], torch.manual_seed)
-        with states.used(states.fresh()):
+        with states.used(states.fresh()), absent.without_others(range(half, shell.num_layers)):
             joined = shell.run(half, last, first, torch.manual_seed)
     worst = worst_difference(_leaves(joined), _tensors(whole.runs[0]))
     if worst is None:
@@ -355,16 +353,57 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> None:
     model = nn.ModuleList(layer.module for layer in layers)
     states, channels = States(model), Channels(model)
     channels.tracker.on_write = lambda storage: None
-    with kept_outside(model), states.used(states.fresh()), torch.no_grad(), channels.spying():
-        for _ in range(2):
-            with contextlib.suppress(Exception), channels.following(batch):
-                payload = batch
-                for number, layer in enumerate(layers):
-                    with channels.inside(layer.name, number, payload):
-                        payload = layer.module(payload)
-                        channels.hand(payload)
-    for channel in channels.found.values():
-        raise ModelError(
-            f"layer {channel.why}: layers run on other stages and for other micro-batches; return the value as part of "
-            "the output, or make one layer of both"
-        )
+    runs: list[list[tuple[Any, Any]]] = []
+    with kept_outside(model), torch.no_grad():
+        with states.used(states.fresh()), channels.spying():
+            for _ in range(2):
+                with contextlib.suppress(Exception), channels.following(batch):
+                    runs.append(_run_of_layers(layers, batch, channels))
+        for channel in channels.found.values():
+            raise ModelError(f"layer {channel.why}{_ASIDE}")
+        if len(runs) == 2:
+            _refuse_other_alone(layers, states, runs)
+
+
+_ASIDE = (
+    ": layers run on other stages and for other micro-batches; return the value as part of the output, or make one "
+    "layer of both"
+)
+
+
+def _run_of_layers(layers: Sequence[NamedLayer], batch: Any, channels: Channels) -> list[tuple[Any, Any]]:
+    """Runs layers one after the other, and returns the input and output of each."""
+    found = []
+    payload = batch
+    for number, layer in enumerate(layers):
+        _seed(number)
+        given = own_copy(payload)
+        with channels.inside(layer.name, number, payload):
+            payload = layer.module(payload)
+            channels.hand(payload)
+        found.append((given, own_copy(payload)))
+    return found
+
+
+def _seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def _refuse_other_alone(layers: Sequence[NamedLayer], states: States, runs: Sequence[list[tuple[Any, Any]]]) -> None:
+    """Refuses layers of which one gives another output where the others have not run: in a state of its own."""
+    for number, layer in enumerate(layers):
+        with states.used(states.fresh(set(layer.module.modules()))):
+            for run in runs:
+                given, wanted = run[number]
+                _seed(number)
+                try:
+                    output = layer.module(own_copy(given))
+                except Exception as problem:
+                    why = f"fails where the others have not run ({type(problem).__name__}: {problem})"
+                    raise ModelError(f"layer {layer.name} {why}{_ASIDE}") from None
+                worst = worst_difference(pytree.tree_leaves(output), pytree.tree_leaves(wanted))
+                if worst is not None:
+                    why = f"differs by {worst} where the others have not run: it uses what they leave"
+                    raise ModelError(f"layer {layer.name} {why}{_ASIDE}")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.stubs import Stub, nan_like
@@ -61,6 +61,8 @@ class Shell:
         blocks: modules that are called once and in this order; block i is layer i + 1.
         units: other modules with weights, and the layers that call them.
         spine: modules that hold blocks; their forwards are the code between the layers.
+        bare: modules with weights that code besides their forward uses, the spine among them, and the layers that have
+            these weights; the others get stand-ins of them.
         shared: modules without weights that this code calls, such as rotary tables; every stage has them.
         labels: the paths of blocks and units.
         arguments: from a batch to the positional and keyword arguments of the model.
@@ -78,6 +80,7 @@ class Shell:
     blocks: Sequence[nn.Module]
     units: Sequence[tuple[nn.Module, frozenset[int]]]
     spine: Sequence[nn.Module]
+    bare: Sequence[tuple[nn.Module, frozenset[int]]]
     shared: Sequence[nn.Module]
     labels: Mapping[nn.Module, str]
     arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
@@ -179,10 +182,8 @@ class _Passage:
                 forwards[unit] = shell.stubs[unit]
         for number, block in enumerate(shell.blocks, 1):
             forwards[block] = functools.partial(self._in_order, number, self._forward_of(number, block))
-        if self.first == 0:
-            hidden = []
-        else:
-            hidden = [(module, dict(module._parameters)) for module in shell.spine]
+        away = [module for module, owners in shell.bare if owners.isdisjoint(inside)]
+        hidden = [(module, dict(module._parameters)) for module in away]
         try:
             for module, parameters in hidden:
                 stand_ins = {name: nan_like(p) for name, p in parameters.items() if p is not None}
@@ -354,6 +355,10 @@ class CutLayer(nn.Module):
         for module in self.shell.spine:
             module._buffers.update({name: fn(value) for name, value in module._buffers.items() if value is not None})
         return self
+
+    def everywhere(self) -> list[Tensor]:
+        """The buffers of the code between the layers, which every stage runs."""
+        return [buffer for module in self.shell.spine for buffer in module._buffers.values() if buffer is not None]
 
     @property
     def block(self) -> nn.Module | None:

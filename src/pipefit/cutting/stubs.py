@@ -49,14 +49,15 @@ class Stub:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """NaN in the shapes of the module's output."""
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # A module that would write to a cache of keys and values does not run: leaves without a similar argument, such
         # as attention weights, then have their shapes of the example.
         writes = any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values()))
         if writes or all(place is not None for place in self.alike):
             output = self._like(args, kwargs)
         else:
-            key = tuple((tensor.shape, tensor.dtype) for tensor in given)
+            key = tuple(map(_form, leaves))
             if key not in self._known:
                 self._known[key] = self._computed(args, kwargs)
             output = self._known[key]
@@ -91,6 +92,15 @@ class Stub:
             ) from problem
         finally:
             self.module.__dict__["forward"] = forward
+
+
+def _form(leaf: Any) -> Any:
+    """The part of an argument on which the shapes of an output may depend; of an object only its class."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    if isinstance(leaf, bool | int | float | str | None):
+        return type(leaf), leaf
+    return type(leaf)
 
 
 def _to_meta(tree: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
 from pipefit.checkpoint.whole import whole_state
-from pipefit.cutting import Cut, as_layers
+from pipefit.cutting import Cut, as_layers, watch_shared
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import DataError, DisagreementError, ModelError, ScheduleError
 from pipefit.ir.program import Program, WeightRule
@@ -111,9 +111,7 @@ class Pipeline:
         self._session.roll_call("Pipeline()")
         self.model = model
         self.spill = spill
-        if example is None:
-            example = None
-        else:
+        if example is not None:
             example = pair_of(example)
         made = as_layers(model, example)
         self.layers: list[NamedLayer] = list(made.layers)
@@ -157,6 +155,8 @@ class Pipeline:
             getattr(model, "initialise_layer", None),
             spill,
         )
+        if not made.is_proved:
+            watch_shared(self.layers, self.plan.partition, [worker.stages for worker in self.workers])
         self._weigh = weigh
         self._verify_every, self._verified = parallelism.verify_replicas, 0
         self.loop = TrainingLoop(

@@ -157,9 +157,10 @@ def _kept_bytes(worker: Worker) -> float:
     for stage, optimizer in worker.optimizers.items():
         if stage not in spilled or not spilled[stage].on_host:
             tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    storages = [x.untyped_storage() for x in tensors if x.layout == torch.strided]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     if worker.spilling:
         slots = worker.spilling.arena.num_bytes
     else:
         slots = 0
-    return float(sum(storages.values()) + slots)
+    return float(sum(sizes.values()) + slots)

@@ -484,6 +484,13 @@ class SparseBuffer(Host):
         return self.head(h)
 
 
+@put("sparse matrix as a buffer that is not saved")
+class UnsavedSparseBuffer(SparseBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self._non_persistent_buffers_set.add("mix")
+
+
 @put("sparse gradient of an embedding", tokens(20, 6))
 class SparseGradient(nn.Module):
     def __init__(self) -> None:
