@@ -247,7 +247,7 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
     states = States(shell.model)
     payloads: list[Any] = list(whole.batches)
     for number in range(shell.num_layers):
-        own = [*own_modules(shell, number), *shell.spine]
+        own = {*own_modules(shell, number), *shell.spine}
         with states.used(states.fresh(own)):
             for index, seen in enumerate(whole.runs):
                 payloads[index], why = run_layer(shell, number, payloads[index], seen)

@@ -47,6 +47,11 @@ _SHARED = (
 )
 """Types that are never copied."""
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+"""The most frequent of them."""
+
+_CONTAINERS = (dict, set, list)
+
 
 @dataclass
 class State:
@@ -88,12 +93,16 @@ class States:
         memo = dict(self._fixed)
         for module, values in zip(self._modules.values(), self._start.dicts, strict=True):
             if own is not None and module not in own:
-                memo |= {id(buffer): buffer for buffer in values["_buffers"].values()}
+                for buffer in values["_buffers"].values():
+                    memo[id(buffer)] = buffer
         dicts = []
         with Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
-                place = f"{path or type(module).__name__}."
-                dicts.append({key: _copy_of(place + key, key, value, memo) for key, value in values.items()})
+                copied = dict(values)
+                for key, value in values.items():
+                    if type(value) not in _PLAIN:
+                        copied[key] = _copy_of(path or type(module).__name__, key, value, memo)
+                dicts.append(copied)
             outer = [_copy_or_same(value, memo) for value in self._start.values]
         return State(dicts, outer)
 
@@ -131,23 +140,23 @@ class Copying(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def _copy_of(name: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
+def _copy_of(place: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
     if key in TREE:
         return value.copy()
     try:
         return _copy(value, memo)
     except Exception as problem:
         raise ModelError(
-            f"{name} ({type(value).__name__}) cannot be copied, which the proof of a cut needs: {problem}; give its "
+            f"{place}.{key} ({type(value).__name__}) cannot be copied, which the proof of a cut needs: {problem}; give its "
             "class a method __deepcopy__, or the model as a list of layers"
         ) from problem
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
+    if isinstance(value, _CONTAINERS) and not value:
+        return memo.setdefault(id(value), value.copy())
     if isinstance(value, _SHARED):
         return value
-    if isinstance(value, dict | set | list) and not value:
-        return memo.setdefault(id(value), value.copy())
     return copy.deepcopy(value, memo)
 
 
