@@ -112,11 +112,12 @@ class Tracker(TorchDispatchMode):
 
     def mark_weights(self, origins: Mapping[nn.Parameter, Origin]) -> None:
         """Gives parameters an origin, which their views have too unless parameters share the storage."""
-        times = Counter(one.untyped_storage()._cdata for one in origins)
+        storages = {parameter: parameter.untyped_storage() for parameter in origins}
+        times = Counter(storage._cdata for storage in storages.values())
         self._weights = set(times)
         for parameter, origin in origins.items():
-            storage = parameter.untyped_storage()
-            self.mark(parameter, origin)
+            storage = storages[parameter]
+            self.known[id(parameter)] = parameter, origin
             if times[storage._cdata] == 1:
                 self.known[storage._cdata] = StorageWeakRef(storage), origin
             else:
@@ -271,6 +272,9 @@ def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
         return
     if kind is list or kind is tuple:
         for inner in tree:
+            _gather_storages(inner, found)
+    elif kind is dict:
+        for inner in tree.values():
             _gather_storages(inner, found)
     elif kind is not Tensor and isinstance(tree, nn.Parameter):  # the second question is slow
         found.append((id(tree), tree))
