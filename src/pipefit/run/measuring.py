@@ -165,14 +165,14 @@ def busy_cores(before: CpuUse | None) -> float:
         before: the reading; None: the system does not say.
     """
     after = CpuUse.now()
-    own_s = 0.0
+    own_s = None
     if before is not None and after is not None:
         own_s = after.own_s - before.own_s
-    total_s = sum(exchange(current(), own_s))
-    found = 0.0
-    if before is not None and after is not None:
-        found = cores_of_others(before, after, total_s)
-    found = max(exchange(current(), found))
+    of_ranks = exchange(current(), own_s)
+    if None in of_ranks:
+        return 0.0
+    assert before is not None and after is not None
+    found: float = max(exchange(current(), cores_of_others(before, after, sum(of_ranks))))
     if found < _NOTABLE_CORES:
         return 0.0
     return found
@@ -198,10 +198,9 @@ def busy_training(cores: float) -> str:
 def slow_training(rows: Sequence[Row]) -> str:
     """The sentence about a step that took more than twice its predicted time; "": there is none."""
     for row in rows:
-        if row.name == "period" and row.predicted and row.measured > 2 * row.predicted:
-            times = row.measured / row.predicted
+        if row.name == "period" and row.error > 1:
             return (
-                f"a step took {times:.1f} times as long as predicted: the machine was slower than while the layers "
+                f"a step took {row.error + 1:.1f} times as long as predicted: the machine was slower than while the layers "
                 "were measured; --measure again measures them now"
             )
     return ""
