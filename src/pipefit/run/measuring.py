@@ -200,7 +200,7 @@ def slow_training(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.name == "period" and row.error > 1:
             return (
-                f"a step took {row.error + 1:.1f} times its predicted time: the machine was slower than while the layers "
-                "were measured; --measure again measures them now"
+                f"a step took {row.error + 1:.1f} times its predicted time: the machine was slower than while the "
+                "layers were measured; --measure again measures them now"
             )
     return ""
