@@ -104,8 +104,9 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
             memory = vectors
         else:
             memory = matrices
-        # Not a view: autograd counts the changes of each on its own.
-        part = torch.empty(0, device="cpu").set_(memory.untyped_storage(), order[id(parameter)], parameter.shape)
+        start = order[id(parameter)]
+        # `data` is not a view: autograd counts the changes of each on its own.
+        part = memory[start : start + parameter.numel()].view(parameter.shape).data
         lent[id(parameter)] = nn.Parameter(part.to(parameter.dtype), parameter.requires_grad)
     try:
         for owner, name, parameter in found:
