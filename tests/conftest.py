@@ -4,6 +4,7 @@ The folders are those of the package. Tests of several processes are marked `dis
 """
 
 import contextlib
+import itertools
 import os
 import random
 import signal
@@ -30,6 +31,9 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, deran
 # For a night: HYPOTHESIS_PROFILE=long make test
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+
+_caches = itertools.count()
 
 
 def _has_cuda() -> bool:
@@ -76,6 +80,12 @@ def small_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.small_probes import shrink
 
     shrink(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds the measurements of another one, or of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / f"cache-{next(_caches)}"))
 
 
 @pytest.fixture(autouse=True)

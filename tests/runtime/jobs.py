@@ -279,6 +279,10 @@ def block(ready: str) -> None:
     time.sleep(100)
 
 
+def threads():
+    return torch.get_num_threads()
+
+
 def environment(name: str) -> tuple[int, str | None]:
     return current().rank, os.environ.get(name)
 

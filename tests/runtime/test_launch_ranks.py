@@ -51,6 +51,12 @@ def test_ranks_have_the_environment_of_the_moment(monkeypatch):
     assert launch(jobs.environment, 2, "PIPEFIT_TEST_WORD", quiet=True) == [(0, "now"), (1, "now")]
 
 
+@pytest.mark.parametrize(("asked", "threads"), [("3", 3), ("", max(1, os.cpu_count() // 2))])
+def test_ranks_have_the_threads_that_the_environment_asks_for(asked, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)  # a sum by another number of threads is rounded differently
+    assert launch(jobs.threads, 2, quiet=True) == [threads, threads]
+
+
 def test_two_processes_compute_what_one_does():
     losses, weights = jobs.train()
     for found, state in launch(jobs.train, 2, quiet=True):

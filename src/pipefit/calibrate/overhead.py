@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -28,7 +29,8 @@ _MICROBATCHES = 16
 _PASSES = 16
 _ROUNDS, _REPEATS = 7, 9
 _CACHE = 1 << 19
-_HALVINGS = 8
+_PARTS = 256
+"""Parts of a micro-batch's time in which the cost of a message is found."""
 
 Seconds = Mapping[tuple[str, int], float]
 """Seconds by the name of an operation and its stage."""
@@ -136,15 +138,13 @@ def arrival_s(
         host_s={},
     )
     goal_s = _pass_s(timeline)
-    low, high = 0.0, goal_s / pipe.plan.num_microbatches
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        simulated = simulate(timeline.program, replace(cost, arrival_s=middle), repeats=timeline.num_repeats)
-        if _pass_s(simulated) < goal_s:
-            low, high = (middle, high)
-        else:
-            low, high = (low, middle)
-    return low
+    part_s = goal_s / pipe.plan.num_microbatches / _PARTS
+
+    def simulated_s(parts: int) -> float:
+        arriving = replace(cost, arrival_s=parts * part_s)
+        return _pass_s(simulate(timeline.program, arriving, repeats=timeline.num_repeats))
+
+    return part_s * bisect_left(range(1, _PARTS), goal_s, key=simulated_s)
 
 
 def _pass_s(timeline: Timeline) -> float:

@@ -35,12 +35,21 @@ def costs_on_ranks(
         state_per_weight: bytes of optimizer states per byte of weights.
         runtime: costs of the executor; None: measured now.
     """
-    if plan.tensor > 1 and is_meta(work.layers):
-        profile = tensor_shard(profile, plan.tensor, topology)
-    elif plan.tensor > 1:
-        profile = profile_of_shard(work, plan, session, topology)
+    profile = profile_on_ranks(plan, profile, topology, session, work)
     runtime = runtime or kept(session, "runtime", RuntimeCosts, lambda: runtime_costs(session, topology))
     return of_plan(profile, plan, topology, state_per_weight=state_per_weight, runtime=runtime)
+
+
+def profile_on_ranks(plan: Plan, profile: Profile, topology: Topology, session: Session, work: Workload) -> Profile:
+    """Returns the profile of one process of a rank: under tensor parallelism of a shard, measured or computed.
+
+    All ranks make the same call; the arguments are those of `costs_on_ranks`.
+    """
+    if plan.tensor == 1:
+        return profile
+    if is_meta(work.layers):
+        return tensor_shard(profile, plan.tensor, topology)
+    return profile_of_shard(work, plan, session, topology)
 
 
 def prediction_of(timeline: Timeline, batch: int) -> Prediction:

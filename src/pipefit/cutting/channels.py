@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pipefit.cutting.tracking import Foreign, Origin, Tracker, innermost, place_in_code, storages_of
+from pipefit.cutting.tracking import Foreign, Origin, Tracker, is_innermost, place_in_code, storages_of
 
 _WEIGHT, _AVERAGE = -1, -2
 """In place of a layer's number, origins of parameters, and of running averages of batch norms in training."""
@@ -154,7 +154,7 @@ class Channels:
 
     def _refuse_average(self, path: str) -> None:
         """Refuses code that uses the running averages of a batch norm besides the batch norm itself."""
-        if innermost(self.model) is not self._norms[path]:
+        if not is_innermost(self._norms[path], self.model):
             reader, line = place_in_code(self.model)
             raise Foreign(
                 f"{reader} uses the running averages of {path} ({line}), which move once in a step, not with every "

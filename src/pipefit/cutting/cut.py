@@ -14,6 +14,7 @@ from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, call
 from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
 from pipefit.cutting.lasting import places_of, refuse_replaced, second_batch
+from pipefit.cutting.notice import noticed, traces
 from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
 from pipefit.cutting.proof import (
     Difference,
@@ -27,7 +28,7 @@ from pipefit.cutting.proof import (
 )
 from pipefit.cutting.proof_of_trace import prove_trace
 from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
-from pipefit.cutting.states import States, fill_zeros, kept_outside
+from pipefit.cutting.states import States, fill_zeros, kept_outside, seed_torch
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
 from pipefit.cutting.tracking import Foreign, place_of
@@ -217,7 +218,7 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
         )
     states = States(model)
     try:
-        with kept_outside(model), states.used(states.fresh()), lent_weights(model):
+        with noticed(model), kept_outside(model), states.used(states.fresh()), lent_weights(model):
             fill_zeros(model)
             return _cut(model, example, cuts, ways)
     except ModelError:
@@ -296,6 +297,7 @@ def _largest(found: Cut) -> int:
 
 def _traced(model: nn.Module, batches: _Batches, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
     """The cut of a model's traced graph."""
+    traces()
     hollow = copied(model, lambda tensor: tensor.to("meta"))
     shell = Traced(hollow, ways[0], ways[1], model.training)
     crossing = shell.choose(batches[0], cuts)
@@ -351,7 +353,7 @@ def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -
     """The shell with borders before some blocks, and the borders at which it differs from the whole model."""
     states, example = States(model), batches[0]
     with states.used(states.fresh()), torch.no_grad():
-        seen = observe(model, parts, *ways[0](example), torch.manual_seed)
+        seen = observe(model, parts, *ways[0](example), seed_torch)
         seen = seen._replace(output=ways[1](seen.output))
     shell = _shell(model, parts, seen, ways)
     with states.used(states.fresh()), torch.no_grad():

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.channels import Channels
 from pipefit.cutting.differences import worst_difference
 from pipefit.cutting.outer import is_code, outer_variables
-from pipefit.cutting.states import TREE, States, buffers_of, kept_buffers, own_copy, put_buffers
+from pipefit.cutting.states import TREE, States, buffers_of, kept_buffers, own_copy, put_buffers, seed_torch
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
 
@@ -187,7 +187,7 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
 
     def run(batch: Any) -> list[Any]:
         args, kwargs = arguments(own_copy(batch))
-        torch.manual_seed(0)
+        seed_torch(0)
         with channels.following((args, kwargs)):
             output = model(*args, **kwargs)
         if channels.lasting is not None:
@@ -197,7 +197,7 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
 
     with states.used(states.fresh()), kept_buffers(model) as restore:
         first = run(example)
-        left, buffers = _facts(model), buffers_of(model)
+        left, buffers = _facts(model), buffers_of(model.modules())
         batch, alone = _other_run(run, states, example, first, buffers)
         second = run(batch)
         found = _changed(left, _facts(model)) or "something that a forward leaves"

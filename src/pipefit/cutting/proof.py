@@ -25,8 +25,9 @@ from pipefit.cutting.absent import Absent, own_modules
 from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
+from pipefit.cutting.notice import proves
 from pipefit.cutting.shell import Payload, Shell
-from pipefit.cutting.states import States, buffers_of, kept_outside, own_copy
+from pipefit.cutting.states import States, buffers_of, kept_outside, own_copy, seed_torch
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
@@ -84,11 +85,11 @@ def reference(model: nn.Module, parts: Anatomy, batches: Sequence[Any], shell: S
     after = []
     with states.used(states.fresh()), channels.spying():
         for batch in batches:
-            seen = observe(model, parts, *shell.arguments(batch), torch.manual_seed, channels)
+            seen = observe(model, parts, *shell.arguments(batch), seed_torch, channels)
             seen = seen._replace(output=shell.result(seen.output))
             sums.append(sums_of_gradients(model, seen.output))
             runs.append(seen._replace(output=pytree.tree_map_only(Tensor, Tensor.detach, seen.output)))
-            after.append(buffers_of(model))
+            after.append(buffers_of(model.modules()))
     between = {*shell.spine, *(inner for module in shell.shared for inner in module.modules())}
     everywhere = [key for key in after[0] if key[0] in between]
     worst = worst_difference([after[1][key] for key in everywhere], [after[0][key] for key in everywhere])
@@ -155,6 +156,7 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
     states = States(shell.model)
     with states.used(states.fresh()), torch.no_grad():
         for number in range(shell.num_layers):
+            proves(number, shell.num_layers)
             if number > 0:
                 if number <= len(shell.blocks):
                     leaves = seen.entries[number - 1]
@@ -187,7 +189,7 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
     last = shell.num_layers - 1
     try:
         with tracker.following():
-            output = shell.run(number, number, payload, torch.manual_seed)
+            output = shell.run(number, number, payload, seed_torch)
     except (Exception, Foreign) as problem:
         return None, _why(problem, shell.model)
     if number == last:
@@ -210,8 +212,12 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
 def _tracker_of(shell: Shell, number: int, payload: Any) -> Tracker:
     """Follows the tensors of a layer that are not there on its stage: stand-ins, and weights of other layers."""
     tracker = Tracker()
-    own = {id(parameter) for module in own_modules(shell, number) for parameter in module._parameters.values()}
-    tracker.mark_weights({p: Origin(0, -1, "", id(p) not in own) for p in shell.model.parameters()})
+    origins = dict.fromkeys(shell.model.parameters(), Origin(0, -1, "", True))
+    for module in own_modules(shell, number):
+        for parameter in module._parameters.values():
+            if parameter in origins:
+                origins[parameter] = Origin(0, -1, "", False)
+    tracker.mark_weights(origins)
     if number:
         entered = {key for key, _ in storages_of(payload["values"])}
     else:
@@ -244,14 +250,15 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
     states, absent = States(shell.model), Absent(shell)
     payloads: list[Any] = list(whole.batches)
     for number in range(shell.num_layers):
-        own = [*own_modules(shell, number), *shell.spine]
+        proves(number, shell.num_layers)
+        own = {*own_modules(shell, number), *shell.spine}
         with states.used(states.fresh(own)):
             for index, seen in enumerate(whole.runs):
                 with absent.without_others([number]):
                     payloads[index], why = run_layer(shell, number, payloads[index], seen)
                 if why is not None:
                     return Difference(_before(shell, number), why)
-            mine = {key: value for key, value in buffers_of(shell.model).items() if key[0] in own}
+            mine = buffers_of(module for module in shell.model.modules() if module in own)
         worst = worst_difference(list(mine.values()), [whole.buffers[key] for key in mine])
         if worst is not None:
             return Difference(None, f"a buffer that its own code writes differs from the whole model's by {worst}")
@@ -282,9 +289,9 @@ def _together(shell: Shell, states: States, absent: Absent, whole: Reference) ->
     half, last = shell.num_layers // 2, shell.num_layers - 1
     with torch.no_grad():
         with states.used(states.fresh()), absent.without_others(range(half)):
-            first = shell.run(0, half - 1, whole.batches[0], torch.manual_seed)
+            first = shell.run(0, half - 1, whole.batches[0], seed_torch)
         with states.used(states.fresh()), absent.without_others(range(half, shell.num_layers)):
-            joined = shell.run(half, last, first, torch.manual_seed)
+            joined = shell.run(half, last, first, seed_torch)
     worst = worst_difference(_leaves(joined), _tensors(whole.runs[0]))
     if worst is None:
         return None

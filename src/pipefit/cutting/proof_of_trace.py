@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
-from pipefit.cutting.states import kept_buffers, own_copy
+from pipefit.cutting.states import kept_buffers, own_copy, seed_torch
 from pipefit.cutting.traced import Traced
 from pipefit.stage.payload import leaves_of
 
@@ -50,7 +50,7 @@ class _Pair:
     def begin(self, layer: int = 0) -> None:
         """The state before a forward."""
         if layer == 0:
-            torch.manual_seed(0)
+            seed_torch(0)
             self._restore()
 
     def whole(self, batch: Any) -> Any:

@@ -16,7 +16,8 @@ import random
 import threading
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,12 @@ _SHARED = (
     type(threading.RLock()),
 )
 """Types that are never copied."""
+
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+"""The most frequent of them."""
+
+_CONTAINERS = frozenset((dict, OrderedDict, set, list))
+"""Types of which every module has many that are empty, such as its hooks."""
 
 
 @dataclass
@@ -88,12 +95,19 @@ class States:
         memo = dict(self._fixed)
         for module, values in zip(self._modules.values(), self._start.dicts, strict=True):
             if own is not None and module not in own:
-                memo |= {id(buffer): buffer for buffer in values["_buffers"].values()}
+                for buffer in values["_buffers"].values():
+                    memo[id(buffer)] = buffer
         dicts = []
         with Copying(), warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             for (path, module), values in zip(self._modules.items(), self._start.dicts, strict=True):
-                place = f"{path or type(module).__name__}."
-                dicts.append({key: _copy_of(place + key, key, value, memo) for key, value in values.items()})
+                copied = dict(values)
+                for key, value in values.items():
+                    kind = type(value)
+                    if kind in _CONTAINERS and not value:
+                        copied[key] = memo.setdefault(id(value), kind())
+                    elif kind not in _PLAIN:
+                        copied[key] = _copy_of(path or type(module).__name__, key, value, memo)
+                dicts.append(copied)
             outer = [_copy_or_same(value, memo) for value in self._start.values]
         return State(dicts, outer)
 
@@ -131,23 +145,23 @@ class Copying(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def _copy_of(name: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
+def _copy_of(place: str, key: str, value: Any, memo: dict[int, Any]) -> Any:
     if key in TREE:
         return value.copy()
     try:
         return _copy(value, memo)
     except Exception as problem:
         raise ModelError(
-            f"{name} ({type(value).__name__}) cannot be copied, which the proof of a cut needs: {problem}; give its "
-            "class a method __deepcopy__, or the model as a list of layers"
+            f"{place}.{key} ({type(value).__name__}) cannot be copied, which the proof of a cut needs: {problem}; give "
+            "its class a method __deepcopy__, or the model as a list of layers"
         ) from problem
 
 
 def _copy(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, _SHARED):
         return value
-    if isinstance(value, dict | set | list) and not value:
-        return memo.setdefault(id(value), value.copy())
+    if isinstance(value, tuple) and _PLAIN.issuperset(map(type, value)):
+        return value
     return copy.deepcopy(value, memo)
 
 
@@ -212,14 +226,22 @@ def fill_zeros(model: nn.Module) -> None:
                 module._parameters[name] = made.get(id(parameter), parameter)
 
 
+def seed_torch(number: int) -> None:
+    """Seeds torch's random numbers; where there is only a CPU, without a note for devices that may come."""
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
 def own_copy(batch: Any) -> Any:
     """A batch that a forward may write into."""
     return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), batch)
 
 
-def buffers_of(model: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
-    """Copies of a model's buffers."""
-    every = ((module, name, one) for module in model.modules() for name, one in module._buffers.items())
+def buffers_of(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], Tensor]:
+    """Copies of the buffers of some modules."""
+    every = ((module, name, one) for module in modules for name, one in module._buffers.items())
     return {(module, name): one.detach().clone() for module, name, one in every if one is not None}
 
 

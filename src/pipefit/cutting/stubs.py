@@ -68,12 +68,12 @@ class Stub:
         return stood_in(pytree.tree_map_only(Tensor, lambda leaf: nan_like(leaf, device), output))
 
     def _like(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An output on the meta device, with the shapes of arguments."""
+        """An output that has arguments, or tensors on the meta device, in place of tensors of the same shapes."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         leaves, structure = pytree.tree_flatten(self.example)
         for index, place in enumerate(self.alike):
             if place is not None and place >= 0:
-                leaves[index] = given[place].to("meta")
+                leaves[index] = given[place]
         return pytree.tree_unflatten(leaves, structure)
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

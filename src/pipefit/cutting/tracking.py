@@ -38,6 +38,9 @@ _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 
 _FOR_PEOPLE = {Tensor.__repr__, Tensor.__format__}
 
+_WITHOUT_TENSORS = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout))
+"""Types of the arguments of operations that hold no tensors."""
+
 
 class Origin(NamedTuple):
     """The place in a forward at which a tensor was made.
@@ -99,15 +102,22 @@ class Tracker(TorchDispatchMode):
         for key, storage in storages_of(tree):
             if key in self._weights:
                 continue
-            self.known[key] = StorageWeakRef(storage) if isinstance(storage, UntypedStorage) else storage, origin
+            before = self.known.get(key)
+            if before is not None:
+                self.known[key] = before[0], origin
+            elif isinstance(storage, UntypedStorage):
+                self.known[key] = StorageWeakRef(storage), origin
+            else:
+                self.known[key] = storage, origin
 
     def mark_weights(self, origins: Mapping[nn.Parameter, Origin]) -> None:
         """Gives parameters an origin, which their views have too unless parameters share the storage."""
-        times = Counter(one.untyped_storage()._cdata for one in origins)
+        storages = {parameter: parameter.untyped_storage() for parameter in origins}
+        times = Counter(storage._cdata for storage in storages.values())
         self._weights = set(times)
         for parameter, origin in origins.items():
-            storage = parameter.untyped_storage()
-            self.mark(parameter, origin)
+            storage = storages[parameter]
+            self.known[id(parameter)] = parameter, origin
             if times[storage._cdata] == 1:
                 self.known[storage._cdata] = StorageWeakRef(storage), origin
             else:
@@ -144,19 +154,20 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        operation = _operation(func)
         used = self.origins((args, kwargs))
-        written = _written(func, args, kwargs)
+        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in operation.writes]
         for key, _ in storages_of(written):
             self.on_write(key)
-        if used and not _is_of_shapes(func):
+        if operation.is_of_shapes:
+            used = {}
+        if used:
             self.on_use(used)
         result = func(*args, **kwargs)
-        if _is_of_shapes(func):
-            used = {}
         if used:
             foreign = any(origin.foreign for origin in used.values())
             self.mark([result, written], self.now._replace(foreign=foreign))
-        if _is_read(func, args):
+        if operation.is_read or (operation.is_indexing and _takes_mask(args)):
             return self.read((args, kwargs), result)
         return result
 
@@ -204,16 +215,21 @@ def place_in_code(model: nn.Module) -> tuple[str, str]:
     return _place(model, frames)
 
 
-def innermost(model: nn.Module) -> nn.Module:
-    """The module of a model whose forward runs now, of the user or of torch."""
-    known = {id(module): module for module in model.modules()}
+def is_innermost(module: nn.Module, model: nn.Module) -> bool:
+    """Returns whether a module is the one of a model whose forward runs now."""
+    known: set[int] = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        found = known.get(id(frame.f_locals.get("self")))
-        if found is not None:
-            return found
+        found = frame.f_locals.get("self")
+        if found is module:
+            return True
+        if isinstance(found, nn.Module):
+            # Only now: a model may have thousands of modules, and a norm is called many times.
+            known = known or {id(one) for one in model.modules()}
+            if id(found) in known:
+                return False
         frame = frame.f_back
-    return model
+    return False
 
 
 def place_of(problem: BaseException, model: nn.Module) -> tuple[str, str]:
@@ -251,7 +267,16 @@ def storages_of(tree: Any) -> list[tuple[int, Any]]:
 
 
 def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
-    if isinstance(tree, nn.Parameter):
+    kind = type(tree)
+    if kind in _WITHOUT_TENSORS:
+        return
+    if kind is list or kind is tuple:
+        for inner in tree:
+            _gather_storages(inner, found)
+    elif kind is dict:
+        for inner in tree.values():
+            _gather_storages(inner, found)
+    elif kind is not Tensor and isinstance(tree, nn.Parameter):  # the second question is slow
         found.append((id(tree), tree))
     elif isinstance(tree, Tensor):
         try:
@@ -262,33 +287,40 @@ def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
     elif isinstance(tree, list | tuple):
         for inner in tree:
             _gather_storages(inner, found)
-    elif not isinstance(tree, bool | int | float | str | None | torch.dtype) and not pytree.tree_is_leaf(tree):
+    elif not pytree.tree_is_leaf(tree):
         for leaf in pytree.tree_leaves(tree):
             _gather_storages(leaf, found)
 
 
-@functools.cache
-def _is_of_shapes(func: Any) -> bool:
-    return isinstance(func, OpOverload) and func._schema.name in _OF_SHAPES
+class _Operation(NamedTuple):
+    """Facts about an operation.
 
+    Attributes:
+        is_of_shapes: it uses only shape, type and device of its input.
+        is_read: Python gets data of it, or a size that depends on data.
+        is_indexing: it is a read if it gets a mask.
+        writes: places and names of the arguments that it writes into.
+    """
 
-def _is_read(func: Any, args: Any) -> bool:
-    if not isinstance(func, OpOverload):
-        return False
-    if func._schema.name in ("aten::index", "aten::_unsafe_index"):
-        places = pytree.tree_leaves(args[1:])
-        return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in places)
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments into which an operation writes."""
-    if not isinstance(func, OpOverload):
-        return []
-    return [args[place] if place < len(args) else kwargs.get(name) for place, name in _writing(func)]
+    is_of_shapes: bool = False
+    is_read: bool = False
+    is_indexing: bool = False
+    writes: tuple[tuple[int, str], ...] = ()
 
 
 @functools.cache
-def _writing(func: OpOverload) -> list[tuple[int, str]]:
+def _operation(func: Any) -> _Operation:
+    if not isinstance(func, OpOverload):
+        return _Operation()
+    name = func._schema.name
+    is_indexing = name in ("aten::index", "aten::_unsafe_index")
+    is_read = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     arguments = enumerate(func._schema.arguments)
-    return [(place, one.name) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    writes = ((k, one.name) for k, one in arguments if one.alias_info is not None and one.alias_info.is_write)
+    return _Operation(name in _OF_SHAPES, is_read and not is_indexing, is_indexing, tuple(writes))
+
+
+def _takes_mask(args: Any) -> bool:
+    """Returns whether there is a mask among the places that an indexing operation gets."""
+    places = pytree.tree_leaves(args[1:])
+    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in places)

@@ -65,6 +65,19 @@ def facts_of(request: Request, work: Workload, updates: Updates) -> dict[str, st
     return facts
 
 
+def structure_of(work: Workload) -> str:
+    """The checksum of what a model computes, whatever the values of its weights: modules, settings, code, loss."""
+    parts = [described(work.loss), described(work.half), described(work.compiler)]
+    for layer in work.layers:
+        parts += [f"{name}: {value}" for name, value in _of_modules(layer)]
+        parts += [
+            f"{name}: {value.dtype} {list(value.shape)} {value.requires_grad}"
+            for name, value in layer.module.state_dict(prefix=layer.dotted, keep_vars=True).items()
+            if isinstance(value, Tensor) and not is_lazy(value)
+        ]
+    return _checksum(parts)
+
+
 def facts_of_plan(plan: Plan) -> dict[str, str]:
     """The facts of the plan on which all ranks must have decided."""
     return {
@@ -106,6 +119,11 @@ def _of_spill(spill: Spilled) -> dict[str, Any]:
 
 def _of_layer(layer: NamedLayer) -> Iterator[tuple[str, str]]:
     """Types and settings of the modules of a layer, the code of their forwards, and their tensors."""
+    yield from _of_modules(layer)
+    yield from _of_tensors(layer)
+
+
+def _of_modules(layer: NamedLayer) -> Iterator[tuple[str, str]]:
     for path, module in layer.module.named_modules(prefix=layer.prefix):
         kind = type(module)
         yield f"module {path}", f"{kind.__module__}.{kind.__qualname__}({module.extra_repr()})"
@@ -113,7 +131,6 @@ def _of_layer(layer: NamedLayer) -> Iterator[tuple[str, str]]:
         for name, value in vars(module).items():
             if not name.startswith("_") and name != "training" and "rank" not in name and _is_setting(value):
                 yield f"{path}.{name}", described(value)
-    yield from _of_tensors(layer)
 
 
 @functools.lru_cache

@@ -43,6 +43,18 @@ _COUNTS = (2, 4, 8, 16)
 """Micro-batches per update from which the schedule "auto" chooses."""
 
 
+class Measured(NamedTuple):
+    """Measurements from which a plan is made.
+
+    Attributes:
+        profile: of the layers, at every size to choose from.
+        topology: of the machine.
+    """
+
+    profile: Profile
+    topology: Topology
+
+
 class Decision(NamedTuple):
     """A plan with its profile and topology.
 
@@ -57,7 +69,13 @@ class Decision(NamedTuple):
     topology: Topology | None = None
 
 
-def decide(request: Request, work: Workload, session: Session, measure: bool = False) -> Decision:
+def decide(
+    request: Request,
+    work: Workload,
+    session: Session,
+    measure: bool = False,
+    known: Measured | None = None,
+) -> Decision:
     """The plan for a request; the same on every rank.
 
     Args:
@@ -65,6 +83,7 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
         work: the model and its training.
         session: the ranks of the run.
         measure: also measure the layers and the machine where the plan does not need it.
+        known: measured before at the sizes of `measured_sizes`; without a cap on memory nothing is measured then.
 
     Raises:
         PlanError: the request contradicts itself, the model or the ranks.
@@ -91,7 +110,7 @@ def decide(request: Request, work: Workload, session: Session, measure: bool = F
         _predicted(before, request, work),
     )
     if name in session.decisions:
-        return kept(session, name, Decision, lambda: _decided(fits, work, session, measure, before))
+        return kept(session, name, Decision, lambda: _decided(fits, work, session, measure, before or known))
     return _decided(fits, work, session, measure)
 
 
@@ -116,9 +135,9 @@ def _is_capped(request: Request) -> bool:
 
 
 def _decided(
-    request: Request, work: Workload, session: Session, measure: bool, before: Decision | None = None
+    request: Request, work: Workload, session: Session, measure: bool, before: Decision | Measured | None = None
 ) -> Decision:
-    """The decision; layers and links that an earlier start has measured are not measured again."""
+    """The decision; layers and links that were measured before are not measured again."""
     spill, is_capped = request.spill, _is_capped(request)
     plan = _given(request.plan)
     if work.compiler is not None:
@@ -134,7 +153,7 @@ def _decided(
     else:
         if measure or (plan is None and AUTO in (request.stages, request.schedule)):
             if before:
-                made = before._replace(plan=plan)
+                made = Decision(plan, before.profile, before.topology)
             else:
                 made = _measured(request, plan, work, session, is_run=measure)
         if plan is None:
@@ -190,11 +209,7 @@ def _given(plan: Any) -> Plan | None:
 
 def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
     """Measures the layers at the micro-batch sizes to choose from, and the links."""
-    x = work.batch("stages or schedule auto, which measures the layers first,")[0]
-    counts = [plan.num_microbatches if plan else request.num_microbatches]
-    if plan is None and request.schedule == AUTO and request.microbatches is None:
-        counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
-    sizes = list(dict.fromkeys(largest_part(x, count) for count in counts))
+    sizes = _sizes(request, plan, work)
     # Many sizes are measured with fewer repetitions, so that the choice does not take longer than a short run.
     profile = agreed_profile(work, sizes, session, **({"repeats": 5, "warmup": 1} if len(sizes) > 1 else {}))
     if not (is_run or request.schedule == AUTO):
@@ -204,6 +219,26 @@ def _measured(request: Request, plan: Plan | None, work: Workload, session: Sess
     else:
         num_processes = request.parallelism.ranks or session.num_ranks
     return Decision(plan, profile, links_of(session, num_processes, work.device))
+
+
+def measured_sizes(request: Request, work: Workload) -> list[int]:
+    """The micro-batch sizes at which the layers are measured for a request.
+
+    Raises:
+        PlanError: there is no example.
+    """
+    return _sizes(request, _given(request.plan), work)
+
+
+def _sizes(request: Request, plan: Plan | None, work: Workload) -> list[int]:
+    x = work.batch("stages or schedule auto, which measures the layers first,")[0]
+    if plan is not None:
+        counts = [plan.num_microbatches]
+    elif request.schedule == AUTO and request.microbatches is None:
+        counts = [count for count in reversed(_COUNTS) if count <= largest_part(x, 1)]
+    else:
+        counts = [request.num_microbatches]
+    return list(dict.fromkeys(largest_part(x, count) for count in counts))
 
 
 def _new_plan(request: Request, made: Decision, work: Workload, session: Session) -> Plan:

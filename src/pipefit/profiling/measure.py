@@ -108,7 +108,7 @@ def profile_layers(
             whole_s = steps_s(weights, optimizer)
             # The step of each stage takes a fixed time, even with few weights.
             call_s = min(steps_s(sorted(weights, key=torch.numel)[:1], optimizer), whole_s)
-        where = _description(place, dtype)
+        where = description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
     measured = [_layer(index, one, turns) for index, one in enumerate(found)]
     per_byte_s = (whole_s - call_s) / max(sum(layer.wgrad_bytes for layer in measured), 1)
@@ -221,7 +221,8 @@ def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -
     return place
 
 
-def _description(device: torch.device, dtype: torch.dtype | None) -> str:
+def description(device: torch.device, dtype: torch.dtype | None) -> str:
+    """The kind of a device, its name, the threads that compute, and the type, in words."""
     if dtype:
         kind = f", {str(dtype).removeprefix('torch.')}"
     else:

@@ -48,6 +48,8 @@ class RunConfig:
         lr: peak learning rate; default: 5e-5 for the weights of a folder, 2e-4 for --lora, else 2e-3.
         lr_schedule: learning rates after the warm-up: down to 5 % of the peak by a cosine or a line, or constant.
         warmup: steps of linear warm-up; default: a tenth of all steps.
+        measure: once: later runs of the same model on this machine use the measurement of the first one, which is kept
+            in the user's folder for caches; again: measure now.
         quick: measure nothing before training: no prediction, no MFU, stages with equal numbers of layers.
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.
@@ -78,6 +80,7 @@ class RunConfig:
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup: int | None = setting(None, least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
+    measure: Literal["once", "again"] = "once"
     quick: bool = False
     output: str = setting("", "--output", "-o")
     resume: str = ""
@@ -121,6 +124,8 @@ def with_defaults(config: RunConfig) -> RunConfig:
         raise PipefitError("--log writes into the folder of the run: give -o FOLDER too")
     for name in config.log:
         check_installed(name)
+    if config.quick and config.measure == "again":
+        raise PipefitError("--quick measures nothing, and --measure again measures: give one of them")
     if config.quick and (is_capped or request.schedule == AUTO or request.stages == AUTO):
         raise PipefitError("--quick: a plan by measurements, for --schedule auto or --device-memory, needs them")
     is_open = is_capped or (config.request == Request() and not config.quick)
@@ -283,6 +288,7 @@ _FREE = (
     "nonfinite",
     "plan",
     "quick",
+    "measure",
 )
 """Options that may differ when another run resumes from the records of this one."""
 

@@ -11,40 +11,37 @@ import msgspec
 import torch
 from torch import nn
 
-from pipefit.calibrate.prediction import costs_on_ranks, prediction_of
+from pipefit.calibrate.prediction import prediction_of
 from pipefit.cost import CostModel
 from pipefit.data import ArrayBatches, sample
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.models.hub import is_folder
 from pipefit.pipeline.assembly import end_run
-from pipefit.pipeline.callbacks import Checkpoints, EarlyStopping, Record
+from pipefit.pipeline.callbacks import Checkpoints, EarlyStopping
 from pipefit.pipeline.loggers import json_log, log_named
-from pipefit.pipeline.memory_cap import machine_tier
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.request import Decision, decide, default_device
+from pipefit.pipeline.request import decide, default_device
 from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
-from pipefit.pipeline.step_figures import ModelFlop, count_flop
-from pipefit.profiling.machine import CpuUse, cores_of_others
+from pipefit.profiling.machine import CpuUse
 from pipefit.profiling.workload import Workload
 from pipefit.run.config import RunConfig, checkpoints_of, with_defaults, with_steps
 from pipefit.run.following import LatestTimeline
-from pipefit.run.optimizers import STATE_PER_WEIGHT, Rates, make_optimizer, rates
-from pipefit.run.result import METRICS, MeasuredCosts, ReadyRun, RunResult, Sample, write_folder
+from pipefit.run.measuring import busy_cores, busy_measurement, busy_training, measured, slow_training
+from pipefit.run.observer import Observer
+from pipefit.run.optimizers import Rates, make_optimizer, rates
+from pipefit.run.result import METRICS, ReadyRun, RunResult, Sample, write_folder
 from pipefit.run.sources import Source, bundle_of, example_of, source_of
 from pipefit.run.texts import HeldOutPrompt, is_named, texts_of
 from pipefit.run.tier_records import with_tier
-from pipefit.runtime.collectives import exchange, from_first
+from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import noted
-from pipefit.runtime.microbatches import largest_part
-from pipefit.runtime.outliving import kept
-from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import current
 from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
-from pipefit.spec import Plan, Profile
-from pipefit.spec.options import AUTO, Parallelism
+from pipefit.spec import Plan
+from pipefit.spec.options import Parallelism
 from pipefit.stage.compiler import backend_of
 from pipefit.stage.device import usable_device
 from pipefit.stage.precision import half_of
@@ -54,33 +51,6 @@ from pipefit.units import counted
 
 _BYTES_PER_TOKEN = 4
 """Of text, about."""
-_NOTABLE_CORES = 0.5
-"""Cores of other programs from which a measurement is reported as that of a busy machine."""
-
-
-class Observer:
-    """An observer of a run and callback of its training, such as the display of the command line; this one is silent.
-
-    Only rank 0 has one that does anything.
-    """
-
-    def begins(self, config: RunConfig) -> None:
-        """All options are known, the number of steps too."""
-
-    def says(self, text: str) -> None:
-        """A fact about the run that its user should know."""
-
-    def planned(self, plan: Plan, profile: Profile | None, bundle: ModelBundle, source: Source) -> None:
-        """The plan is made; training begins."""
-
-    def doing(self, what: str) -> None:
-        """Another part of the run begins."""
-
-    def counted(self, flop: ModelFlop | None) -> None:
-        """The FLOP of model and devices are known; None: the model's cannot be counted."""
-
-    def step(self, record: Record) -> None:
-        """A step's loss is known."""
 
 
 def run(config: RunConfig, observer: Observer) -> RunResult:
@@ -106,6 +76,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
     best = EarlyStopping(pipe, config.patience, Path(config.output) / "best" if config.output else None)
     began = time.perf_counter()
+    before_training = CpuUse.now()
     losses = pipe.fit(
         source.batches,
         config.steps - pipe.num_updates,
@@ -114,6 +85,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         evaluate_every=config.evaluate_every,
     )
     seconds = time.perf_counter() - began
+    others = busy_cores(before_training)
     if (stop := current().stop).agreed:
         # Its last step is saved; the rest would use up the time that is left.
         end_run(pipe.workers, False)
@@ -125,8 +97,10 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         result.notes = _ending(best, config, pipe.num_updates)
         if best.folder is not None:
             result.paths |= {"best": str(best.folder)}
-    if ready.costs is not None and ready.costs.cores_of_others >= _NOTABLE_CORES:
-        result.notes = [*result.notes, _busy(ready.costs.cores_of_others)]
+    if ready.costs is not None and ready.costs.cores_of_others:
+        result.notes = [*result.notes, busy_measurement(ready.costs.cores_of_others)]
+    if others:
+        result.notes = [*result.notes, busy_training(others)]
     place = current().folder or (checkpoints_of(config.output) if config.output else None)
     if place:
         result.faults = noted(place)
@@ -142,14 +116,17 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     if source.tokenizer is not None and not ready.plan.spill:
         result.samples = _answered(ready)
     if pipe.rank == 0:
-        measured = report.timeline
+        timeline = report.timeline
         predicted = None
         if ready.costs is not None:
-            predicted = simulate(measured.program, ready.costs.cost, repeats=measured.num_repeats)
-            result.rows = compare(predicted, measured)
+            predicted = simulate(timeline.program, ready.costs.cost, repeats=timeline.num_repeats)
+            result.rows = compare(predicted, timeline)
+            has_turns = len(pipe.workers) > 1  # ranks that alternate in one process
+            if not others and not has_turns and (slow := slow_training(result.rows)):
+                result.notes = [*result.notes, slow]
         result.samples = result.samples or _continued(ready, state)
         if config.output:
-            write_folder(ready, measured, predicted, result)
+            write_folder(ready, timeline, predicted, result)
     end_run(pipe.workers, pipe.num_updates >= config.steps)
     return result
 
@@ -172,7 +149,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     if config.quick:
         plan, costs = decide(config.request, work, current()).plan, None
     else:
-        plan, costs = _measured(config, work, observer)
+        plan, costs = measured(config, work, observer)
     observer.doing("building the stages")
     pipe = Pipeline(
         bundle.layers,
@@ -189,47 +166,6 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     else:
         plan = _with_prediction(config, pipe, costs.cost)
     return ReadyRun(config, bundle, source, plan, costs, pipe)
-
-
-def _measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Plan, MeasuredCosts]:
-    """The plan of a run, and the costs of its operations here."""
-    before = CpuUse.now()
-    if config.request.schedule == AUTO:
-        sizes = " for several numbers of micro-batches, and planning"
-    else:
-        sizes = ""
-    observer.doing(f"measuring the layers{sizes}")
-    made = decide(config.request, work, current(), measure=True)
-    assert made.profile is not None
-    profile = made.profile.at(largest_part(work.batch("a run")[0], made.plan.num_microbatches))
-    if config.spill.cap_bytes is None:
-        observer.counted(kept(current(), "flop", ModelFlop | None, lambda: _flop(work, made.plan.num_processes)))
-    observer.doing("measuring the machine, and predicting the run")
-    cost = _cost(config, work, made._replace(profile=profile))
-    others = _cores_of_others(before)
-    if others >= _NOTABLE_CORES:
-        observer.says(_busy(others))
-    return made.plan, MeasuredCosts(profile, cost, others)
-
-
-def _cores_of_others(before: CpuUse | None) -> float:
-    """Mean number of cores that other programs took since a reading; every rank makes the same call."""
-    after = CpuUse.now()
-    if before is None or after is None:
-        own_s = 0.0
-    else:
-        own_s = after.own_s - before.own_s
-    total_s = sum(exchange(current(), own_s))
-    if before is None or after is None:
-        return 0.0
-    return cores_of_others(before, after, total_s)
-
-
-def _busy(others: float) -> str:
-    return (
-        f"other programs took {others:.1f} cores while the layers were measured: the prediction is for a machine as "
-        "busy; measure again on a quiet one"
-    )
 
 
 def _model_and_data(config: RunConfig, observer: Observer) -> tuple[ModelBundle, Source]:
@@ -263,15 +199,6 @@ def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
     return with_steps(config, config.epochs * len(source.batches))
 
 
-def _flop(work: Workload, num_processes: int) -> ModelFlop | None:
-    """The basis of MFU, which rank 0 counts."""
-    with current().at(MEASURING):
-        found = from_first(current(), lambda: count_flop(work, num_processes))
-    if found is None:
-        return None
-    return ModelFlop(*found)
-
-
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
     device = config.request.parallelism.device
     if device:
@@ -289,16 +216,6 @@ def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workloa
         bundle.name,
         backend_of(config.precision.compile, place),
     )
-
-
-def _cost(config: RunConfig, work: Workload, made: Decision) -> CostModel:
-    """Costs of the plan on these ranks; spilled stages of a plan without a cap also need the tier's rates."""
-    plan, profile, topology = made
-    assert profile is not None and topology is not None
-    if (config.request.spill or plan.spill) is not None and not topology.tiers:
-        tier = machine_tier(config.spill, work, current(), topology.tier_shares(plan.placement.num_ranks))
-        topology = msgspec.structs.replace(topology, tiers=(tier,))
-    return costs_on_ranks(plan, profile, topology, current(), work, STATE_PER_WEIGHT[config.optimizer])
 
 
 def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan:

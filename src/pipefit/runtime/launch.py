@@ -56,7 +56,7 @@ def launch(
         function: importable by name; runs in each rank.
         num_ranks: processes to start.
         args: for the function; anything that can be pickled within this machine.
-        threads: CPU threads per rank; None: the cores shared among the ranks, at least one.
+        threads: CPU threads per rank; None: what `OMP_NUM_THREADS` says, else the cores shared among the ranks.
         folder: private folder of the run, for logs; None: a temporary one, removed when all ranks succeed.
         quiet: rank 0 also writes only to its log.
         deadline_s: minimum seconds that a rank may stay at one instruction before the run is ended as hung; 0: no
@@ -97,8 +97,7 @@ def launch(
             temporary.insert(0, memory)
         environment[_TEMPORARY] = os.pathsep.join(temporary)
         for restart in range(recover + 1):
-            cores = threads or max(1, (os.cpu_count() or 1) // num_ranks)
-            own = environment | {RESTART: str(restart), "OMP_NUM_THREADS": str(cores)}
+            own = environment | {RESTART: str(restart), "OMP_NUM_THREADS": str(threads or _usual_threads(num_ranks))}
             try:
                 return _once(function, num_ranks, args, own, place, quiet)
             except LaunchError as problem:
@@ -108,6 +107,14 @@ def launch(
                 num_ranks -= bool(restart and not problem.began and num_ranks > fewest)
                 _log.warning("%s\n  start %d of %d: %d ranks", problem, restart + 2, recover + 1, num_ranks)
     raise AssertionError  # the last start returns or raises
+
+
+def _usual_threads(num_ranks: int) -> int:
+    """Threads of a rank that nobody gave: those of a run in this process, or a share of the cores."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) >= 1:
+        return int(asked)
+    return max(1, (os.cpu_count() or 1) // num_ranks)
 
 
 def _once(

@@ -37,7 +37,7 @@ class Call(NamedTuple):
     Attributes:
         mean: per channel.
         invstd: 1 / √(variance + eps) per channel, where the variance is the mean square distance from the mean.
-        count: elements of each channel.
+        size: elements of each channel.
         share: weight of these statistics in the new average; None: by the module's `momentum`.
         eps: added to the variance.
         counted: the module's counter counts it.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     mean: Tensor
     invstd: Tensor
-    count: float
+    size: float
     share: float | None
     eps: float
     counted: bool = True
@@ -193,8 +193,8 @@ class RunningAverages:
         if share is not None and self._is_cumulative(share):
             share = None  # without a flush, updates before this one may not have been counted yet
         normal, mean, invstd = torch.native_batch_norm(x, weight, bias, self._mean, self._var, True, now, eps)
-        count = x.numel() / x.shape[1]
-        self._fresh.append(Call(mean.detach(), invstd.detach(), count, share, eps, counted))
+        size = x.numel() / x.shape[1]
+        self._fresh.append(Call(mean.detach(), invstd.detach(), size, share, eps, counted))
         return normal
 
     def _is_cumulative(self, share: float) -> bool:
@@ -279,7 +279,8 @@ def copied(norms: Sequence[RunningAverages], update: int | None) -> Iterator[Non
         norms: of the stage.
         update: the update that counts the forward; None: a replay.
     """
-    averages = [norm.module._buffers[name] for norm in norms for name in _AVERAGES]
+    tables: list[dict[str, Any]] = [norm.module._buffers for norm in norms]
+    averages = [table[name] for table in tables for name in _AVERAGES]
     copies = torch._foreach_mul(averages, 1) if averages else []  # of all at once
     for norm, mean, var in zip(norms, copies[::2], copies[1::2], strict=True):
         norm.begin(mean, var)
@@ -471,7 +472,7 @@ def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
     mean = torch.cat([call.mean for call in every]).double().view(len(micro_batches), -1)
     invstd = torch.cat([call.invstd for call in every]).double().view(len(micro_batches), -1)
     variance = invstd.pow(-2).sub_(every[0].eps)
-    counts = torch.tensor([[call.count for call in calls] for calls in micro_batches], dtype=torch.float64)
+    counts = torch.tensor([[call.size for call in calls] for calls in micro_batches], dtype=torch.float64)
     if len(norms) > 1:
         counts = counts.repeat_interleave(torch.tensor([norm.num_channels for norm in norms]), 1)
     counts = counts.to(mean.device).expand_as(mean)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError, PipefitError, nearest
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, called_module
 
 Forward = Callable[..., Any]
 
@@ -84,12 +84,9 @@ def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict
     """
     if backend is None:
         return {}
-    found = {}
+    found: dict[nn.Module, Forward] = {}
     for layer in layers:
-        if hasattr(layer.module, "through"):
-            module = layer.module.block
-        else:
-            module = layer.module
+        module = called_module(layer)
         if getattr(getattr(layer.module, "shell", None), "carried", ()):
             raise ModelError(
                 "the outputs of the model's routers are gathered by hooks, which torch.compile would compile anew for "
@@ -121,13 +118,14 @@ def _function_of(backend: str, kind: str) -> Forward:
         options: Any = {"fallback_random": True}
     else:
         options = None
+    compiled: Any = torch.compile  # the types of torch do not name every argument
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return torch.compile(function, backend=backend, options=options, recompile_limit=_MOST_VARIANTS)
+        return compiled(function, backend=backend, options=options, recompile_limit=_MOST_VARIANTS)
     # Older versions of torch have one limit for all functions of a process.
     from torch._dynamo import config
 
     config.recompile_limit = max(_MOST_VARIANTS, config.recompile_limit)
-    return torch.compile(function, backend=backend, options=options)
+    return compiled(function, backend=backend, options=options)
 
 
 class _Clock:

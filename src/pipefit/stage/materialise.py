@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +105,9 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
             memory = vectors
         else:
             memory = matrices
-        # Not a view: autograd counts the changes of each on its own.
-        part = torch.empty(0, device="cpu").set_(memory.untyped_storage(), order[id(parameter)], parameter.shape)
+        start = order[id(parameter)]
+        # `data` is not a view: autograd counts the changes of each on its own.
+        part = memory[start : start + parameter.numel()].view(parameter.shape).data
         lent[id(parameter)] = nn.Parameter(part.to(parameter.dtype), parameter.requires_grad)
     try:
         for owner, name, parameter in found:
@@ -119,15 +121,16 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
 def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
     """Frees the weights of layers that no stage of this process holds; names and shapes stay, on the meta device.
 
-    Buffers that no state holds, such as masks, stay: `give_back` could not restore them. So do those of the code between
-    the layers of a model that was cut: every process runs it.
+    Buffers that no state holds, such as masks, stay: `give_back` could not restore them. So do those of the code
+    between the layers of a model that was cut: every process runs it.
     """
     kept = {id(p) for layer in layers if layer.index in held for p in layer.module.parameters()}
     for module in (module for layer in layers for module in layer.module.modules()):
         kept |= {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
     for layer in layers:
-        if hasattr(layer.module, "everywhere"):
-            kept |= {id(buffer) for buffer in layer.module.everywhere()}
+        everywhere: Any = getattr(layer.module, "everywhere", None)
+        if everywhere is not None:
+            kept |= {id(buffer) for buffer in everywhere()}
     others = [layer for layer in layers if layer.index not in held]
     stand_in(others, lambda tensor: tensor.to("meta"), lambda tensor: not tensor.is_meta and id(tensor) not in kept)
 

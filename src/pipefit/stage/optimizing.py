@@ -38,7 +38,7 @@ class OptimizerMaker:
         self._make = _checked(make)
         self._takes_names = _first_argument(make) in NAMED
         if isinstance(no_decay, str):
-            words = no_decay.split(",")
+            words: Sequence[str] = no_decay.split(",")
         else:
             words = no_decay
         self.no_decay = tuple(word.strip() for word in words if word.strip())

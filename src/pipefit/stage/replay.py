@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import ModelError, PlanError
 from pipefit.stage.compiler import Forward, is_one_of_torch
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, called_module
 
 _CORES: set[Callable[..., Any]] = {F.scaled_dot_product_attention}
 
@@ -66,10 +66,7 @@ def replayed_module(layer: NamedLayer, num_layers: int) -> nn.Module | None:
     """
     if layer.index == num_layers - 1:
         return None
-    if hasattr(layer.module, "through"):
-        module = layer.module.block
-    else:
-        module = layer.module
+    module = called_module(layer)
     if module is None or is_one_of_torch(module):
         return None
     return module
@@ -111,7 +108,7 @@ def check_attention(layers: Iterable[NamedLayer]) -> None:
         PlanError: none has, or it does not use torch's function for it.
     """
     every = [module for layer in layers for module in layer.module.modules()]
-    ways = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in every}
+    ways: set[Any] = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in every}
     if other := ways - {None, "sdpa"}:
         raise PlanError(
             f"recompute selective: the model's attention is {min(other)!r}, whose scores cannot be distinguished; load "

@@ -23,7 +23,7 @@ class NamedLayer(NamedTuple):
         label: its name where the prefix is not enough.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method has this name
     prefix: str
     module: nn.Module
     label: str = ""
@@ -39,6 +39,14 @@ class NamedLayer(NamedTuple):
         if self.prefix:
             return f"{self.prefix}."
         return ""
+
+
+def called_module(layer: NamedLayer) -> nn.Module | None:
+    """The module that `torch.compile` and replays take for a layer: of a model that was cut a block, or None."""
+    module: Any = layer.module  # a layer of a model that was cut has more than every module
+    if hasattr(module, "through"):
+        return module.block
+    return layer.module
 
 
 def is_sequence(module: nn.Module) -> bool:

@@ -37,11 +37,11 @@ def replaced_forwards(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
             module.__dict__["forward"] = forward
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
+        for module, own in before.items():
+            if own is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = own
 
 
 @contextlib.contextmanager
@@ -82,7 +82,9 @@ class Stage:
         for layer in self.layers:
             layer.module.to(device)
         self.batchnorms = batchnorm.adopt(module for layer in self.layers for _, module in modules_of(layer.module))
-        self._norm_forwards = {norm.module: norm.forward for norm in self.batchnorms if not norm.has_own_forward}
+        self._norm_forwards: dict[nn.Module, Forward] = {
+            norm.module: norm.forward for norm in self.batchnorms if not norm.has_own_forward
+        }
         self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
         self._is_replicated = False
         self.replayed: dict[nn.Module, Forward] = {}
@@ -118,8 +120,9 @@ class Stage:
             if not isinstance(module, nn.Sequential):
                 return
             module = children[0]
-        if getattr(module, "inplace", False) is True:
-            module.inplace = False
+        operation: Any = module  # only some modules of torch have the attribute
+        if getattr(operation, "inplace", False) is True:
+            operation.inplace = False
 
     def replicate(self) -> None:
         """Notes that there are several copies of the stage: a forward must not change buffers that are saved."""
@@ -151,11 +154,11 @@ class Stage:
 
         # Inside, so that weights are cast once for each forward, and anew for the next version's.
         if self.half is None:
-            half = contextlib.nullcontext()
+            half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         else:
             half = torch.autocast(self.device.type, self.half)
         if replay or self._is_replicated:
-            unchanged = self._unchanged()
+            unchanged: contextlib.AbstractContextManager[None] = self._unchanged()
         else:
             unchanged = contextlib.nullcontext()
         try:
@@ -172,7 +175,8 @@ class Stage:
             ):
                 if self.is_cut:
                     first, last = self.layers[0], self.layers[-1]
-                    return self._run(first, lambda: first.module.through(last.module, payload, seed))
+                    module: Any = first.module
+                    return self._run(first, lambda: module.through(last.module, payload, seed))
                 for layer in self.layers:
                     seed(layer.index)
                     payload = self._run(layer, functools.partial(layer.module, payload))
@@ -216,12 +220,12 @@ class Stage:
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """The context of a forward that must not change buffers: a replay's, and those of one of several copies."""
-        before = [(buffer, buffer._version) for buffer in (module._buffers[key] for _, module, key in self._buffers)]
+        before = [(buffer, _version(buffer)) for buffer in (module._buffers[key] for _, module, key in self._buffers)]
         yield
         if not self.training:
             return
         for (name, module, key), (buffer, version) in zip(self._buffers, before, strict=True):
-            if module._buffers[key] is not buffer or buffer._version != version:
+            if module._buffers[key] is not buffer or _version(buffer) != version:
                 raise self._changes(name)
 
     def _changes(self, name: str) -> ModelError:
@@ -284,6 +288,12 @@ class Stage:
                 layer.module.load_state_dict(own)
             except RuntimeError as problem:
                 raise ModelError(f"layer {layer.name}: {problem}") from None
+
+
+def _version(buffer: Tensor | None) -> int | None:
+    if buffer is None:
+        return None
+    return buffer._version
 
 
 def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[tuple[str, nn.Module, str]]:

@@ -34,7 +34,7 @@ class _Call(NamedTuple):
     share: float
 
 
-def tracking_norms(root: nn.Module) -> dict[str, nn.Module]:
+def tracking_norms(root: nn.Module) -> dict[str, _BatchNorm]:
     """The batch norms with running averages, by their paths."""
     return {
         path: module
@@ -69,7 +69,9 @@ class MiniBatchAverages:
             self._calls.setdefault(norm, []).append(calls)
             norm._buffers.update(buffers[norm])
             for name, value in before[norm].items():
-                buffers[norm][name].copy_(value)
+                buffer = buffers[norm][name]
+                assert buffer is not None
+                buffer.copy_(value)
             self._counters[norm] = notes.counters[norm]
 
     def are_in(self, names: Collection[str]) -> bool:
@@ -92,7 +94,7 @@ class MiniBatchAverages:
                 together = torch.cat([call.values for call in calls], 1).T
                 F.batch_norm(together, norm.running_mean, norm.running_var, None, None, True, calls[-1].share)
             counter = self._counters.pop(norm)
-            if counter is not None:
+            if counter is not None and norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.copy_(counter)
 
 
@@ -107,9 +109,9 @@ class _Notes(TorchFunctionMode):
         counters: the batches that each of them has counted, as it was when the mode was left.
     """
 
-    def __init__(self, norms: Mapping[int, nn.Module]) -> None:
+    def __init__(self, norms: Mapping[int, _BatchNorm]) -> None:
         super().__init__()
-        self.calls: dict[nn.Module, list[_Call]] = {}
+        self.calls: dict[_BatchNorm, list[_Call]] = {}
         self.counters: dict[nn.Module, Tensor | None] = {}
         self._norms = norms
 
@@ -133,7 +135,7 @@ class _Notes(TorchFunctionMode):
             bound.apply_defaults()
             given = bound.arguments
         elif func is torch.batch_norm:
-            given = dict(zip(_OF_TORCH, args, strict=False)) | named
+            given = dict(zip(_OF_TORCH, args, strict=False)) | dict(named)
         else:
             return func(*args, **named)
         norm = self._norms.get(id(given["running_mean"]))

@@ -84,7 +84,7 @@ class _Part:
         self.versions = [{name: p.detach().clone() for name, p in mine.items()}]
         named = list(self.masters.items())
         if named:
-            self.optimizer = optimizer_of(case, model.root, named)
+            self.optimizer: torch.optim.Optimizer | None = optimizer_of(case, model.root, named)
         else:
             self.optimizer = None
         make = case.updates.scheduler

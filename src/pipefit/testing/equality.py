@@ -169,7 +169,8 @@ def tolerance_of(
 
 def compare(got: Outcome, wanted: Outcome, tolerance: float) -> CheckResult:
     """Compares every rank's numbers with the reference's."""
-    loss_diff = _difference(*(torch.tensor(one.losses, dtype=torch.float64) for one in (got, wanted)), floor=0.0)
+    got_losses, wanted_losses = (torch.tensor(one.losses, dtype=torch.float64) for one in (got, wanted))
+    loss_diff = _difference(got_losses, wanted_losses, floor=0.0)
     gradients = dict(_differences(got.gradients, wanted.gradients[0], wanted.names))
     weights = dict(_differences(got.weights, wanted.weights[0], tuple(wanted.weights[0])))
     names = [
@@ -253,8 +254,15 @@ def layer_counts(
     stages: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """Layers of each stage: as given, else as even as possible, with one more in the first stages."""
-    shape = {"num_chunks": num_chunks, "replicas": replicas, "stages": stages}
-    made = by_hand(num_layers, num_ranks=num_ranks, schedule=schedule, num_microbatches=1, **shape)
+    made = by_hand(
+        num_layers,
+        num_ranks=num_ranks,
+        schedule=schedule,
+        num_microbatches=1,
+        num_chunks=num_chunks,
+        replicas=replicas,
+        stages=stages,
+    )
     return tuple(len(stage.layers) for stage in made.partition.stages)
 
 

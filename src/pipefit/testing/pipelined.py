@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,7 +58,7 @@ def _recorded(worker: Worker) -> dict[str, Tensor]:
         pairs = list(zip((o.name for o in worker.owned[stage]), worker.stores[stage].masters, strict=True))
 
         def record(
-            optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, pairs: list[tuple[str, Tensor]] = pairs
+            optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, pairs: Sequence[tuple[str, Tensor]] = pairs
         ) -> None:
             for name, master in pairs:
                 if name not in table:

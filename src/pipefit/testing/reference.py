@@ -132,7 +132,7 @@ def optimizer_of(case: Case, root: nn.Module, named: Sequence[tuple[str, nn.Para
 def _spared(no_decay: Sequence[str] | str, root: nn.Module) -> set[str]:
     """All names of the parameters with one of some words in a name, or in the class of a module that holds them."""
     if isinstance(no_decay, str):
-        words = no_decay.split(",")
+        words: Sequence[str] = no_decay.split(",")
     else:
         words = no_decay
     lower = [word.strip().lower() for word in words if word.strip()]

@@ -98,7 +98,7 @@ class Whole:
         generator.set_state(before)
         if case.half is not None:
             output = pytree.tree_map(lambda leaf: leaf.float() if leaf.dtype == case.half else leaf, output)
-        loss = case.loss(output, target)
+        loss: Any = case.loss(output, target)  # the user's function
         if isinstance(loss, tuple):
             loss, _ = loss  # metrics
         weighted: Tensor = loss * share
