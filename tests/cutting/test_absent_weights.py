@@ -13,6 +13,7 @@ import pipefit as pf
 from pipefit.cutting import as_layers
 from pipefit.errors import ModelError
 from pipefit.stage.materialise import forget_others
+from tests.zoo.hand.flow import SkipsCall
 
 
 class Block(nn.Module):
@@ -141,16 +142,7 @@ def test_a_saved_sparse_buffer_is_refused_in_a_sequence_too() -> None:
         as_layers(nn.Sequential(nn.Linear(4, 4), layer))
 
 
-class SkipsByChance(Host):
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        for block in self.blocks:
-            if torch.rand(()) > 0.3:
-                h = block(h)
-        return self.head(h)
-
-
 def test_calls_that_depend_on_chance_are_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ModelError, match="must not depend on"):
-        pf.cut(SkipsByChance(), torch.randn(4, 8))
+        pf.cut(SkipsCall(), torch.randn(4, 8))

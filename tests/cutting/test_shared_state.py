@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pipefit as pf
 from pipefit.errors import ModelError
+from pipefit.runtime.launch import launch
 
 GLOBAL: dict[str, Any] = {}
 
@@ -36,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Holds(Layer):
-    """The same, with a place that it shares in an attribute."""
+    """A layer that has the place in an attribute."""
 
     def __init__(self, place: Any, act: Callable[[Any, Tensor], Any]) -> None:
         super().__init__(lambda h: act(self.place, h))
@@ -124,6 +125,10 @@ def trained(first: nn.Module, second: nn.Module, example: Any = None) -> list[fl
     return [pipe.step(torch.randn(4, 8), torch.randn(4)) for _ in range(3)]
 
 
+def trained_over_ranks() -> list[float]:
+    return trained(*of_object())
+
+
 CHANNELS = {
     "object": (of_object, r"place \(value\)"),
     "number": (of_number, r"place \(value\)"),
@@ -147,6 +152,19 @@ def test_with_an_example_it_is_refused_before_training(name: str) -> None:
     make, _ = CHANNELS[name]
     with pytest.raises(ModelError, match=r"layer 4 .*return the value as part of the output"):
         trained(*make(), example=(torch.randn(2, 8), torch.randn(2)))
+
+
+def test_an_example_with_which_the_layers_do_not_run_proves_nothing() -> None:
+    first, second = of_object()
+    one = torch.randn(1, 8)  # a batch norm that trains needs two samples
+    with pytest.raises(ModelError, match=r"layer 1 changes .*of another stage"):
+        trained(nn.Sequential(nn.BatchNorm1d(8), first), second, example=(one, torch.randn(1)))
+
+
+@pytest.mark.dist
+def test_over_two_processes_the_rank_of_the_layer_that_leaves_something_refuses_it() -> None:
+    with pytest.raises(ModelError, match=r"layer 1 changes .*value.* layer 4 of another stage"):
+        launch(trained_over_ranks, 2, quiet=True)
 
 
 def test_a_log_that_no_layer_reads_trains_when_an_example_proves_it() -> None:

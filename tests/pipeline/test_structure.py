@@ -55,3 +55,18 @@ def test_another_forward_is_another_structure():
     Another.__qualname__ = Layer.__qualname__
     Another.forward = forward
     assert structure_of(replace(usual, layers=named_layers(nn.Sequential(Another(4, 4))))) != before
+
+
+class Scaled(nn.Linear):
+    def __init__(self, scale):
+        super().__init__(4, 4)
+        self.scale = scale
+        self.act = lambda h: h * self.scale  # takes the module itself from around
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+def test_a_function_of_a_module_may_take_the_module_from_around():
+    found = [structure_of(replace(workload(), layers=named_layers(nn.Sequential(Scaled(s))))) for s in (0.5, 0.5, 2.0)]
+    assert found[0] == found[1] != found[2]

@@ -112,8 +112,8 @@ def _tiles(largest: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     while True:
         found += [(rows, columns), (columns, rows)]
         if rows >= columns:
-            rows, columns = (rows // 2, columns)
+            rows //= 2
         else:
-            rows, columns = (rows, columns // 2)
+            columns //= 2
         if min(rows, columns) < _SMALLEST:
             return tuple(dict.fromkeys(found))

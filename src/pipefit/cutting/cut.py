@@ -160,7 +160,7 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     if is_known:
         loss, weigh = loss_of(model)
     else:
-        loss, weigh = (None, None)
+        loss, weigh = None, None
     return replace(found, layers=own, loss=loss, weigh=weigh)
 
 
@@ -189,9 +189,7 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         layers = named_layers(model)
         for layer in layers:
             _refuse_sparse(layer.module, layer.dotted)
-        is_proved = example is not None and not is_meta(layers)
-        if example is not None and is_proved:
-            refuse_channels(layers, example[0])
+        is_proved = example is not None and not is_meta(layers) and refuse_channels(layers, example[0])
         return Layers(layers, is_proved=is_proved)
     return as_layers(cut(model, None if example is None else example[0]))
 

@@ -347,12 +347,15 @@ def _other_values(value: Any) -> list[Any]:
     return [-1e9, 1e9]
 
 
-def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> None:
+def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
     """Refuses a sequence of layers of which one takes tensors or attributes of another that are not its input.
 
     Args:
         layers: in order; an error in their forwards is left to the run.
         batch: the input of the first one.
+
+    Returns:
+        Whether the layers ran with the batch; else nothing is proved.
 
     Raises:
         ModelError: two layers do; the message names them.
@@ -368,8 +371,10 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> None:
                     runs.append(_run_of_layers(layers, batch, channels))
         for channel in channels.found.values():
             raise ModelError(f"layer {channel.why}{_ASIDE}")
-        if len(runs) == 2:
-            _refuse_other_alone(layers, states, runs)
+        if len(runs) < 2:
+            return False
+        _refuse_other_alone(layers, states, runs)
+        return True
 
 
 _ASIDE = (

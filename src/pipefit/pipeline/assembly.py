@@ -68,9 +68,7 @@ def assemble(
                 "model in memory, or use tensor=1"
             )
         initialise = initialise.over(mesh)
-    if spill is None:
-        spill = None
-    else:
+    if spill is not None:
         spill = identified(spill, layers, plan, training, session)
     if session.is_distributed:
         ranks = [mesh.rank_of(session.rank)]

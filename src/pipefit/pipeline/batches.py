@@ -93,9 +93,9 @@ def check_fit(steps: int | None, held_out: object, evaluate_every: int) -> None:
 def size_of(x: Any) -> tuple[int, int]:
     """Number of samples of a model's input, and of tokens where it consists of token ids; masked ones do not count."""
     if isinstance(x, Mapping):
-        ids, mask = (x.get("input_ids"), x.get("attention_mask"))
+        ids, mask = x.get("input_ids"), x.get("attention_mask")
     else:
-        ids, mask = (x, None)
+        ids, mask = x, None
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
         return samples_of(x) or 0, 0
     has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape

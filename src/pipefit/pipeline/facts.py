@@ -117,20 +117,20 @@ def _of_spill(spill: Spilled) -> dict[str, Any]:
     return {f"spill {name}": value for name, value in vars(spill).items() if name not in _OF_A_PLACE}
 
 
-def _of_layer(layer: NamedLayer) -> Iterator[tuple[str, str]]:
+def _of_layer(layer: NamedLayer, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Types and settings of the modules of a layer, the code of their forwards, and their tensors."""
-    yield from _of_modules(layer)
+    yield from _of_modules(layer, depth)
     yield from _of_tensors(layer)
 
 
-def _of_modules(layer: NamedLayer) -> Iterator[tuple[str, str]]:
+def _of_modules(layer: NamedLayer, depth: int = 0) -> Iterator[tuple[str, str]]:
     for path, module in layer.module.named_modules(prefix=layer.prefix):
         kind = type(module)
         yield f"module {path}", f"{kind.__module__}.{kind.__qualname__}({module.extra_repr()})"
         yield f"forward of {kind.__qualname__}", _forward_of(kind)
         for name, value in vars(module).items():
             if not name.startswith("_") and name != "training" and "rank" not in name and _is_setting(value):
-                yield f"{path}.{name}", described(value)
+                yield f"{path}.{name}", described(value, depth)
 
 
 @functools.lru_cache
@@ -220,7 +220,8 @@ def _of_object(value: Any, depth: int) -> str:
     """The type of an object; of a module also everything in it, of another one its plain attributes."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, nn.Module):
-        return f"{kind} with checksum {_checksum(_of_layer(NamedLayer(0, '', value)))}"
+        # A function that a module holds may take the module itself from around.
+        return f"{kind} with checksum {_checksum(_of_layer(NamedLayer(0, '', value), depth + 1))}"
     if isinstance(value, type | types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     settings = {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_setting(one)}

@@ -67,9 +67,7 @@ def generate(
         else:
             got = type(ids).__name__
         raise DataError(f"expected prompts as a tensor of token ids, [sequences, tokens], got {got}")
-    if mask is None:
-        mask = None
-    else:
+    if mask is not None:
         mask = mask.cpu()
     told = repr((ids.tolist(), None if mask is None else mask.tolist(), seed, sorted(options.items())))
     if len(set(exchange(engine.session, hashlib.sha256(told.encode()).hexdigest()))) > 1:

@@ -140,7 +140,7 @@ def _measure(
     if is_looped:
         overflow, needed, worst = lacking(least_holdings(config))
     else:
-        overflow, needed, worst = (0.0, (), 0)
+        overflow, needed, worst = 0.0, (), 0
     is_least = overflow > 1
     if not is_least:
         overflow, needed, worst = lacking(holdings_of(config, recomputed, frozen))

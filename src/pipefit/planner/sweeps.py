@@ -267,9 +267,9 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
     while high - low > 1:
         middle = (low + high) // 2
         if _fits(question.sized(by, middle * step)):
-            low, high = (middle, high)
+            low = middle
         else:
-            low, high = (low, middle)
+            high = middle
     if not low:
         question.ask()
     return str(question.sized(by, low * step).model)

@@ -209,9 +209,11 @@ def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     largest = max(profile.layers, key=lambda layer: layer.weight_bytes)
     several = cap.num_ranks > 1
     if several:
-        on_each, per_rank = (f" on each of {cap.num_ranks} ranks", " per rank")
+        on_each = f" on each of {cap.num_ranks} ranks"
+        per_rank = " per rank"
     else:
-        on_each, per_rank = ("", "")
+        on_each = ""
+        per_rank = ""
     return (
         f"{profile.model} cannot be trained within {format_bytes(cap.device_bytes)} of device memory{on_each}: "
         f"the smallest cap that works is {format_bytes(least, up=True)}, with {count} stage{'s' * (count > 1)}, "

@@ -152,8 +152,6 @@ class Session:
                 store = _get_default_store()
                 if store.check([key]):
                     kind, text = json.loads(store.get(key))
-                else:
-                    kind, text = ("", "")
             if kind:
                 raise getattr(errors, kind, PipefitError)(text) from None
             if errors.is_lost_peer(problem):

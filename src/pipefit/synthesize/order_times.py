@@ -34,7 +34,7 @@ class Times:
             if feeder:
                 rank, index = feeder
             else:
-                rank, index = (rank, index - 1)
+                index -= 1
         return path
 
 

@@ -76,7 +76,7 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
         loss: Any = trial.loss or bundle.loss
         data: Any
         if callable(trial.data):
-            data, held_out = (trial.data, trial.held_out)
+            data, held_out = trial.data, trial.held_out
         else:
             data, held_out = _named_data(trial, bundle)
     else:
