@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from types import SimpleNamespace
 
@@ -9,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+import pipefit as pf
 from pipefit.cli.display import Watcher
 from pipefit.ir import Instruction, Op
 from pipefit.pipeline import step_figures
 from pipefit.pipeline.callbacks import Record
-from pipefit.pipeline.step_figures import ModelFlop, count_flop, own_figures
+from pipefit.pipeline.step_figures import HeldMemory, ModelFlop, count_flop, own_figures
 from pipefit.profiling.workload import Workload
+from pipefit.runtime.malloc import in_use
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device
@@ -70,3 +73,23 @@ def test_processes_that_share_a_rank_do_not_make_its_bubble_smaller() -> None:
     first, second = (own_figures(Session(process, 4, None, Progress()), [idle]) for process in (0, 2))
     assert first[0] + second[0] == 1.0
     assert [size > 0 for size in first[1:5]] == [True, False, False, False]
+
+
+def test_garbage_that_goes_during_a_pass_hides_no_memory_of_it() -> None:
+    pipe = pf.Pipeline([nn.Linear(4, 4)], loss=nn.MSELoss(), optimizer=torch.optim.SGD, stages=1)
+    tell = in_use(torch.device("cpu"))
+    if tell is None:
+        pytest.skip("the system does not report memory in use")
+    gc.disable()
+    try:
+        ring = [torch.ones(1 << 20)]
+        ring.append(ring)
+        del ring
+        watch = HeldMemory(pipe.workers[0], tell)
+        before = watch.held_bytes
+        gc.collect()
+        kept = torch.ones(1 << 20)
+        watch.look()
+        assert watch.held_bytes - before == pytest.approx(kept.nbytes, rel=0.05)
+    finally:
+        gc.enable()

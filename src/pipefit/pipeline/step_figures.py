@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -119,6 +120,7 @@ class HeldMemory:
 
     def __init__(self, worker: Worker, tell: Callable[[], float]) -> None:
         self._tell = tell
+        gc.collect()  # what was measured before leaves garbage, which must not go during the pass
         self._kept = _kept_bytes(worker)
         self._begin = self._highest = tell()
         self._left_s = _PATIENCE_S
