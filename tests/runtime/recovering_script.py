@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import pipefit as pf
+from pipefit.checkpoint.manifest import MANIFEST
 from pipefit.runtime.session import current
 
 place, rank, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
@@ -37,6 +38,9 @@ def die(record: Any) -> None:
         time.sleep(0.01)
     once = place / "died"
     if pipe.rank == rank and record.step == step and not once.exists():
+        saved = place / "checkpoints" / f"step-{step - 1:06d}" / MANIFEST
+        while every == 2 and not saved.exists():  # it is written while the next step computes
+            time.sleep(0.01)
         once.touch()
         if "agent" in sys.argv:  # with the agent of its machine
             os.kill(os.getppid(), signal.SIGKILL)

@@ -36,7 +36,10 @@ def _in_one_process(place, words):
 
 def _printed(*processes):
     spoken = [process.communicate(timeout=550) for process in processes]
-    assert [process.returncode for process in processes] == [0] * len(processes), spoken
+    failed = [
+        f"{out}\n{problems}" for process, (out, problems) in zip(processes, spoken, strict=True) if process.returncode
+    ]
+    assert not failed, "\n".join(failed)
     losses, _, ranks = "".join(out for out, _ in spoken).rpartition("]")
     return json.loads(losses + "]"), int(ranks)
 

@@ -49,7 +49,7 @@ class RunConfig:
         lr_schedule: learning rates after the warm-up: down to 5 % of the peak by a cosine or a line, or constant.
         warmup: steps of linear warm-up; default: a tenth of all steps.
         measure: once: later runs of the same model on this machine use the measurement of the first one, which is kept
-            in the user's folder for caches; again: measure now.
+            among temporary files, or in XDG_CACHE_HOME if it is set; again: measure now.
         quick: measure nothing before training: no prediction, no MFU, stages with equal numbers of layers.
         output: folder for checkpoints, pictures, trace and metrics.
         resume: resume from a checkpoint's folder, or from that of --disk.

@@ -1,4 +1,4 @@
-"""Measurements that later runs of the same model on the same machine use again, in files of their user.
+"""Measurements that later runs of the same model on the same machine use again, in private files.
 
     a run ─► is its file there? ─yes─► the figures of the file
                     │no
@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ from pipefit.profiling.measure import description
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import exchange, from_first
 from pipefit.runtime.session import Session
+from pipefit.spec.files import is_own_folder
 from pipefit.spec.sealed import read_sealed, write_sealed
 
 T = TypeVar("T")
@@ -140,12 +142,17 @@ def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], sessi
 
 
 def file_of(facts: Mapping[str, Any]) -> Path | None:
-    """The file of some facts in the user's folder for caches."""
+    """The file of some facts in the folder for caches that the user names, else in a private one of temporary files.
+
+    None: the private folder is another user's, or cannot be made.
+    """
     name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if given.is_absolute():
         return given / "pipefit" / f"{name}.json"
-    try:
-        return Path.home() / ".cache" / "pipefit" / f"{name}.json"
-    except RuntimeError:  # the user has no home
-        return None
+    folder = Path(tempfile.gettempdir()) / f"pipefit-measurements-{os.getuid()}"
+    with contextlib.suppress(OSError):
+        folder.mkdir(mode=0o700)
+    if is_own_folder(folder):
+        return folder / f"{name}.json"
+    return None

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import stat
 import tempfile
 import tomllib
 from pathlib import Path
@@ -192,6 +193,15 @@ def _exchanged(temporary: str, path: Path) -> bool:
         return False
     Path(temporary).unlink()
     return True
+
+
+def is_own_folder(place: Path) -> bool:
+    """Returns whether a path is a folder, not a link, that belongs to this user and that no other can write to."""
+    try:
+        found = place.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def sync_folder(place: Path) -> None:

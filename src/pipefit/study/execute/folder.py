@@ -6,12 +6,12 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from pipefit.spec.files import is_own_folder
 from pipefit.spec.lock import locked
 from pipefit.spec.options import in_bytes
 from pipefit.spec.sealed import write_sealed
@@ -67,7 +67,7 @@ class StudyFolder:
             raise StudyError(f"{self.path} holds a study already: resume it (--resume), or give another output")
         elif spec.tier == "disk" and self.state.exists():
             raise StudyError(f"{self.state} is there already, and belongs to no study: give another output")
-        elif _is_own(self.state):
+        elif is_own_folder(self.state):
             self.forget()
         write_sealed(self._file, {"format": _FORMAT, "state": str(self.state), **spec.as_dict()}, indent=1)
         _make(self.logs)
@@ -140,21 +140,12 @@ def _make_private(place: Path, fresh: bool) -> None:
     try:
         place.mkdir(mode=0o700)
     except FileExistsError:
-        if fresh or not _is_own(place):
+        if fresh or not is_own_folder(place):
             raise StudyError(
                 f"{place}: is there already, and is not a folder that only this user can write to: give another output"
             ) from None
     except OSError as problem:
         raise StudyError(f"{place}: cannot be made: {problem.strerror}") from None
-
-
-def _is_own(place: Path) -> bool:
-    """Returns whether a path is a folder, not a link, that belongs to this user and that no other can write to."""
-    try:
-        found = place.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _lock(path: Path) -> IO[Any]:
