@@ -80,7 +80,7 @@ put("optical flow raft", lambda: optical_flow.raft_small(num_flow_updates=2), da
 DETECTS = "the boxes that it keeps depend on the data, so what its heads compute has another size each time"
 FOR_DETECTION = {"data": _images, "splits": False, "by_hand": False, "why": DETECTS}
 put("detection fasterrcnn", lambda: detection.fasterrcnn_mobilenet_v3_large_320_fpn(
-    weights_backbone=None, num_classes=3, min_size=64, max_size=64), **FOR_DETECTION)  # fmt: skip
+    weights_backbone=None, num_classes=3, min_size=64, max_size=64), is_random=True, **FOR_DETECTION)  # fmt: skip
 put("detection ssdlite", lambda: detection.ssdlite320_mobilenet_v3_large(weights_backbone=None, num_classes=3),
     **FOR_DETECTION)  # fmt: skip
 
