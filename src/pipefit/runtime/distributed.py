@@ -29,6 +29,7 @@ from pipefit.errors import ModelError
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
+from pipefit.parallel.collectives import all_gather_single, reduce_scatter_single
 from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
@@ -336,7 +337,7 @@ class DistributedTransport:
         """
         group = self._groups[members]
         if whole.device.type == "cuda":
-            return _ending(dist.reduce_scatter_single(part, whole, group=group, async_op=True))
+            return _ending(reduce_scatter_single(part, whole, group=group, async_op=True))
         given = torch.empty_like(whole)
 
         def add() -> None:
@@ -349,7 +350,7 @@ class DistributedTransport:
 
     def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
         """Starts to join the parts of some ranks."""
-        return _ending(dist.all_gather_single(whole, part, group=self._groups[members], async_op=True))
+        return _ending(all_gather_single(whole, part, group=self._groups[members], async_op=True))
 
 
 class _Sent(NamedTuple):
