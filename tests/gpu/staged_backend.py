@@ -77,7 +77,7 @@ class Staged(dist.ProcessGroup):
         return self._through_host(lambda *own: self._hosts.allgather(*own), [lists, tensors], given)
 
     def alltoall_base(self, output: Tensor, given: Tensor, to: list[int], by: list[int], options: Any = None) -> Any:
-        return self._through_host(lambda *own: self._hosts.alltoall_base(*own, to, by), [output, given], [output])
+        return self._through_host(lambda *own: self._exchange(*own, to, by), [output, given], [output])
 
     def _allgather_base(self, output: Tensor, given: Tensor, options: Any = None) -> Any:
         parts = list(output.view(self.size(), -1).unbind())
@@ -88,6 +88,13 @@ class Staged(dist.ProcessGroup):
         self._hosts.allreduce([whole]).wait()
         output.copy_(whole.view(self.size(), -1)[self.rank()].view_as(output))
         return self._hosts.barrier()
+
+    # torch's names since 2.13
+    all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
+
+    def _exchange(self, *given: Any) -> Any:
+        call = getattr(self._hosts, "all_to_all_single", None) or self._hosts.alltoall_base
+        return call(*given)
 
     def barrier(self, options: Any = None) -> Any:
         return self._hosts.barrier()

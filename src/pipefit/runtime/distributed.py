@@ -34,6 +34,7 @@ from pipefit.parallel.mesh import Mesh
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
+from pipefit.stage.device import settle
 from pipefit.stage.payload import Contract, Structure
 
 _MAX_LEAVES = 64
@@ -88,6 +89,7 @@ class DistributedTransport:
         # Every link of the programs so far, and the process groups of this process's own links.
         self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
+        self._warm: set[tuple[int, int]] = set()
         self._parity = 0
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
@@ -121,12 +123,35 @@ class DistributedTransport:
                 else:
                     peer = link[1]
                 self._links[link] = group, dist.get_group_rank(group, peer)
+        made: list[dist.ProcessGroup] = []
         for members in sorted(set(member_sets) - self._groups.keys()):
             for j in range(t) if len(members) > 1 else ():
                 processes = [rank * t + j for rank in members]
                 group = self._world if len(processes) == dist.get_world_size() else dist.new_group(processes)
                 if j == self._mesh.index:
                     self._groups[members] = group
+                    made.append(group)
+        self._warm_up(made)
+
+    def _warm_up(self, made: Sequence[dist.ProcessGroup]) -> None:
+        """Uses new groups once, all ranks in one order: NCCL connects processes at first use, and blocks both.
+
+        Args:
+            made: of this process's reductions.
+        """
+        if self.device.type != "cuda":
+            return
+        token = torch.zeros(1, device=self.device)
+        for link in sorted(self._links.keys() - self._warm):
+            self._warm.add(link)
+            group, peer = self._links[link]
+            if link[0] == self._process:
+                group.send([token], peer, 0).wait()
+            else:
+                group.recv([token], peer, 0).wait()
+        for group in made:
+            dist.all_reduce(token, group=group)
+        settle(self.device)
 
     def begin(self, feed: Feed) -> None:
         """Begins a pass."""
@@ -280,6 +305,7 @@ class DistributedTransport:
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
+        settle(self.device)  # the sends of a GPU still run
 
     def _peer(self, i: Instruction) -> int:
         return i.peer * self._mesh.tensor + self._mesh.index
