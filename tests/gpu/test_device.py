@@ -10,7 +10,7 @@ from torch import nn
 from pipefit import Pipeline
 from pipefit.errors import PipefitError
 from pipefit.runtime.launch import launch
-from pipefit.stage.device import default_device, peak_bytes, usable_device
+from pipefit.stage.device import peak_bytes, process_device, usable_device
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(count + 1))
     expected = f"{count + 1} ranks were started on this machine, where torch sees {count}; start {count}, or"
     with pytest.raises(PipefitError, match=expected):
-        default_device()
+        process_device()
     with pytest.raises(PipefitError, match=expected):
         usable_device("cuda")
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from pipefit.parallel.collectives import all_gather_single, reduce_scatter_single
+from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
 
 Move = Callable[[Tensor], Tensor]
 

@@ -47,7 +47,7 @@ from pipefit.spec import Plan
 from pipefit.spec.arguments import checked
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
-from pipefit.stage.device import default_device, forget_peak, make_current, usable_device
+from pipefit.stage.device import forget_peak, process_device
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
@@ -121,11 +121,7 @@ class Pipeline:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
         check_scheduler(updates.scheduler)
-        if parallelism.device is None:
-            self.device = default_device()
-        else:
-            self.device = usable_device(parallelism.device)
-        make_current(self.device)
+        self.device = process_device(parallelism.device)
         clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
         half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
@@ -156,7 +152,6 @@ class Pipeline:
             getattr(model, "initialise_layer", None),
             spill,
         )
-        # What measured the device and the layers does not count as the training's.
         forget_peak(self.device)
         if not made.is_proved:
             watch_shared(self.layers, self.plan.partition, [worker.stages for worker in self.workers])

@@ -43,7 +43,7 @@ from pipefit.simulate import simulate
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism
 from pipefit.stage.compiler import backend_of
-from pipefit.stage.device import default_device, make_current, usable_device
+from pipefit.stage.device import process_device
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
@@ -200,17 +200,11 @@ def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
 
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
-    device = config.request.parallelism.device
-    if device:
-        place = usable_device(device)
-    else:
-        place = default_device()
-    make_current(place)
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
         make_optimizer(config.optimizer, config.lr, config.weight_decay, config.betas),
-        place,
+        process_device(config.request.parallelism.device),
         example_of(bundle, source, config.batch),
         bool(config.updates.clip_norm),
         half_of(config.precision.dtype),

@@ -29,8 +29,8 @@ from pipefit.errors import ModelError
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
-from pipefit.parallel.collectives import all_gather_single, reduce_scatter_single
 from pipefit.parallel.mesh import Mesh
+from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message

@@ -11,15 +11,24 @@ import torch
 from pipefit.errors import PipefitError
 
 
-def default_device() -> torch.device:
-    """The process's GPU when there is one, else the CPU.
+def process_device(name: Any = None) -> torch.device:
+    """The device of this process; a GPU becomes the one that calls without a device use, instead of GPU 0.
+
+    Args:
+        name: as of `usable_device`; None: the process's GPU when there is one, else the CPU.
 
     Raises:
-        PipefitError: there are GPUs, but fewer than ranks on this machine.
+        PipefitError: there is no such device, or there are GPUs, but fewer than ranks on this machine.
     """
-    if torch.cuda.is_available():
-        return torch.device("cuda", _own_index())
-    return torch.device("cpu")
+    if name:
+        device = usable_device(name)
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", _own_index())
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def usable_device(name: Any) -> torch.device:
@@ -30,8 +39,7 @@ def usable_device(name: Any) -> torch.device:
     """
     try:
         device = torch.device(name)
-        is_any_gpu = device == torch.device("cuda") and torch.cuda.is_available()
-        if is_any_gpu:
+        if device == torch.device("cuda") and torch.cuda.is_available():
             device = torch.device("cuda", _own_index())
         torch.empty(1, device=device).zero_().item()
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as problem:
@@ -54,12 +62,6 @@ def _own_index() -> int:
     return index
 
 
-def make_current(device: torch.device) -> None:
-    """Lets a GPU be the one that calls without a device use, in this thread: they would take memory of GPU 0."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 def settle(device: torch.device) -> None:
     """Waits until a device has done all that it was given; a CPU has done it already."""
     if device.type == "cuda":
@@ -67,7 +69,7 @@ def settle(device: torch.device) -> None:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Lets the peak of a GPU's memory begin anew; that of a process on the CPU cannot."""
+    """Lets the peak of a GPU's memory begin anew, after measurements; that of a process on the CPU cannot."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
