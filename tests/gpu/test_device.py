@@ -10,7 +10,7 @@ from torch import nn
 from pipefit import Pipeline
 from pipefit.errors import PipefitError
 from pipefit.runtime.launch import launch
-from pipefit.stage.device import peak_bytes, process_device, usable_device
+from pipefit.stage.device import process_device, usable_device
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,7 @@ def test_what_was_on_the_gpu_before_is_not_the_peak_of_a_training() -> None:
     torch.empty(1 << 30, dtype=torch.uint8, device="cuda:0")
     pipe = pipeline("cuda")
     pipe.step(*plain.batches()[0])
-    assert 0 < pipe.report().peak_memory_bytes[0] == peak_bytes(pipe.device) < 1 << 29
+    assert 0 < pipe.report().peak_memory_bytes[0] < 1 << 29
 
 
 def with_nccl() -> tuple[list[str], list[float]]:

@@ -15,6 +15,6 @@ def test_two_trials_share_the_gpu_and_do_not_notice_each_other(tmp_path: Path) -
     given = [Trial(**{**SMALL, **model, "seed": n, "shards": 2}) for n, model in enumerate((MLP, GPT))]
     # Workers that are forks of this process could not use the GPU, which it has used itself.
     result = pf.Study(given, output=tmp_path / "study", threads=1, device="cuda:0").run(forked=False)
-    assert [row.status for row in result.trials] == ["finished"] * 2
+    assert [(row.status, row.reason) for row in result.trials] == [("finished", "")] * 2
     for row, trial in zip(result.trials, given, strict=True):
         assert row.losses == pytest.approx(alone(trial)[0], rel=1e-4)

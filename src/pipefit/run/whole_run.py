@@ -200,11 +200,12 @@ def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
 
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
+    place = process_device(config.request.parallelism.device)
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
         make_optimizer(config.optimizer, config.lr, config.weight_decay, config.betas),
-        process_device(config.request.parallelism.device),
+        place,
         example_of(bundle, source, config.batch),
         bool(config.updates.clip_norm),
         half_of(config.precision.dtype),
