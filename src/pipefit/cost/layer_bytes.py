@@ -57,7 +57,8 @@ class ModelBytes:
             cost: of the plan by its profile.
             plan: whose stages they are; its ranks hold stages p apart.
         """
-        stages, num_stages = plan.partition.stages, len(plan.partition.stages)
+        stages = plan.partition.stages
+        num_stages = len(plan.partition.stages)
         depth = num_stages // plan.num_chunks
         weights, states, fixed, tensors, gradients = (
             [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(5)

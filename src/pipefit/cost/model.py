@@ -156,7 +156,8 @@ class CostModel:
     @property
     def port_unit(self) -> int:
         """Ranks that share each port; of several levels with ports, the outermost counts."""
-        unit, found = 1, 1
+        unit = 1
+        found = 1
         for level in self.topology.levels if self.topology else ():
             if level.one_port:
                 found = unit

@@ -94,17 +94,18 @@ def of_plan(
     else:
         state = state_per_weight
 
-    stages = [[profile.layers[index].replaying(str(s.recompute)) for index in s.layers] for s in partition.stages]
+    stages = [[profile.layers[index].replaying(s.replays) for index in s.layers] for s in partition.stages]
 
     def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
         return tuple(sum(map(figure, layers)) for layers in stages)
 
-    replays = [[profile.layers[index].replay_bytes(str(s.recompute)) for index in s.layers] for s in partition.stages]
+    replays = [[profile.layers[index].replay_bytes(s.replays) for index in s.layers] for s in partition.stages]
 
     # Each replica steps its part and keeps the states of it.
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
     steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
-    inputs_s, weights_s = total(lambda layer: layer.backward_input_s), total(lambda layer: layer.backward_weight_s)
+    inputs_s = total(lambda layer: layer.backward_input_s)
+    weights_s = total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, lambda x: x.output_bytes if x.grad_bytes is None else x.grad_bytes)
     trained = total(lambda layer: layer.wgrad_bytes)
     first = plan.frozen

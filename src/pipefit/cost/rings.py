@@ -49,7 +49,8 @@ def ring_of(topology: Topology, members: Sequence[int]) -> Ring:
     >>> ring_of(two, range(8))
     Ring(size=8, bandwidth_bytes_per_s=4000000000.0, ring_s=16.0, tree_s=12.0)
     """
-    size, unit = len(members), 1
+    size = len(members)
+    unit = 1
     bandwidth = inf
     ring_s = 0.0
     tree_s = 0.0

@@ -108,7 +108,8 @@ def _waves_s(device: Device, m: int, n: int, k: int, count: int, element_bytes: 
 @lru_cache(maxsize=64)
 def _tiles(largest: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     """The largest tile and its halves, a few times, each both upright and lying."""
-    found, (rows, columns) = [], largest
+    found = []
+    (rows, columns) = largest
     while True:
         found += [(rows, columns), (columns, rows)]
         if rows >= columns:

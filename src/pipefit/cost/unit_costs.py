@@ -52,7 +52,8 @@ def unit(
         return (0,) * header.frozen + every(total)[header.frozen :]
 
     # Every copy of a stage that is spilled takes as long.
-    spill, rates = header.spill, (math.inf,) * 3
+    spill = header.spill
+    rates = (math.inf,) * 3
     return CostModel(
         forward_s=every(forward),
         backward_input_s=trained(input),

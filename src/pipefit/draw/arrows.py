@@ -45,7 +45,8 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
 
 def _arrow(box: Box, birth_s: float, plan: Layout, y: float) -> Iterator[str]:
     """From the middle of a cell's lower edge back to the birth of the version that it uses."""
-    start, end = plan.x((box.start_s + box.end_s) / 2), plan.x(birth_s)
+    start = plan.x((box.start_s + box.end_s) / 2)
+    end = plan.x(birth_s)
     curve = f"M{start:.1f} {y:.1f}C{start:.1f} {y + 18:.1f} {end:.1f} {y + 2:.1f} {end:.1f} {y + 16:.1f}"
     yield f'<path class="halo" style="fill:none" d="{curve}"/>'
     yield f'<path class="mark" d="M{end - 4:.1f} {y + 14:.1f}h8l-4 7z"/>'

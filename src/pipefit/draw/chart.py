@@ -27,7 +27,8 @@ MISSING = "a chart needs matplotlib, which is not installed; pip install 'pipefi
 Points = Sequence[tuple[float | str, float]]
 Series = Mapping[str, Points]
 
-_MARKS, _DASHES = "os^DvPX", ("-", "--", ":", "-.")
+_MARKS = "os^DvPX"
+_DASHES = ("-", "--", ":", "-.")
 _MOST_LABELS, _MOST_MARKS = 16, 40  # beyond these, bars have no numbers, and lines have a mark only here and there
 _NARROW = 500  # pixels of width below which the legend is under the chart
 _INK = "#010203"  # placeholder of the ink of both themes until the text is written
@@ -197,7 +198,8 @@ def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
 
 
 def _bars(axes: Axes, series: Series) -> None:
-    places, wide = _places(series), 0.8 / len(series)
+    places = _places(series)
+    wide = 0.8 / len(series)
     for index, (name, points) in enumerate(series.items()):
         middles = [places.index(x) - 0.4 + wide * (index + 0.5) for x, _ in points]
         bars = axes.bar(middles, [y for _, y in points], 0.94 * wide, label=name, color=hue(index))

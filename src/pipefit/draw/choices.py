@@ -129,7 +129,8 @@ def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
     """A shape with all stages on another tier, and so many slots on each rank."""
     num_stages = made(shape).header.num_stages
     every = tuple(range(num_stages))
-    on_host, keeps = every if how.step_on == "host" else (), every if how.keep else ()
+    on_host = every if how.step_on == "host" else ()
+    keeps = every if how.keep else ()
     spill = Spill.of(num_stages, slots, 0 if on_host else how.optim_slots, how.tier, how.activations)
     spill = msgspec.structs.replace(spill, on_host=on_host, keeps=keeps)
     return msgspec.structs.replace(shape, spill=spill, prefetch=how.prefetch)

@@ -74,7 +74,8 @@ class Drawing:
         Args:
             options: as for `pipefit.draw.html`.
         """
-        shape, facts = _shape_key(self.timeline), scene_of(self.timeline).facts
+        shape = _shape_key(self.timeline)
+        facts = scene_of(self.timeline).facts
         near: list[tuple[str, Timeline]] = []
         if not self._is_mixed:
             offered = others(facts, self.pricing, self.how, self._is_lecture)

@@ -28,7 +28,8 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     ticks at its start, of its length and of its wait, reason and distance of the wait; and the contents of each of its
     `slots`: kind, number, then stage, start and length of each stay.
     """
-    facts, found = scene.facts, reasons(scene)
+    facts = scene.facts
+    found = reasons(scene)
     tick = _tick(scene)
     return {
         "name": name,
@@ -67,7 +68,8 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
         copies[bar.rank] += (round(found[number].waited_s / tick), why, back)
     slots: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
     for stay in stays_of(scene):
-        start, end = round(stay.start_s / tick), round(stay.end_s / tick)
+        start = round(stay.start_s / tick)
+        end = round(stay.end_s / tick)
         slots[stay.rank].setdefault((stay.kind, stay.slot), []).extend((stay.stage, start, end - start))
     return {
         "s": spill.weights_slots,
@@ -82,7 +84,8 @@ def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]
     row: list[int] = []
     before = 0
     for number, box in enumerate(scene.of(rank), scene.first[rank]):
-        start, end = round(box.start_s / tick), round(box.end_s / tick)
+        start = round(box.start_s / tick)
+        end = round(box.end_s / tick)
         row += (LETTERS.index(box.letter), box.chunk, box.mb, box.version, start - before, end - start)
         row += _why(number, found[number])
         before = end

@@ -15,7 +15,8 @@ from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import COPIED, Box, Scene, scene_of
 from pipefit.timeline import Timeline
 
-_IDLE, _LINE = "·", "─"
+_IDLE = "·"
+_LINE = "─"
 # Backgrounds and texts of the 256 colours that every terminal knows, by chunk parity.
 _ANSI = {
     "F": ((153, 17), (117, 17)),
@@ -105,7 +106,8 @@ def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: 
         row = [_IDLE] * length
         for bar in scene.bars:
             if (bar.rank, bar.lane) == (rank, lane):
-                start, end = round(bar.start_s * per_second), min(round(bar.end_s * per_second), length)
+                start = round(bar.start_s * per_second)
+                end = min(round(bar.end_s * per_second), length)
                 room = end - start
                 row[start:end] = _filled(bar.short if len(bar.short) <= room else bar.short[0] * room, room)
         lines.append(f"{' ' + lane:<{gutter}}{''.join(row)}")
@@ -121,7 +123,8 @@ def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None
     filled: list[dict[str, float]] = [{} for _ in range(length)]
     shown: list[dict[str, tuple[float, Box]]] = [{} for _ in range(length)]
     for box in boxes:
-        start, end = box.start_s * per_second, box.end_s * per_second
+        start = box.start_s * per_second
+        end = box.end_s * per_second
         for column in range(int(start + 1e-9), min(int(end - 1e-9) + 1, length)):
             covered = min(end, column + 1) - max(start, column)
             filled[column][box.letter] = filled[column].get(box.letter, 0.0) + covered
@@ -183,7 +186,8 @@ def _axis(scene: Scene, gutter: int, per_second: float, length: int) -> str:
     row = [" "] * (gutter + length + 12)
     end = 0
     for tick in nice_ticks(scene.facts.makespan_s * factor, max(length // 14, 2)):
-        at, label = gutter + round(tick / factor * per_second), label_number(tick)
+        at = gutter + round(tick / factor * per_second)
+        label = label_number(tick)
         if at >= end:
             row[at : at + len(label)] = label
             end = at + len(label) + 1

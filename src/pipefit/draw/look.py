@@ -88,6 +88,7 @@ def cell_rules(scope: str, num_chunks: int, dark: bool) -> str:
         rules.append(f"{scope} .t{letter}{{fill:{family.dark_text if dark else family.light_text}}}")
     for name, colours in (LANES | INKS).items():
         rules.append(f"{scope} .{name}{{fill:{colours[dark]}}}")
-    line, mark = INKS["line"][dark], INKS["mark"][dark]
+    line = INKS["line"][dark]
+    mark = INKS["mark"][dark]
     rules.append(f"{scope} .hair{{stroke:{line};stroke-width:1}}{scope} .halo{{stroke:{mark};stroke-width:2}}")
     return "".join(rules)

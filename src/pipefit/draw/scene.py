@@ -160,13 +160,15 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
         seconds: whether its times are real seconds; None: they are when it was measured.
         scale_s: makespan of a picture next to it, for one unit in both.
     """
-    program, zero = timeline.program, timeline.start_s
+    program = timeline.program
+    zero = timeline.start_s
     stages = tuple(program.header.stages_of(rank) for rank in range(len(program.ranks)))
     chunk_of = [{stage: chunk for chunk, stage in enumerate(held)} for held in stages]
     boxes: list[Box] = []
     bars: list[Box] = []
     for event in timeline.events:
-        i, rank = timeline.instruction(event), event.rank
+        i = timeline.instruction(event)
+        rank = event.rank
         lane = _LANE_OF.get(i.op, "")
         letter = _letter(i, lane)
         if letter:
@@ -189,9 +191,11 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
 
 def _facts(timeline: Timeline, seconds: bool) -> Facts:
     header = timeline.program.header
-    makespan, bubble = timeline.makespan_s, timeline.bubble_fraction
+    makespan = timeline.makespan_s
+    bubble = timeline.bubble_fraction
     ideal = makespan * (1 - bubble)
-    program, ranks = timeline.program, range(len(timeline.program.ranks))
+    program = timeline.program
+    ranks = range(len(timeline.program.ranks))
     chunks = max(header.num_chunks, 1)
     one_each = header.weights in (WeightRule.STASH, WeightRule.VERTICAL) and header.num_microbatches == 1
     return Facts(

@@ -23,12 +23,14 @@ class Stay(NamedTuple):
 
 def stays_of(scene: Scene) -> list[Stay]:
     """Every stay on every rank, by rank, kind and slot; times count from the start of the timeline."""
-    timeline, zero = scene.timeline, scene.timeline.start_s
+    timeline = scene.timeline
+    zero = scene.timeline.start_s
     found: list[Stay] = []
     held: dict[tuple[int, str, int], Stay] = {}
     newest: dict[tuple[int, int], int] = {}
     for event in sorted(timeline.events, key=lambda event: (event.rank, event.repeat, event.position)):
-        i, rank = timeline.instruction(event), event.rank
+        i = timeline.instruction(event)
+        rank = event.rank
         if i.op is Op.FETCH and i.kind in _KINDS:
             held[rank, i.kind, i.stage] = Stay(rank, i.kind, i.slot, i.stage, event.start_s - zero, 0.0)
             newest[rank, i.stage] = i.version

@@ -94,7 +94,8 @@ def _axis(scene: Scene, plan: Layout) -> list[str]:
     factor, unit = time_scale(scene.scale_s, scene.unit)
     span = scene.facts.makespan_s * factor
     parts = []
-    top, bottom = plan.top - 4, plan.bottom + 4
+    top = plan.top - 4
+    bottom = plan.bottom + 4
     for tick in nice_ticks(span, max(int(plan.plot_width / 110), 3)):
         x = plan.x(tick / factor)
         parts.append(f'<path class="hair" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>')
@@ -108,7 +109,8 @@ def _axis(scene: Scene, plan: Layout) -> list[str]:
 
 
 def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
-    y, height = plan.y(rank), plan.cell_height
+    y = plan.y(rank)
+    height = plan.cell_height
     middle = y + height / 2
     parts = [
         f'<g class="rank" data-rank="{rank}">',
@@ -136,7 +138,8 @@ def _radius(width: float) -> int:
 
 
 def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
-    x, height = plan.x(box.start_s), plan.cell_height
+    x = plan.x(box.start_s)
+    height = plan.cell_height
     width = plan.x(box.end_s) - x
     data = f'data-i="{box.short}"'
     if box.letter == "S":
@@ -153,7 +156,8 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
         f'width="{max(width - 2 * inset, 0.3):.2f}" height="{height}" rx="{_radius(width)}">'
         f"<title>{describe(box, scene)}</title></rect>"
     )
-    middle, label = x + width / 2, str(box.mb)
+    middle = x + width / 2
+    label = str(box.mb)
     size = plan.number_size
     if not size or len(label) * 0.6 * size > width - 1.9:
         return rect
@@ -162,7 +166,8 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
             f'{rect}<text class="n t{box.letter}" font-size="{size}" x="{middle:.2f}" '
             f'y="{y + height / 2 + 0.36 * size:.1f}">{label}</text>'
         )
-    version, small = f"w{box.version}", plan.version_size
+    version = f"w{box.version}"
+    small = plan.version_size
     above = f'font-size="{size}" x="{middle:.2f}" y="{y + 0.46 * height:.1f}"'
     text = f'{rect}<text class="n t{box.letter}" {above}>{label}</text>'
     if len(version) * 0.62 * small > width - 1:
@@ -199,8 +204,10 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
 
 
 def _memory(scene: Scene, plan: Layout) -> list[str]:
-    peaks, versions = scene.facts.peak_inflight, scene.facts.weight_versions
-    x, highest = plan.memory_left, max(scene.facts.peak_inflight, default=0) or 1
+    peaks = scene.facts.peak_inflight
+    versions = scene.facts.weight_versions
+    x = plan.memory_left
+    highest = max(scene.facts.peak_inflight, default=0) or 1
     if any(scene.facts.kept_inputs):
         head = "in flight + inputs"
     else:
@@ -213,7 +220,8 @@ def _memory(scene: Scene, plan: Layout) -> list[str]:
     if sizes:
         parts.append(f'<text class="soft small" x="{x + plan.bytes_offset:.1f}" y="{plan.top - 12:.1f}">memory</text>')
     for rank, peak in enumerate(peaks):
-        y, middle = plan.y(rank) + plan.cell_height / 2 - 5, plan.y(rank) + plan.cell_height / 2 + 4
+        y = plan.y(rank) + plan.cell_height / 2 - 5
+        middle = plan.y(rank) + plan.cell_height / 2 + 4
         length = PEAK_WIDTH * peak / highest
         parts.append(f'<rect class="lane" x="{x:.1f}" y="{y:.1f}" width="{PEAK_WIDTH}" height="10" rx="2"/>')
         parts.append(f'<rect class="bar" x="{x:.1f}" y="{y:.1f}" width="{length:.1f}" height="10" rx="2"/>')
@@ -230,9 +238,11 @@ def _memory(scene: Scene, plan: Layout) -> list[str]:
 
 def _legend(plan: Layout) -> list[str]:
     """Swatches and words, in as many lines as the layout counted for them."""
-    parts, y = [], plan.bottom + 40
+    parts = []
+    y = plan.bottom + 40
     for item in plan.legend:
-        x, top = plan.left + item.x, y + item.line * 20
+        x = plan.left + item.x
+        top = y + item.line * 20
         if item.thin:
             shapes = [(item.classes[0], 4, 4)]
         else:

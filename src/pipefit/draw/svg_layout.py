@@ -174,7 +174,8 @@ def _placed(items: Iterator[Item], width: float) -> tuple[Item, ...]:
     for item in items:
         length = (item.swatch + 1) * len(item.classes) + 5 + 6.6 * len(item.words)
         if x and x + length > width:
-            x, line = 0.0, line + 1
+            x = 0.0
+            line += 1
         placed.append(item._replace(x=x, line=line))
         x += length + 18
     return tuple(placed)

@@ -56,7 +56,8 @@ class Blocking:
         while awake:
             rank = awake.pop()
             ran.add(rank)
-            number, end = self.at[rank], graph.starts[rank + 1]
+            number = self.at[rank]
+            end = graph.starts[rank + 1]
             while number < end:
                 # The send that must happen, or the receive that must be posted, before the instruction can run.
                 blocker = -1
@@ -81,7 +82,8 @@ class Blocking:
 
     def _arrive(self, number: int) -> bool:
         """Issues a collective; returns whether all its members have issued it."""
-        graph, done = self._graph, self._done
+        graph = self._graph
+        done = self._done
         index = graph.collective_of[number]
         if not done[number]:
             done[number] = 1

@@ -103,12 +103,14 @@ def _graph_of_messages(program: Program) -> Graph:
 def _link_rank(
     program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
 ) -> None:
-    waits, header = copy_waits(program, rank), program.header
+    waits = copy_waits(program, rank)
+    header = program.header
     there = (stage for stage in header.stages_of(rank) if not header.is_spilled(stage))
     makers: dict[Value, tuple[int, ...]] = {Value(WEIGHTS, stage, 0): () for stage in there}
     # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
     sent: dict[int, list[int]] = defaultdict(list)
-    instructions, frozen = program.ranks[rank], header.frozen
+    instructions = program.ranks[rank]
+    frozen = header.frozen
     for number, instruction in enumerate(instructions, start):
         op = instruction.op
         if waits:
@@ -147,7 +149,8 @@ def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[i
     waiting: dict[tuple[object, ...], list[int]] = {}
     partner: dict[int, int] = {}
     unmatched = []
-    send_op, receive_op = Op.SEND, Op.RECV
+    send_op = Op.SEND
+    receive_op = Op.RECV
     # The first send of a message that is sent twice is the last of its list.
     for number, i in reversed([item for item in enumerate(flat) if item[1].op is send_op]):
         waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
@@ -156,7 +159,8 @@ def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[i
             sends = waiting.get((i.peer, rank_of[number], i.kind, i.stage, i.mb))
             if sends:
                 send = sends.pop()
-                partner[send], partner[number] = number, send
+                partner[send] = number
+                partner[number] = send
             else:
                 unmatched.append(number)
     unmatched += [number for sends in waiting.values() for number in sends]

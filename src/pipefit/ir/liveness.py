@@ -36,7 +36,8 @@ class Lifetime(msgspec.Struct, gc=False):
 
 def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
     """Returns whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
-    this, after = instructions[index], instructions[index + 1 : index + 2]
+    this = instructions[index]
+    after = instructions[index + 1 : index + 2]
     return bool(after) and after[0].op is Op.DROP and (after[0].stage, after[0].version) == (this.stage, this.version)
 
 
@@ -54,7 +55,8 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
-    header, spills = program.header, program.header.spill is not None
+    header = program.header
+    spills = program.header.spill is not None
     there = (Value(WEIGHTS, stage, 0) for stage in header.stages_of(rank) if not header.is_spilled(stage))
     lives = {value: Lifetime(value, -1, -1) for value in there}
     ended: list[Lifetime] = []
@@ -66,7 +68,8 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
         for value in NEEDS[op](instruction, program, rank):
             if value in lives:
                 lives[value].dies = index
-        spilled, birth = spills and header.is_spilled(instruction.stage), index
+        spilled = spills and header.is_spilled(instruction.stage)
+        birth = index
         if spills and (op is evict or (spilled and (op is step or op is drop))):
             ended += [lives.pop(value) for value in CONSUMES[op](instruction, program, rank) if value in lives]
         if op is step:
@@ -104,7 +107,8 @@ def peak_at(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> tuple[
     for index, _, amount in sorted(changes, key=lambda change: change[:2]):
         held += amount
         if held > highest:
-            highest, where = held, index
+            highest = held
+            where = index
     return highest, where
 
 
@@ -193,5 +197,6 @@ def tier_peak_bytes(program: Program, rank: int, size: Callable[[Value], float])
             there.add(value)
             held += size(value)
             if held > highest:
-                highest, where = held, index
+                highest = held
+                where = index
     return highest, where

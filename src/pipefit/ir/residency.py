@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 
-_WEIGHTS, _WGRAD = Kind.WEIGHTS.value, Kind.WGRAD.value
+_WEIGHTS = Kind.WEIGHTS.value
+_WGRAD = Kind.WGRAD.value
 _Value = tuple[str, int, int]
 
 
@@ -92,7 +93,8 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, tuple
     kept: list[int] = []
     for index, i in enumerate(program.ranks[rank]):
         found: tuple[int | None, ...] = ()
-        value, weights = (i.kind, i.stage, i.version), (_WEIGHTS, i.stage, i.version)
+        value = (i.kind, i.stage, i.version)
+        weights = (_WEIGHTS, i.stage, i.version)
         if i.op is Op.FETCH:
             found = written.get(value), freed.get((i.kind, i.slot))
             if i.kind == _WEIGHTS:

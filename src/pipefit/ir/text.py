@@ -123,7 +123,8 @@ def _spill(words: list[str]) -> Spill:
             words, some[word] = words[:place], tuple(map(_whole, words[place + 1 :]))
     activations = words[-1] == "activations"
     stages = tuple(map(_whole, words[6:-1] if activations else words[6:]))
-    on_host, keeps = some.get("on-host", ()), some.get("keeps", ())
+    on_host = some.get("on-host", ())
+    keeps = some.get("keeps", ())
     return Spill(words[0], _whole(words[2]), _whole(words[4]), stages, activations, on_host, keeps)
 
 
@@ -169,7 +170,8 @@ def _instruction(words: list[str]) -> Instruction:
         raise ProgramError(f"unknown operation {word!r}; {nearest(word, [op.value for op in Op])}")
     op, operands = _FORMS[word]
     if len(words) != len(operands) + 1:
-        fields, given = OP_SPEC[op].fields, words[1:]
+        fields = OP_SPEC[op].fields
+        given = words[1:]
         raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(given) or 'none'!r}")
     values = _ABSENT.copy()
     try:
@@ -189,7 +191,8 @@ class _Operands(dict[str, int | str]):
     """
 
     def __init__(self, field: str, prefix: str) -> None:
-        self._field, self._prefix = field, prefix
+        self._field = field
+        self._prefix = prefix
 
     def __missing__(self, text: str) -> int | str:
         if self._field == "kind" and text not in _KINDS:

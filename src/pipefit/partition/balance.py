@@ -164,7 +164,8 @@ def _before(count: int) -> NDArray[np.bool_]:
 def _least_sum(costs: list[Array], scale: float) -> list[int]:
     """Layer counts of the first division whose sum is least (to a tiny fraction of `scale`)."""
     best = _least(costs, np.add)
-    counts, start = [], 0
+    counts = []
+    start = 0
     for stage, cost in enumerate(costs):
         reached = cost[start] + best[stage + 1]
         end = int((reached <= best[stage][start] + TIE * scale).argmax())

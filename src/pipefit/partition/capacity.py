@@ -93,7 +93,8 @@ def _reserves(load: Array, double_buffer: bool) -> list[float]:
     if not double_buffer:
         return [0.0]
     # A shard holds at least one layer, and the cut in front of each shard may be any.
-    low, high = float(np.diagonal(load, 1).min()), float(load[np.isfinite(load)].max())
+    low = float(np.diagonal(load, 1).min())
+    high = float(load[np.isfinite(load)].max())
     return [low + (high - low) * (step / (_NUM_BUFFERS - 1)) ** 2 for step in range(_NUM_BUFFERS)]
 
 
@@ -103,7 +104,8 @@ def _longest(fits: NDArray[np.bool_]) -> list[int]:
     rest_works[-1] = True
     for first in range(len(fits) - 2, -1, -1):
         rest_works[first] = bool((fits[first] & rest_works).any())
-    counts, first = [], 0
+    counts = []
+    first = 0
     while first < len(fits) - 1:
         ends = np.flatnonzero(fits[first] & rest_works)
         if not len(ends):

@@ -81,7 +81,8 @@ def stage_s(
 
 def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: list[tuple[int, float]]) -> float:
     """Seconds per mini-batch of plain data parallelism over all levels (width, bandwidth), folded from the inside."""
-    time_s, below = total_s, 1
+    time_s = total_s
+    below = 1
     for width, bandwidth in levels:
         time_s = float(stage_s(rule, time_s, trained_bytes, width, bandwidth, below, first=True))
         below = width

@@ -109,7 +109,8 @@ def _join(best: Array, left: Array, right: Array) -> None:
     starts, stops = _ends(np.isfinite(right))
     for u in range(1, len(best) - 1):
         if bottoms[u] and stops[u]:
-            rows, columns = slice(tops[u], bottoms[u]), slice(starts[u], stops[u])
+            rows = slice(tops[u], bottoms[u])
+            columns = slice(starts[u], stops[u])
             target = best[rows, columns]
             np.minimum(target, np.maximum(left[rows, u, None], right[u, columns]), out=target)
 
@@ -136,7 +137,8 @@ def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, tim
     fewest = min(counts[0, n] for n in totals)
     left = {n for n in totals if counts[0, n] == fewest}
     found: list[Run] = []
-    position, remaining = 0, int(fewest)
+    position = 0
+    remaining = int(fewest)
     choices = _choices(problem, level, beyond)
     while remaining:
         options: dict[tuple[int, int], dict[int, int]] = {}
@@ -161,7 +163,8 @@ def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, tim
         n = min(options[stop, replicas])
         found.append(Run(states[position], states[stop], replicas, options[stop, replicas][n]))
         left = {n - replicas}
-        position, remaining = stop, remaining - 1
+        position = stop
+        remaining -= 1
     assert np.isfinite(fewest)
     return found
 
@@ -179,7 +182,8 @@ def _rows(
     problem: CutProblem, level: int, choices: list[_Choice], states: list[int], position: int, first: bool
 ) -> tuple[Array, Array]:
     """Cost of the stages from a position on: (choice, end) for ends before the last, and (choice,) for the last."""
-    row, columns = states[position], np.array(states[position + 1 :])
+    row = states[position]
+    columns = np.array(states[position + 1 :])
     replicas = np.array([[choice.replicas] for choice in choices], dtype=np.float64)
     bases = {child: number for number, child in enumerate(dict.fromkeys(choice.child for choice in choices))}
     if level == 1:
@@ -214,7 +218,8 @@ def _table(
         # From the first to the last end that is fast enough; a slower one between them stays out as infinite.
         low, high = _ends(good)
         middle = np.where(good, 1.0 if count else middle, np.inf)
-        rest, target = table[position + 1 : -1], table[position]
+        rest = table[position + 1 : -1]
+        target = table[position]
         for index, choice in enumerate(choices):
             replicas = choice.replicas
             if choice.low == replicas and last[index] <= limit:

@@ -142,7 +142,8 @@ def pipedream(
     problems = [CutProblem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
     times = [_fastest(problem) for problem in problems]
     best = min(range(len(times)), key=lambda index: times[index])
-    problem, time_s = problems[best], times[best]
+    problem = problems[best]
+    time_s = times[best]
     single_s = _total(profile, "total_s") + profile.loss_s
     found_s = dict(zip(searches, times, strict=True))
     trained_bytes = _total(profile, "wgrad_bytes")
@@ -238,7 +239,8 @@ def _with_stages(
 ) -> PipeDreamResult:
     stages = _flatten(levels)
     layers = problem.states.profile.layers
-    in_flight, needed = [], []
+    in_flight = []
+    needed = []
     for index, stage in enumerate(stages):
         in_flight.append(math.ceil(sum(after.replicas for after in stages[index:]) / stage.replicas))
         held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in HELD)
@@ -271,7 +273,8 @@ def _data_parallel_bytes(problem: CutProblem) -> float:
 
 def _why_nothing_fits(problem: CutProblem) -> str:
     """The bytes that the largest layer needs, and those of a device."""
-    memory, layers = problem.memory, problem.states.profile.layers
+    memory = problem.memory
+    layers = problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
     needed = [memory.needed_bytes(1, *(getattr(layer, name) for name in HELD)) for layer in layers]

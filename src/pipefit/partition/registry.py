@@ -89,7 +89,8 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
         known = [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]
         raise PlanError(f"{method}: {problem}; its options: {', '.join(known) or 'none'}") from None
     made = found(profile, num_stages, **options)
-    count, is_bound = len(made.stages), method in _AT_MOST
+    count = len(made.stages)
+    is_bound = method in _AT_MOST
     wrong = num_stages is not None and (count > num_stages if is_bound else count != num_stages)
     if wrong and method in _BUILT_IN:
         most = "at most " if is_bound else ""

@@ -59,7 +59,8 @@ def plan_pipedream(
     # assumes it.
     placement = tuple(tuple(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True))
     per_update = num_workers if is_single else 1
-    update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
+    update_s = found.time_s * per_update
+    rate = profile.microbatch_size / found.time_s
     partition = Partition(specs)
     peaks = {rank: size for ranks, size in zip(placement, found.memory_bytes, strict=True) for rank in ranks}
     peak_bytes = tuple(peaks[rank] for rank in sorted(peaks))
@@ -88,7 +89,8 @@ def _candidates(made: Plan, profile: Profile, topology: Topology, found: PipeDre
     def lost(summary: str, family: str, seconds: float, unfit: str = "", sent: float | None = None) -> Candidate:
         if unfit or not math.isfinite(seconds):
             return Candidate(summary, family, None, None, None, unfit or "nothing fits", sent_bytes=sent)
-        rate, slower = profile.microbatch_size / seconds, 1 - found.time_s / seconds
+        rate = profile.microbatch_size / seconds
+        slower = 1 - found.time_s / seconds
         why = f"{slower:.1%} slower: estimated {rate:.4g} samples/s"
         if slower <= 0:
             why = f"{-slower:.1%} faster, within the margin that data parallelism is preferred by"
@@ -113,7 +115,8 @@ def _candidates(made: Plan, profile: Profile, topology: Topology, found: PipeDre
             lines.append(lost(f"best of the {shape} search", shape, seconds))
     if found.shape != "data parallel":
         everyone = range(topology.num_devices)
-        needs, limit = found.data_parallel_bytes, min(topology.device_of(rank).memory_bytes for rank in everyone)
+        needs = found.data_parallel_bytes
+        limit = min(topology.device_of(rank).memory_bytes for rank in everyone)
         if found.data_parallel_fits:
             unfit = ""
         else:

@@ -93,7 +93,8 @@ def least_s(problem: Problem, config: Config, partition: Partition, cost: CostMo
         partition: its stages.
         cost: of them.
     """
-    frozen, queued = problem.profile.num_frozen(partition), crowded(cost)
+    frozen = problem.profile.num_frozen(partition)
+    queued = crowded(cost)
     replays = _replays(config, partition)
     bounds = [_shared_s(config, cost)]
     for ranks in _pipelines(config, cost):
@@ -145,9 +146,11 @@ def _replays(config: Config, partition: Partition) -> list[float]:
 def _stages(
     config: Config, cost: CostModel, pipeline: Sequence[int], replays: Sequence[float], frozen: int
 ) -> Iterator[_Stage]:
-    placement, last = placement_for(config).ranks, cost.num_stages - 1
+    placement = placement_for(config).ranks
+    last = cost.num_stages - 1
     for stage, rank in enumerate(pipeline):
-        ranks, speed = placement[stage], _speed(cost, rank)
+        ranks = placement[stage]
+        speed = _speed(cost, rank)
         forward_s = cost.forward_s[stage] + (cost.loss_s if stage == last else 0.0)
         whole_s = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
         if config.schedule in _HALVED:
@@ -187,7 +190,8 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
     A rank that does not train begins the next update while the others are still at this one.
     """
     schedule = find(config.schedule)
-    way_s, before_s = 0.0, float("-inf")
+    way_s = 0.0
+    before_s = float("-inf")
     for rank in range(config.depth):
         own = [stage for stage in stages if stage.rank == rank]
         first = own[0]
@@ -231,7 +235,8 @@ def _trip_s(stages: list[_Stage], rank: int) -> float:
 
 def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
     """Seconds that a rank waits for the return of its first micro-batch, and of its last one."""
-    own, m = stages[rank :: config.depth], stages[rank].num
+    own = stages[rank :: config.depth]
+    m = stages[rank].num
     if config.replicas:
         return 0.0
     last = len(stages) - config.depth + rank
@@ -302,7 +307,8 @@ def quick_s(problem: Problem, config: Config) -> float:
 
 def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, ...]]:
     """The speeds of the ranks of each pipeline; of unequal replicas, those of all ranks."""
-    topology, p = problem.ranks(config.tensor), config.depth
+    topology = problem.ranks(config.tensor)
+    p = config.depth
     speeds = problem.once(("speeds", config.tensor), lambda: speeds_of(topology))
     if config.replicas:
         return {speeds or (1.0,) * topology.num_devices}
@@ -330,7 +336,8 @@ def _used(speeds: Sequence[float], count: float) -> float:
     Of 1F1B and GPipe seconds per update are at least (m + p − 1)/p · Σ w over ranks, and at least m·w of each: so the
     most work of a micro-batch within T seconds is that of m·p/(m + p − 1) ranks that take T/m each.
     """
-    found, left = 0.0, count
+    found = 0.0
+    left = count
     for speed in sorted(speeds, reverse=True):
         found += speed * min(left, 1.0)
         left = max(left - 1.0, 0.0)

@@ -56,7 +56,8 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         partition: its stages.
         method: by which it was found.
     """
-    spill, frozen = config.spill, problem.profile.num_frozen(partition)
+    spill = config.spill
+    frozen = problem.profile.num_frozen(partition)
     # The schedule for one rank always replays.
     replays = spill is not None and config.schedule != "spilled"
     if spill:
@@ -126,7 +127,8 @@ def _with_waits(problem: Problem, config: Config, partition: Partition) -> tuple
             wait_s = latency_s + size / pieces / bandwidth
         return wait_s + all_gather_s(ring, size)
 
-    forward, backward = list(cost.forward_s), list(cost.backward_input_s)
+    forward = list(cost.forward_s)
+    backward = list(cost.backward_input_s)
     for stage in range(1, cost.num_stages):
         forward[stage] += arrival_s(stage - 1, cost.act_bytes[stage - 1])
         backward[stage - 1] += arrival_s(stage - 1, cost.grad_bytes[stage - 1])

@@ -132,7 +132,8 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
 
     A layer keeps its input where it is replayed, and all but the scores where only the core of attention is.
     """
-    t, tokens = ring.size, b * s
+    t = ring.size
+    tokens = b * s
     heads = -(-a // t)
     width = h // a
     stream = b * s * h
@@ -192,7 +193,8 @@ def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring
     tokens = b * s
     own = -(-vocab // ring.size)
     stream = e * b * s * h
-    logits, weights = tokens * own, e * vocab * h / ring.size
+    logits = tokens * own
+    weights = e * vocab * h / ring.size
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
     # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
     forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
@@ -212,7 +214,8 @@ def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring
 
 def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Profile:
     num, h, a, vocab, s = (sizes[name] for name in ("layers", "hidden", "heads", "vocab", "sequence"))
-    stream, table = e * s * b * h, e * vocab * h / ring.size
+    stream = e * s * b * h
+    table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
     looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
     added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)

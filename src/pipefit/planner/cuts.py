@@ -49,7 +49,8 @@ def cut(problem: Problem, config: Config, recomputed: set[int], within: Within |
 
 def _divided(problem: Problem, config: Config, recomputed: set[int], within: Within | None) -> Partition | None:
     """The layers of each stage, by the candidate's partitioner and the speeds of its ranks."""
-    profile, slow = problem.of(config), problem.slowness_of(config)
+    profile = problem.of(config)
+    slow = problem.slowness_of(config)
     if config.partitioner == "uniform":
         return uniform(profile, config.num_stages)
     if config.partitioner == "gpipe":
@@ -78,11 +79,13 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
 
     Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
     """
-    m, is_looped = config.per_pipeline, config.schedule in ("interleaved", "breadth-first")
+    m = config.per_pipeline
+    is_looped = config.schedule in ("interleaved", "breadth-first")
     differ = len(set(speeds_of(problem.ranks(config.tensor)))) > 1
     if differ or m == 1 or config.replicas or (config.chunks > 1 and not is_looped):
         return 0.0
-    slow, by_time = problem.slowness_of(config), replace(config, partitioner="minmax")
+    slow = problem.slowness_of(config)
+    by_time = replace(config, partitioner="minmax")
     work, plain = (_time_spans(problem, by_time, replayed, slow) for replayed in (recomputed, ()))
     # Ranks that do not train are a part of the next update meanwhile, as all are without a flush.
     is_filled = is_looped or config.schedule in ("1f1b", "gpipe")
@@ -116,7 +119,8 @@ def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], s
     kinds: dict[tuple[float, bool], Array] = {}
     links = _link_spans(problem, config) if config.partitioner == "links" else 0.0
     result = []
-    owner, again = positions(config), least_replayed(config)
+    owner = positions(config)
+    again = least_replayed(config)
     for stage in range(config.num_stages):
         kind = slow[owner[stage]], stage in recomputed and again[stage] > 0
         if kind not in kinds:
@@ -127,7 +131,8 @@ def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], s
 
 def _link_spans(problem: Problem, config: Config) -> Array:
     """Seconds of a stage's messages, over the slowest of the links between stages."""
-    topology, ranks = problem.ranks(config.tensor), placement_for(config).ranks
+    topology = problem.ranks(config.tensor)
+    ranks = placement_for(config).ranks
     joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
     pieces = problem.pieces(config.tensor)
     sizes = [size / pieces for size in problem.at(config.microbatch_size, config.tensor).cut_bytes]
@@ -147,12 +152,15 @@ def least_bytes(problem: Problem, config: Config) -> float:
 
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
     """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
-    profile, plain = problem.of(config), problem.at(config.microbatch_size, config.tensor)
+    profile = problem.of(config)
+    plain = problem.at(config.microbatch_size, config.tensor)
     names = ("wgrad_bytes", "frozen_bytes", "saved_bytes", "kept_bytes")
     sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in names}
     cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
-    weights, saved = sums["wgrad_bytes"], sums["saved_bytes"]
-    entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
+    weights = sums["wgrad_bytes"]
+    saved = sums["saved_bytes"]
+    entering = cuts[:, None] + 0 * weights
+    leaving = cuts[None, :] + 0 * weights
     state = problem.state / (config.data if config.sharded else 1)
     always = state * weights + sums["frozen_bytes"]
     if config.inside != "none":

@@ -94,7 +94,8 @@ def _stages_of(config: Config) -> list[tuple[int, ...]]:
 def _estimate(problem: Problem, config: Config) -> Estimate:
     """The first cut that fits; where none does, the last one that was made for time only."""
     limits = problem.memory_of(config)
-    every, recomputed = set(range(config.num_stages)), _recomputed(config)
+    every = set(range(config.num_stages))
+    recomputed = _recomputed(config)
     if _is_refused(config):
         return Estimate(config, None, why=f"recompute layer: {NO_HALVES}")
 
@@ -127,7 +128,8 @@ def _measure(
     recomputed: set[int],
     limits: list[float],
 ) -> Estimate:
-    sizes, frozen = costs_of(problem, config, partition)[1], problem.profile.num_frozen(partition)
+    sizes = costs_of(problem, config, partition)[1]
+    frozen = problem.profile.num_frozen(partition)
     stages_of = _stages_of(config)
 
     def lacking(holdings: tuple[Holding, ...]) -> tuple[float, tuple[float, ...], int]:
@@ -140,7 +142,9 @@ def _measure(
     if is_looped:
         overflow, needed, worst = lacking(least_holdings(config))
     else:
-        overflow, needed, worst = 0.0, (), 0
+        overflow = 0.0
+        needed = ()
+        worst = 0
     is_least = overflow > 1
     if not is_least:
         overflow, needed, worst = lacking(holdings_of(config, recomputed, frozen))

@@ -80,7 +80,8 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
         best: dict[str, Candidate] = {}
         for each in ranked:
             best.setdefault(each.family, each)
-        first, rest = [*best.values()][: _MOST + 1], [*best.values()][_MOST + 1 :]
+        first = [*best.values()][: _MOST + 1]
+        rest = [*best.values()][_MOST + 1 :]
         shown = first + [each for each in rest if each.family == "data parallel"]
     rows = [["plan", "samples/s", "slower", "idle", "sent/sample", "memory"], *map(_row, shown)]
     used = [column for column in zip(*rows, strict=True) if any(column[1:])]
@@ -129,7 +130,8 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     """
     if not plan.model.startswith("gpt:") or plan.prediction is None:
         return {}
-    gpt, rate = gpt_of(plan.model), plan.prediction.throughput
+    gpt = gpt_of(plan.model)
+    rate = plan.prediction.throughput
     found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
     # Where devices differ, the fraction is that of their peaks together.
     peaks = [device.flops for device in topology.devices[: plan.num_processes] or (topology.device,)]
@@ -247,7 +249,8 @@ def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> l
 
 def _own_times(seconds: float, speeds: Sequence[float]) -> str:
     """The seconds on devices of these speeds: of the fastest to the slowest, where they differ."""
-    fastest, slowest = format_seconds(seconds / max(speeds)), format_seconds(seconds / min(speeds))
+    fastest = format_seconds(seconds / max(speeds))
+    slowest = format_seconds(seconds / min(speeds))
     if fastest == slowest:
         return fastest
     return f"{fastest}…{slowest}"
@@ -272,7 +275,8 @@ def spill_lines(plan: Plan) -> list[str]:
     spill = plan.spill
     if spill is None:
         return []
-    num_stages, num_ranks = len(plan.partition.stages), plan.placement.num_ranks
+    num_stages = len(plan.partition.stages)
+    num_ranks = plan.placement.num_ranks
     if spill.on_host:
         stay = ""
     else:

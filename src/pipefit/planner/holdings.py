@@ -102,7 +102,8 @@ def least_replayed(config: Config) -> tuple[float, ...]:
     One micro-batch is not replayed by every rank. Else the last stage replays none, unless all forwards come first;
     GPipe's ranks run the last forward and its backward at once.
     """
-    stages, m = config.num_stages, config.per_pipeline
+    stages = config.num_stages
+    m = config.per_pipeline
     if m == 1 or config.depth == 1 or config.schedule == "naive":
         return (0.0,) * stages
     if config.schedule == "gpipe":
@@ -162,7 +163,8 @@ def least_holdings(config: Config) -> tuple[Holding, ...]:
 
     Where stages are replayed, the input of the newest micro-batch may be gone.
     """
-    found, replays = [], config.recompute == "stage"
+    found = []
+    replays = config.recompute == "stage"
     for rank, count in enumerate(least_in_flight(config)):
         stages = range(rank, config.num_stages, config.depth)
         if replays:
@@ -194,7 +196,8 @@ def _counted(config: Config) -> int:
 def _run_once(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
     """Of each stage the forwards per update that are not replayed, if all stages keep only their input."""
     program = small_program(schedule, depth, counted, chunks, None, (), 0)
-    header, count = program.header, Counter(stage for stage, _ in program.recomputed)
+    header = program.header
+    count = Counter(stage for stage, _ in program.recomputed)
     return tuple((header.total_microbatches - count[stage]) / header.num_steps for stage in range(depth * chunks))
 
 
@@ -239,7 +242,8 @@ def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[
 
 def _rows(lives: list[Lifetime]) -> Holding:
     """Counts at the first end of a value after each birth of one, without those that another moment covers."""
-    born, dies = [life.born for life in lives], [life.dies for life in lives]
+    born = [life.born for life in lives]
+    dies = [life.dies for life in lives]
     kinds = [(life.value.kind, life.value.stage) for life in lives]
     keys = sorted(set(kinds))
     column = {key: index for index, key in enumerate(keys)}
@@ -257,7 +261,8 @@ def _rows(lives: list[Lifetime]) -> Holding:
 def _highest(rows: Array) -> Array:
     """The rows that no other row covers in every count."""
     columns = np.ascontiguousarray(rows[np.argsort(-rows.sum(axis=1), kind="stable")].T)
-    highest, uncovered = [], np.ones(len(rows), bool)
+    highest = []
+    uncovered = np.ones(len(rows), bool)
     while uncovered.any():
         # A row that covers this one has a larger sum, and has been found.
         highest.append(columns[:, uncovered.argmax()])

@@ -81,7 +81,8 @@ def limit_of(program: Program, rank: int, cost: CostModel, tier: Tier, times: fl
         elif i.op in COMPUTE_OPS or i.op is Op.LOSS:
             compute += cost.duration_s(i, rank)
     compute *= times
-    read_s, write_s = sum(read.values()) / tier.read_bytes_per_s, sum(written.values()) / tier.write_bytes_per_s
+    read_s = sum(read.values()) / tier.read_bytes_per_s
+    write_s = sum(written.values()) / tier.write_bytes_per_s
     lanes = {"compute": compute + step + check}
     if tier.one_channel:
         lanes["host ⇄ device" if tier.name == "host" else "disk"] = read_s + write_s

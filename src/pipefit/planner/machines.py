@@ -38,8 +38,10 @@ def _resized(name: str) -> Topology | None:
             found = None
         if found is None:
             continue
-        (first, *_), outer = found.levels, found.levels[-1]
-        width, count = int(each or first.width), int(servers) * int(each or 1)
+        first = found.levels[0]
+        outer = found.levels[-1]
+        width = int(each or first.width)
+        count = int(servers) * int(each or 1)
         if 0 < count <= first.width and not each:
             return replace(found, name=name, levels=(replace(first, width=count),))
         if len(found.levels) == 2 and 0 < width <= first.width and not count % width and count:

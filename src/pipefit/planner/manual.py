@@ -76,7 +76,8 @@ def by_hand(
     Raises:
         PlanError: more stages than layers, or layer counts that do not fit.
     """
-    layout, depth = find(schedule).layout, _depth(num_ranks, replicas)
+    layout = find(schedule).layout
+    depth = _depth(num_ranks, replicas)
     if layout == "replicas":
         count = 1
     else:

@@ -82,7 +82,8 @@ def space_of(
         if find(name).spills:
             raise PlanError(f"{name} trains on one device from host memory or disk; without a cap nothing is spilled")
     replays = _replays(problem.profile, method, recompute)
-    inner, is_auto = problem.topology.levels[0].width, method == "auto"
+    inner = problem.topology.levels[0].width
+    is_auto = method == "auto"
     if tensors:
         widths = tuple(tensors)
     else:
@@ -225,7 +226,8 @@ def _is_even(profile: Profile, config: Config) -> bool:
 
 
 def _no_candidate(problem: Problem, space: Space) -> str:
-    num_devices, num_layers = problem.topology.num_devices, len(problem.profile)
+    num_devices = problem.topology.num_devices
+    num_layers = len(problem.profile)
     able = [k for k in range(1, min(num_devices, num_layers) + 1) if num_devices % k == 0]
     if space.depths is not None and not set(able) & set(space.depths):
         return (

@@ -71,7 +71,8 @@ def explore(
 
 
 def _point(problem: Problem, estimated: Estimate) -> Point:
-    config, rate = estimated.config, problem.global_batch / estimated.step_s
+    config = estimated.config
+    rate = problem.global_batch / estimated.step_s
     peak = max(estimated.peak_bytes)
     return Point(config.summary, config.depth, config.microbatch_size, rate, peak, estimated.fits)
 
@@ -143,7 +144,8 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
         figures = profile.at(plan.microbatch_size)
     else:
         figures = profile
-    stages, peaks = plan.partition.stages, plan.prediction.peak_bytes if plan.prediction else ()
+    stages = plan.partition.stages
+    peaks = plan.prediction.peak_bytes if plan.prediction else ()
     if topology:
         limit = topology.device.memory_bytes
     else:
@@ -154,7 +156,7 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
         _strip(places["layers"], figures, {layer: i for i, stage in enumerate(stages) for layer in stage.layers})
         seconds = [
             sum(
-                figures.layers[i].replaying(str(s.recompute)).total_s + figures.layers[i].forward_s * s.is_replayed
+                figures.layers[i].replaying(s.replays).total_s + figures.layers[i].forward_s * s.is_replayed
                 for i in s.layers
             )
             / (s.tensor * s.replicas)
@@ -213,6 +215,7 @@ def _stage_bars(
 
 
 def _stage_words(plan: Plan, index: int) -> str:
-    stage, copies = plan.partition.stages[index], len(plan.placement.ranks[index])
+    stage = plan.partition.stages[index]
+    copies = len(plan.placement.ranks[index])
     words = f"stage {index}: {counted(len(stage.layers), 'layer')}" + (f", {copies} replicas" if copies > 1 else "")
     return words + (f", recompute {stage.recompute}" if stage.recompute != "none" else "")

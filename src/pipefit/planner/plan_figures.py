@@ -35,7 +35,7 @@ def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[
     else:
         whole = (0.0,) * len(stages)
     return [
-        {"stage": share, "layer": inside, "selective": attention}.get(str(stage.recompute), 0.0)
+        {"stage": share, "layer": inside, "selective": attention}.get(stage.replays, 0.0)
         if index >= plan.frozen
         else 0.0
         for index, (stage, share) in enumerate(zip(stages, whole, strict=True))
@@ -90,7 +90,8 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
     again = replays_of(plan, inside=1.0)
     width = plan.tensor
     total = 0.0
-    size, ranks = plan.microbatch_size or profile.microbatch_size, plan.placement.ranks
+    size = plan.microbatch_size or profile.microbatch_size
+    ranks = plan.placement.ranks
     figures = profile.at(size)
     for stage, spec in enumerate(plan.partition.stages):
         if stage + 1 < len(ranks) and ranks[stage] != ranks[stage + 1]:

@@ -39,7 +39,7 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
     factors: dict[int, dict[str, float]] = {}
     for index, stage in enumerate(stages):
         factors |= dict.fromkeys(
-            stage.layers, _factors(figures.replaying(str(stage.recompute)), stage.layers, stage.tensor, times, index)
+            stage.layers, _factors(figures.replaying(stage.replays), stage.layers, stage.tensor, times, index)
         )
     loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
     if loss and figures.loss_s:

@@ -187,7 +187,8 @@ def search(problem: Problem, listed: list[Config]) -> SearchResult:
 
 def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool) -> Frontier:
     """The candidates of plain data parallelism, or all others, with their bounds; without those that cannot fit."""
-    frontier, limit = Frontier(problem), _most_memory(problem)
+    frontier = Frontier(problem)
+    limit = _most_memory(problem)
     for config in listed:
         if (config.family == _PLAIN) != is_plain:
             continue
@@ -221,7 +222,8 @@ def _most_memory(problem: Problem) -> float:
 
 def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Estimate]) -> Iterator[Candidate]:
     """The fastest of each family that was settled; then the bounds of the others, and the families that do not fit."""
-    problem, best = frontier.problem, outcomes[0]
+    problem = frontier.problem
+    best = outcomes[0]
     for each in outcomes:
         yield compared(problem, each, best)
     waiting = frontier.bounds()
@@ -230,7 +232,8 @@ def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Est
             config = candidate
         else:
             config = candidate.config
-        rate, slower = problem.global_batch / bound_s, 1 - best.period_s / bound_s
+        rate = problem.global_batch / bound_s
+        slower = 1 - best.period_s / bound_s
         why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
         yield Candidate(config.summary, config.family, bound_s, rate, None, why, "at best", slower)
     for name in sorted(frontier.unfit.keys() - frontier.settled - waiting.keys()):
@@ -243,7 +246,8 @@ def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
     """Data parallelism where it was no candidate, if it does not fit: for whatever batch."""
     count = problem.topology.num_devices
     config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
-    need, limit = quick_bytes(problem, config), _most_memory(problem)
+    need = quick_bytes(problem, config)
+    limit = _most_memory(problem)
     if need > limit:
         found = Estimate(config, None, (need,), why=_lacks(need, limit))
     else:
@@ -259,7 +263,8 @@ def _lacks(need: float, limit: float) -> str:
 
 def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
     """A candidate next to the winner: the share of the winner's throughput that it lacks, in words and numbers."""
-    rate, top = problem.global_batch / each.period_s, problem.global_batch / best.period_s
+    rate = problem.global_batch / each.period_s
+    top = problem.global_batch / best.period_s
     slower = 1 - rate / top
     if each.size:
         basis = "simulated"
@@ -285,7 +290,8 @@ def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
 
 
 def _unfit(problem: Problem, closest: Estimate) -> Candidate:
-    config, sent = closest.config, None
+    config = closest.config
+    sent = None
     if config.depth == 1:
         whole = Partition((StageSpec(tuple(range(len(problem.profile)))),))
         sent = sent_bytes(plan_of(problem, config, whole), problem.profile, problem.topology)
@@ -311,11 +317,13 @@ def _cheapest(problem: Problem, listed: list[Config]) -> tuple[float, Config | N
     """The least memory in which a candidate fits, and that candidate; the best first, as in the search by seconds."""
     # The replicas of a stage depend on the memory, so what they need with more of it is not known.
     free = [config for config in listed if not config.layers]
-    least, cheapest = math.inf, None
+    least = math.inf
+    cheapest = None
     for bound, config in sorted((quick_bytes(problem, config), config) for config in free):
         if bound >= least:
             break
         need = need_bytes(problem, config)
         if need < least:
-            least, cheapest = need, config
+            least = need
+            cheapest = config
     return least, cheapest

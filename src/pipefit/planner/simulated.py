@@ -69,7 +69,8 @@ def simulate_best(
 
 def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
     """Simulates a candidate; None when its schedule does not support the shape, or it exceeds the cap."""
-    config, partition = estimated.config, estimated.partition
+    config = estimated.config
+    partition = estimated.partition
     assert partition is not None
     timing, _ = costs_of(problem, config, partition)
     plan = plan_of(problem, config, partition)
@@ -106,10 +107,12 @@ def size_of(config: Config) -> int:
 
 
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
-    cap, program = problem.capped, program_for(problem, plan)
+    cap = problem.capped
+    program = program_for(problem, plan)
     several = cap.num_ranks > 1
     once = simulate(program, cost, steps_only=not several)
-    peaks, step_s = tuple(peaks_of(program, cost)), once.makespan_s
+    peaks = tuple(peaks_of(program, cost))
+    step_s = once.makespan_s
     if several:
         # A sent value is held until its simulated arrival.
         peaks = tuple(max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks))

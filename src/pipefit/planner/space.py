@@ -247,7 +247,8 @@ class Problem:
     @property
     def tier(self) -> Tier:
         """The tier that stages are spilled to, at the rates that each rank has of it."""
-        name, tiers = self.capped.tier, self.topology.tiers_among(self.capped.num_ranks)
+        name = self.capped.tier
+        tiers = self.topology.tiers_among(self.capped.num_ranks)
         return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
 
     def pieces(self, tensor: int) -> int:
@@ -280,7 +281,8 @@ def _least_of_copies(config: Config, figures: Sequence[float]) -> list[float]:
 
 def configs(problem: Problem, space: Space) -> Iterator[Config]:
     """Every combination that uses all devices and splits the batch evenly."""
-    num_devices, num_layers = problem.topology.num_devices, len(problem.profile)
+    num_devices = problem.topology.num_devices
+    num_layers = len(problem.profile)
     for tensor in space.tensors:
         if num_devices % tensor or not groups_fit(problem.topology, tensor):
             continue

@@ -177,7 +177,8 @@ def _beside_arena(program: Program, cost: CostModel) -> list[float]:
     size = cost.size_bytes
     more = 0.0
     # The output of the last stage is not sent.
-    acts, grads = cost.act_bytes[:-1], cost.grad_bytes[:-1]
+    acts = cost.act_bytes[:-1]
+    grads = cost.grad_bytes[:-1]
     if len(set(header.placement)) > 1:
         more += FEW_SENDS * max(map(sum, zip(acts, grads, strict=True)))
     if acts and header.spill is not None and header.spill.activations:
@@ -194,7 +195,8 @@ def peaks_of(program: Program, cost: CostModel, others: Sequence[float] | None =
         cost: of its stages.
         others: bytes of the other values; None: those of the program.
     """
-    header, others = program.header, others or _beside_arena(program, cost)
+    header = program.header
+    others = others or _beside_arena(program, cost)
     return [
         other + arena_bytes(header, rank, cost.size_bytes) + cost.staying_bytes(header, rank)
         for rank, other in enumerate(others)
@@ -221,7 +223,8 @@ def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -
         microbatch_size: that the times are for.
         finest: at the end also the one with the smallest stages.
     """
-    cap, profile = problem.capped, problem.at(microbatch_size, 1)
+    cap = problem.capped
+    profile = problem.at(microbatch_size, 1)
     weights = [layer.weight_bytes for layer in profile.layers]
     num_layers = len(weights)
     counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
@@ -290,7 +293,8 @@ def _even(weights: Sequence[float], count: int) -> list[int]:
 
 
 def _filled(weights: Sequence[float], limit: float) -> list[int]:
-    counts, held = [0], 0.0
+    counts = [0]
+    held = 0.0
     for weight in weights:
         if counts[-1] and held + weight > limit:
             counts.append(0)

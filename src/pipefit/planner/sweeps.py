@@ -167,7 +167,8 @@ class Sweep:
 
 
 def _row(cell: Cell) -> list[str]:
-    values, found = ", ".join(f"{name} {value}" for name, value in cell.values.items()), cell.figures
+    values = ", ".join(f"{name} {value}" for name, value in cell.values.items())
+    found = cell.figures
     if cell.plan is None:
         return [f"{values}: {cell.why}", *[""] * 5]
     each = found.get("flops_per_device")
@@ -207,7 +208,8 @@ def sweep(model: Profile | str, topology: Topology, over: Mapping[str, Sequence[
             raise PlanError(f"sweep: {name}: expected whole numbers of at least 1, got {', '.join(map(str, values))}")
     cells = []
     for chosen in product(*over.values()):
-        question, named = Question(model, topology, options), dict(zip(over, chosen, strict=True))
+        question = Question(model, topology, options)
+        named = dict(zip(over, chosen, strict=True))
         for name, value in named.items():
             question = _CHANGES[name](question, value)
         cells.append(_cell(question, named))
@@ -256,14 +258,17 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
     method = options.get("method", "auto")
     if method in ("ptdp", "pipedream") or options.get("cap") is not None:
         raise PlanError("largest: expected --method auto, 2bw, gpipe or uniform, and no cap")
-    question, sizes = Question(model, topology, options), gpt_settings(model)
+    question = Question(model, topology, options)
+    sizes = gpt_settings(model)
     if by == "hidden":
         step = sizes["heads"]
     else:
         step = 1
-    low, high = 0, max(sizes[by] // step, 1)
+    low = 0
+    high = max(sizes[by] // step, 1)
     while _fits(question.sized(by, high * step)):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         if _fits(question.sized(by, middle * step)):
@@ -278,8 +283,10 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
 def _fits(question: Question) -> bool:
     options = dict(question.options)
     # Memory does not depend on how messages travel.
-    method, unused = options.pop("method", "auto"), ("cost", "straight", "cap", "whole_messages", "blocking")
-    batch, state = options.pop("global_batch", None), options.pop("state_per_weight", None)
+    method = options.pop("method", "auto")
+    unused = ("cost", "straight", "cap", "whole_messages", "blocking")
+    batch = options.pop("global_batch", None)
+    state = options.pop("state_per_weight", None)
     problem = problem_of(question.profile, question.topology, batch, state)
     wanted = {name: value for name, value in options.items() if name not in unused}
     try:

@@ -151,7 +151,8 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
 
 def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
     """Candidates that spill nothing, simulated."""
-    cap, profile = problem.capped, problem.at(config.microbatch_size, 1)
+    cap = problem.capped
+    profile = problem.at(config.microbatch_size, 1)
     if find(config.schedule).chunks:
         chunks = max(cap.num_chunks, 1)
     else:
@@ -200,7 +201,8 @@ def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     profile = problem.profile
     config = smallest.config
     assert cap.host_bytes is not None
-    least, count = max(smallest.peak_bytes), config.num_stages
+    least = max(smallest.peak_bytes)
+    count = config.num_stages
     if least <= cap.device_bytes:
         return (
             f"{profile.model} does not fit the {cap.tier}: it would keep its weights and the states of its "
@@ -233,7 +235,8 @@ _PLACES = {
 def _candidate(problem: Problem, other: Estimate, winner: Estimate) -> Candidate:
     """The best candidate with another place of the steps, and the reason why it lost."""
     assert other.limit is not None and winner.limit is not None
-    limit_s, gain = other.limit.limit_s, winner.limit.limit_s / other.limit.limit_s
+    limit_s = other.limit.limit_s
+    gain = winner.limit.limit_s / other.limit.limit_s
     why = f"limit {format_seconds(limit_s)} per update ({other.limit.binds} binds)"
     if gain > 1:
         why += f", {gain:.2f} × as fast at best, but slower once simulated"

@@ -31,7 +31,8 @@ class Policy:
 
 def policies(problem: OrderProblem) -> Iterator[Policy]:
     """Policies of the known schedules, and variants of these."""
-    ranks, count = len(problem.stages), problem.num_microbatches
+    ranks = len(problem.stages)
+    count = problem.num_microbatches
     each = [sum(problem.takes[stage] + problem.halves[stage] for stage in stages) for stages in problem.stages]
     most = [min(room, count * size) for room, size in zip(problem.room, each, strict=True)]
     ahead = [ranks - rank for rank in range(ranks)]
@@ -94,11 +95,13 @@ class _Board:
     """
 
     def __init__(self, problem: OrderProblem, policy: Policy) -> None:
-        ranks, count = len(problem.stages), problem.header.num_stages
+        ranks = len(problem.stages)
+        count = problem.header.num_stages
         self.problem = problem
         self.policy = policy
         self.count = count
-        self.free, self.held = [0.0] * ranks, [0.0] * ranks
+        self.free = [0.0] * ranks
+        self.held = [0.0] * ranks
         self.done = [0] * (3 * count)
         self.arrived: list[list[float]] = [[] for _ in range(2 * count)]
         self.arrived[0] = [0.0] * problem.num_microbatches
@@ -124,7 +127,8 @@ class _Board:
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Returns whether a forward fits in addition to the rest of the oldest micro-batch; so no rank gets stuck."""
-        stages, last = self.problem.stages[rank], (2 if self.problem.split else 1) * self.count
+        stages = self.problem.stages[rank]
+        last = (2 if self.problem.split else 1) * self.count
         oldest = min(self.done[last + s] for s in stages)
         if self.done[stage] > oldest:
             rest = sum(self.size[s] for s in stages if self.done[s] <= oldest)
@@ -151,7 +155,8 @@ class _Board:
 
     def take(self, rank: int, step: int, now: float) -> list[tuple[float, int]]:
         """Runs a step; returns the times at which ranks may have new work."""
-        problem, (kind, stage) = self.problem, divmod(step, self.count)
+        problem = self.problem
+        (kind, stage) = divmod(step, self.count)
         whole = kind == INPUT and not problem.split
         if whole:
             done = BACKWARD * self.count + stage

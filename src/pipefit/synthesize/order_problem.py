@@ -111,7 +111,8 @@ class OrderProblem:
         backwards = [(count + stage + 1, travel_s(Kind.GRAD, stage, there, here)) for stage, here, there in hops]
         backwards.append((count - 1, 0.0))
         held = [header.stages_of(rank) for rank in ranks]
-        takes, halves = [1.0] * count, [0.0] * count
+        takes = [1.0] * count
+        halves = [0.0] * count
         if limit.capacity_bytes:
             takes = [cost.size_bytes(Value(Kind.SAVED.value, stage, 0)) for stage in stages]
             halves = [cost.size_bytes(Value(Kind.HALF.value, stage, 0)) if split else 0.0 for stage in stages]

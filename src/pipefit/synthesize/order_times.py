@@ -71,7 +71,8 @@ def timed(problem: OrderProblem, order: Order) -> Times | None:
                     break
                 arrival = ends[source][turn] + lag
                 if arrival > now:
-                    now, feeder = arrival, places[source][turn]
+                    now = arrival
+                    feeder = places[source][turn]
             fed.append(feeder)
             begun.append(now)
             now += seconds[step]

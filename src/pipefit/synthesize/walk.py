@@ -174,7 +174,8 @@ def with_whole_backwards(problem: OrderProblem, order: Order) -> Order:
     for rank in range(len(order)):
         index = 0
         while index + 1 < len(order[rank]):
-            (kind, stage), following = divmod(order[rank][index], count), order[rank][index + 1]
+            (kind, stage) = divmod(order[rank][index], count)
+            following = order[rank][index + 1]
             if kind == INPUT and following == WEIGHT * count + stage:
                 steps = [*order[rank][:index], BACKWARD * count + stage, *order[rank][index + 2 :]]
                 new = [*order[:rank], steps, *order[rank + 1 :]]
