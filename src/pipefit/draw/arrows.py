@@ -27,17 +27,16 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
     for rank in range(scene.num_ranks):
         y = plan.y(rank) + plan.cell_height
         births = {(stage, 0): 0.0 for stage in scene.stages[rank]}
-        births |= {(box.stage, box.version + 1): box.end_s for box in scene.of(rank) if box.letter == "S"}
+        for box in scene.of(rank):
+            if box.letter == "S":
+                births[box.stage, box.version + 1] = box.end_s
         used = {(box.stage, box.version) for box in followed if box.rank == rank}
         for (stage, version), time_s in births.items():
+            kind = "soft"
             if (stage, version) in used:
                 kind = "mark"
-            else:
-                kind = "soft"
-            yield (
-                f'<text class="{kind}" font-size="9" text-anchor="middle" x="{plan.x(time_s):.1f}" '
-                f'y="{y + ROOM - 5:.1f}">w{version}</text>'
-            )
+            place = f'x="{plan.x(time_s):.1f}" y="{y + ROOM - 5:.1f}"'
+            yield f'<text class="{kind}" font-size="9" text-anchor="middle" {place}>w{version}</text>'
         for box in followed:
             if box.rank == rank:
                 yield from _arrow(box, births[box.stage, box.version], plan, y)

@@ -41,8 +41,9 @@ class Convention:
 
 
 CONVENTIONS: dict[str, Convention] = {
-    rule.name: rule
-    for rule in (Convention("paper", divides=False), Convention("ring"), Convention("pipedream-code", released=True))
+    "paper": Convention("paper", divides=False),
+    "ring": Convention("ring"),
+    "pipedream-code": Convention("pipedream-code", released=True),
 }
 
 
@@ -69,14 +70,18 @@ def stage_s(
         below: components of the level below (1 for devices).
         first: the stage is the first of its level, or its only one.
     """
+    share = 1
     if rule.divides:
         share = replicas
-    else:
-        share = 1
-    reduction = (4 if rule.released else 2) * (replicas - 1) * trained_bytes / (bandwidth * share)
+    factor = 2
+    if rule.released:
+        factor = 4
+    reduction = factor * (replicas - 1) * trained_bytes / (bandwidth * share)
     if not rule.released:
         return np.maximum(compute_s, reduction) / replicas
-    return (compute_s + (reduction / below if first else reduction)) / replicas
+    if first:
+        reduction = reduction / below
+    return (compute_s + reduction) / replicas
 
 
 def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: list[tuple[int, float]]) -> float:

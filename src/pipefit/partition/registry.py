@@ -91,9 +91,11 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
     made = found(profile, num_stages, **options)
     count = len(made.stages)
     is_bound = method in _AT_MOST
-    wrong = num_stages is not None and (count > num_stages if is_bound else count != num_stages)
-    if wrong and method in _BUILT_IN:
-        most = "at most " if is_bound else ""
+    fits = num_stages is None or count == num_stages or (is_bound and count < num_stages)
+    if not fits and method in _BUILT_IN:
+        most = ""
+        if is_bound:
+            most = "at most "
         raise PlanError(f"{method}: expected {most}{num_stages} stages, got {count}; leave num_stages out to take them")
     return made
 

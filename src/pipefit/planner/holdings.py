@@ -55,8 +55,11 @@ def holdings_of(config: Config, recomputed: Collection[int], frozen: int = 0) ->
     plain = _held_in(config, config.recompute == "stage", frozen)
     if config.recompute != "some" or not recomputed:
         return plain
-    replaying = _held_in(config, True, frozen)
-    return tuple((replaying if rank in recomputed else plain)[rank] for rank in range(len(plain)))
+    found = list(plain)
+    for rank, replaying in enumerate(_held_in(config, True, frozen)):
+        if rank in recomputed:
+            found[rank] = replaying
+    return tuple(found)
 
 
 def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...]:
@@ -70,7 +73,8 @@ def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...
     chunks = config.chunks
     replicas = config.replicas
     if replicas:
-        return _held(name, depth, min(config.num_microbatches, 4 * sum(replicas)), 1, recompute, replicas, frozen)
+        counted = min(config.num_microbatches, 4 * sum(replicas))
+        return _held(name, depth, counted, 1, recompute, replicas, frozen)
     counted = _counted(config)
     found = _held(name, depth, counted, chunks, recompute, frozen=frozen)
     more = config.per_pipeline - counted
@@ -89,11 +93,11 @@ def replayed(config: Config) -> tuple[float, ...]:
         return (1.0,) * len(config.replicas)
     counted = _counted(config)
     # A rank that holds all of them runs only those at the end once: as many, whatever the number of micro-batches.
+    of = counted
     if holds_all(config.schedule, config.chunks):
         of = config.per_pipeline
-    else:
-        of = counted
-    return tuple(1 - once / of for once in _run_once(config.schedule, config.depth, counted, config.chunks))
+    run_once = _run_once(config.schedule, config.depth, counted, config.chunks)
+    return tuple(1 - once / of for once in run_once)
 
 
 def least_replayed(config: Config) -> tuple[float, ...]:
@@ -108,11 +112,10 @@ def least_replayed(config: Config) -> tuple[float, ...]:
         return (0.0,) * stages
     if config.schedule == "gpipe":
         return (1 - 1 / m,) * stages
+    last = 0.0
     if config.schedule == "breadth-first" and config.chunks > 1:
         last = 1.0
-    else:
-        last = 0.0
-    return (*(1.0,) * (stages - 1), last)
+    return (*[1.0] * (stages - 1), last)
 
 
 @lru_cache(maxsize=8)
@@ -127,23 +130,23 @@ def small_program(
 ) -> Program:
     """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one; `recompute` None: all."""
     # Two weight versions only meet where one update follows another.
-    if replicas:
-        several = 4 * sum(replicas)
-    elif count > 1:
-        several = 3
-    else:
-        several = 3 * depth + 2
     if find(schedule).is_synchronous:
         steps = 1
+    elif replicas:
+        steps = 4 * sum(replicas)
+    elif count > 1:
+        steps = 3
     else:
-        steps = several
+        steps = 3 * depth + 2
     with collector_paused():
         return generate(schedule, Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen))
 
 
 def filling(schedule: str, depth: int, chunks: int) -> int:
     """Micro-batches that fill a pipeline: p, or 2p with chunks and where more are in flight than there are ranks."""
-    return (2 if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN else 1) * depth
+    if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN:
+        return 2 * depth
+    return depth
 
 
 def least_in_flight(config: Config) -> list[int]:
@@ -152,10 +155,12 @@ def least_in_flight(config: Config) -> list[int]:
     Of each chunk of an interleaved rank at least p, or of the last one those that are in flight below it.
     """
     p = config.depth
+    m = config.per_pipeline
     if holds_all(config.schedule, config.chunks):
-        return [config.per_pipeline] * p
-    ahead = (p - r if config.chunks == 1 else min(p, 2 * (p - r) - 1) for r in range(p))
-    return [min(k, config.per_pipeline) for k in ahead]
+        return [m] * p
+    if config.chunks == 1:
+        return [min(p - rank, m) for rank in range(p)]
+    return [min(p, 2 * (p - rank) - 1, m) for rank in range(p)]
 
 
 def least_holdings(config: Config) -> tuple[Holding, ...]:
@@ -171,8 +176,9 @@ def least_holdings(config: Config) -> tuple[Holding, ...]:
             kept = [(ACT, stage - 1) for stage in stages if stage]
         else:
             kept = [(SAVED, stage) for stage in stages]
-        keys = (*kept, *((WEIGHTS, stage) for stage in stages))
-        found.append(Holding(keys, np.array([[count - replays] * len(kept) + [1] * len(stages)])))
+        weights = [(WEIGHTS, stage) for stage in stages]
+        counts = [count - replays] * len(kept) + [1] * len(weights)
+        found.append(Holding((*kept, *weights), np.array([counts])))
     return tuple(found)
 
 
@@ -188,7 +194,9 @@ def _counted(config: Config) -> int:
         return config.per_pipeline
     if config.chunks == 1 and holds_all(config.schedule, 1):
         return min(config.per_pipeline, _GROWING)
-    enough = filling(config.schedule, config.depth, config.chunks) + (2 if config.chunks == 1 else 0)
+    enough = filling(config.schedule, config.depth, config.chunks)
+    if config.chunks == 1:
+        enough += 2
     return min(config.per_pipeline, enough)
 
 
@@ -221,7 +229,8 @@ def _held(
 @lru_cache(maxsize=512)
 def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: bool, frozen: int) -> tuple[Array, ...]:
     """For each rank, the additional values of each key with one micro-batch more than are counted."""
-    few, many = (_held(schedule, depth, count, chunks, recompute, frozen=frozen) for count in (counted, counted + 1))
+    few = _held(schedule, depth, counted, chunks, recompute, frozen=frozen)
+    many = _held(schedule, depth, counted + 1, chunks, recompute, frozen=frozen)
     return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
 
 
@@ -235,8 +244,9 @@ def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[
     result = []
     for (keys, rows), stages in zip(holdings, stages_of, strict=True):
         sizes = np.array([cost.held_bytes(Value(kind, stage, 0)) for kind, stage in keys])
-        frozen = sum(cost.frozen_bytes(stage) for stage in stages)
-        result.append(float((rows @ sizes).max()) + cost.resident_bytes(stages) + cost.room_bytes(stages) + frozen)
+        live = float((rows @ sizes).max())
+        frozen = sum(map(cost.frozen_bytes, stages))
+        result.append(live + cost.resident_bytes(stages) + cost.room_bytes(stages) + frozen)
     return tuple(result)
 
 
@@ -254,13 +264,15 @@ def _rows(lives: list[Lifetime]) -> Holding:
     np.add.at(changes, (after, which), -1)
     before_an_end = np.flatnonzero((changes < 0).any(axis=1)) - 1
     births = np.cumsum((changes > 0).any(axis=1))[before_an_end]
+    moments = before_an_end[np.diff(births, prepend=-1) > 0]
     counts: NDArray[Any] = np.cumsum(changes, axis=0, dtype=changes.dtype)
-    return Holding(tuple(keys), _highest(counts[before_an_end[np.diff(births, prepend=-1) > 0]]))
+    return Holding(tuple(keys), _highest(counts[moments]))
 
 
 def _highest(rows: Array) -> Array:
     """The rows that no other row covers in every count."""
-    columns = np.ascontiguousarray(rows[np.argsort(-rows.sum(axis=1), kind="stable")].T)
+    by_sum = np.argsort(-rows.sum(axis=1), kind="stable")
+    columns = np.ascontiguousarray(rows[by_sum].T)
     highest = []
     uncovered = np.ones(len(rows), bool)
     while uncovered.any():
