@@ -91,6 +91,8 @@ _LOST_PEER: Final = (
     "pair closure",
     "remote process exiting",
     "communicator was aborted",
+    "NCCL error",
+    "remote process exited",
 )
 """Words of torch's errors, and of Gloo's and NCCL's inside them, where a peer is gone."""
 

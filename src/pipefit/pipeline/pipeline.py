@@ -32,7 +32,7 @@ from pipefit.pipeline.nonfinite import finite, needs_norm
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.recovery import begin_fit
-from pipefit.pipeline.request import decide, default_device
+from pipefit.pipeline.request import decide
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.profiling.workload import Workload
@@ -47,7 +47,7 @@ from pipefit.spec import Plan
 from pipefit.spec.arguments import checked
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
 from pipefit.stage.compiler import backend_of, compile_seconds
-from pipefit.stage.device import usable_device
+from pipefit.stage.device import forget_peak, process_device
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
 from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
@@ -122,10 +122,7 @@ class Pipeline:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
         check_scheduler(updates.scheduler)
-        if parallelism.device is None:
-            self.device = default_device()
-        else:
-            self.device = usable_device(parallelism.device)
+        self.device = process_device(parallelism.device)
         clip_norm = updates.clip_norm or None
         precision = Precision.of(precision)
         half = half_of(precision.dtype)
@@ -155,6 +152,7 @@ class Pipeline:
         self._engine = assemble(
             self.program, decided, self.layers, mesh, self._training, session, self.device, initialise, spill
         )
+        forget_peak(self.device)
         if not made.is_proved:
             watch_shared(self.layers, decided.partition, [worker.stages for worker in self.workers])
         self._verify_every = parallelism.verify_replicas
@@ -471,7 +469,7 @@ class Pipeline:
         """A summary of the time of the last passes, to be printed. All ranks of a run must call it together."""
         compile_s = compile_seconds() if self._training.compiler else 0.0
         own = self.loop.moved_bytes, self.held_bytes, compile_s
-        return PipelineReport.of(self.timeline(last), self.plan, self._session, *own)
+        return PipelineReport.of(self.timeline(last), self.plan, self._session, *own, self.device)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs, displayed in a notebook."""

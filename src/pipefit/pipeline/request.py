@@ -7,14 +7,12 @@ profile, or by FLOP and parameters.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import torch
 
 from pipefit.cost import FREE, of_plan
 from pipefit.cost.tensor import tensor_shard
@@ -363,10 +361,3 @@ def _check_ranks(session: Session, plan: Plan) -> None:
             f"the plan is for {plan.placement.num_ranks} ranks{each}, but {session.num_ranks} processes were started; "
             f"start {wanted}, or plan again"
         )
-
-
-def default_device() -> torch.device:
-    """The process's GPU when there is one, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    return torch.device("cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec.topology import Device
+from pipefit.stage.device import peak_bytes
 
 _PATIENCE_S = 0.5
 _LEAST_MEASURED = 3
@@ -30,7 +30,7 @@ def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
     """This process's summand of a step's bubble, and of the peak memories and learning rates of all processes."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
     memory = [0.0] * session.num_ranks
-    memory[session.rank] = peak_memory_bytes()
+    memory[session.rank] = peak_bytes(runs[0].worker.device)
     rates = [0.0] * session.num_ranks
     rates[session.rank] = max((max(own) for run in runs for own in run.rates.values()), default=0.0)
     return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory, *rates]
@@ -97,13 +97,6 @@ def _highest_flops(device: torch.device) -> float:
         if len(found) >= _LEAST_MEASURED and others[0] >= _ALIKE * first:
             break
     return max(found)
-
-
-def peak_memory_bytes() -> float:
-    """Peak memory of this process: of its GPU when it has one, else its resident set."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
 
 
 class HeldMemory:

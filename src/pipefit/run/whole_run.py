@@ -21,7 +21,7 @@ from pipefit.pipeline.assembly import end_run
 from pipefit.pipeline.callbacks import Checkpoints, EarlyStopping
 from pipefit.pipeline.loggers import json_log, log_named
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.request import decide, default_device
+from pipefit.pipeline.request import decide
 from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.profiling.machine import CpuUse
@@ -43,7 +43,7 @@ from pipefit.simulate import simulate
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism
 from pipefit.stage.compiler import backend_of
-from pipefit.stage.device import usable_device
+from pipefit.stage.device import process_device
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
@@ -204,11 +204,7 @@ def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
 
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
-    device = config.request.parallelism.device
-    if device:
-        place = usable_device(device)
-    else:
-        place = default_device()
+    place = process_device(config.request.parallelism.device)
     assert config.lr is not None
     return Workload(
         named_layers(bundle.layers),

@@ -116,6 +116,11 @@ def _settle(settings: Settings) -> None:
 
 
 def _device(settings: Settings) -> torch.device:
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(
+            "the program of this study has asked for the GPU already (torch.cuda.is_available() is enough), which its "
+            "workers, forks of it, cannot use then: run the study first, in another program, or from a study file"
+        )
     has_gpu = torch.cuda.is_available()
     device = torch.device(settings.spec.device or ("cuda" if has_gpu else "cpu"))
     if device.type == "cuda" and not has_gpu:
