@@ -11,6 +11,7 @@ import torch
 
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.untouched import random_state_kept, with_threads
+from pipefit.spec.host import usable_bytes
 from pipefit.spec.topology import Device
 
 _COPIED_BYTES = 64 * 2**20
@@ -112,4 +113,4 @@ def cores_of_others(before: CpuUse, after: CpuUse, own_s: float) -> float:
 def _memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float(usable_bytes())
