@@ -25,7 +25,7 @@ PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules ve
 	planner synthesize draw,src/pipefit/$(part)))
 
 .NOTPARALLEL:
-.PHONY: help venv demo test fast long faults zoo check format lint types imports doctest docs golden bench clean
+.PHONY: help venv demo test fast long gpu faults zoo check format lint types imports doctest docs golden bench clean
 
 help: ## print this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -47,6 +47,9 @@ fast: .venv/stamp ## the tests that take less than a minute: no further processe
 
 long: .venv/stamp ## the tests that take more than ten seconds each: benchmarks, several machines, compilers, whole examples
 	@$(PYTEST) $(BY_FILE) -m "long and not faults"
+
+gpu: .venv/stamp ## the tests that need a CUDA device
+	@$(PYTEST) -m gpu tests/gpu
 
 faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes, random input; prints a table (PIPEFIT_TRIALS=all: every one)
 	@$(PYTEST) -n 2 --dist worksteal -m faults tests/faults

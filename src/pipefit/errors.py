@@ -91,6 +91,8 @@ _LOST_PEER: Final = (
     "pair closure",
     "remote process exiting",
     "communicator was aborted",
+    "NCCL error",
+    "remote process exited",
 )
 """Words of torch's errors, and of Gloo's and NCCL's inside them, where a peer is gone."""
 
@@ -128,7 +130,8 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
             raise error(f"{place}{name}: expected at most 2^{_MOST_BITS}, got a number of {value.bit_length()} bits")
 
 
-_MOST_NAMED, _MOST_BITS = 40, 63
+_MOST_NAMED = 40
+_MOST_BITS = 63
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

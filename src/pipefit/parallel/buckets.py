@@ -96,7 +96,8 @@ def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
             num_marks = len(parameters)
         else:
             num_marks = 0
-        size, dtype = padded(end, _ALIGN * parts), parameters[members[0]].dtype
+        size = padded(end, _ALIGN * parts)
+        dtype = parameters[members[0]].dtype
         made.append(Bucket(tuple(members), tuple(starts), size, dtype, num_marks))
     return made
 
@@ -186,9 +187,11 @@ class GradientBuckets:
             self._move(range(len(self.parameters)))
 
     def _move(self, indices: Iterable[int]) -> None:
-        places, made = [], []
+        places = []
+        made = []
         for index in indices:
-            parameter, view = self.parameters[index], self._views[index]
+            parameter = self.parameters[index]
+            view = self._views[index]
             grad = parameter.grad
             # In a slot each gradient is moved to its place when it is made.
             if grad is not None and grad is not view and grad.data_ptr() != view.data_ptr():

@@ -25,6 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
+
 Move = Callable[[Tensor], Tensor]
 
 
@@ -153,7 +155,7 @@ class Region:
             other = self._exchanged(x)
             return torch.cat((other, x) if self.index else (x, other), dim)
         out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.size,))
-        dist.all_gather_single(out, x, group=self.group)
+        all_gather_single(out, x, group=self.group)
         if dim == 0:
             return out
         return out.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
@@ -167,7 +169,7 @@ class Region:
         stacked = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
         if x.is_cuda:
             out = torch.empty_like(stacked[0])
-            dist.reduce_scatter_single(out, stacked.flatten(0, 1), group=self.group)
+            reduce_scatter_single(out, stacked.flatten(0, 1), group=self.group)
             return out
         # Gloo would sum everything on every process: here parts are exchanged, and each adds up its own.
         given = torch.empty_like(stacked)
@@ -181,7 +183,8 @@ class Region:
     def _exchanged(self, x: Tensor) -> Tensor:
         """The tensor that the other of two processes sends in exchange for x."""
         x = x.contiguous()
-        other, peer = torch.empty_like(x), 1 - self.index
+        other = torch.empty_like(x)
+        peer = 1 - self.index
         coming = self.group.recv([other], peer, 0)
         self.group.send([x], peer, 0).wait()
         coming.wait()

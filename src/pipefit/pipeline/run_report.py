@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from pipefit.ir.op import COMPUTE_OPS, Op
-from pipefit.pipeline.step_figures import peak_memory_bytes
 from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
+from pipefit.stage.device import peak_bytes
 from pipefit.timeline import Timeline, by_kind
 from pipefit.units import format_bytes, format_seconds
 
@@ -60,9 +62,10 @@ class PipelineReport:
         moved: tuple[float, float],
         held: float | None,
         compile_s: float,
+        device: torch.device,
     ) -> PipelineReport:
         """Returns the figures of all processes, from those of this one. Every process must call it."""
-        own = [*moved, peak_memory_bytes(), math.nan if held is None else held, compile_s]
+        own = [*moved, peak_bytes(device), math.nan if held is None else held, compile_s]
         sent, inside, peak, tensors, compiled = map(list, zip(*gather_rows(session, own), strict=True))
         is_known = not any(map(math.isnan, tensors))
         return cls(timeline, plan, peak, Traffic(sent, inside), tensors if is_known else [], compiled)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec.topology import Device
+from pipefit.stage.device import peak_bytes
 
 _PATIENCE_S = 0.5
 _LEAST_MEASURED = 3
@@ -30,7 +30,7 @@ def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
     """This process's summand of a step's bubble, and of the peak memories and learning rates of all processes."""
     bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
     memory = [0.0] * session.num_ranks
-    memory[session.rank] = peak_memory_bytes()
+    memory[session.rank] = peak_bytes(runs[0].worker.device)
     rates = [0.0] * session.num_ranks
     rates[session.rank] = max((max(own) for run in runs for own in run.rates.values()), default=0.0)
     return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory, *rates]
@@ -99,13 +99,6 @@ def _highest_flops(device: torch.device) -> float:
     return max(found)
 
 
-def peak_memory_bytes() -> float:
-    """Peak memory of this process: of its GPU when it has one, else its resident set."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_allocated())
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
-
-
 class HeldMemory:
     """Peak bytes of tensors of a rank in one pass, checked after each of its instructions.
 
@@ -129,10 +122,9 @@ class HeldMemory:
     def look(self) -> None:
         """Reads the memory in use, until reading has taken half a second in total."""
         # Temporary memory of a step on the host is not the device's, but on a CPU the allocator is the same.
+        steps = []
         if self._worker.spilling:
             steps = self._worker.spilling.steps
-        else:
-            steps = ()
         if self._left_s > 0 and all(step.ended() for step in steps):
             began = time.perf_counter()
             self._highest = max(self._highest, self._tell())
@@ -149,7 +141,7 @@ def _kept_bytes(worker: Worker) -> float:
 
     Spilled stages are away between two passes; their slots count.
     """
-    tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
+    tensors: list[torch.Tensor] = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
     tensors += [p.grad for p in tensors if p.grad is not None]
     tensors += [x for stage in worker.stages.values() for layer in stage.layers for x in layer.module.buffers()]
     if worker.spilling:

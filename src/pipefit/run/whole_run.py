@@ -21,7 +21,7 @@ from pipefit.pipeline.assembly import end_run
 from pipefit.pipeline.callbacks import Checkpoints, EarlyStopping
 from pipefit.pipeline.loggers import json_log, log_named
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.pipeline.request import decide, default_device
+from pipefit.pipeline.request import decide
 from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.profiling.machine import CpuUse
@@ -43,7 +43,7 @@ from pipefit.simulate import simulate
 from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism
 from pipefit.stage.compiler import backend_of
-from pipefit.stage.device import usable_device
+from pipefit.stage.device import process_device
 from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
@@ -79,7 +79,7 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     before_training = CpuUse.now()
     losses = pipe.fit(
         source.batches,
-        config.steps - pipe.num_updates,
+        config.num_steps - pipe.num_updates,
         callbacks=[*_callbacks(config, pipe, observer), best],
         held_out=source.held_out if config.evaluate_every else None,
         evaluate_every=config.evaluate_every,
@@ -127,13 +127,14 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
         result.samples = result.samples or _continued(ready, state)
         if config.output:
             write_folder(ready, timeline, predicted, result)
-    end_run(pipe.workers, pipe.num_updates >= config.steps)
+    end_run(pipe.workers, pipe.num_updates >= config.num_steps)
     return result
 
 
 def _restarted(config: RunConfig) -> RunConfig:
     """The options of a run that was started again after a fault: it resumes from the records of its own tier."""
-    disk, session = config.spill.disk, current()
+    disk = config.spill.disk
+    session = current()
     if session.start.restart and disk and None not in exchange(session, committed_step(disk)):
         return replace(config, resume=str(disk))
     return config
@@ -147,10 +148,13 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     config = _with_epochs(config, source)
     work = _workload(config, bundle, source)
     if config.quick:
-        plan, costs = decide(config.request, work, current()).plan, None
+        plan = decide(config.request, work, current()).plan
+        costs = None
     else:
         plan, costs = measured(config, work, observer)
     observer.doing("building the stages")
+    assert config.warmup is not None
+    scheduler = rates(config.lr_schedule, config.warmup, config.num_steps)
     pipe = Pipeline(
         bundle.layers,
         loss=bundle.loss,
@@ -158,7 +162,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         plan=plan,
         parallelism=Parallelism(device=work.device),
         precision=config.precision,
-        updates=replace(config.updates, scheduler=rates(config.lr_schedule, config.warmup, config.steps)),
+        updates=replace(config.updates, scheduler=scheduler),
         spill=config.request.spill,
     )
     if costs is None:
@@ -200,11 +204,8 @@ def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
 
 
 def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
-    device = config.request.parallelism.device
-    if device:
-        place = usable_device(device)
-    else:
-        place = default_device()
+    place = process_device(config.request.parallelism.device)
+    assert config.lr is not None
     return Workload(
         named_layers(bundle.layers),
         bundle.loss,
@@ -238,9 +239,9 @@ def _resume(config: RunConfig, pipe: Pipeline, observer: Observer) -> None:
     if config.resume and config.spill.resume is False:
         inside = checkpoints_of(config.resume)
         pipe.load(inside if inside.is_dir() else config.resume)
-        if pipe.num_updates >= config.steps:
+        if pipe.num_updates >= config.num_steps:
             raise PipefitError(
-                f"{config.resume} has done {pipe.num_updates} steps, and --steps {config.steps} counts them all: "
+                f"{config.resume} has done {pipe.num_updates} steps, and --steps {config.num_steps} counts them all: "
                 f"give more than {pipe.num_updates}"
             )
         _compare_rates(config, pipe, observer)
@@ -269,7 +270,7 @@ def _callbacks(config: RunConfig, pipe: Pipeline, observer: Observer) -> list[An
         saves = config.saves
         found += [Checkpoints(pipe, checkpoints_of(folder), saves.every, saves.keep, saves.share)]
         if pipe.schedule.is_synchronous:
-            found.append(LatestTimeline(pipe, folder, config.steps))
+            found.append(LatestTimeline(pipe, folder, config.num_steps))
     return found
 
 
@@ -285,8 +286,10 @@ def _ending(best: EarlyStopping, config: RunConfig, num_updates: int) -> list[st
 
 
 def _result(run: ReadyRun, losses: list[float], seconds: float, report: PipelineReport, before: Any) -> RunResult:
-    measured, source = report.timeline, run.source
-    held_out_loss = accuracy = None
+    measured = report.timeline
+    source = run.source
+    held_out_loss: float | None = None
+    accuracy: float | None = None
     if source.counts_hits:
         held_out_loss, accuracy = run.pipe.evaluate(
             source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item()
@@ -320,7 +323,8 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
 
 def _answered(run: ReadyRun) -> list[Sample]:
     """Answers of the trained model of a folder, generated by its stages. Every rank makes the same call."""
-    config, found = run.config, []
+    config = run.config
+    found = []
     for prompt in run.source.prompts:
         room = run.source.longest - len(prompt.tokens)
         length = min(config.sample // _BYTES_PER_TOKEN, room)
@@ -338,7 +342,8 @@ def _answered(run: ReadyRun) -> list[Sample]:
 
 def _continued(run: ReadyRun, state: dict[str, torch.Tensor]) -> list[Sample]:
     """Text of the trained model of bytes, made by the whole model on this rank."""
-    config, source = run.config, run.source
+    config = run.config
+    source = run.source
     if not (source.prompts and config.sample and state):
         return []
     # The layers of a tensor-parallel run are parts of the model's.
@@ -346,7 +351,8 @@ def _continued(run: ReadyRun, state: dict[str, torch.Tensor]) -> list[Sample]:
         whole = build(config.model, **parse_options(config.option, config.model))
     else:
         whole = run.bundle
-    model: nn.Module = whole.layers
+    model = whole.layers
+    assert isinstance(model, nn.Sequential)
     model.load_state_dict(state, assign=True)
     model.eval()
     found = []

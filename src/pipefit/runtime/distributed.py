@@ -30,9 +30,11 @@ from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WHOLE_OF, Kind, Op, Reduction
 from pipefit.parallel.mesh import Mesh
+from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.transport import Ending, Message
+from pipefit.stage.device import settle
 from pipefit.stage.payload import Contract, Structure
 
 _MAX_LEAVES = 64
@@ -87,6 +89,7 @@ class DistributedTransport:
         # Every link of the programs so far, and the process groups of this process's own links.
         self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
+        self._warm: set[tuple[int, int]] = set()
         self._parity = 0
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
@@ -120,12 +123,35 @@ class DistributedTransport:
                 else:
                     peer = link[1]
                 self._links[link] = group, dist.get_group_rank(group, peer)
+        made: list[dist.ProcessGroup] = []
         for members in sorted(set(member_sets) - self._groups.keys()):
             for j in range(t) if len(members) > 1 else ():
                 processes = [rank * t + j for rank in members]
                 group = self._world if len(processes) == dist.get_world_size() else dist.new_group(processes)
                 if j == self._mesh.index:
                     self._groups[members] = group
+                    made.append(group)
+        self._warm_up(made)
+
+    def _warm_up(self, made: Sequence[dist.ProcessGroup]) -> None:
+        """Uses new groups once, all ranks in one order: NCCL connects processes at first use, and blocks both.
+
+        Args:
+            made: of this process's reductions.
+        """
+        if self.device.type != "cuda":
+            return
+        token = torch.zeros(1, device=self.device)
+        for link in sorted(self._links.keys() - self._warm):
+            self._warm.add(link)
+            group, peer = self._links[link]
+            if link[0] == self._process:
+                group.send([token], peer, 0).wait()
+            else:
+                group.recv([token], peer, 0).wait()
+        for group in made:
+            dist.all_reduce(token, group=group)
+        settle(self.device)
 
     def begin(self, feed: Feed) -> None:
         """Begins a pass."""
@@ -279,6 +305,7 @@ class DistributedTransport:
         for queue in self._open.values():
             while queue:
                 queue.popleft().finish()
+        settle(self.device)  # the sends of a GPU still run
 
     def _peer(self, i: Instruction) -> int:
         return i.peer * self._mesh.tensor + self._mesh.index
@@ -336,7 +363,7 @@ class DistributedTransport:
         """
         group = self._groups[members]
         if whole.device.type == "cuda":
-            return _ending(dist.reduce_scatter_single(part, whole, group=group, async_op=True))
+            return _ending(reduce_scatter_single(part, whole, group=group, async_op=True))
         given = torch.empty_like(whole)
 
         def add() -> None:
@@ -349,7 +376,7 @@ class DistributedTransport:
 
     def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
         """Starts to join the parts of some ranks."""
-        return _ending(dist.all_gather_single(whole, part, group=self._groups[members], async_op=True))
+        return _ending(all_gather_single(whole, part, group=self._groups[members], async_op=True))
 
 
 class _Sent(NamedTuple):

@@ -72,7 +72,7 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     if dist.is_initialized():
         return start
     if torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"
+        backend = f"cpu:gloo,cuda:{dist.get_default_backend_for_device('cuda')}"
     else:
         backend = "gloo"
     if folder is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -70,6 +71,13 @@ class Copy:
         self._future.set_result(None)
 
 
+def _on_current_stream(work: Callable[[], object], device: torch.device) -> None:
+    """Copies in the caller's thread; a copy that returns before a GPU has made it is waited for."""
+    work()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class Lane:
     """One direction of copies, in order.
 
@@ -80,6 +88,7 @@ class Lane:
     """
 
     def __init__(self, name: str, device: torch.device, threaded: bool = True) -> None:
+        self._device = device
         self._thread = ThreadPoolExecutor(1, f"pipefit-{name}") if threaded else None
         self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
 
@@ -93,7 +102,7 @@ class Lane:
         """
         copy = Copy()
         if self._thread is None:
-            copy.run(work, after)
+            copy.run(partial(_on_current_stream, work, self._device), after)
             return copy
         if self.stream is None:
             self._thread.submit(copy.run, work, after)

@@ -1,7 +1,9 @@
-"""The device of a process, by the name that a user gave."""
+"""The device of a process: by the name that a user gave, or the GPU that belongs to the process."""
 
 from __future__ import annotations
 
+import os
+import resource
 from typing import Any
 
 import torch
@@ -9,15 +11,71 @@ import torch
 from pipefit.errors import PipefitError
 
 
+def process_device(name: Any = None) -> torch.device:
+    """The device of this process; a GPU becomes the one that calls without a device use, instead of GPU 0.
+
+    Args:
+        name: as of `usable_device`; None: the process's GPU when there is one, else the CPU.
+
+    Raises:
+        PipefitError: there is no such device, or there are GPUs, but fewer than ranks on this machine.
+    """
+    if name:
+        device = usable_device(name)
+    elif torch.cuda.is_available():
+        device = torch.device("cuda", _own_index())
+    else:
+        device = torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
 def usable_device(name: Any) -> torch.device:
-    """The device of a name such as "cpu" or "cuda:0", or of a `torch.device`.
+    """The device of a name such as "cpu" or "cuda:0", or of a `torch.device`; "cuda" is the process's own GPU.
 
     Raises:
         PipefitError: there is no such device here, or it holds no numbers.
     """
     try:
         device = torch.device(name)
+        if device == torch.device("cuda") and torch.cuda.is_available():
+            device = torch.device("cuda", _own_index())
         torch.empty(1, device=device).zero_().item()
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as problem:
         raise PipefitError(f"--device {name}: cannot be used here: {str(problem).splitlines()[0]}") from None
     return device
+
+
+def _own_index() -> int:
+    """The GPU of this rank among those of the machine.
+
+    Raises:
+        PipefitError: there are fewer GPUs than ranks.
+    """
+    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if index >= count:
+        raise PipefitError(
+            f"each rank needs a GPU of its own, but {os.environ.get('LOCAL_WORLD_SIZE', index + 1)} ranks were started "
+            f"on this machine, where torch sees {count}; start {count}, or train on the CPU (device cpu)"
+        )
+    return index
+
+
+def settle(device: torch.device) -> None:
+    """Waits until a device has done all that it was given; a CPU has done it already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def forget_peak(device: torch.device) -> None:
+    """Lets the peak of a GPU's memory begin anew, after measurements; that of a process on the CPU cannot."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_bytes(device: torch.device) -> float:
+    """Peak memory of this process: of tensors on its GPU where it trains there, else its resident set."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024

@@ -116,6 +116,11 @@ def _settle(settings: Settings) -> None:
 
 
 def _device(settings: Settings) -> torch.device:
+    if torch.cuda._is_in_bad_fork():
+        raise RuntimeError(
+            "the program of this study has asked for the GPU already (torch.cuda.is_available() is enough), which its "
+            "workers, forks of it, cannot use then: run the study first, in another program, or from a study file"
+        )
     has_gpu = torch.cuda.is_available()
     device = torch.device(settings.spec.device or ("cuda" if has_gpu else "cpu"))
     if device.type == "cuda" and not has_gpu:
@@ -131,7 +136,8 @@ class _OpenTrials:
     """The trials that the worker has on its device."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
-        self._settings, self._device = settings, device
+        self._settings = settings
+        self._device = device
         self._trials: OrderedDict[int, OpenTrial] = OrderedDict()
 
     def answer(self, job: Job, is_called: Callable[[], bool]) -> Answer:
@@ -153,7 +159,8 @@ class _OpenTrials:
                 turns.append(runner.take_turn(opened))
             return Answer("done", None, turns)
         except NoRoomError as problem:
-            outcome, reason = "no-room", str(problem)
+            outcome = "no-room"
+            reason = str(problem)
         except BaseException as problem:
             if isinstance(problem, TierError) and not isinstance(problem, DamageError):
                 outcome = "tier"
@@ -165,7 +172,8 @@ class _OpenTrials:
         return Answer(outcome, reason, turns)
 
     def _opened(self, job: Job) -> OpenTrial:
-        settings, number = self._settings, job.trial
+        settings = self._settings
+        number = job.trial
         if number not in self._trials:
             if number < len(settings.trials):
                 trial = settings.trials[number]
@@ -176,7 +184,8 @@ class _OpenTrials:
                 room = job.argument
             else:
                 room = math.inf
-            place, limit = settings.folder / job.name, settings.spec.device_bytes
+            place = settings.folder / job.name
+            limit = settings.spec.device_bytes
             self._trials[number] = OpenTrial(number, trial, place, self._device, limit, room)
         self._trials.move_to_end(number)
         return self._trials[number]

@@ -1,4 +1,4 @@
-"""Spilling on a GPU. Nothing here has been run yet where there was one; `DEVICE` is where it runs."""
+"""Spilled training on a GPU: resident training to the bit, in the memory that was promised."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from pipefit.spill.tiers import Key
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
+DEVICE = "cuda:0"
 
 
 def momentum(parameters):
@@ -86,6 +86,17 @@ def test_slots_and_prefetching_change_nothing(how):
     assert_same(trained(adam), trained(adam, spill=Spilled(**how)))
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_activations_that_wait_on_the_host_change_nothing(on_disk, tmp_path):
+    spill = Spilled(disk=tmp_path / "tier" if on_disk else None, activations=True)
+    assert_same(trained(adam), trained(adam, spill=spill))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_spills_with_its_weights_in_full(precision):
+    assert_same(trained(adam, precision=precision), trained(adam, precision=precision, spill=Spilled()))
+
+
 @pytest.mark.parametrize("optimizer", [plain, adam])
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_stages_that_step_on_the_host_train_alike_to_rounding(optimizer, clip):
@@ -137,13 +148,12 @@ def test_a_plan_for_a_cap_keeps_it():
 
 
 def forget_peak():
-    if DEVICE == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def peak_bytes():
-    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+    return torch.cuda.max_memory_allocated()
 
 
 def test_a_checkpoint_of_a_spilled_run_goes_on_resident_and_counts_its_steps(tmp_path):
