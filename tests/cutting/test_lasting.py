@@ -1,6 +1,7 @@
 """State of Python in a forward: what changes from one forward to the next is found and named, and nothing remains."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import random
@@ -214,3 +215,26 @@ def test_an_attribute_that_cannot_be_copied_is_named():
     model.source = (n for n in range(3))
     with pytest.raises(ModelError, match=r"Base.source \(generator\) cannot be copied"):
         States(model).fresh()
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    scale: float = 1.0
+
+
+copy_with = dataclasses.replace
+
+
+class ReplacesSettings(Base):
+    """Its forward names a function of Python's library, which compares with a global of its module by identity."""
+
+    def forward(self, x):
+        return self.lin(x) * copy_with(Settings(), scale=2.0).scale
+
+
+def test_the_library_of_python_works_in_a_state_of_its_own():
+    model = ReplacesSettings()
+    states = States(model)
+    with states.used(states.fresh()):
+        made = dataclasses.make_dataclass("Made", [("size", int), ("name", str, "none")])
+    assert made(3).name == "none"

@@ -15,14 +15,18 @@ CHANCES = (
     "stochastic_depth_prob",
 )
 KINDS = ("Drop", "StochasticDepth")
+OF_A_MODEL = ("drop_rate",)
+"""The dropout of timm's models that call its function."""
 
 
 def calm(model: nn.Module) -> nn.Module:
     """The model with all probabilities of dropout, of whatever kind, set to 0."""
     for module in model.modules():
-        if not any(kind in type(module).__name__ for kind in KINDS):
-            continue
-        for name in CHANCES:
+        if any(kind in type(module).__name__ for kind in KINDS):
+            names = CHANCES
+        else:
+            names = OF_A_MODEL
+        for name in names:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model

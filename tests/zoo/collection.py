@@ -8,13 +8,13 @@ import importlib.util
 from tests.zoo.specimen import Specimen
 
 LIBRARIES = {
-    "hand": ("hand.channels", "hand.state", "hand.flow", "hand.structure", "hand.gradients"),
     "torchvision": ("torchvision_models",),
     "diffusers": ("diffusers_models",),
     "torch_geometric": ("torch_geometric_models",),
     "torchaudio": ("torchaudio_models",),
     "transformers": ("transformers_models",),
     "timm": ("timm_models",),
+    "hand": ("hand.channels", "hand.state", "hand.flow", "hand.structure", "hand.gradients"),
 }
 """The modules that hold the models of each library; they are imported only for these."""
 

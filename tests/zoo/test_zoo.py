@@ -89,8 +89,16 @@ def test_a_name_that_no_model_has_is_refused(tmp_path):
     assert done.returncode == 2 and "no model's name begins with hand/nothing" in done.stderr
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_model_that_was_wrong_before_still_fails_the_run(tmp_path):
     name, results = specimens_of("hand")[0].name, tmp_path / "zoo.jsonl"
     results.write_text(line(Result(name, WRONG)) + "\n")
     done = zoo(name, "--results", str(results))
     assert done.returncode == 1 and done.stdout == "1 wrong\n"
+
+
+def test_the_readme_has_the_numbers_of_the_page():
+    row = next(line for line in PAGE.read_text().splitlines() if line.startswith("| **all** |"))
+    tried, exact, refused = (cell.strip() for cell in row.split("|")[2:5])
+    readme = " ".join((PAGE.parents[1] / "README.md").read_text().split())
+    assert f"of {tried} in [the zoo](docs/zoo.md) {exact} are exact and {refused} are refused" in readme

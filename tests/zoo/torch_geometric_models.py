@@ -99,7 +99,6 @@ put("MLP with its batch", lambda: pyg.MLP([8, WIDTH, WIDTH, 3], norm="graph_norm
 put("PMLP", lambda: pyg.PMLP(8, WIDTH, 3, 4), GRAPH)
 put("RECT_L", lambda: pyg.RECT_L(8, WIDTH), GRAPH)
 put("LightGCN", lambda: pyg.LightGCN(NODES, WIDTH, 3), edges)
-put("SGFormer", lambda: pyg.SGFormer(8, WIDTH, 3), several(nodes, edges, graphs))
 put(
     "Polynormer",
     lambda: pyg.Polynormer(8, WIDTH, 3, in_dropout=0.0, dropout=0.0, global_dropout=0.0),

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 from torchvision import models
-from torchvision.models import detection, optical_flow, segmentation, video
+from torchvision.models import detection, segmentation, video
 
 from tests.zoo.calm import calm
-from tests.zoo.specimen import Specimen, several, vectors
+from tests.zoo.specimen import Specimen, vectors
 
 SPECIMENS: list[Specimen] = []
 
@@ -45,7 +45,6 @@ put("resnet, one block for each level", lambda: models.ResNet(models.resnet.Bott
 put("resnext, one block for each level", lambda: models.ResNet(
     models.resnet.Bottleneck, [1, 1, 1, 1], **CLASSES, groups=8, width_per_group=4))  # fmt: skip
 put("densenet", lambda: models.DenseNet(8, (2, 2, 2, 2), 16, **CLASSES))
-put("densenet, memory efficient", lambda: models.DenseNet(8, (2, 2), 16, **CLASSES, memory_efficient=True))
 put("vgg11_bn without its large layers", lambda: nn.Sequential(*models.vgg11_bn(**CLASSES).features[:15]), 32)
 put("vision transformer", lambda: models.VisionTransformer(32, 8, 4, 4, 32, 64, **CLASSES), 32)
 put("swin", lambda: models.SwinTransformer([4, 4], 16, [2, 2], [2, 4], [4, 4], stochastic_depth_prob=0.0, **CLASSES))
@@ -66,21 +65,18 @@ put("segmentation lraspp", lambda: segmentation.lraspp_mobilenet_v3_large(weight
 put("video r3d", lambda: _video(video.resnet.Conv3DSimple, video.resnet.BasicStem), (3, 4, 32, 32))
 put("video mc3", lambda: _video(video.resnet.Conv3DNoTemporal, video.resnet.BasicStem), (3, 4, 32, 32))
 put("video r2plus1d", lambda: _video(video.resnet.Conv2Plus1D, video.resnet.R2Plus1dStem), (3, 4, 32, 32))
-put("video s3d", lambda: video.s3d(**CLASSES), (3, 16, 64, 64))
 put("video mvit", lambda: video.MViT((32, 32), 4, [
-    video.mvit.MSBlockConfig(1, 16, 32, (3, 3, 3), (1, 2, 2), (1, 2, 2)),
-    video.mvit.MSBlockConfig(2, 32, 32, (3, 3, 3), (1, 1, 1), (1, 1, 1)),
-    video.mvit.MSBlockConfig(2, 32, 32, (3, 3, 3), (1, 1, 1), (1, 1, 1)),
+    video.mvit.MSBlockConfig(1, 16, 32, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
+    video.mvit.MSBlockConfig(2, 32, 32, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 1, 1]),
+    video.mvit.MSBlockConfig(2, 32, 32, [3, 3, 3], [3, 3, 3], [1, 1, 1], [1, 1, 1]),
 ], residual_pool=False, residual_with_cls_embed=False, rel_pos_embed=False, proj_after_attn=False,
     stochastic_depth_prob=0.0, **CLASSES), (3, 4, 32, 32))  # fmt: skip
 put("video swin3d", lambda: video.swin_transformer.SwinTransformer3d(
     [2, 4, 4], 16, [2, 2], [2, 4], [2, 4, 4], stochastic_depth_prob=0.0, **CLASSES), (3, 4, 32, 32))  # fmt: skip
-put("optical flow raft", lambda: optical_flow.raft_small(num_flow_updates=2), data=several(
-    vectors(3, 128, 128), vectors(3, 128, 128)))  # fmt: skip
 DETECTS = "the boxes that it keeps depend on the data, so what its heads compute has another size each time"
 FOR_DETECTION = {"data": _images, "splits": False, "by_hand": False, "why": DETECTS}
 put("detection fasterrcnn", lambda: detection.fasterrcnn_mobilenet_v3_large_320_fpn(
-    weights_backbone=None, num_classes=3, min_size=64, max_size=64), **FOR_DETECTION)  # fmt: skip
+    weights_backbone=None, num_classes=3, min_size=64, max_size=64), is_random=True, **FOR_DETECTION)  # fmt: skip
 put("detection ssdlite", lambda: detection.ssdlite320_mobilenet_v3_large(weights_backbone=None, num_classes=3),
     **FOR_DETECTION)  # fmt: skip
 

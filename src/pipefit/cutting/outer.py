@@ -8,17 +8,23 @@ from __future__ import annotations
 import dis
 import functools
 import random
+import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-_KNOWN = ("torch", "transformers", "peft", "pipefit", "numpy", "builtins", "typing", "abc", "collections")
-"""Packages whose code keeps no state of a model in such variables."""
+_KNOWN = ("torch", "transformers", "peft", "huggingface_hub", "pipefit", "numpy", "builtins", "typing", "abc",
+          "collections")  # fmt: skip
+"""Packages whose objects hold no state of a model."""
+
+_FOREIGN_CODE = frozenset((*_KNOWN, *sys.stdlib_module_names))
+"""Packages whose code keeps no state of a model in such variables. Some is its own: `dataclasses` compares by identity
+with a global, which must not be copied."""
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 _HOLDERS = (list, dict, set, deque, Tensor, np.ndarray, np.random.Generator, np.random.RandomState, random.Random,
@@ -59,13 +65,13 @@ def outer_variables(model: nn.Module) -> list[Variable]:
     while functions or kinds:
         if kinds:
             kind = kinds.pop()
-            if id(kind) not in seen and not _is_known(kind.__module__):
+            if id(kind) not in seen and not _is_in(_FOREIGN_CODE, kind.__module__):
                 seen.add(id(kind))
                 found |= {variable.key: variable for variable in _of_class(kind)}
                 functions += [one for value in list(vars(kind).values()) for one in _functions_in(value)]
             continue
         function = functions.pop()
-        if id(function) in seen or _is_known(getattr(function, "__module__", None)):
+        if id(function) in seen or _is_in(_FOREIGN_CODE, getattr(function, "__module__", None)):
             continue
         seen.add(id(function))
         for variable, value in _of_function(function):
@@ -177,8 +183,8 @@ def can_change(value: Any) -> bool:
         return True
     if isinstance(value, (*_PLAIN, nn.Module)) or is_code(value):
         return False
-    return not _is_known(type(value).__module__) and hasattr(value, "__dict__")
+    return not _is_in(_KNOWN, type(value).__module__) and hasattr(value, "__dict__")
 
 
-def _is_known(module: str | None) -> bool:
-    return module is None or module.partition(".")[0] in _KNOWN
+def _is_in(packages: Collection[str], module: str | None) -> bool:
+    return module is None or module.partition(".")[0] in packages
