@@ -54,7 +54,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
         num_ranks = session.num_ranks
     else:
         num_ranks = request.parallelism.ranks or copies
-    links = links_of(session, num_ranks)
+    links = links_of(session, num_ranks, work.device)
     meet(session)
     device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32))
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))

@@ -15,6 +15,7 @@ from pipefit.spec.topology import Device
 
 _COPIED_BYTES = 64 * 2**20
 _KERNELS = 100
+_USABLE = 0.95
 _FREE_CORES = 0.5
 """Mean number of idle cores at which programs do not slow each other down."""
 
@@ -111,5 +112,8 @@ def cores_of_others(before: CpuUse, after: CpuUse, own_s: float) -> float:
 
 def _memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[1])
+        # What torch holds but no tensor uses is free, too; a part is lost between blocks of different sizes.
+        free, _ = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return _USABLE * (free + unused)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

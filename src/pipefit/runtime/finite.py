@@ -45,7 +45,7 @@ def is_taken(run: Execution, update: int) -> bool:
     if policy not in (STOP, SKIP) or update not in run.norms:
         return True
     if update not in run.decided:
-        run.decided[update] = bool(torch.isfinite(run.norms[update]).all())
+        _decide(run, update)
         if not run.decided[update] and policy == STOP and run.compiled.program.header.num_steps > 1:
             raise NonFiniteLossError(
                 f"the loss or a gradient of update {update} of this segment is not finite; no rank has made it, but "
@@ -54,12 +54,26 @@ def is_taken(run: Execution, update: int) -> bool:
     return run.decided[update]
 
 
+def _decide(run: Execution, update: int) -> None:
+    """Decides about an update from its norms, which come to the host with its losses: the one wait for a GPU's step."""
+    header, norms = run.compiled.program.header, run.norms[update]
+    own = [index for index, (mb, _) in enumerate(run.losses) if header.update_of(header.last_stage, mb) == update]
+    losses = [run.losses[index][1].reshape(1).double().to(norms.device) for index in own]
+    numbers = torch.cat([norms, *losses]).cpu()
+    run.known[update] = numbers[: len(norms)]
+    run.decided[update] = bool(run.known[update].isfinite().all())
+    for index, loss in zip(own, numbers[len(norms) :], strict=True):
+        run.losses[index] = (run.losses[index][0], loss)
+
+
 def all_finite(run: Execution) -> bool:
     """Returns whether all updates of a pass were finite, where all ranks know it; True where nobody looks."""
     training = run.worker.training
     if training.loss_scale is not None or training.nonfinite not in (STOP, SKIP):
         return True
-    return all(bool(torch.isfinite(norm).all()) for norm in run.norms.values())
+    for update in run.norms.keys() - run.decided.keys():
+        _decide(run, update)
+    return all(run.decided.values())
 
 
 def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor]) -> bool:

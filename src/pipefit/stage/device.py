@@ -7,6 +7,7 @@ import resource
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipefit.errors import PipefitError
 
@@ -60,6 +61,13 @@ def _own_index() -> int:
             f"on this machine, where torch sees {count}; start {count}, or train on the CPU (device cpu)"
         )
     return index
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device; one of the host is pinned first, so that the host need not wait for a GPU's copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def settle(device: torch.device) -> None:
