@@ -73,7 +73,7 @@ def all_finite(run: Execution) -> bool:
         return True
     for update in run.norms.keys() - run.decided.keys():
         _decide(run, update)
-    return all(run.decided.values())
+    return all(run.decided[update] for update in run.norms)
 
 
 def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor]) -> bool:
