@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from pipefit.stage.record_layout import Field, Layout, is_dense, padded
 
-BUCKET_BYTES = (1 << 20, 25 << 20)
-"""Minimum and maximum bytes of a full bucket; in between, half of all gradients. Small buckets let the first
-reductions start early; each reduction takes Gloo some tenths of a millisecond of the core. (The maximum is DDP's.)"""
+BUCKET_BYTES = {"cpu": (1 << 20, 25 << 20), "cuda": (25 << 20, 100 << 20)}
+"""Minimum and maximum bytes of a full bucket, by device; in between, half of all gradients. Small buckets let the first
+reductions start early; each reduction takes Gloo some tenths of a millisecond of the core, and NCCL needs large ones to
+fill a link. (The maximum of the CPU is DDP's.)"""
 _SHARE = 2
 _ALIGN = 16
 _GRAIN_BYTES = 64
@@ -75,7 +76,8 @@ def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
     """
     total = sum(parameter.nbytes for parameter in parameters)
     # A bucket takes no further parameter once it has this size.
-    cap_bytes = min(max(total // _SHARE, BUCKET_BYTES[0]), BUCKET_BYTES[1])
+    least, most = BUCKET_BYTES.get(parameters[0].device.type, BUCKET_BYTES["cpu"])
+    cap_bytes = min(max(total // _SHARE, least), most)
     groups: list[list[int]] = []
     end = 0
     for index in reversed(range(len(parameters))):

@@ -87,3 +87,16 @@ def peak_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Bytes that products of matrices take of a GPU for themselves, from the first one on, both ways."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    weight = torch.ones(64, 64, device=device, requires_grad=True)
+    torch.nn.functional.linear(weight, weight, weight[0]).sum().backward()
+    del weight
+    return torch.cuda.memory_allocated(device) - before
