@@ -130,7 +130,8 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
             raise error(f"{place}{name}: expected at most 2^{_MOST_BITS}, got a number of {value.bit_length()} bits")
 
 
-_MOST_NAMED, _MOST_BITS = 40, 63
+_MOST_NAMED = 40
+_MOST_BITS = 63
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

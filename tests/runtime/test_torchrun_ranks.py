@@ -100,3 +100,36 @@ def test_a_machine_that_comes_later_joins_after_a_step(tmp_path):
     (recovery,) = noted(tmp_path / "run" / "checkpoints")
     assert recovery["resumed"] >= 5 and recovery["lost"] == 0 and recovery["ranks"] == 4
     assert recovery["source"] == "memory"
+
+
+LEAVING = """
+import atexit, os, sys, torch
+from torch import nn
+import pipefit as pf
+from pipefit.runtime import session
+
+def tell():  # as the last: what is registered first runs last, and pipe still lives
+    print("left", calls() is None, flush=True)
+
+atexit.register(tell)
+torch.manual_seed(0)
+layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+pipe = pf.Pipeline(layers, microbatches=2, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, 0.1))
+calls = session.current().calls
+pipe.step(torch.ones(4, 2), torch.ones(4, 2))
+if sys.argv[1] == "early" and pipe.rank == 0:
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["well", "early"])
+def test_a_rank_that_ends_has_ended_the_threads_of_its_calls_also_where_another_is_gone(tmp_path, how):
+    """Such a thread gives back a tensor while Python ends, and the process aborts: seldom, on a busy machine."""
+    script = tmp_path / "script.py"
+    script.write_text(LEAVING)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, how]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[2] / "src")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["left", "True"] * (1 if how == "early" else 2)), (
+        ended.stderr
+    )

@@ -112,6 +112,15 @@ def test_the_clock_of_the_search_is_that_of_the_simulator():
             assert bound_s(problem) <= timed(problem, order).makespan_s * (1 + 1e-9)
 
 
+def test_the_clock_counts_the_loading_of_a_batch_where_one_rank_has_the_only_stage():
+    header = header_of(num_ranks=1, num_microbatches=3)
+    cost = replace(unit(header), loss_s=0.5, load_s=0.25)
+    problem = problem_of(header, cost, 1, split=False)
+    order = listed(problem, next(policies(problem)))
+    program = build(header, problem.instructions(order))
+    assert timed(problem, order).makespan_s == simulate(program, cost, rendezvous=False).makespan_s
+
+
 def test_backwards_stay_whole_where_halves_take_more_and_the_bound_knows():
     cost = CostModel((1, 1), (1, 1), (1, 1), split_s=(0.5, 0.5))
     found = synthesize(header_of(2, 4), cost, in_flight=(2, 1), **QUICK)

@@ -27,7 +27,8 @@ from pipefit.timeline import Timeline, by_kind
 _WIDTH = 8
 _MICROBATCHES = 16
 _PASSES = 16
-_ROUNDS, _REPEATS = 7, 9
+_ROUNDS = 7
+_REPEATS = 9
 _CACHE = 1 << 19
 _PARTS = 256
 """Parts of a micro-batch's time in which the cost of a message is found."""

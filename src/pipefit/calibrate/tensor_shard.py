@@ -37,7 +37,8 @@ from pipefit.stage.materialise import lent_weights
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import with_metrics
 
-_WORK, _REPEATS = 512, 40
+_WORK = 512
+_REPEATS = 40
 
 Ways = tuple[list[Exchange], list[Exchange]]
 """Exchanges of a forward and of its backward."""
@@ -58,8 +59,10 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
     Raises:
         PipefitError: the processes do not fit the plan, or the model or its input cannot be sharded.
     """
-    layers, example = work.layers, work.batch("measuring the layers")
-    num_ranks, sequence = plan.placement.num_ranks, plan.sequence_parallel
+    layers = work.layers
+    example = work.batch("measuring the layers")
+    num_ranks = plan.placement.num_ranks
+    sequence = plan.sequence_parallel
     region = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence).region
     assert region is not None
     size = largest_part(example[0], plan.num_microbatches)
@@ -73,7 +76,8 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
         x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
         each, ends = _exchanges(layers, x, y, shard_loss, silent, device)
     different = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
-    clock, crowd = Clock(device), per_core(topology, session.num_ranks)
+    clock = Clock(device)
+    crowd = per_core(topology, session.num_ranks)
     count = sum(len(way) for ways in each for way in ways) + len(ends)
     fill = _matrix_products((profile.step_s or 0.0) / max(count, 1), clock, session)
     seconds = []

@@ -40,7 +40,8 @@ from pipefit.runtime.session import Session
 from pipefit.spec.files import encode, sync_folder
 from pipefit.spec.sealed import seal, write_file
 
-_TEMPORARY, _TRASH = ".tmp-", ".trash-"
+_TEMPORARY = ".tmp-"
+_TRASH = ".trash-"
 _METADATA = {"format": "pt"}
 _log = logging.getLogger("pipefit.checkpoint")
 
@@ -177,7 +178,8 @@ def _attempted(session: Session, order: _Order, parts: Iterable[Part]) -> dict[s
 
 def _written(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str, Any]:
     """Writes and commits a checkpoint. Every rank must call it."""
-    place, first = order.path.parent, session.rank == 0
+    place = order.path.parent
+    first = session.rank == 0
     temporary = place / agree(session, attempt(lambda: _begin(order) if first else ""))[0]
     try:
         reports = agree(session, attempt(lambda: write_parts(session, parts, temporary)))
@@ -193,7 +195,8 @@ def _written(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str
 
 def _begin(order: _Order) -> str:
     """Makes the temporary directory and removes those of killed runs."""
-    place, name = order.path.parent, f"{_TEMPORARY}{order.path.name}-{uuid.uuid4().hex[:8]}"
+    place = order.path.parent
+    name = f"{_TEMPORARY}{order.path.name}-{uuid.uuid4().hex[:8]}"
     with explaining(place):
         make_folder(place)
         for path in place.iterdir():
@@ -239,7 +242,8 @@ def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dic
     """Writes the files of parts into a folder; returns the facts about them for the manifest."""
     report: dict[str, Any] = {"files": [], "aliases": {}, "optimization": []}
     for part in parts:
-        path, values = temporary / part.name, _alive(session, part.values)
+        path = temporary / part.name
+        values = _alive(session, part.values)
         try:
             if part.name:
                 with explaining(path, sum(form.nbytes for form in part.forms.values())):

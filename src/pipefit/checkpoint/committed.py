@@ -168,7 +168,8 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         commit = worker.spilling.resumed
         state = rank_state(commit)
         _restore(worker, worker.spilling, state)
-        pipeline.loop.num_updates, pipeline.loop.next_ordinal = commit.step, state.ordinal
+        pipeline.loop.num_updates = commit.step
+        pipeline.loop.next_ordinal = state.ordinal
         pipeline.position.resume(state.position)
         extra = state.extra
     return extra

@@ -55,7 +55,8 @@ class Memory:
         self._pipeline = pipeline
         self._folder = folder
         self.every = every
-        mesh, processes = pipeline.workers[0].mesh, processes_here(pipeline._session)
+        mesh = pipeline.workers[0].mesh
+        processes = processes_here(pipeline._session)
         self._is_first = pipeline._session.rank == processes[0]
         # Sharded optimizers are whole on the first replica alone.
         is_alike = pipeline._session.is_distributed and not pipeline.plan.sharded_optimizer

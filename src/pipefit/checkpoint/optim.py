@@ -95,8 +95,10 @@ def optimization_of(worker: Worker, stages: Iterable[int]) -> list[Optimization]
     for stage in stages:
         if stage not in worker.optimizers:
             continue
-        optimizer, scheduler = worker.optimizers[stage], worker.schedulers.get(stage)
-        groups, values = [], {}
+        optimizer = worker.optimizers[stage]
+        scheduler = worker.schedulers.get(stage)
+        groups = []
+        values = {}
         for group, members in zip(optimizer.param_groups, _groups_of(worker, stage), strict=True):
             options = {k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _NOT_SAVED}
             groups.append({"parameters": [trained.saved for trained in members], "options": options})
@@ -187,7 +189,8 @@ def restore_optimizer(
     Raises:
         ModelError: another optimizer, or settings that differ between parameters that now share a group.
     """
-    optimizer, store = worker.optimizers[stage], worker.stores[stage]
+    optimizer = worker.optimizers[stage]
+    store = worker.stores[stage]
     groups = list(zip(optimizer.param_groups, _groups_of(worker, stage), strict=True))
     origins = {
         name: _Origin(name, record, index)
@@ -263,7 +266,8 @@ def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:
     """
     for value, name in values[1:]:
         if value != values[0][0]:
-            first, second = values[0][0], value
+            first = values[0][0]
+            second = value
             if isinstance(first, dict) and isinstance(second, dict):
                 key = next(k for k in {**first, **second} if first.get(k) != second.get(k))
                 what = f"{key} of the {what}"

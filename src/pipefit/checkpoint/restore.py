@@ -85,12 +85,14 @@ def take(
     Raises:
         ModelError: they are of another model or optimizer; nothing was changed.
     """
-    session, takers = pipeline._session, list[Callable[[], None]]()
+    session = pipeline._session
+    takers = list[Callable[[], None]]()
     agree(session, attempt(lambda: takers.extend(_prepare(pipeline, found(), manifest, weights_only))), ModelError)
     agree(session, attempt(lambda: [take() for take in takers]))
     if weights_only:
         return
-    pipeline.loop.num_updates, pipeline.loop.next_ordinal = manifest.step, manifest.ordinal
+    pipeline.loop.num_updates = manifest.step
+    pipeline.loop.next_ordinal = manifest.ordinal
     pipeline.position.resume(manifest.position)
     for worker in pipeline.workers:
         if worker.scale is not None and manifest.loss_scale is not None:

@@ -59,7 +59,8 @@ def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dic
     if not pipeline._session.is_distributed:
         return mine
     # Replicas with the same part of a tensor-parallel stage belong together.
-    mesh, host = pipeline.workers[0].mesh, torch.device("cpu")
+    mesh = pipeline.workers[0].mesh
+    host = torch.device("cpu")
     first, *others = (mesh.process_of(rank) + mesh.index for rank in ranks)
     if ranks[0] not in holders:
         dist.send_object_list(mine, first, device=host)
@@ -74,7 +75,8 @@ def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dic
 
 def _parts(worker: Worker, stage: int) -> Parts:
     """The states of a replica's pieces: (index, start, key) and the tensor, on the host."""
-    store, optimizer = worker.stores[stage], worker.optimizers[stage]
+    store = worker.stores[stage]
+    optimizer = worker.optimizers[stage]
     return {
         (piece.index, piece.start, key): value.detach().cpu().contiguous()
         for piece in store.pieces
@@ -85,7 +87,8 @@ def _parts(worker: Worker, stage: int) -> Parts:
 
 def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Tensor, dict[str, Any]]:
     """The states of whole weights, of which some parts are given."""
-    store, known = worker.stores[stage], worker.optimizers[stage].state
+    store = worker.stores[stage]
+    known = worker.optimizers[stage].state
     whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
     for master in store.masters:
         if master in known:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from pipefit.ir.program import Program
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
+from pipefit.schedules import Schedule
 from pipefit.spec import Plan
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
@@ -22,6 +23,7 @@ class Trained(Protocol):
     layers: list[NamedLayer]
     plan: Plan
     program: Program
+    schedule: Schedule
     _session: Session
     _training: Training
     loop: Any

@@ -53,7 +53,8 @@ def export(pipeline: Trained, path: str | Path) -> Path:
         own = [row for w in pipeline.workers for row in aliases_of(w, saved_stages(pipeline.plan, w)).items()]
         aliases = dict(row for rows in exchange(session, own) for row in rows)
         forms = {name: form for name, form in _forms(pipeline).items() if name not in aliases}
-        values, first = _whole_tensors(pipeline, forms), session.rank == 0
+        values = _whole_tensors(pipeline, forms)
+        first = session.rank == 0
         outcome = attempt(lambda: write_whole(path, forms, aliases, values) if first else None)
         # The processes wait for each other at each value, so the loop always runs to its end.
         rest = attempt(lambda: [None for _ in values] and None)
@@ -77,7 +78,8 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
         pipeline: of which every rank walks them together.
         forms: of the tensors, in the model's order.
     """
-    mesh, device = pipeline.workers[0].mesh, pipeline.workers[0].device
+    mesh = pipeline.workers[0].mesh
+    device = pipeline.workers[0].device
     left = set(forms)
     for stage, (first, *_) in enumerate(pipeline.plan.placement.ranks):
         layers = [pipeline.layers[index] for index in pipeline.plan.partition.stages[stage].layers]

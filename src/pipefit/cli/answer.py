@@ -41,10 +41,9 @@ class Answer:
             text = self.text()
         else:
             text = self.text
-        if isinstance(self.output, Path):
-            written = [self.output]
-        else:
-            written = self.output or []
+        written = self.output or ()
+        if isinstance(written, Path):
+            written = (written,)
         return "\n".join([*filter(None, [text]), *(f"wrote {path}" for path in written)])
 
 

@@ -61,10 +61,13 @@ def command(
 
     usable_device(device)
     spread = replace(request.parallelism, ranks=request.parallelism.ranks or 2, device=device)
-    schedule, microbatches = request.schedule or "1f1b", request.num_microbatches
+    schedule = request.schedule or "1f1b"
+    microbatches = request.num_microbatches
     transport = transport or ("local" if spread.tensor == 1 else "distributed")
     dtype = dtype or ("float64" if precision.dtype == "fp32" else "float32")
     bundle = make_model(importable(model) if transport == "distributed" else model, option, seed=updates.seed)
+    stages = request.stages
+    assert not isinstance(stages, int | str), "the option gives layer counts"
     size = batch or 2 * microbatches + 1
     _try_once(bundle, size, updates.seed)
     with _explained_when_it_cannot_travel(model):
@@ -72,7 +75,7 @@ def command(
             bundle.layers,
             schedule=schedule,
             microbatches=microbatches,
-            stages=request.stages,
+            stages=stages,
             parallelism=spread,
             precision=precision,
             updates=updates,

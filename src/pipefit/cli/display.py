@@ -10,11 +10,12 @@ from typing import Any, TextIO
 
 from pipefit.cli.answer import printable
 from pipefit.cli.heartbeat import Heartbeat, gap_s
+from pipefit.run.observer import Observer
 from pipefit.timeline.compare import notable
 from pipefit.units import columns, counted, format_bytes, format_count, format_seconds
 
 
-class Watcher(Heartbeat):
+class Watcher(Heartbeat, Observer):
     """Shows a run to people, on rank 0: a progress line in a terminal, plain lines in a file; never silent for long.
 
     Args:
@@ -25,7 +26,8 @@ class Watcher(Heartbeat):
 
     def __init__(self, num_steps: int, batch: int, stream: TextIO | None = None) -> None:
         super().__init__(stream or sys.stdout)
-        self._num_steps, self._batch = num_steps, batch
+        self._num_steps = num_steps
+        self._batch = batch
         self._tokens = 0
         self._last_s = 0.0
         self._width = 0
@@ -67,9 +69,11 @@ class Watcher(Heartbeat):
 
     def step(self, record: Any) -> None:
         """Updates the line, at most ten times a second; steps count from 1, or from the end of an earlier run."""
-        step, seconds = record.step, record.seconds
+        step = record.step
+        seconds = record.seconds
         self._first = self._first or step
-        moving, last = self._stream.isatty(), step >= self._num_steps
+        moving = self._stream.isatty()
+        last = step >= self._num_steps
         self.doing("ending the training" if last else f"step {step + 1}", is_named=True)
         is_tenth = step % max(self._num_steps // 10, 1) == 0
         if moving:

@@ -108,7 +108,11 @@ def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> _Ch
 
 def _software() -> Iterator[_Check]:
     """Python, torch and its backends, devices, optional packages."""
-    facts = {"pipefit": pipefit.__version__, "python": platform.python_version(), "platform": platform.platform()}
+    facts: dict[str, Any] = {
+        "pipefit": pipefit.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     found = f"{facts['pipefit']} on Python {facts['python']}, {platform.system()} {platform.machine()}"
     yield _Check("pipefit", found, facts=facts)
     start = time.perf_counter()
@@ -148,12 +152,14 @@ def _machine() -> Iterator[_Check]:
     """Cores, memory, and the system's limits for a process."""
     from pipefit.run.config import num_cores
 
-    usable, load = num_cores(), os.getloadavg()[0]
+    usable = num_cores()
+    load = os.getloadavg()[0]
     found = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
     fix = "other programs use the cores: times measured now will be too long"
     yield _unless(load > usable, "cores", found, fix, cores=usable, load=load)
     page = os.sysconf("SC_PAGE_SIZE")
-    total, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    free = page * os.sysconf("SC_AVPHYS_PAGES")
     yield _Check("memory", f"{format_bytes(total)}, {format_bytes(free)} unused", facts={"memory_bytes": total})
     if _SHM.exists():
         free = shutil.disk_usage(_SHM).free
@@ -192,7 +198,8 @@ def _ranks(num_ranks: int, timeout_s: int) -> _Check:
         found += "times of messages vary too much for a measurement"
         return _Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})
     facts = {key: links[0][key] for key in ("latency_s", "bandwidth_bytes_per_s")}
-    bandwidth, latency = format_bytes(facts["bandwidth_bytes_per_s"]), format_seconds(facts["latency_s"])
+    bandwidth = format_bytes(facts["bandwidth_bytes_per_s"])
+    latency = format_seconds(facts["latency_s"])
     found += f"loopback {bandwidth}/s, latency {latency}"
     return _Check(name, found, facts={"selftest_s": seconds, **facts})
 

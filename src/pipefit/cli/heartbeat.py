@@ -71,7 +71,8 @@ class Heartbeat:
             gap = _FIRST_S
         if self._what and now - max(self._said_s, self._since_s) >= gap:
             self._print(f"{self._what}: {now - self._since_s:.0f} s so far" if self._is_named else f"{self._what} …")
-            self._said_s, self._is_named = now, True
+            self._said_s = now
+            self._is_named = True
 
     def _print(self, text: str) -> None:
         self._write(printable(text) + "\n")

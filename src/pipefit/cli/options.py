@@ -185,7 +185,8 @@ def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        hints, helps = get_type_hints(command, include_extras=True), _helps(command, "Args:")
+        hints = get_type_hints(command, include_extras=True)
+        helps = _helps(command, "Args:")
         groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and name != "return"}
         arguments: list[Argument] = []
         for argument in inspect.signature(command).parameters.values():
@@ -202,8 +203,9 @@ def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
                 made[name] = from_flat(hints[name], {key: value for key, value in given.items() if key in known})
             return command(*places, **plain, **made)
 
-        called.__doc__ = command.__doc__
-        called.__signature__ = inspect.Signature(arguments)  # type: ignore[attr-defined]
+        shown: Any = called
+        shown.__doc__ = command.__doc__
+        shown.__signature__ = inspect.Signature(arguments)
         return called
 
     return decorate
@@ -215,16 +217,16 @@ def _options(group: Any, without: Collection[str], helps: Mapping[str, str]) -> 
     hints = get_type_hints(type(group))
     groups = groups_of(type(group))
     for one in fields(group):
-        value, facts = getattr(group, one.name), one.metadata
+        value = getattr(group, one.name)
+        facts = one.metadata
         if one.name in without or facts.get("hidden"):
             continue
         if one.name in groups:
             yield from _options(groups[one.name]() if value is None else value, without, helps)
             continue
+        kind: Any = facts.get("typed") or hints[one.name]
         if facts.get("least") == 1:
             kind = Count
-        else:
-            kind = facts.get("typed") or hints[one.name]
         if isinstance(kind, str):
             kind = _TYPED[kind]
         parameter = Parameter(name=facts.get("flags") or None, help=helps.get(key_of(one), own[one.name]))

@@ -147,7 +147,13 @@ def command(
         raise PipefitError(f"--tokens: expected more than 0, for --profile gpt:layers=…; got {tokens:g} for {profile}")
     cap = capped.cap(chunks)
     if cap is not None:
-        free = {"pareto": pareto, "depths": depths, "depth": depth, "tensor": tensor, "straight": straight}
+        free: dict[str, Any] = {
+            "pareto": pareto,
+            "depths": depths,
+            "depth": depth,
+            "tensor": tensor,
+            "straight": straight,
+        }
         free |= {"method": method != "auto", "recompute": recompute != "auto", "largest": largest}
         free |= {"cost": cost != "ring", "whole_messages": whole_messages, "blocking": blocking}
         _refuse(free, "it is for plans without --device-memory, which splits and replays as it needs")
@@ -161,7 +167,8 @@ def command(
         "tensors": tensor or None,
         "chunks": chunks or None,
     }
-    only = {"num_microbatches": microbatches, "depths": depth or None, "cost": cost, "straight": straight, "cap": cap}
+    only: dict[str, Any] = {"num_microbatches": microbatches, "depths": depth or None, "cost": cost}
+    only |= {"straight": straight, "cap": cap}
     only |= {"whole_messages": whole_messages, "blocking": blocking}
     if sweep:
         one = {"picture": picture, "pareto": pareto, "depths": depths, "refit": refit, "of": of, "largest": largest}

@@ -53,6 +53,7 @@ def command(
 
     from pipefit.profiling import analytic_profile, profile_sizes
     from pipefit.stage.device import usable_device
+    from pipefit.stage.split import named_layers
 
     if not microbatch_size or len(set(microbatch_size)) != len(microbatch_size):
         given = ",".join(map(str, microbatch_size))
@@ -64,17 +65,18 @@ def command(
     if not analytic:
         usable_device(device or "cpu")
     bundle = make_model(model, option, seed=seed, device="meta" if analytic else None)
+    layers = named_layers(bundle.layers)
     x, y = batch_of(bundle, 1 if analytic else max(microbatch_size), seed)
     same: dict[str, Any] = {"dtype": getattr(torch, dtype) if dtype else None, "model": bundle.name}
     if topology is not None:
         place = load_topology(topology).device
-        compute = partial(analytic_profile, bundle.layers, x, place, bundle.loss, y, **same)
+        compute = partial(analytic_profile, layers, x, place, bundle.loss, y, **same)
         first, *others = (compute(microbatch_size=size) for size in microbatch_size)
         profile = first.with_others(others)
     else:
         makers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=1e-3), "none": None}
         same |= {"optimizer": makers[optimizer], "repeats": repeats, "threads": threads, "device": device}
-        profile = profile_sizes(bundle.layers, x, bundle.loss, y, microbatch_sizes=microbatch_size, **same)
+        profile = profile_sizes(layers, x, bundle.loss, y, microbatch_sizes=microbatch_size, **same)
     if output:
         profile.save(output)
     total = Layer("total", **{name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS})

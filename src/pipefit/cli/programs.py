@@ -134,7 +134,8 @@ def source_of(
     """
     from pipefit.planner.machines import load_topology, read_profile
 
-    links, num_ranks = load_topology(topology) if topology else None, program.header.num_ranks
+    links = load_topology(topology) if topology else None
+    num_ranks = program.header.num_ranks
     if links and links.num_devices < num_ranks:
         raise PipefitError(f"{topology} has {links.num_devices} devices, but the program needs {num_ranks} ranks")
     if layers and (plan or not profile):

@@ -26,7 +26,8 @@ def train_rank(config: RunConfig, quiet: bool) -> RunResult:
     """Trains as this rank; rank 0 shows the progress unless `quiet`."""
     from pipefit.cli.display import Watcher
     from pipefit.run.claim import claimed
-    from pipefit.run.whole_run import Observer, run
+    from pipefit.run.observer import Observer
+    from pipefit.run.whole_run import run
     from pipefit.runtime.session import current
     from pipefit.runtime.signals import listen
 

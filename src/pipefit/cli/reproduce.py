@@ -76,7 +76,8 @@ def _listed() -> Answer:
     from pipefit.reproduce.lectures import DECKS
     from pipefit.units import columns
 
-    lines, data = [], []
+    lines = []
+    data = []
     for deck, entries in DECKS.items():
         lines += ["", deck, *columns([(f"  {each.name}", each.kind, each.line) for each in entries])]
         data += [

@@ -53,8 +53,17 @@ def command(
     from pipefit.runtime.launch import launch
 
     start = time.perf_counter()
-    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
-    launch(run_rank, ranks, str(script), arguments, folder=logs, quiet=json, **starts)
+    launch(
+        run_rank,
+        ranks,
+        str(script),
+        arguments,
+        threads=threads,
+        folder=logs,
+        quiet=json,
+        recover=recover or 0,
+        min_ranks=min_ranks,
+    )
     return Answer({"script": str(script), "num_ranks": ranks, "seconds": time.perf_counter() - start}, "")
 
 

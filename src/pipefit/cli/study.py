@@ -23,6 +23,7 @@ from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
     from pipefit.study.board import Board
+    from pipefit.study.trial import Trial
     from pipefit.study.trial_progress import TrialProgress
 
 _MARKS = {"finished": "done", "stopped": "stopped", "failed": "FAILED", "held": "waits", "waiting": "", "ready": "…"}
@@ -62,7 +63,7 @@ def command(
 
     given: dict[str, Any] = {"workers": workers, "policy": policy, "output": None if output is None else str(output)}
     spec = replace(spec, **{key: value for key, value in given.items() if value is not None})
-    spec = replace(spec, trials=tuple(replace(trial, model=importable(trial.model)) for trial in spec.trials))
+    spec = replace(spec, trials=tuple(map(_importable, spec.trials)))
     with _observer(quiet=json) as observer:
         run = StudyRun(spec, observer=observer, resume=resume, forked=False)
         result = run.run()
@@ -78,6 +79,13 @@ def command(
         else:
             code = FINE
     return Answer(result.as_dict(), lambda: f"\n{result}", code)
+
+
+def _importable(trial: Trial) -> Trial:
+    """The trial with a model that other processes find."""
+    if isinstance(trial.model, str):
+        return replace(trial, model=importable(trial.model))
+    return trial
 
 
 @contextlib.contextmanager
@@ -107,9 +115,11 @@ class _Lines:
             if line and key not in self._said:
                 self._said.add(key)
                 _say(line)
-        tenths, now = int(10 * board.done), time.monotonic()
+        tenths = int(10 * board.done)
+        now = time.monotonic()
         if (tenths > self._tenths or now - self._last_s >= NEXT_S) and not board.is_over:
-            self._tenths, self._last_s = tenths, now
+            self._tenths = tenths
+            self._last_s = now
             _say(_standing(board))
 
 
@@ -151,7 +161,8 @@ class _Table:
     """A live table of the trials, drawn at most four times a second."""
 
     def __init__(self, live: Any) -> None:
-        self._live, self._last_s = live, 0.0
+        self._live = live
+        self._last_s = 0.0
 
     def __call__(self, board: Board) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.display import report
@@ -49,22 +49,31 @@ def command(
         config: TOML file with any of these options; the command line has priority.
         quiet: Print nothing before the result.
     """
-    asked, run = run, with_defaults(replace(run, model=importable(run.model)))
+    asked = run
+    run = with_defaults(replace(run, model=importable(run.model)))
     folder = Path(run.output)
     if run.output and folder.exists() and not folder.is_dir():
         raise PipefitError(f"{folder}: expected a folder for the run, got a file")
     if (recover or min_ranks) and (transport == "local" or _is_launched()):
         who = "torchrun starts its processes again by --max-restarts" if _is_launched() else "no process is started"
         raise PipefitError(f"--recover and --min-ranks: {who}; leave them out")
-    starts = {"threads": threads, "recover": recover or 0, "min_ranks": min_ranks}
+    starts = _Starts(threads, recover or 0, min_ranks)
     if not (json or quiet) and _is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, starts, quiet=json or quiet)
     return Answer(_data(run, result), partial(report, result) if _is_first() else "")
 
 
-def _run(settings: RunConfig, transport: str, starts: dict[str, int | None], quiet: bool) -> Any:
-    from pipefit.runtime.launch import LaunchError
+class _Starts(NamedTuple):
+    """The options of the start of ranks; see `launch`."""
+
+    threads: int | None
+    recover: int
+    min_ranks: int | None
+
+
+def _run(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> Any:
+    from pipefit.runtime.outcomes import LaunchError
 
     try:
         result = _trained(settings, transport, starts, quiet)
@@ -89,14 +98,15 @@ def _run(settings: RunConfig, transport: str, starts: dict[str, int | None], qui
 
 def _how_to_resume(settings: RunConfig) -> str:
     """A hint for resuming an interrupted run, with the command; "": it has committed nothing."""
-    disk, ranks = settings.spill.disk, settings.request.parallelism.ranks
+    disk = settings.spill.disk
     steps = [0]
     if disk:
         from pipefit.pipeline.resume import committed_step
 
         # The last that every rank has committed.
-        steps = [committed_step(disk, rank) or 0 for rank in range(ranks)]
-    step, place = min(steps), disk
+        steps = [committed_step(disk, rank) or 0 for rank in range(settings.num_ranks)]
+    step = min(steps)
+    place = disk
     if not step and settings.output:
         from pipefit.checkpoint.manifest import step_of
 
@@ -125,13 +135,13 @@ def _resuming(place: str) -> str:
     return shlex.join(["pipefit", *(word for word in words if not word.startswith("--resume=")), "--resume", place])
 
 
-def _trained(settings: RunConfig, transport: str, starts: dict[str, int | None], quiet: bool) -> Any:
+def _trained(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> Any:
     from pipefit.cli.ranks import train_rank
 
-    ranks = settings.request.parallelism.ranks
-    if _is_launched() or transport == "local" or (ranks == 1 and not starts["recover"]):
+    if _is_launched() or transport == "local" or (settings.num_ranks == 1 and not starts.recover):
         return train_rank(settings, quiet)
-    from pipefit.runtime.launch import LaunchError, launch
+    from pipefit.runtime.launch import launch
+    from pipefit.runtime.outcomes import LaunchError
 
     if settings.output:
         folder = Path(settings.output) / "logs"
@@ -144,7 +154,10 @@ def _trained(settings: RunConfig, transport: str, starts: dict[str, int | None],
     else:
         fresh = folder
     try:
-        return launch(train_rank, ranks, settings, quiet, folder=folder, quiet=quiet, **starts)[0]
+        results = launch(
+            train_rank, settings.num_ranks, settings, quiet, folder=folder, quiet=quiet, **starts._asdict()
+        )
+        return results[0]
     except PipefitError as problem:
         # A refused run leaves no files; a failed one names its logs.
         if fresh is not None and not isinstance(problem, LaunchError):

@@ -26,7 +26,8 @@ from pipefit.runtime.session import Session, current
 from pipefit.spec import Partition, Profile
 from pipefit.stage.split import named_layers
 
-_LEAST_BATCHES, _MOST_BATCHES = 32, 64
+_LEAST_BATCHES = 32
+_MOST_BATCHES = 64
 _SEGMENT = 32
 """Least micro-batches in a repetition of a schedule without a flush, which fills and drains once."""
 
@@ -144,7 +145,8 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
 def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], list[Refusal]]:
     """Builds every cell. All ranks refuse the same ones, because they check the same data."""
     config = task.config
-    cells, refused = [], []
+    cells = []
+    refused = []
     for name in [name for name in STRATEGIES if name in config.names]:
         for num in (1,) if name in WHOLE else config.microbatches:
             say(f"building {name}, {num} micro-batches")

@@ -122,7 +122,8 @@ def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left:
     """Measures each cell once, with its memory, and says so; returns the cells for which there was no time."""
     longest_s = 0.0
     for index, cell in enumerate(cells):
-        name, began = f"{cell.strategy} m={cell.num_microbatches}", time.monotonic()
+        name = f"{cell.strategy} m={cell.num_microbatches}"
+        began = time.monotonic()
         if index and left.is_over(longest_s):
             if left.is_asked:
                 why = "the comparison was interrupted"
@@ -182,7 +183,8 @@ def _train(cell: Cell, batches: list[Batch], session: Session, steps: int) -> tu
     mine = [batches[(done + index) % len(batches)] for index in range(steps)]
     dist.barrier()
     # The calling thread does the work of a rank on a CPU.
-    began, used = time.perf_counter(), time.thread_time()
+    began = time.perf_counter()
+    used = time.thread_time()
     if mine:
         losses = cell.trainer.train(mine)
     else:

@@ -111,9 +111,11 @@ class DataParallel:
     def train(self, batches: Sequence[Batch]) -> Sequence[float]:
         """Trains on this rank's share."""
         losses = []
-        ranks, rank = self._session.num_ranks, self._session.rank
+        ranks = self._session.num_ranks
+        rank = self._session.rank
         for x, y in batches:
-            part, target = cut(x, ranks)[rank], cut(y, ranks, "the target")[rank]
+            part = cut(x, ranks)[rank]
+            target = cut(y, ranks, "the target")[rank]
             losses.append(update(self._model, self._optimizer, self._loss, part, target, self._num))
         table = torch.tensor(losses, dtype=torch.float64)
         return (sum_table(self._session, table) / ranks).tolist()

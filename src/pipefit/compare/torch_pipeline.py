@@ -51,7 +51,8 @@ class TorchPipeline:
             raise PlanError(f"needs one stage per rank, got {num_stages} for {ranks}")
         if schedule == "torch-1f1b" and num_microbatches < ranks:
             raise PlanError(f"it refuses fewer micro-batches ({num_microbatches}) than stages ({ranks})")
-        self._rank, self._last = rank, ranks - 1
+        self._rank = rank
+        self._last = ranks - 1
         for item in work.example or ():
             if not isinstance(item, Tensor):
                 raise PlanError(f"it splits tensors only, and a batch of this model is a {type(item).__name__}")
@@ -59,7 +60,8 @@ class TorchPipeline:
         self._module = nn.Sequential(*(whole[index] for index in partition.stages[rank].layers))
         layers = named_layers(whole)
         mine = [layers[index].module.named_parameters(layers[index].prefix) for index in partition.stages[rank].layers]
-        own, ties = dict(chain.from_iterable(mine)), tied_parameters(layers, partition)
+        own = dict(chain.from_iterable(mine))
+        ties = tied_parameters(layers, partition)
         held = {tie.owner: own[name] for name, tie in ties.items() if name in own}
         # In the model's order, the same on every rank.
         self._tied = [(held.get(name), tie.shape) for name, tie in ties.items() if name == tie.owner]

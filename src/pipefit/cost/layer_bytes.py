@@ -57,16 +57,22 @@ class ModelBytes:
             cost: of the plan by its profile.
             plan: whose stages they are; its ranks hold stages p apart.
         """
-        stages, num_stages = plan.partition.stages, len(plan.partition.stages)
+        stages = plan.partition.stages
+        num_stages = len(stages)
         depth = num_stages // plan.num_chunks
-        weights, states, fixed, tensors, gradients = (
-            [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages] for which in range(5)
-        )
+
+        def total(which: int) -> list[float]:
+            return [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages]
+
+        weights, states, fixed, tensors, gradients = map(total, range(5))
         # The first slot begins at a block, at any address from the allocator.
         for first in range(min(depth, num_stages)):
             # One of its stages computes, another may still have its gradients; losses wait for the end of the pass.
-            tensors_there = plan.num_microbatches + sum(sorted(tensors[first::depth])[-2:])
-            fixed[first] += GRAIN_BYTES + tensors_there * _TENSOR_BYTES + (_LINKS_BYTES if depth > 1 else 0)
+            largest = sorted(tensors[first::depth])[-2:]
+            present = plan.num_microbatches + sum(largest)
+            fixed[first] += GRAIN_BYTES + present * _TENSOR_BYTES
+            if depth > 1:
+                fixed[first] += _LINKS_BYTES
         owner = {layer: index for index, stage in enumerate(stages) for layer in stage.layers}
         shared = dict(cost.tied_bytes)
         for group, tie in self.ties:
@@ -81,13 +87,15 @@ class ModelBytes:
             # Weights and gradients; and a copy of these that is on its way to the other ranks.
             for user in {user % depth: user for user in users}.values():
                 fixed[user] += 3 * tie.weights + tie.states
-        on_tier = plan.spill is not None and plan.spill.activations
+        acts: Iterable[float] = cost.act_bytes
+        if plan.spill is not None and plan.spill.activations:
+            acts = map(_record, acts)
         return {
             "weight_bytes": tuple(map(_blocks, weights)),
             "wgrad_bytes": tuple(map(_blocks, gradients)),
             "optim_bytes": tuple(map(_blocks, states)),
             "fixed_bytes": tuple(fixed),
-            "act_bytes": _with_objects(map(_record, cost.act_bytes) if on_tier else cost.act_bytes),
+            "act_bytes": _with_objects(acts),
             "grad_bytes": _with_objects(cost.grad_bytes),
             "tied_bytes": shared,
         }

@@ -104,7 +104,9 @@ class CostModel:
         if not num_stages:
             raise PlanError("cost: expected at least one stage, got none")
         for name in _PER_STAGE:
-            given = tuple(getattr(self, name) or getattr(self, _LIKE.get(name, name))) or (0,) * num_stages
+            like = _LIKE.get(name, name)
+            figures = getattr(self, name) or getattr(self, like) or (0,) * num_stages
+            given = tuple(figures)
             if len(given) != num_stages or min(given) < 0:
                 raise PlanError(f"cost.{name}: expected {num_stages} figures ≥ 0, one per stage, got {given}")
             object.__setattr__(self, name, given)
@@ -124,17 +126,22 @@ class CostModel:
 
     def duration_s(self, instruction: Instruction, rank: int) -> float:
         """Seconds an instruction holds its rank: its work for the compute lane, its issuing for all others."""
-        if OP_SPEC[instruction.op].lane is Lane.COMPUTE:
+        op = instruction.op
+        if OP_SPEC[op].lane is Lane.COMPUTE:
             work = self._work_s(instruction)
-            if self.speed and instruction.op is not Op.LOAD:
+            if self.speed and op is not Op.LOAD:
                 work = work / self.speed[rank]
-            own = 0 if instruction.op is Op.DROP else self.overhead_s
-            return work + self.host_s.get(instruction.op, own)
-        own = self.host_s.get(instruction.op, 0 if instruction.op is Op.BARRIER else self.post_s)
-        if instruction.op is Op.EVICT:
+            usual = self.overhead_s
+            if op is Op.DROP:
+                usual = 0
+            return work + self.host_s.get(op, usual)
+        usual = self.post_s
+        if op is Op.BARRIER:
+            usual = 0
+        own = self.host_s.get(op, usual)
+        if op is Op.EVICT:
             return own + self.check_s(instruction)
-        copies = instruction.op is Op.SEND and self.copy_s_per_byte
-        if copies:
+        if op is Op.SEND and self.copy_s_per_byte:
             return own + self.copy_s_per_byte * self.size_bytes(instruction)
         return own
 
@@ -143,9 +150,11 @@ class CostModel:
         if self.topology is None:
             return self.bandwidth_bytes_per_s, self.latency_s
         t = self.tensor
-        # A rank's link to itself is that between its tensor-parallel processes.
-        inside = source == target
-        level = self.topology.level_between(source * t, target * t + (t - 1 if inside else 0))
+        end = target * t
+        if source == target:
+            # A rank's link to itself is that between its tensor-parallel processes.
+            end += t - 1
+        level = self.topology.level_between(source * t, end)
         return level.bandwidth_bytes_per_s, level.latency_s
 
     @property
@@ -156,8 +165,11 @@ class CostModel:
     @property
     def port_unit(self) -> int:
         """Ranks that share each port; of several levels with ports, the outermost counts."""
-        unit, found = 1, 1
-        for level in self.topology.levels if self.topology else ():
+        if self.topology is None:
+            return 1
+        unit = 1
+        found = 1
+        for level in self.topology.levels:
             if level.one_port:
                 found = unit
             unit *= level.width
@@ -219,26 +231,25 @@ class CostModel:
             PlanError: the tier is unknown.
         """
         if instruction.op is Op.GATHER:
+            whole = Kind.GRAD.value
             if instruction.kind == Kind.ACT:
                 whole = Kind.ACT.value
-            else:
-                whole = Kind.GRAD.value
             size = self.size_bytes(Value(whole, instruction.stage, instruction.mb))
-            return all_gather_s(even(self.tensor, *self.link(rank, rank)), size)
+            bandwidth, latency = self.link(rank, rank)
+            return all_gather_s(even(self.tensor, bandwidth, latency), size)
         if instruction.op is Op.HOST_STEP:
             return self.host_step_s[instruction.stage]
         tier = self.tier_of(instruction)
+        rate = tier.write_bytes_per_s
         if instruction.op is Op.FETCH:
             rate = tier.read_bytes_per_s
-        else:
-            rate = tier.write_bytes_per_s
         return tier.latency_s + over(self.size_bytes(instruction), rate)
 
     def check_s(self, copy: Instruction) -> float:
         """Seconds that a rank spends on the checksum of a copy: before an evict, and after a fetch."""
-        rate = next((tier.check_bytes_per_s for tier in self.tiers if tier.name == copy.tier), 0)
-        if rate:
-            return self.size_bytes(copy) / rate
+        for tier in self.tiers:
+            if tier.name == copy.tier and tier.check_bytes_per_s:
+                return self.size_bytes(copy) / tier.check_bytes_per_s
         return 0
 
     def tier_of(self, copy: Instruction) -> Tier:
@@ -279,13 +290,18 @@ class CostModel:
     def staying_bytes(self, header: Header, rank: int) -> float:
         """Bytes that are always on a rank: optimizer states that are not moved, `fixed_bytes`, and room for replays."""
         own = header.stages_of(rank)
-        stay = self.resident_bytes([stage for stage in own if header.keeps_states(stage)])
-        return stay + sum(self.fixed_bytes[stage] for stage in own) + self.room_bytes(own)
+        states = self.resident_bytes(list(filter(header.keeps_states, own)))
+        fixed = sum(self.fixed_bytes[stage] for stage in own)
+        return states + fixed + self.room_bytes(own)
 
     def _work_s(self, instruction: Instruction) -> float:
         """The sum of the operation's figures; those with one entry per stage are taken at the instruction's stage."""
-        figures = [getattr(self, name) for name in OP_SPEC[instruction.op].seconds]
-        work: float = sum(figure[instruction.stage] if isinstance(figure, tuple) else figure for figure in figures)
+        work: float = 0
+        for name in OP_SPEC[instruction.op].seconds:
+            figure = getattr(self, name)
+            if isinstance(figure, tuple):
+                figure = figure[instruction.stage]
+            work += figure
         return work
 
     def _reduced_bytes(self, instruction: Instruction) -> float:

@@ -45,7 +45,9 @@ FREE = RuntimeCosts(0.0, 0.0, copy_s_per_byte=0.0)
 def usual_state(profile: Profile) -> float:
     """Default of optimizer bytes per weight byte: Adam's, with a master copy for a profile by arithmetic in 2 bytes."""
     mixed = profile.source.startswith(ARITHMETIC) and ",bytes=" not in profile.model
-    return 6.0 if mixed else 2.0
+    if mixed:
+        return 6.0
+    return 2.0
 
 
 def of_plan(
@@ -82,35 +84,38 @@ def of_plan(
     if partition.num_layers != len(profile):
         raise PlanError(f"the partition has {partition.num_layers} layers, the profile {len(profile)}")
     if num_ranks * tensor > topology.num_devices:
+        each = ""
         if tensor > 1:
             each = f" of {tensor} devices"
-        else:
-            each = ""
         raise PlanError(f"the placement has {num_ranks} ranks{each}, the topology {topology.num_devices} devices")
     if plan.microbatch_size not in (0, profile.microbatch_size):
         profile = profile.at(plan.microbatch_size)
     if state_per_weight is None:
-        state = usual_state(profile)
-    else:
-        state = state_per_weight
-
-    stages = [[profile.layers[index].replaying(str(s.recompute)) for index in s.layers] for s in partition.stages]
+        state_per_weight = usual_state(profile)
+    stages = []
+    replays_bytes = []
+    for stage in partition.stages:
+        plain = [profile.layers[index] for index in stage.layers]
+        stages.append([layer.replaying(stage.replays) for layer in plain])
+        replays_bytes.append(max(layer.replay_bytes(stage.replays) for layer in plain))
 
     def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
         return tuple(sum(map(figure, layers)) for layers in stages)
 
-    replays = [[profile.layers[index].replay_bytes(str(s.recompute)) for index in s.layers] for s in partition.stages]
-
     # Each replica steps its part and keeps the states of it.
     parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
     steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
-    inputs_s, weights_s = total(lambda layer: layer.backward_input_s), total(lambda layer: layer.backward_weight_s)
+    inputs_s = total(lambda layer: layer.backward_input_s)
+    weights_s = total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, lambda x: x.output_bytes if x.grad_bytes is None else x.grad_bytes)
     trained = total(lambda layer: layer.wgrad_bytes)
     first = plan.frozen
     none = (0.0,) * first
     tiers = topology.tiers_among(num_ranks)
-    host_rate = next((tier.step_bytes_per_s for tier in tiers if tier.name == "host"), 0.0)
+    host_steps_s = steps_s
+    for tier in tiers:
+        if tier.name == "host" and tier.step_bytes_per_s:
+            host_steps_s = tuple(size / tier.step_bytes_per_s for size in trained)
     cost = CostModel(
         forward_s=total(lambda layer: layer.forward_s),
         # No stage below the first one that trains needs a gradient: all of its backward can wait for its second half.
@@ -119,16 +124,16 @@ def of_plan(
         split_s=(*none, 0.0, *total(lambda layer: layer.split_s or 0)[first + 1 :]),
         split_input_s=(*none, 0.0, *total(lambda layer: layer.split_input_s)[first + 1 :]),
         step_s=steps_s,
-        host_step_s=tuple(size / host_rate for size in trained) if host_rate else steps_s,
+        host_step_s=host_steps_s,
         loss_s=profile.loss_s,
         act_bytes=_crossing(profile, partition, lambda layer: layer.output_bytes),
         grad_bytes=grads,
         saved_bytes=total(lambda layer: layer.saved_bytes),
-        replay_bytes=tuple(map(max, replays)),
+        replay_bytes=tuple(replays_bytes),
         half_bytes=(*none, grads[first], *total(lambda layer: layer.kept_bytes)[first + 1 :]),
         weight_bytes=total(lambda layer: layer.weight_bytes),
         wgrad_bytes=trained,
-        optim_bytes=tuple(size * state / num for size, num in zip(trained, parts, strict=True)),
+        optim_bytes=tuple(size * state_per_weight / num for size, num in zip(trained, parts, strict=True)),
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,
@@ -146,19 +151,22 @@ def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], 
     After the last stage: its outputs that nothing uses, which the loss reads.
     """
     owner = {layer: stage for stage, spec in enumerate(partition.stages) for layer in spec.layers}
-    reach = {layer: owner[layer] for layer in owner}
+    reach = dict(owner)
     used = set()
     for tail, head in profile.links:
         if owner[head] < owner[tail]:
-            names = profile.layers[tail].name, profile.layers[head].name
-            raise PlanError(f"stage {owner[head]} needs {names[0]} of the later stage {owner[tail]} for {names[1]}")
+            needed = profile.layers[tail].name
+            user = profile.layers[head].name
+            raise PlanError(f"stage {owner[head]} needs {needed} of the later stage {owner[tail]} for {user}")
         reach[tail] = max(reach[tail], owner[head])
         used.add(tail)
     num_stages = len(partition.stages)
     sizes = [0.0] * num_stages
     for layer, stage in owner.items():
-        read_by_loss = layer not in used and stage == num_stages - 1
-        for cut in range(stage, num_stages if read_by_loss else reach[layer]):
+        end = reach[layer]
+        if layer not in used and stage == num_stages - 1:
+            end = num_stages  # the loss reads it
+        for cut in range(stage, end):
             sizes[cut] += figure(profile.layers[layer])
     return tuple(sizes)
 
@@ -167,9 +175,8 @@ def speeds_of(topology: Topology, tensor: int = 1) -> tuple[float, ...]:
     """Speed of each rank over the device of the profile; (): all alike. The slowest of t devices sets a rank's."""
     if not topology.devices or not all(device.flops for device in topology.devices):
         return ()
-    if topology.device.flops:
-        reference = topology.device
-    else:
+    reference = topology.device
+    if not reference.flops:
         reference = topology.devices[0]
     usable = reference.flops * reference.efficiency
     speeds = [device.flops * device.efficiency / usable for device in topology.devices]

@@ -38,7 +38,8 @@ class Ring(NamedTuple):
 
 def even(size: int, bandwidth_bytes_per_s: float, latency_s: float) -> Ring:
     """A ring whose links are all alike."""
-    return Ring(size, bandwidth_bytes_per_s, (size - 1) * latency_s, (size - 1).bit_length() * latency_s)
+    others = size - 1
+    return Ring(size, bandwidth_bytes_per_s, others * latency_s, others.bit_length() * latency_s)
 
 
 def ring_of(topology: Topology, members: Sequence[int]) -> Ring:
@@ -49,7 +50,8 @@ def ring_of(topology: Topology, members: Sequence[int]) -> Ring:
     >>> ring_of(two, range(8))
     Ring(size=8, bandwidth_bytes_per_s=4000000000.0, ring_s=16.0, tree_s=12.0)
     """
-    size, unit = len(members), 1
+    size = len(members)
+    unit = 1
     bandwidth = inf
     ring_s = 0.0
     tree_s = 0.0
@@ -60,11 +62,11 @@ def ring_of(topology: Topology, members: Sequence[int]) -> Ring:
         if units < below:
             # Of the messages of a round, `below − units` cross links of this level.
             ring_s += (below - units) * level.latency_s
-            tree_s += (-(-below // units) - 1).bit_length() * level.latency_s
+            joined = -(-below // units)
+            tree_s += (joined - 1).bit_length() * level.latency_s
+            links = size // below
             if level.one_port:
                 links = 1
-            else:
-                links = size // below
             bandwidth = min(bandwidth, level.bandwidth_bytes_per_s * links)
         below = units
     return Ring(size, bandwidth, ring_s, tree_s)
@@ -78,8 +80,9 @@ def all_reduce_s(ring: Ring, num_bytes: float) -> float:
     """
     if ring.size < 2:
         return 0
-    whole = over(num_bytes, ring.bandwidth_bytes_per_s)
-    return 2 * min(ring.ring_s + whole * (ring.size - 1) / ring.size, ring.tree_s + whole)
+    by_ring_s = all_gather_s(ring, num_bytes)
+    by_tree_s = ring.tree_s + over(num_bytes, ring.bandwidth_bytes_per_s)
+    return 2 * min(by_ring_s, by_tree_s)
 
 
 def all_gather_s(ring: Ring, num_bytes: float) -> float:

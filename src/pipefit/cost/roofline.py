@@ -46,14 +46,13 @@ def product_s(device: Device, m: int, n: int, k: int, count: int = 1, element_by
         count: products of this shape.
         element_bytes: of inputs and outputs.
     """
-    rate = device.flops * device.efficiency
     read = count * (m * k + k * n) * element_bytes
     written = count * m * n * element_bytes
     if not device.cores:
-        return max(2 * count * m * n * k / rate, pass_s(device, read + written, kernel=False)) + device.kernel_s
+        return flops_s(device, 2 * count * m * n * k, read + written)
     compute_s = min(_waves_s(device, m, n, k, count, element_bytes, tile) for tile in _tiles(device.tile))
-    compute_s = max(compute_s, pass_s(device, read, kernel=False))
-    return compute_s + pass_s(device, written)
+    read_s = pass_s(device, read, kernel=False)
+    return max(compute_s, read_s) + pass_s(device, written)
 
 
 def pass_s(device: Device, num_bytes: float, kernel: bool = True, randoms: float = 0.0) -> float:
@@ -66,13 +65,14 @@ def pass_s(device: Device, num_bytes: float, kernel: bool = True, randoms: float
         randoms: random numbers that it makes, as dropout does.
     """
     bandwidth = device.memory_bandwidth_bytes_per_s
+    moved_s = 0.0
     if bandwidth:
         moved_s = num_bytes / bandwidth
-    else:
-        moved_s = 0.0
     if randoms and device.random_rate:
         moved_s = max(moved_s, randoms / device.random_rate)
-    return moved_s + (device.kernel_s if kernel else 0.0)
+    if kernel:
+        moved_s += device.kernel_s
+    return moved_s
 
 
 def slowest_of(device: Device, count: int) -> Device:
@@ -92,7 +92,9 @@ def slowest_of(device: Device, count: int) -> Device:
 
 def flops_s(device: Device, flops: float, num_bytes: float) -> float:
     """Seconds of a kernel of which only the FLOP and the bytes are known."""
-    return max(flops / (device.flops * device.efficiency), pass_s(device, num_bytes, kernel=False)) + device.kernel_s
+    compute_s = flops / (device.flops * device.efficiency)
+    moved_s = pass_s(device, num_bytes, kernel=False)
+    return max(compute_s, moved_s) + device.kernel_s
 
 
 def _waves_s(device: Device, m: int, n: int, k: int, count: int, element_bytes: int, tile: tuple[int, int]) -> float:
@@ -102,13 +104,16 @@ def _waves_s(device: Device, m: int, n: int, k: int, count: int, element_bytes: 
     cache = device.cache_bandwidth_bytes_per_s or inf
     load_s = (rows + columns) * element_bytes * device.cores / cache
     # The last wave runs at the pace of a core; cores without a tile are idle.
-    return -(-tiles // device.cores) * -(-k // _STEP) * _STEP * max(compute_s, load_s)
+    waves = -(-tiles // device.cores)
+    steps = -(-k // _STEP) * _STEP
+    return waves * steps * max(compute_s, load_s)
 
 
 @lru_cache(maxsize=64)
 def _tiles(largest: tuple[int, int]) -> tuple[tuple[int, int], ...]:
     """The largest tile and its halves, a few times, each both upright and lying."""
-    found, (rows, columns) = [], largest
+    found = []
+    rows, columns = largest
     while True:
         found += [(rows, columns), (columns, rows)]
         if rows >= columns:

@@ -28,25 +28,29 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
     ring = ring_of(topology, range(tensor))
     layers = []
     for index, layer in enumerate(profile.layers):
-        inner = 0 < index < len(profile) - 1
-        if inner:
+        wait_s = 0.0
+        whole = 0.0
+        kept = 0.0
+        if 0 < index < len(profile) - 1:
             wait_s = 2 * all_reduce_s(ring, layer.output_bytes)
             whole = min(layer.saved_bytes, 5 * layer.output_bytes)
-        else:
-            wait_s = 0.0
-            whole = 0.0
+            # A backward in two halves keeps the inputs of the two products whose outputs are summed.
+            kept = min(layer.kept_bytes, 2 * layer.output_bytes)
+        backward_wait_s = 0.0
+        if layer.backward_s:
+            backward_wait_s = wait_s
+        trained = layer.trained_bytes
+        if trained is not None:
+            trained /= tensor
         # Scores, and with them the cores of attention, are sharded; what is not is kept in any case.
         chosen = layer.selective_bytes
-        # A backward in two halves keeps the inputs of the two products whose outputs are summed.
-        if inner:
-            kept = min(layer.kept_bytes, 2 * layer.output_bytes)
-        else:
-            kept = 0.0
+        if chosen is not None:
+            chosen = whole + (chosen - whole) / tensor
         layers.append(
             Layer(
                 layer.name,
                 layer.forward_s / tensor + wait_s,
-                layer.backward_input_s / tensor + (wait_s if layer.backward_s else 0.0),
+                layer.backward_input_s / tensor + backward_wait_s,
                 layer.backward_weight_s / tensor,
                 layer.output_bytes,
                 whole + (layer.saved_bytes - whole) / tensor,
@@ -54,9 +58,9 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
                 layer.grad_bytes,
                 half_bytes=kept + (layer.kept_bytes - kept) / tensor,
                 step_s=layer.step_s / tensor,
-                trained_bytes=None if layer.trained_bytes is None else layer.trained_bytes / tensor,
+                trained_bytes=trained,
                 input_bytes=layer.input_bytes,
-                selective_bytes=chosen if chosen is None else whole + (chosen - whole) / tensor,
+                selective_bytes=chosen,
                 attention_s=layer.attention_s / tensor,
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import mul
 from typing import Any
 
 from pipefit.cost.model import CostModel
@@ -51,8 +52,11 @@ def unit(
     def trained(total: float) -> tuple[float, ...]:
         return (0,) * header.frozen + every(total)[header.frozen :]
 
-    # Every copy of a stage that is spilled takes as long.
-    spill, rates = header.spill, (math.inf,) * 3
+    tiers: tuple[Tier, ...] = ()
+    if header.spill is not None:
+        # Every copy of a stage that is spilled takes as long.
+        rates = (math.inf,) * 3
+        tiers = (Tier(header.spill.tier, *rates, latency_s=every(copy)[0]),)
     return CostModel(
         forward_s=every(forward),
         backward_input_s=trained(input),
@@ -60,7 +64,7 @@ def unit(
         host_step_s=every(2 * copy),
         saved_bytes=tuple(1 / len(header.stages_of(ranks[0])) for ranks in header.placement),
         latency_s=latency,
-        tiers=(Tier(spill.tier, *rates, latency_s=every(copy)[0]),) if spill else (),
+        tiers=tiers,
         tensor=header.tensor,
     )
 
@@ -81,18 +85,22 @@ def weighted(cost: CostModel, work: Sequence[float]) -> CostModel:
         raise PlanError(f"work of the stages: expected a figure for each of {cost.num_stages} stages, got {len(work)}")
     if not all(0 < share < math.inf for share in work):
         raise PlanError(f"work of the stages: expected finite figures above 0, got {', '.join(map(str, work))}")
-    names = ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s")
-    each: dict[str, Any] = {n: tuple(a * b for a, b in zip(work, getattr(cost, n), strict=True)) for n in names}
+    each: dict[str, Any] = {}
+    for name in ("forward_s", "recompute_s", "backward_input_s", "backward_weight_s"):
+        each[name] = tuple(map(mul, work, getattr(cost, name)))
     return replace(cost, **each)
 
 
 def _halves(backward: float | None, input: float | None, weight: float | None) -> tuple[float, float]:
     if backward is None:
-        return (1 if input is None else input), (1 if weight is None else weight)
-    if input is None:
+        if input is None:
+            input = 1
         if weight is None:
-            input = _divide(backward, 2)
-        else:
+            weight = 1
+        return input, weight
+    if input is None:
+        input = _divide(backward, 2)
+        if weight is not None:
             input = backward - weight
     if weight is None:
         weight = backward - input

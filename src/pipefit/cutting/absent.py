@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -43,12 +44,14 @@ class Absent:
         """
         own = {id(one) for number in numbers for module in own_modules(self._shell, number) for one in _saved(module)}
         own |= {id(buffer) for module in self._shell.spine for buffer in module._buffers.values()}
-        replaced = []
+        replaced: list[tuple[dict[str, Any], str, Tensor]] = []
         for module in self._shell.model.modules():
-            for table in (module._parameters, module._buffers):
+            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for table in tables:
                 for name, tensor in table.items():
-                    is_saved = tensor is not None and name not in module._non_persistent_buffers_set
-                    if is_saved and id(tensor) not in own:
+                    if tensor is None or name in module._non_persistent_buffers_set:
+                        continue
+                    if id(tensor) not in own:
                         replaced.append((table, name, tensor))
         for table, name, tensor in replaced:
             table[name] = self._stand_in(tensor)

@@ -91,8 +91,8 @@ class Channels:
         parameters = list(self.model.parameters())
         self.tracker.forget(list(self.model.buffers()))
         self.tracker.mark_weights({p: Origin(run, _WEIGHT, self.homes.get(id(p), ""), True) for p in parameters})
-        for path, module in self._norms.items():
-            self.tracker.mark([module.running_mean, module.running_var], Origin(run, _AVERAGE, path, False))
+        for path, norm in self._norms.items():
+            self.tracker.mark([norm.running_mean, norm.running_var], Origin(run, _AVERAGE, path, False))
         self.tracker.mark(batch, self.tracker.now)
         self._parameters = _keys(parameters) | _keys([parameter.data for parameter in parameters])
         self._batch = _keys(batch)
@@ -202,7 +202,8 @@ class Channels:
         Operations show tensors only; numbers and lists in attributes have no other hook than the class of all modules.
         """
         modules = {id(module): path for path, module in self.model.named_modules()}
-        plain_set = nn.Module.__setattr__
+        modules_class: Any = nn.Module
+        plain_set = modules_class.__setattr__
 
         def write(module: Any, name: str, value: Any) -> None:
             plain_set(module, name, value)
@@ -215,13 +216,13 @@ class Channels:
                 self._look(modules[id(module)], module, name, value)
             return value
 
-        nn.Module.__setattr__ = write  # type: ignore[assignment]
-        nn.Module.__getattribute__ = read  # type: ignore[method-assign, assignment]
+        modules_class.__setattr__ = write
+        modules_class.__getattribute__ = read
         try:
             yield
         finally:
-            nn.Module.__setattr__ = plain_set  # type: ignore[method-assign]
-            del nn.Module.__getattribute__
+            modules_class.__setattr__ = plain_set
+            del modules_class.__getattribute__
             self._last.clear()
 
     def _look(self, path: str, module: nn.Module, name: str, value: Any) -> None:

@@ -39,8 +39,19 @@ from pipefit.stage.split import NamedLayer, is_sequence, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
 
 Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
-_Ways = tuple[Arguments, Callable[[Any], Any], Callable[[nn.Module], bool] | None]
 _Batches = tuple[Any, Any]
+
+
+class _Ways(NamedTuple):
+    """The ways into a model and out of it; see `Shell`.
+
+    Attributes:
+        carries: whether a module is one whose outputs are carried; None: there is none.
+    """
+
+    arguments: Arguments
+    result: Callable[[Any], Any]
+    carries: Callable[[nn.Module], bool] | None
 
 
 @dataclass(frozen=True)
@@ -148,9 +159,9 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     if example is None:
         example = random_batch(model, 3)
     if is_known:
-        ways = (Call.of(model), result, Routers.of(model))
+        ways = _Ways(Call.of(model), result, Routers.of(model))
     else:
-        ways = (plain_arguments, _as_it_is, None)
+        ways = _Ways(plain_arguments, _as_it_is, None)
     found = _found(model, example, cuts, ways)
     # With the model's own weights again, not those of the proof.
     if isinstance(found.shell, Traced):
@@ -246,14 +257,14 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
     states, places = States(model), places_of(model)
     try:
         with states.used(states.fresh()):
-            calls = calls_of(model, *ways[0](example))
+            calls = calls_of(model, *ways.arguments(example))
     except Foreign as problem:
         problems.append(str(problem))
     except Exception as problem:
         raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
     try:
         refuse_replaced(model, places)
-        batches = example, second_batch(model, example, ways[0])
+        batches = example, second_batch(model, example, ways.arguments)
     except (ModelError, Foreign) as problem:
         raise ModelError(f"{kind} cannot be cut: {problem}") from None
     if not problems:
@@ -297,7 +308,7 @@ def _traced(model: nn.Module, batches: _Batches, cuts: Sequence[str] | None, way
     """The cut of a model's traced graph."""
     traces()
     hollow = copied(model, lambda tensor: tensor.to("meta"))
-    shell = Traced(hollow, ways[0], ways[1], model.training)
+    shell = Traced(hollow, ways.arguments, ways.result, model.training)
     crossing = shell.choose(batches[0], cuts)
     layers = shell.hold(model)
     why = prove_trace(shell, model, batches)
@@ -351,8 +362,8 @@ def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -
     """The shell with borders before some blocks, and the borders at which it differs from the whole model."""
     states, example = States(model), batches[0]
     with states.used(states.fresh()), torch.no_grad():
-        seen = observe(model, parts, *ways[0](example), seed_torch)
-        seen = seen._replace(output=ways[1](seen.output))
+        seen = observe(model, parts, *ways.arguments(example), seed_torch)
+        seen = seen._replace(output=ways.result(seen.output))
     shell = _shell(model, parts, seen, ways)
     with states.used(states.fresh()), torch.no_grad():
         shell.crossing, found = _crossings(shell, seen, example)
@@ -375,7 +386,6 @@ def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -
 
 def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
     """The shell of a model, without the values that cross its borders."""
-    arguments, result, carries = ways
     if len(seen.entries) != len(parts.blocks):
         raise ModelError(
             f"{len(seen.entries)} of {len(parts.blocks)} blocks were called in a second forward: which layers run must "
@@ -388,6 +398,9 @@ def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
     bare = [(modules[path], frozenset({0})) for path in parts.spine]
     for path in sorted(seen.direct):
         bare += [(inner, owners[path]) for inner in modules[path].modules() if inner._parameters]
+    carried = []
+    if ways.carries is not None:
+        carried = [list(filter(ways.carries, modules[path].modules())) for path in parts.blocks]
     return Shell(
         model,
         [modules[path] for path in parts.blocks],
@@ -396,10 +409,10 @@ def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
         bare,
         [child for path in parts.spine for child in modules[path].children() if child not in named],
         {modules[path]: path for path in (*parts.blocks, *parts.units)},
-        arguments,
-        result,
+        ways.arguments,
+        ways.result,
         {modules[path]: Stub(modules[path], seen.alike[path], output) for path, output in seen.examples.items()},
-        [[m for m in modules[path].modules() if carries(m)] for path in parts.blocks] if carries else (),
+        carried,
     )
 
 

@@ -113,7 +113,7 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()), _Refusing():
-            program = export(root, args, kwargs, strict=False, dynamic_shapes=shapes)
+            program = export(root, args, kwargs, strict=False, dynamic_shapes=shapes.dynamic_shapes(root, args, kwargs))
             module = program.module()
     except ModelError:
         raise
@@ -221,7 +221,10 @@ def _flow(program: Any, structure: pytree.TreeSpec | Rest, model: nn.Module) -> 
     tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     known = graph.find_nodes(op="get_attr")
-    state = {node: (first[id(tensors[node.target])],) for node in known if node.target in tensors}
+    state: dict[fx.Node, tuple[str, ...]] = {}
+    for node in known:
+        if node.target in tensors:
+            state[node] = (first[id(tensors[node.target])],)
     counters = set()
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
         path = state.get(node.args[3], ("",))[0].rpartition(".")[0]
@@ -241,13 +244,14 @@ def _flow(program: Any, structure: pytree.TreeSpec | Rest, model: nn.Module) -> 
     inputs = graph.find_nodes(op="placeholder")
     guards = getattr(program, "_guards_fn", None)
     counting = _users({node for node, names in state.items() if names in counters})
+    outputs: Any = graph.output_node().args[0]
     flow = Flow(
         [node for node in graph.nodes if node.op == "call_function" and node not in counting],
         inputs,
         {node: tuple(map(_own_name, names)) for node, names in state.items()},
         constants,
         [node for node in known if isinstance(tensors.get(node.target), nn.Parameter)],
-        tuple(graph.output_node().args[0]),
+        tuple(outputs),
         structure,
         partial(_accepts, [node.meta.get("val") for node in inputs], guards and guards.forward),
         overwrites,
@@ -290,8 +294,10 @@ def _users(nodes: set[fx.Node]) -> set[fx.Node]:
 
 
 def _accepts(forms: Sequence[Any], guards: Callable[..., None] | None, leaves: Sequence[Any]) -> bool:
-    sizes = [(known, size) for form, leaf in zip(forms, leaves, strict=True) if isinstance(form, Tensor)
-             for known, size in zip(form.shape, leaf.shape, strict=True)]  # fmt: skip
+    sizes: list[tuple[Any, int]] = []
+    for form, leaf in zip(forms, leaves, strict=True):
+        if isinstance(form, Tensor):
+            sizes += zip(form.shape, leaf.shape, strict=True)
     with contextlib.suppress(AssertionError):
         if guards is not None:
             guards(*leaves)
@@ -302,7 +308,8 @@ def _accepts(forms: Sequence[Any], guards: Callable[..., None] | None, leaves: S
 
 def _deferred(node: fx.Node, path: str, module: _BatchNorm) -> fx.Node:
     """Lets a batch norm note its statistics in a stage, which changes the running averages in its own way."""
-    x, weight, bias, mean, var, _, share, eps, *_ = node.args
+    given: Any = node.args
+    x, weight, bias, mean, var, _, share, eps, *_ = given
     with node.graph.inserting_before(node):
         holder = node.graph.get_attr(path)
         if share == module.momentum:

@@ -131,7 +131,7 @@ def num_bytes(node: fx.Node) -> float:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return float("inf")
-    count = value.numel()
+    count: Any = value.numel()
     if isinstance(count, torch.SymInt):
         known = count.node.hint
     else:

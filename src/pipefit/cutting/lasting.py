@@ -200,9 +200,10 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
         left, buffers = _facts(model), buffers_of(model.modules())
         batch, alone = _other_run(run, states, example, first, buffers)
         second = run(batch)
-        found = _changed(left, _facts(model)) or "something that a forward leaves"
+        found = _changed(left, _facts(model))
         if worst_difference(alone, second) is not None:
-            raise ModelError(f"its output depends on the batches before: {_lasting(found)}")
+            cause = found or "something that a forward leaves"
+            raise ModelError(f"its output depends on the batches before: {_lasting(cause)}")
         restore()
         again = run(example)
         found = _changed(left, _facts(model))

@@ -25,8 +25,9 @@ def is_transformers(model: object) -> bool:
 
 def without_adapters(model: nn.Module) -> Any:
     """The model without the wrapper of peft."""
-    if hasattr(model, "get_base_model"):
-        return model.get_base_model()
+    wrapper: Any = model
+    if hasattr(wrapper, "get_base_model"):
+        return wrapper.get_base_model()
     return model
 
 
@@ -163,12 +164,12 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0) -> dict[str, Ten
     Raises:
         ModelError: the model takes another kind of input.
     """
-    model = without_adapters(model)
-    config = model.config
+    base = without_adapters(model)
+    config = base.config
     generator = torch.Generator().manual_seed(seed)
-    name = getattr(model, "main_input_name", "input_ids")
-    kind = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    heads = type(model).__name__
+    name = getattr(base, "main_input_name", "input_ids")
+    kind = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
+    heads = type(base).__name__
     if name == "pixel_values":
         size = getattr(config, "image_size", 32) or 32
         if isinstance(size, list | tuple):

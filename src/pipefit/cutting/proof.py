@@ -53,7 +53,7 @@ class Reference(NamedTuple):
         batches: the example, and a batch of other data.
         runs: of each batch.
         sums: of each batch, weighted sums of the gradients; see `sums_of_gradients`.
-        buffers: after both, by name.
+        buffers: after both, by module and name.
         channels: between the model's layers.
         reads: places of its code between the layers that read data into Python.
     """
@@ -61,7 +61,7 @@ class Reference(NamedTuple):
     batches: Sequence[Any]
     runs: Sequence[Seen]
     sums: Sequence[dict[str, Tensor] | None]
-    buffers: Mapping[str, Tensor]
+    buffers: Mapping[tuple[nn.Module, str], Tensor]
     channels: Sequence[Channel]
     reads: Mapping[tuple[str, str], Any]
 

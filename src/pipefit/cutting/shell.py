@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cutting.stubs import Stub, nan_like
+from pipefit.cutting.stubs import nan_like
 from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.cutting.tracking import arrived, stood_in
 from pipefit.errors import ModelError
@@ -133,7 +133,7 @@ class Shell:
         """
         num_blocks = len(self.blocks)
 
-        def noted(number: int, stub: Stub) -> Callable[..., Any]:
+        def noted(number: int, stub: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 note(pytree.tree_leaves((args, kwargs)))
                 if number == num_blocks:
@@ -291,7 +291,7 @@ class _Passage:
                 hooks.enter_context(module.register_forward_hook(lambda _, given, output: kept.append(output)))
             return forward(*args, **kwargs)
 
-    def _skipped(self, number: int, stub: Stub, *args: Any, **kwargs: Any) -> Any:
+    def _skipped(self, number: int, stub: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The output of an earlier block, where the model's end runs: the model's own hooks get the carried outputs."""
         if self.shell.carried:
             for module, output in zip(self.shell.carried[number - 1], self.carried[number - 1], strict=True):
@@ -333,6 +333,8 @@ class CutLayer(nn.Module):
         number: of the layer.
         holder: a module whose parameters, buffers and children are the layer's; they stay shared with it.
     """
+
+    holder: nn.Module
 
     def __init__(self, shell: Any, number: int, holder: nn.Module) -> None:
         super().__init__()

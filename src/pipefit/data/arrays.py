@@ -43,8 +43,10 @@ def digits(test: float = 0.2, seed: int = 0) -> Digits:
     if not 0 < num_test < len(x):
         raise DataError(f"data: a test share of {test} leaves no image on one side; choose one between 0 and 1")
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    held, kept = order[:num_test], order[num_test:]
-    mean, deviation = x[kept].mean(), x[kept].std()
+    held = order[:num_test]
+    kept = order[num_test:]
+    mean = x[kept].mean()
+    deviation = x[kept].std()
     x = (x - mean) / deviation
     return Digits(x[kept], y[kept], x[held], y[held])
 

@@ -93,7 +93,8 @@ def _within(text: str, spans: Sequence[tuple[int, int]], tokenizer: Any, where: 
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(f"data: {where}: the model's tokenizer does not say where its tokens are; give --learn all")
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, labels = found["input_ids"], []
+    ids = found["input_ids"]
+    labels = []
     for token, (start, _) in zip(ids, found["offset_mapping"], strict=True):
         is_learned = any(begin <= start < end for begin, end in spans)
         labels.append(token if is_learned else IGNORED)

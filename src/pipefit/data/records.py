@@ -92,7 +92,8 @@ def token_samples(
             writer.add(_plain(tokenizer, text().decode()))
             writer.pack(0, 0, context)
         for path in paths or ():
-            first, start = len(writer), writer.num_tokens
+            first = len(writer)
+            start = writer.num_tokens
             is_text = path.suffix not in (".jsonl", ".parquet")
             for sample in _text_of(path, tokenizer) if is_text else _samples_of(path, tokenizer, learns_all):
                 writer.add(sample)

@@ -23,7 +23,8 @@ class SyntheticBatches(Resumable):
     def __init__(self, example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> None:
         if batch < 1:
             raise DataError(f"data: batch must be at least 1, got {batch}")
-        self._batch, self._seed = batch, seed
+        self._batch = batch
+        self._seed = seed
         self._made = [example(batch, seed + index) for index in range(4)]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:

@@ -35,8 +35,10 @@ class TokenTable(Sequence[Tokens]):
     """
 
     def __init__(self, ids: np.ndarray, learned: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
-        self._ids, self._learned = ids, learned
-        self._starts, self._ends = starts, ends
+        self._ids = ids
+        self._learned = learned
+        self._starts = starts
+        self._ends = ends
 
     @classmethod
     def of(cls, samples: Iterable[Tokens]) -> TokenTable:

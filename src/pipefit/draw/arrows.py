@@ -27,17 +27,16 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
     for rank in range(scene.num_ranks):
         y = plan.y(rank) + plan.cell_height
         births = {(stage, 0): 0.0 for stage in scene.stages[rank]}
-        births |= {(box.stage, box.version + 1): box.end_s for box in scene.of(rank) if box.letter == "S"}
+        for box in scene.of(rank):
+            if box.letter == "S":
+                births[box.stage, box.version + 1] = box.end_s
         used = {(box.stage, box.version) for box in followed if box.rank == rank}
         for (stage, version), time_s in births.items():
+            kind = "soft"
             if (stage, version) in used:
                 kind = "mark"
-            else:
-                kind = "soft"
-            yield (
-                f'<text class="{kind}" font-size="9" text-anchor="middle" x="{plan.x(time_s):.1f}" '
-                f'y="{y + ROOM - 5:.1f}">w{version}</text>'
-            )
+            place = f'x="{plan.x(time_s):.1f}" y="{y + ROOM - 5:.1f}"'
+            yield f'<text class="{kind}" font-size="9" text-anchor="middle" {place}>w{version}</text>'
         for box in followed:
             if box.rank == rank:
                 yield from _arrow(box, births[box.stage, box.version], plan, y)
@@ -45,7 +44,8 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
 
 def _arrow(box: Box, birth_s: float, plan: Layout, y: float) -> Iterator[str]:
     """From the middle of a cell's lower edge back to the birth of the version that it uses."""
-    start, end = plan.x((box.start_s + box.end_s) / 2), plan.x(birth_s)
+    start = plan.x((box.start_s + box.end_s) / 2)
+    end = plan.x(birth_s)
     curve = f"M{start:.1f} {y:.1f}C{start:.1f} {y + 18:.1f} {end:.1f} {y + 2:.1f} {end:.1f} {y + 16:.1f}"
     yield f'<path class="halo" style="fill:none" d="{curve}"/>'
     yield f'<path class="mark" d="M{end - 4:.1f} {y + 14:.1f}h8l-4 7z"/>'

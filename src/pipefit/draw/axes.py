@@ -15,8 +15,10 @@ def nice_ticks(high: float, target: int = 8) -> list[float]:
         return [0.0]
     raw = high / max(target, 1)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = min((factor * power for factor in (1, 2, 5, 10)), key=lambda step: abs(step - raw))
-    return [number * step for number in range(math.floor(high / step + 1e-9) + 1)]
+    steps = [factor * power for factor in (1, 2, 5, 10)]
+    step = min(steps, key=lambda step: abs(step - raw))
+    last = math.floor(high / step + 1e-9)
+    return [number * step for number in range(last + 1)]
 
 
 def label_number(value: float) -> str:

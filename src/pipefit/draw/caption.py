@@ -35,11 +35,11 @@ def stages_words(stages: tuple[int, ...]) -> str:
     >>> stages_words((0, 4)), stages_words((0, 4, 8, 12, 16))
     ('stages 0, 4', 'stages 0, 4 … 16')
     """
-    if len(stages) <= 4:
-        held = ", ".join(map(str, stages))
-    else:
-        held = f"{stages[0]}, {stages[1]} … {stages[-1]}"
-    return f"stage{'s' if len(stages) > 1 else ''} {held}"
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    if len(stages) > 4:
+        return f"stages {stages[0]}, {stages[1]} … {stages[-1]}"
+    return "stages " + ", ".join(map(str, stages))
 
 
 def percent(share: float) -> str:
@@ -75,8 +75,11 @@ def counts(scene: Scene) -> str:
 
 def peak_words(scene: Scene, rank: int) -> str:
     """The micro-batches in flight on a rank at most, and the inputs that it keeps for replays: "1 + 7"."""
+    peak = label_number(scene.facts.peak_inflight[rank])
     kept = scene.facts.kept_inputs[rank]
-    return label_number(scene.facts.peak_inflight[rank]) + (f" + {kept}" if kept else "")
+    if kept:
+        return f"{peak} + {kept}"
+    return peak
 
 
 def measures(scene: Scene) -> str:
@@ -99,10 +102,9 @@ def measures(scene: Scene) -> str:
 def describe(box: Box, scene: Scene) -> str:
     """The tooltip of a cell: instruction, place and times."""
     factor, unit = time_scale(scene.scale_s, scene.unit)
-    times = f"{label_number(box.start_s * factor)} to {label_number(box.end_s * factor)} {unit}".strip()
+    start = label_number(box.start_s * factor)
+    end = label_number(box.end_s * factor)
     what = f"{box.short} {FAMILIES[box.letter].name}, stage {box.stage}"
     if box.mb >= 0:
-        batch = f", micro-batch {box.mb}"
-    else:
-        batch = ""
-    return f"{what}{batch}, weights {box.version}, rank {box.rank}, {times}"
+        what += f", micro-batch {box.mb}"
+    return f"{what}, weights {box.version}, rank {box.rank}, {start} to {end} {unit}".strip()

@@ -27,7 +27,8 @@ MISSING = "a chart needs matplotlib, which is not installed; pip install 'pipefi
 Points = Sequence[tuple[float | str, float]]
 Series = Mapping[str, Points]
 
-_MARKS, _DASHES = "os^DvPX", ("-", "--", ":", "-.")
+_MARKS = "os^DvPX"
+_DASHES = ("-", "--", ":", "-.")
 _MOST_LABELS, _MOST_MARKS = 16, 40  # beyond these, bars have no numbers, and lines have a mark only here and there
 _NARROW = 500  # pixels of width below which the legend is under the chart
 _INK = "#010203"  # placeholder of the ink of both themes until the text is written
@@ -86,13 +87,13 @@ def chart(
         axes = figure.add_subplot()
         axes.set(xlabel=x_label, ylabel=y_label)
         if front:
-            axes.plot([x for x, _ in front], [y for _, y in front], color=_INK, linewidth=1.5, zorder=3, label="front")
+            axes.plot(*zip(*front, strict=True), color=_INK, linewidth=1.5, zorder=3, label="front")
         if kind == "bar":
             _bars(axes, series)
         else:
             _lines(axes, series, log_x, joined=kind == "line")
-        heights = [y for points in series.values() for _, y in points]
-        axes.set_ylim(1.05 * min(0, *heights), 1.05 * max(0, *heights) or None)
+        heights = [0, *(y for points in series.values() for _, y in points)]
+        axes.set_ylim(1.05 * min(heights), 1.05 * max(heights) or None)
         axes.yaxis.set_major_formatter(lambda value, _: label_number(value))
         if width >= _NARROW:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -128,7 +129,8 @@ def plotted(draw: Callable[[Figure], None], width: int, height: int, title: str)
         unnamed = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(text, format="svg", transparent=True, metadata=unnamed)
     body = text.getvalue().partition("<svg")[2].partition(">")[2]
-    (light, paper), (dark, night) = zip(INKS["ink"], INKS["paper"], strict=True)
+    light, dark = INKS["ink"]
+    paper, night = INKS["paper"]
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" class="pipefit-chart" '
         f'width="{width}" height="{height}" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
@@ -152,9 +154,12 @@ def _check(series: Series, log_x: bool, are_bars: bool) -> None:
     values = [(name, x, y) for name, points in series.items() for x, y in points]
     if not values:
         raise PipefitError("a chart needs at least one point, got none")
+    wanted = "finite numbers"
+    if are_bars:
+        wanted += ", heights of at least 0"
     for name, x, y in values:
-        if not math.isfinite(y) or (are_bars and y < 0) or (not isinstance(x, str) and not math.isfinite(x)):
-            wanted = "finite numbers" + ", heights of at least 0" * are_bars
+        is_finite = math.isfinite(y) and (isinstance(x, str) or math.isfinite(x))
+        if not is_finite or (are_bars and y < 0):
             raise PipefitError(f"chart: {name}: expected {wanted}; got ({x}, {y})")
         if log_x and (isinstance(x, str) or x <= 0):
             raise PipefitError(f"chart: {name}: a logarithmic axis needs x above 0, got {x!r}")
@@ -175,9 +180,13 @@ def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
         if not any(isinstance(x, str) for x, _ in points):
             points = sorted(points)
         # Of many points only a few are marked, different ones on each line: so overlapping lines can be distinguished.
-        if len(points) <= _MOST_MARKS or not joined:
-            every = 1
-        else:
+        every = 1
+        dashes = ""
+        size = 4
+        if joined:
+            dashes = _DASHES[index // len(_MARKS) % len(_DASHES)]
+            size = 6
+        if joined and len(points) > _MOST_MARKS:
             every = len(points) // 10
         axes.plot(
             [x for x, _ in points],
@@ -185,8 +194,8 @@ def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
             label=name,
             color=hue(index),
             marker=_MARKS[index % len(_MARKS)],
-            linestyle=_DASHES[index // len(_MARKS) % len(_DASHES)] if joined else "",
-            markersize=6 if joined else 4,
+            linestyle=dashes,
+            markersize=size,
             markevery=(index * every // len(series), every),
         )
     if log_x:
@@ -197,11 +206,14 @@ def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
 
 
 def _bars(axes: Axes, series: Series) -> None:
-    places, wide = _places(series), 0.8 / len(series)
+    places = _places(series)
+    wide = 0.8 / len(series)
     for index, (name, points) in enumerate(series.items()):
-        middles = [places.index(x) - 0.4 + wide * (index + 0.5) for x, _ in points]
-        bars = axes.bar(middles, [y for _, y in points], 0.94 * wide, label=name, color=hue(index))
+        shift = wide * (index + 0.5)
+        middles = [places.index(x) - 0.4 + shift for x, _ in points]
+        heights = [y for _, y in points]
+        bars = axes.bar(middles, heights, 0.94 * wide, label=name, color=hue(index))
         if len(places) * len(series) <= _MOST_LABELS:
-            axes.bar_label(bars, [label_number(y) for _, y in points])
+            axes.bar_label(bars, list(map(label_number, heights)))
     axes.set_xticks(range(len(places)), [_words(place) for place in places])
     axes.grid(axis="x", visible=False)

@@ -65,7 +65,9 @@ def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) ->
     found: list[tuple[str, Timeline]] = []
     left = _MOST_FORWARDS
     for wish in dict.fromkeys(wishes):
-        cost = wish.stages * wish.microbatches * wish.chunks * (_COPIES_COST if wish.slots else 1)
+        cost = wish.stages * wish.microbatches * wish.chunks
+        if wish.slots:
+            cost *= _COPIES_COST
         if cost > left:
             continue
         left -= cost
@@ -90,11 +92,13 @@ def _plain(facts: Facts, is_lecture: bool) -> Iterator[Wish]:
 
 def _one_device(facts: Facts) -> Iterator[Wish]:
     """Other numbers of slots, then of micro-batches and of stages, the nearest shapes first."""
-    own = facts.num_stages, facts.num_microbatches
-    near = sorted(
-        product((2, 4, 8, 16), (1, 2, 4, 8, 16)),
-        key=lambda shape: abs(math.log2(shape[0] / own[0])) + abs(math.log2(shape[1] / own[1])),
-    )
+    own = (facts.num_stages, facts.num_microbatches)
+
+    def distance(shape: tuple[int, int]) -> float:
+        stages, microbatches = shape
+        return abs(math.log2(stages / own[0])) + abs(math.log2(microbatches / own[1]))
+
+    near = sorted(product((2, 4, 8, 16), (1, 2, 4, 8, 16)), key=distance)
     for (stages, microbatches), slots in product([own, *near], (1, 2, 3)):
         yield Wish(facts.schedule, stages, microbatches, 1, slots)
 
@@ -106,8 +110,11 @@ def _spilled_pipelines(facts: Facts) -> Iterator[Wish]:
         yield Wish(facts.schedule, *shape, slots)
     for name, slots in product(over_ranks(), (facts.slots, 0)):
         made = find(name)
+        chunks = 1
+        if made.chunks:
+            chunks = facts.num_chunks
         if made.is_synchronous and name != facts.schedule:
-            yield Wish(name, *shape[:2], shape[2] if made.chunks else 1, slots)
+            yield Wish(name, *shape[:2], chunks, slots)
     for stages, count in product(STAGES, MICROBATCHES):
         yield Wish(facts.schedule, stages, count, facts.num_chunks, facts.slots)
 
@@ -118,7 +125,9 @@ def drawn(wish: Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None
         made = find(wish.name)
         per_update, steps = updates_of(made, wish.microbatches, None)
         shape = Shape(wish.stages, per_update, wish.chunks, steps)
-        program = made(spilled(made, shape, wish.slots, how) if wish.slots else shape)
+        if wish.slots:
+            shape = spilled(made, shape, wish.slots, how)
+        program = made(shape)
         cost = pricing(program.header)
     except (PlanError, ScheduleError):  # PlanError: costs that stand for another number of stages
         return None
@@ -129,17 +138,18 @@ def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
     """A shape with all stages on another tier, and so many slots on each rank."""
     num_stages = made(shape).header.num_stages
     every = tuple(range(num_stages))
-    on_host, keeps = every if how.step_on == "host" else (), every if how.keep else ()
-    spill = Spill.of(num_stages, slots, 0 if on_host else how.optim_slots, how.tier, how.activations)
-    spill = msgspec.structs.replace(spill, on_host=on_host, keeps=keeps)
+    spill = Spill.of(num_stages, slots, how.optim_slots, how.tier, how.activations)
+    if how.step_on == "host":
+        spill = msgspec.structs.replace(spill, optim_slots=0, on_host=every)
+    if how.keep:
+        spill = msgspec.structs.replace(spill, keeps=every)
     return msgspec.structs.replace(shape, spill=spill, prefetch=how.prefetch)
 
 
 def over_ranks() -> list[str]:
     """All schedules over ranks; the two baselines of pipelines come last."""
-    return sorted(
-        (name for name in names() if not find(name).spills), key=lambda name: name in ("naive", "data-parallel")
-    )
+    found = [name for name in names() if not find(name).spills]
+    return sorted(found, key=lambda name: name in ("naive", "data-parallel"))
 
 
 def simulated(program: Program, cost: CostModel, memory: bool) -> Timeline:

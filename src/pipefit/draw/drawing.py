@@ -74,7 +74,8 @@ class Drawing:
         Args:
             options: as for `pipefit.draw.html`.
         """
-        shape, facts = _shape_key(self.timeline), scene_of(self.timeline).facts
+        shape = _shape_key(self.timeline)
+        facts = scene_of(self.timeline).facts
         near: list[tuple[str, Timeline]] = []
         if not self._is_mixed:
             offered = others(facts, self.pricing, self.how, self._is_lecture)
@@ -82,7 +83,8 @@ class Drawing:
             if self._is_lecture and self.how is None:
                 options.setdefault("more", shelf())
         options.setdefault("compare", False)
-        return html([(title_of(self.program.header.schedule), self.timeline), *near], **options)
+        own = (title_of(self.program.header.schedule), self.timeline)
+        return html([own, *near], **options)
 
     @property
     def _is_mixed(self) -> bool:
@@ -182,9 +184,8 @@ def draw(
         PlanError: the costs contradict each other.
     """
     if isinstance(schedule, str):
-        made = find(schedule)
-    else:
-        made = schedule
+        schedule = find(schedule)
+    made = schedule
     per_update, steps = updates_of(made, num_microbatches, num_steps)
     shape = Shape(
         depth=num_stages,
@@ -195,12 +196,12 @@ def draw(
         recompute=_replayed(recompute),
         options=options,
     )
-    if slots is not None or made.spills:
+    how = None
+    if slots is None and made.spills:
+        slots = 2
+    if slots is not None:
         how = How(optim_slots, tier, prefetch, activations, step_on, keep)
-    else:
-        how = None
-    if how:
-        shape = spilled(made, shape, 2 if slots is None else slots, how)
+        shape = spilled(made, shape, slots, how)
 
     def pricing(header: Header) -> CostModel:
         plain = unit(header, forward, backward, input=input, weight=weight, latency=latency, copy=copy)
@@ -212,13 +213,16 @@ def draw(
     cost = pricing(program.header)
     ranks = program.header.num_ranks
     both = sum(cost.backward_input_s) + sum(cost.backward_weight_s)
+    steady = None
+    if not made.is_synchronous:
+        steady = made(_long(shape))
     return Drawing(
         timeline=simulated(program, cost, memory=True),
         cost=cost,
         forward=sum(cost.forward_s) / ranks,
         backward=float(both / ranks),
         pricing=pricing,
-        steady=None if made.is_synchronous else made(_long(shape)),
+        steady=steady,
         how=how,
     )
 
@@ -228,10 +232,9 @@ def drawing_of(program: Program) -> Drawing:
     pricing = partial(unit, forward=1, backward=2)
     cost = pricing(program.header)
     spill = program.header.spill
+    how = None
     if spill:
         how = How(spill.optim_slots, spill.tier, None, spill.activations, keep=bool(spill.keeps))
-    else:
-        how = None
     return Drawing(simulated(program, cost, memory=True), cost, 1, 2, pricing, how=how)
 
 
@@ -248,5 +251,7 @@ def _shape_key(timeline: Timeline) -> tuple[object, ...]:
 def _replayed(recompute: bool | Sequence[int]) -> tuple[int, ...] | None:
     """The stages that replay; None: all."""
     if isinstance(recompute, bool):
-        return None if recompute else ()
+        if recompute:
+            return None
+        return ()
     return tuple(recompute)

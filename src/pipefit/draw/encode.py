@@ -28,8 +28,15 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     ticks at its start, of its length and of its wait, reason and distance of the wait; and the contents of each of its
     `slots`: kind, number, then stage, start and length of each stay.
     """
-    facts, found = scene.facts, reasons(scene)
+    facts = scene.facts
+    found = reasons(scene)
     tick = _tick(scene)
+    kept = {}
+    if any(facts.kept_inputs):
+        kept = {"kept": list(facts.kept_inputs)}
+    spilled = {}
+    if facts.slots:
+        spilled = _spilled(scene, found, tick)
     return {
         "name": name,
         "p": scene.num_ranks,
@@ -45,12 +52,12 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
         "over": facts.bubble_over_ideal,
         "messages": sum(i.op is Op.SEND for _, _, i in scene.timeline.program),
         "peak": list(facts.peak_inflight),
-        **({"kept": list(facts.kept_inputs)} if any(facts.kept_inputs) else {}),
+        **kept,
         "weights": list(facts.weight_versions),
         "bytes": [format_bytes(size) for size in facts.peak_bytes],
         "stages": [list(stages) for stages in scene.stages],
         "ranks": [_row(scene, rank, found, tick) for rank in range(scene.num_ranks)],
-        **(_spilled(scene, found, tick) if facts.slots else {}),
+        **spilled,
     }
 
 
@@ -59,22 +66,26 @@ def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
     assert spill is not None
     copies: list[list[int]] = [[] for _ in scene.stages]
     for number, bar in enumerate(scene.bars, len(scene.boxes)):
-        why, back = _why(number, found[number])
+        lane = scene.lanes.index(bar.lane)
         kind = COPIED_KINDS.index(bar.what)
         start = round(bar.start_s / tick)
         end = round(bar.end_s / tick)
-        copies[bar.rank] += (scene.lanes.index(bar.lane), kind, bar.stage, bar.mb, start, end - start)
-        copies[bar.rank] += (round(found[number].waited_s / tick), why, back)
-    slots: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
+        waited = round(found[number].waited_s / tick)
+        copies[bar.rank] += (lane, kind, bar.stage, bar.mb, start, end - start, waited)
+        copies[bar.rank] += _why(number, found[number])
+    stays: list[dict[tuple[str, int], list[int]]] = [{} for _ in scene.stages]
     for stay in stays_of(scene):
-        start, end = round(stay.start_s / tick), round(stay.end_s / tick)
-        slots[stay.rank].setdefault((stay.kind, stay.slot), []).extend((stay.stage, start, end - start))
+        start = round(stay.start_s / tick)
+        end = round(stay.end_s / tick)
+        place = (stay.kind, stay.slot)
+        row = stays[stay.rank].setdefault(place, [COPIED_KINDS.index(stay.kind), stay.slot])
+        row += (stay.stage, start, end - start)
     return {
         "s": spill.weights_slots,
         "tier": spill.tier,
         "lanes": list(scene.lanes),
         "copies": copies,
-        "slots": [[[COPIED_KINDS.index(kind), slot, *row] for (kind, slot), row in held.items()] for held in slots],
+        "slots": [list(rows.values()) for rows in stays],
     }
 
 
@@ -82,8 +93,10 @@ def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]
     row: list[int] = []
     before = 0
     for number, box in enumerate(scene.of(rank), scene.first[rank]):
-        start, end = round(box.start_s / tick), round(box.end_s / tick)
-        row += (LETTERS.index(box.letter), box.chunk, box.mb, box.version, start - before, end - start)
+        start = round(box.start_s / tick)
+        end = round(box.end_s / tick)
+        letter = LETTERS.index(box.letter)
+        row += (letter, box.chunk, box.mb, box.version, start - before, end - start)
         row += _why(number, found[number])
         before = end
     return row
@@ -91,15 +104,19 @@ def _row(scene: Scene, rank: int, found: list[Reason], tick: float) -> list[int]
 
 def _why(number: int, reason: Reason) -> tuple[int, int]:
     """The reason of an item's wait, and the distance in items to the one it waited for."""
-    return int(reason.why), number - reason.item if reason.why is not Why.START else 0
+    if reason.why is Why.START:
+        return int(reason.why), 0
+    return int(reason.why), number - reason.item
 
 
 def _tick(scene: Scene) -> float:
     """The simplest fraction of a second that all times are multiples of, else a millionth of the makespan."""
     times = {time for item in scene.items for time in (item.start_s, item.end_s)}
-    for parts in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 40, 60, 100):
-        if all(abs(time * parts - round(time * parts)) < 1e-7 for time in times) and any(times):
-            return 1 / parts
+    if any(times):
+        for parts in (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 40, 60, 100):
+            scaled = [time * parts for time in times]
+            if all(abs(time - round(time)) < 1e-7 for time in scaled):
+                return 1 / parts
     return (scene.facts.makespan_s or 1.0) / _FINEST
 
 

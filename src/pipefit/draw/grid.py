@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import groupby
 from textwrap import wrap
@@ -15,7 +16,8 @@ from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import COPIED, Box, Scene, scene_of
 from pipefit.timeline import Timeline
 
-_IDLE, _LINE = "·", "─"
+_IDLE = "·"
+_LINE = "─"
 # Backgrounds and texts of the 256 colours that every terminal knows, by chunk parity.
 _ANSI = {
     "F": ((153, 17), (117, 17)),
@@ -43,23 +45,20 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if width is None:
-        columns = shutil.get_terminal_size((100, 24)).columns
-    else:
-        columns = width
+        width = shutil.get_terminal_size((100, 24)).columns
     scene = scene_of(timeline, seconds)
-    width = max(columns, 40)
+    width = max(width, 40)
+    paint = _plain
     if color:
         paint = _painted
-    else:
-        paint = _plain
     names = [f"rank {rank}" for rank in range(scene.num_ranks)]
-    gutter = max(len(name) for name in names) + 2
+    gutter = max(map(len, names)) + 2
     peaks = [peak_words(scene, rank) for rank in range(scene.num_ranks)]
-    right = max(len("peak"), *map(len, peaks)) + 2
+    right = max(map(len, ["peak", *peaks])) + 2
     per_second, labelled, exact = _scale(scene, width - gutter - right - 1)
     length = max(round(scene.facts.makespan_s * per_second), 1)
     head = f"{title_of(scene.facts.schedule)}  {counts(scene)}  ({scene.timeline.source})"
-    lines = [head, "", " " * gutter + " " * length + "peak".rjust(right)]
+    lines = [head, "", " " * (gutter + length) + "peak".rjust(right)]
     for rank, name in enumerate(names):
         row = _row(scene, rank, per_second, length, labelled, exact, paint)
         lines.append(f"{name:<{gutter}}{row}{peaks[rank].rjust(right)}")
@@ -81,7 +80,8 @@ def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
     makespan = scene.facts.makespan_s or 1.0
     boxes = [box for box in scene.boxes if box.letter != "S" and box.duration_s > 0]
     unit = min((box.duration_s for box in boxes), default=1.0)
-    longest = max((len(_label(box, scene.facts.num_chunks > 1)) for box in boxes), default=1)
+    several = scene.facts.num_chunks > 1
+    longest = max((len(_label(box, several)) for box in boxes), default=1)
     for columns in range(longest + 1, 0, -1):
         if makespan * columns / unit <= room:
             return columns / unit, columns >= longest, True
@@ -94,7 +94,10 @@ def _row(scene: Scene, rank: int, per_second: float, length: int, labelled: bool
     for _, columns in groupby(owners, key=id):
         owner, *more = columns
         run = 1 + len(more)
-        out.append(paint(owner, _IDLE * run if owner is None else _text(owner, run, scene, labelled, exact)))
+        text = _IDLE * run
+        if owner is not None:
+            text = _text(owner, run, scene, labelled, exact)
+        out.append(paint(owner, text))
     return "".join(out)
 
 
@@ -104,11 +107,17 @@ def _copy_rows(scene: Scene, rank: int, per_second: float, length: int, gutter: 
     for lane in scene.lanes:
         row = [_IDLE] * length
         for bar in scene.bars:
-            if (bar.rank, bar.lane) == (rank, lane):
-                start, end = round(bar.start_s * per_second), min(round(bar.end_s * per_second), length)
-                room = end - start
-                row[start:end] = _filled(bar.short if len(bar.short) <= room else bar.short[0] * room, room)
-        lines.append(f"{' ' + lane:<{gutter}}{''.join(row)}")
+            if bar.rank != rank or bar.lane != lane:
+                continue
+            start = round(bar.start_s * per_second)
+            end = min(round(bar.end_s * per_second), length)
+            room = end - start
+            label = bar.short
+            if len(label) > room:
+                label = label[0] * room
+            row[start:end] = _filled(label, room)
+        name = f" {lane}".ljust(gutter)
+        lines.append(name + "".join(row))
     return lines
 
 
@@ -118,26 +127,31 @@ def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None
     A column that several kinds share shows the one that has had the smallest part of its share so far. So over many
     columns each kind, and idle time, gets columns in proportion to its time.
     """
-    filled: list[dict[str, float]] = [{} for _ in range(length)]
+    filled: list[dict[str, float]] = [defaultdict(float) for _ in range(length)]
     shown: list[dict[str, tuple[float, Box]]] = [{} for _ in range(length)]
     for box in boxes:
-        start, end = box.start_s * per_second, box.end_s * per_second
-        for column in range(int(start + 1e-9), min(int(end - 1e-9) + 1, length)):
+        start = box.start_s * per_second
+        end = box.end_s * per_second
+        first = int(start + 1e-9)
+        last = int(end - 1e-9)
+        for column in range(first, min(last + 1, length)):
             covered = min(end, column + 1) - max(start, column)
-            filled[column][box.letter] = filled[column].get(box.letter, 0.0) + covered
-            if covered > shown[column].get(box.letter, (0.0, box))[0]:
+            filled[column][box.letter] += covered
+            most, _ = shown[column].get(box.letter, (0.0, box))
+            if covered > most:
                 shown[column][box.letter] = covered, box
     owners: list[Box | None] = []
-    due: dict[str, float] = {}
+    due: dict[str, float] = defaultdict(float)
     for kinds, best in zip(filled, shown, strict=True):
         idle = 1 - sum(kinds.values())
         if idle > 1e-9:
             kinds[_IDLE] = idle
         for kind, covered in kinds.items():
-            due[kind] = due.get(kind, 0.0) + covered
+            due[kind] += covered
         chosen = max(kinds, key=due.__getitem__)
         due[chosen] -= 1
-        owners.append(None if chosen == _IDLE else best[chosen][1])
+        _, owner = best.get(chosen, (0.0, None))
+        owners.append(owner)
     return owners
 
 
@@ -151,12 +165,17 @@ def _text(box: Box, room: int, scene: Scene, labelled: bool, exact: bool) -> str
     """A cell: its label, then a line up to its end, so that long cells show where they begin."""
     if labelled:
         return _filled(_label(box, scene.facts.num_chunks > 1), room)
-    return box.letter + (_LINE if exact else box.letter) * (room - 1)
+    rest = box.letter
+    if exact:
+        rest = _LINE
+    return box.letter + rest * (room - 1)
 
 
 def _filled(label: str, room: int) -> str:
     spare = room - len(label)
-    return label + (_LINE * (spare - 1) + " " if spare > 0 else "")
+    if spare > 0:
+        return label + _LINE * (spare - 1) + " "
+    return label
 
 
 def _plain(box: Box | None, text: str) -> str:
@@ -171,10 +190,8 @@ def _painted(box: Box | None, text: str) -> str:
     if box.mb >= 0:
         # The colour shows the kind, so the small space is for the micro-batch, or its last digit.
         number = str(box.mb)
-        if len(number) <= len(text):
-            shown = number.center(len(text))
-        else:
-            shown = number[-len(text) :]
+        room = len(text)
+        shown = number[-room:].center(room)
     return f"\x1b[48;5;{back}m\x1b[38;5;{front}m{shown}\x1b[0m"
 
 
@@ -183,11 +200,13 @@ def _axis(scene: Scene, gutter: int, per_second: float, length: int) -> str:
     row = [" "] * (gutter + length + 12)
     end = 0
     for tick in nice_ticks(scene.facts.makespan_s * factor, max(length // 14, 2)):
-        at, label = gutter + round(tick / factor * per_second), label_number(tick)
+        at = gutter + round(tick / factor * per_second)
+        label = label_number(tick)
         if at >= end:
-            row[at : at + len(label)] = label
-            end = at + len(label) + 1
-    return "".join(row).rstrip() + (f" {unit}" if unit else "")
+            end = at + len(label)
+            row[at:end] = label
+            end += 1
+    return f"{''.join(row).rstrip()} {unit}".rstrip()
 
 
 def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
@@ -199,4 +218,6 @@ def _legend(scene: Scene, paint: Paint, per_second: float) -> str:
     parts += [f"{letter} {name}" for letter, name in COPIED.items() if letter in scene.copied]
     parts.append(f"{_IDLE} idle")
     parts.append(f"column: {duration(1 / per_second, scene.unit)}")
-    return "  ".join(part.strip() if paint is _plain else part for part in parts)
+    if paint is _plain:
+        parts = [part.strip() for part in parts]
+    return "  ".join(parts)

@@ -60,8 +60,11 @@ def mix(first: str, last: str, share: float) -> str:
     >>> mix("#000000", "#ffffff", 0.5)
     '#808080'
     """
-    pairs = zip(bytes.fromhex(first[1:]), bytes.fromhex(last[1:]), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
+    text = "#"
+    for a, b in zip(bytes.fromhex(first[1:]), bytes.fromhex(last[1:]), strict=True):
+        mixed = round(a + (b - a) * share)
+        text += f"{mixed:02x}"
+    return text
 
 
 def chunk_colour(letter: str, chunk: int, num_chunks: int, dark: bool = False) -> str:
@@ -84,10 +87,15 @@ def cell_rules(scope: str, num_chunks: int, dark: bool) -> str:
     rules = []
     for letter, family in FAMILIES.items():
         for chunk in range(num_chunks):
-            rules.append(f"{scope} .{letter}{chunk}{{fill:{chunk_colour(letter, chunk, num_chunks, dark)}}}")
-        rules.append(f"{scope} .t{letter}{{fill:{family.dark_text if dark else family.light_text}}}")
+            fill = chunk_colour(letter, chunk, num_chunks, dark)
+            rules.append(f"{scope} .{letter}{chunk}{{fill:{fill}}}")
+        text = family.light_text
+        if dark:
+            text = family.dark_text
+        rules.append(f"{scope} .t{letter}{{fill:{text}}}")
     for name, colours in (LANES | INKS).items():
         rules.append(f"{scope} .{name}{{fill:{colours[dark]}}}")
-    line, mark = INKS["line"][dark], INKS["mark"][dark]
+    line = INKS["line"][dark]
+    mark = INKS["mark"][dark]
     rules.append(f"{scope} .hair{{stroke:{line};stroke-width:1}}{scope} .halo{{stroke:{mark};stroke-width:2}}")
     return "".join(rules)

@@ -45,20 +45,24 @@ def html(
     entries = [(name, scene_of(timeline, real)) for name, timeline in named]
     if not entries:
         raise PipefitError("a page needs at least one timeline, got none")
-    (first, scene), drawn = entries[0], {_key(*entry) for entry in entries}
+    first, scene = entries[0]
+    drawn = {_key(*entry) for entry in entries}
     stored = [item for item in more if item.key not in drawn]
-    chunks = sorted({scene.facts.num_chunks for _, scene in entries} | {item.v for item in stored})
-    heading = title or (first if len({name for name, _ in entries}) == 1 else "Pipeline schedules")
+    chunks = {one.facts.num_chunks for _, one in entries} | {item.v for item in stored}
+    if title is None and all(name == first for name, _ in entries):
+        title = first
+    if compare is None:
+        compare = len(entries) == 2
     texts = [*(to_text(*entry) for entry in entries), *(item.text for item in stored)]
     context = {
-        "title": heading,
-        "style": _asset("page.css") + _colours(chunks),
+        "title": title or "Pipeline schedules",
+        "style": _asset("page.css") + _colours(sorted(chunks)),
         "script": "".join(_asset(name) for name in _SCRIPTS),
         "data": "[" + ",\n".join(texts) + "]",
         "families": {letter: family.name for letter, family in FAMILIES.items()},
         # Readers without scripts still see the first one.
         "picture": svg(scene, title=first),
-        "compare": len(entries) == 2 if compare is None else compare,
+        "compare": compare,
     }
     return _render(context)
 
@@ -74,12 +78,15 @@ def _key(name: str, scene: Scene) -> tuple[str, int, int, int, int]:
 def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
     if isinstance(timelines, Timeline):
         return [(title_of(timelines.program.header.schedule), timelines)]
-    return list(timelines.items() if isinstance(timelines, Mapping) else timelines)
+    if isinstance(timelines, Mapping):
+        return list(timelines.items())
+    return list(timelines)
 
 
 def _colours(chunks: list[int]) -> str:
     """The palette: variables for the page, rules for cells of pictures with 1, 2, … chunks."""
-    light, dark = (";".join(f"--{name}:{pair[night]}" for name, pair in INKS.items()) for night in (0, 1))
+    light = ";".join(f"--{name}:{by_day}" for name, (by_day, _) in INKS.items())
+    dark = ";".join(f"--{name}:{by_night}" for name, (_, by_night) in INKS.items())
     rules = "".join(cell_rules(f".chunks-{count}", count, False) for count in chunks)
     night = "".join(cell_rules(f".chunks-{count}", count, True) for count in chunks)
     media = "@media (prefers-color-scheme:dark)"

@@ -13,6 +13,7 @@ from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Header, WeightRule
 from pipefit.timeline import Timeline
+from pipefit.units import counted
 
 SPILL_LANES = ("fetch", "evict", "host")
 """The lanes below a rank whose stages are spilled, in the order in which they are drawn; the last one has the
@@ -53,7 +54,9 @@ class Box(NamedTuple):
     @property
     def short(self) -> str:
         """As in listings: "F0.3", "S0" for an optimizer step; "w3" moves the weights of stage 3."""
-        return f"{self.letter}{self.stage}" + (f".{self.mb}" if self.mb >= 0 and not self.lane else "")
+        if self.lane or self.mb < 0:
+            return f"{self.letter}{self.stage}"
+        return f"{self.letter}{self.stage}.{self.mb}"
 
 
 @dataclass(frozen=True)
@@ -160,57 +163,95 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
         seconds: whether its times are real seconds; None: they are when it was measured.
         scale_s: makespan of a picture next to it, for one unit in both.
     """
-    program, zero = timeline.program, timeline.start_s
+    program = timeline.program
+    zero = timeline.start_s
     stages = tuple(program.header.stages_of(rank) for rank in range(len(program.ranks)))
     chunk_of = [{stage: chunk for chunk, stage in enumerate(held)} for held in stages]
     boxes: list[Box] = []
     bars: list[Box] = []
     for event in timeline.events:
-        i, rank = timeline.instruction(event), event.rank
+        i = timeline.instruction(event)
+        rank = event.rank
         lane = _LANE_OF.get(i.op, "")
         letter = _letter(i, lane)
-        if letter:
-            times = event.start_s - zero, event.end_s - zero
-            operands = i.stage, i.mb, i.version, chunk_of[rank].get(i.stage, 0)
-            box = Box(rank, event.position, event.repeat, letter, *operands, *times, lane, i.kind if lane else "")
-            (bars if lane else boxes).append(box)
-    boxes.sort(key=lambda box: (box.rank, box.repeat, box.position))
+        if not letter:
+            continue
+        chunk = chunk_of[rank].get(i.stage, 0)
+        box = Box(
+            rank,
+            event.position,
+            event.repeat,
+            letter,
+            i.stage,
+            i.mb,
+            i.version,
+            chunk,
+            event.start_s - zero,
+            event.end_s - zero,
+            lane,
+        )
+        if lane:
+            bars.append(box._replace(what=i.kind))
+        else:
+            boxes.append(box)
+    boxes.sort(key=attrgetter("rank", "repeat", "position"))
     bars.sort(key=lambda bar: (bar.rank, SPILL_LANES.index(bar.lane), bar.start_s, bar.position))
     first = [bisect_left(boxes, rank, key=attrgetter("rank")) for rank in range(len(stages) + 1)]
     if seconds is None:
         seconds = timeline.source == "measured"
     used = {box.letter for box in boxes}
     letters = tuple(spec.letter for spec in OP_SPEC.values() if spec.letter in used)
-    unit = "s" if seconds else ""
+    unit = ""
+    if seconds:
+        unit = "s"
     facts = _facts(timeline, seconds)
     scale = max(scale_s, facts.makespan_s)
     return Scene(timeline, tuple(boxes), tuple(bars), tuple(first), stages, facts, unit, letters, scale)
 
 
 def _facts(timeline: Timeline, seconds: bool) -> Facts:
-    header = timeline.program.header
-    makespan, bubble = timeline.makespan_s, timeline.bubble_fraction
+    program = timeline.program
+    header = program.header
+    makespan = timeline.makespan_s
+    bubble = timeline.bubble_fraction
     ideal = makespan * (1 - bubble)
-    program, ranks = timeline.program, range(len(timeline.program.ranks))
+    over_ideal = 0.0
+    if ideal:
+        over_ideal = (makespan - ideal) / ideal
+    ranks = range(len(program.ranks))
     chunks = max(header.num_chunks, 1)
-    one_each = header.weights in (WeightRule.STASH, WeightRule.VERTICAL) and header.num_microbatches == 1
+    num_microbatches = header.num_microbatches
+    num_steps = header.num_steps
+    if header.weights in (WeightRule.STASH, WeightRule.VERTICAL) and num_microbatches == 1:
+        # Each micro-batch is a step.
+        num_microbatches = header.total_microbatches
+        num_steps = 1
+    kept = [0] * len(ranks)
+    slots = 0
+    if header.spill is None:
+        kept = [kept_inputs(program, rank) for rank in ranks]
+    else:
+        slots = header.spill.weights_slots
+    peak_bytes: tuple[float, ...] = ()
+    if seconds:
+        peak_bytes = _peak_bytes(timeline)
     return Facts(
         schedule=header.schedule,
         depth=max(header.num_stages // chunks, 1),
         num_stages=header.num_stages,
-        num_microbatches=header.total_microbatches if one_each else header.num_microbatches,
+        num_microbatches=num_microbatches,
         num_chunks=chunks,
-        num_steps=1 if one_each else header.num_steps,
+        num_steps=num_steps,
         is_synchronous=header.weights is WeightRule.FLUSH,
         makespan_s=makespan,
         bubble_fraction=bubble,
-        bubble_over_ideal=(makespan - ideal) / ideal if ideal else 0.0,
+        bubble_over_ideal=over_ideal,
         peak_inflight=tuple(peak_inflight(program, rank) for rank in ranks),
         weight_versions=tuple(weight_versions(program, rank) for rank in ranks),
-        kept_inputs=tuple(0 if header.spill else kept_inputs(program, rank) for rank in ranks),
-        peak_bytes=_peak_bytes(timeline) if seconds else (),
+        kept_inputs=tuple(kept),
+        peak_bytes=peak_bytes,
         spill=_spill_words(header),
-        slots=header.spill.weights_slots if header.spill else 0,
+        slots=slots,
     )
 
 
@@ -218,16 +259,12 @@ def _spill_words(header: Header) -> str:
     spill = header.spill
     if spill is None:
         return ""
-    slots = f"{spill.weights_slots} slot{'s' if spill.weights_slots > 1 else ''}"
+    words = f"{len(spill.stages)} stages on the {spill.tier} · {counted(spill.weights_slots, 'slot')}"
     if spill.on_host:
-        steps = f" · {len(spill.on_host)} step there"
-    else:
-        steps = ""
+        words += f" · {len(spill.on_host)} step there"
     if spill.keeps:
-        kept = f" · {len(spill.keeps)} keep activations"
-    else:
-        kept = ""
-    return f"{len(spill.stages)} stages on the {spill.tier} · {slots}{steps}{kept}"
+        words += f" · {len(spill.keeps)} keep activations"
+    return words
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:

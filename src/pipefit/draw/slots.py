@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from pipefit.draw.scene import Scene
@@ -23,20 +24,27 @@ class Stay(NamedTuple):
 
 def stays_of(scene: Scene) -> list[Stay]:
     """Every stay on every rank, by rank, kind and slot; times count from the start of the timeline."""
-    timeline, zero = scene.timeline, scene.timeline.start_s
+    timeline = scene.timeline
+    zero = scene.timeline.start_s
     found: list[Stay] = []
     held: dict[tuple[int, str, int], Stay] = {}
     newest: dict[tuple[int, int], int] = {}
-    for event in sorted(timeline.events, key=lambda event: (event.rank, event.repeat, event.position)):
-        i, rank = timeline.instruction(event), event.rank
-        if i.op is Op.FETCH and i.kind in _KINDS:
+    for event in sorted(timeline.events, key=attrgetter("rank", "repeat", "position")):
+        i = timeline.instruction(event)
+        op = i.op
+        rank = event.rank
+        place = (rank, i.stage)
+        if op is Op.FETCH and i.kind in _KINDS:
             held[rank, i.kind, i.stage] = Stay(rank, i.kind, i.slot, i.stage, event.start_s - zero, 0.0)
-            newest[rank, i.stage] = i.version
-        elif i.op is Op.STEP:
-            newest[rank, i.stage] = i.version + 1
-        elif i.op is Op.EVICT or (i.op is Op.DROP and newest.get((rank, i.stage)) == i.version):
+            newest[place] = i.version
+        elif op is Op.STEP:
+            newest[place] = i.version + 1
+        elif op is Op.EVICT or (op is Op.DROP and newest.get(place) == i.version):
             # After a drop of an older version the slot holds the newer one, in the same place.
-            stay = held.pop((rank, i.kind if i.op is Op.EVICT else Kind.WEIGHTS.value, i.stage), None)
+            kind = Kind.WEIGHTS.value
+            if op is Op.EVICT:
+                kind = i.kind
+            stay = held.pop((rank, kind, i.stage), None)
             if stay:
                 found.append(stay._replace(end_s=event.end_s - zero))
     found += [stay._replace(end_s=scene.facts.makespan_s) for stay in held.values()]

@@ -12,7 +12,7 @@ from pipefit.draw.look import cell_rules
 from pipefit.draw.scene import Box, Scene, scene_of
 from pipefit.draw.svg_layout import BAR_HEIGHT, MARGIN, PEAK_WIDTH, WEIGHTS_OFFSET, Layout, layout_of
 from pipefit.timeline import Timeline
-from pipefit.units import format_bytes
+from pipefit.units import counted, format_bytes
 
 _FONT = "font-family:system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
@@ -43,18 +43,24 @@ def svg(
         scene = timeline
     else:
         scene = scene_of(timeline, seconds)
-    plan = layout_of(scene, width, ROOM if follow is not None else 0)
-    name = title or title_of(scene.facts.schedule)
-    chunks = scene.facts.num_chunks
+    room = 0
+    if follow is not None:
+        room = ROOM
+    plan = layout_of(scene, width, room)
+    facts = scene.facts
+    name = title or title_of(facts.schedule)
+    chunks = facts.num_chunks
     scope = f"pipefit-auto-{chunks}"
+    across = f"{plan.width:.0f}"
+    down = f"{plan.height:.0f}"
+    label = f"{escape(name)}: {escape(counts(scene))}, bubble {percent(facts.bubble_fraction)}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="{scope}" width="{plan.width:.0f}" height="{plan.height:.0f}" '
-        f'viewBox="0 0 {plan.width:.0f} {plan.height:.0f}" role="img" '
-        f'aria-label="{escape(name)}: {escape(counts(scene))}, bubble {percent(scene.facts.bubble_fraction)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{scope}" width="{across}" height="{down}" '
+        f'viewBox="0 0 {across} {down}" role="img" aria-label="{label}">',
         f"<title>{escape(name)}</title>",
         f"<desc>{escape(measures(scene))}</desc>",
         f"<style>{_style(scope, chunks)}</style>",
-        f'<rect class="paper" width="{plan.width:.0f}" height="{plan.height:.0f}"/>',
+        f'<rect class="paper" width="{across}" height="{down}"/>',
         *_header(scene, name),
         *_axis(scene, plan),
     ]
@@ -79,49 +85,64 @@ def _style(scope: str, num_chunks: int) -> str:
     return base + cell_rules(root, num_chunks, False) + dark
 
 
+def _pixels(length: float) -> str:
+    if isinstance(length, int):
+        return str(length)
+    return f"{length:.1f}"
+
+
+def _text(classes: str, x: float, y: float, words: str, size: int = 0) -> str:
+    """A text of a class, and of a font size where that differs from the class's."""
+    font = ""
+    if size:
+        font = f' font-size="{size}"'
+    return f'<text class="{classes}"{font} x="{_pixels(x)}" y="{_pixels(y)}">{words}</text>'
+
+
+def _rect(name: str, x: float, y: float, width: float, height: int, radius: int = 2) -> str:
+    size = f'width="{_pixels(width)}" height="{height}"'
+    return f'<rect class="{name}" x="{_pixels(x)}" y="{_pixels(y)}" {size} rx="{radius}"/>'
+
+
 def _header(scene: Scene, name: str) -> list[str]:
     facts = scene.facts
     factor, unit = time_scale(scene.scale_s, scene.unit)
     times = f"makespan {label_number(facts.makespan_s * factor)} {unit}".strip()
     line = f"{counts(scene)} · bubble {percent(facts.bubble_fraction)} · {times} · {scene.timeline.source}"
-    return [
-        f'<text class="ink name" x="{MARGIN}" y="{MARGIN + 14}">{escape(name)}</text>',
-        f'<text class="soft" x="{MARGIN}" y="{MARGIN + 35}">{escape(line)}</text>',
-    ]
+    title = _text("ink name", MARGIN, MARGIN + 14, escape(name))
+    return [title, _text("soft", MARGIN, MARGIN + 35, escape(line))]
 
 
 def _axis(scene: Scene, plan: Layout) -> list[str]:
     factor, unit = time_scale(scene.scale_s, scene.unit)
     span = scene.facts.makespan_s * factor
     parts = []
-    top, bottom = plan.top - 4, plan.bottom + 4
-    for tick in nice_ticks(span, max(int(plan.plot_width / 110), 3)):
+    top = plan.top - 4
+    bottom = plan.bottom + 4
+    below = bottom + 14
+    count = max(int(plan.plot_width / 110), 3)
+    for tick in nice_ticks(span, count):
         x = plan.x(tick / factor)
         parts.append(f'<path class="hair" d="M{x:.1f} {top:.1f}V{bottom:.1f}"/>')
-        parts.append(f'<text class="soft small mid" x="{x:.1f}" y="{bottom + 14:.1f}">{label_number(tick)}</text>')
+        parts.append(_text("soft small mid", x, below, label_number(tick)))
+    words = "time"
     if unit:
         words = f"time in {unit}"
-    else:
-        words = "time"
-    parts.append(f'<text class="soft small end" x="{plan.left - 14}" y="{bottom + 14:.1f}">{words}</text>')
+    parts.append(_text("soft small end", plan.left - 14, below, words))
     return parts
 
 
 def _row(scene: Scene, plan: Layout, rank: int) -> list[str]:
-    y, height = plan.y(rank), plan.cell_height
+    y = plan.y(rank)
+    height = plan.cell_height
     middle = y + height / 2
-    parts = [
-        f'<g class="rank" data-rank="{rank}">',
-        f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" height="{height}" rx="3"/>',
-    ]
+    edge = plan.left - 14
+    parts = [f'<g class="rank" data-rank="{rank}">', _rect("lane", plan.left, y, plan.plot_width, height, 3)]
     if scene.is_plain:
-        above = 4
+        parts.append(_text("ink end", edge, middle + 4, f"rank {rank}"))
     else:
-        above = -2
-    parts.append(f'<text class="ink end" x="{plan.left - 14}" y="{middle + above:.1f}">rank {rank}</text>')
-    if not scene.is_plain:
-        words = stages_words(scene.stages[rank])
-        parts.append(f'<text class="soft end" font-size="10" x="{plan.left - 14}" y="{middle + 10:.1f}">{words}</text>')
+        parts.append(_text("ink end", edge, middle - 2, f"rank {rank}"))
+        parts.append(_text("soft end", edge, middle + 10, stages_words(scene.stages[rank]), 10))
     for box in scene.of(rank):
         parts.append(_cell(box, scene, plan, y))
     parts.append("</g>")
@@ -132,43 +153,48 @@ def _radius(width: float) -> int:
     """Radius of a cell's corners in pixels."""
     if width > 7:
         return 2
-    return 1 if width > 4 else 0
+    if width > 4:
+        return 1
+    return 0
 
 
 def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
-    x, height = plan.x(box.start_s), plan.cell_height
+    x = plan.x(box.start_s)
+    height = plan.cell_height
     width = plan.x(box.end_s) - x
+    letter = box.letter
     data = f'data-i="{box.short}"'
-    if box.letter == "S":
+    words = f"<title>{describe(box, scene)}</title></rect>"
+    if letter == "S":
         # A step takes almost no time in most pictures: it is drawn as a tick that stays visible.
-        w = max(width - 1, 1.6)
-        rect = f'<rect class="S0" {data} x="{x - 0.8 if width < 2.6 else x + 0.5:.2f}" y="{y - 2:.1f}" '
-        return f'{rect}width="{w:.2f}" height="{height + 4}"><title>{describe(box, scene)}</title></rect>'
-    if width > 3:
-        inset = 0.5
-    else:
+        begin = x + 0.5
+        if width < 2.6:
+            begin = x - 0.8
+        shown = max(width - 1, 1.6)
+        place = f'x="{begin:.2f}" y="{y - 2:.1f}" width="{shown:.2f}" height="{height + 4}"'
+        return f'<rect class="S0" {data} {place}>{words}'
+    inset = 0.5
+    if width <= 3:
         inset = min(0.12 * width, 0.5)
-    rect = (
-        f'<rect class="{box.letter}{box.chunk}" {data} x="{x + inset:.2f}" y="{y:.1f}" '
-        f'width="{max(width - 2 * inset, 0.3):.2f}" height="{height}" rx="{_radius(width)}">'
-        f"<title>{describe(box, scene)}</title></rect>"
-    )
-    middle, label = x + width / 2, str(box.mb)
+    inner = max(width - 2 * inset, 0.3)
+    place = f'x="{x + inset:.2f}" y="{y:.1f}" width="{inner:.2f}" height="{height}" rx="{_radius(width)}"'
+    rect = f'<rect class="{letter}{box.chunk}" {data} {place}>{words}'
+    middle = x + width / 2
+    label = str(box.mb)
     size = plan.number_size
     if not size or len(label) * 0.6 * size > width - 1.9:
         return rect
     if not plan.versions:
-        return (
-            f'{rect}<text class="n t{box.letter}" font-size="{size}" x="{middle:.2f}" '
-            f'y="{y + height / 2 + 0.36 * size:.1f}">{label}</text>'
-        )
-    version, small = f"w{box.version}", plan.version_size
+        base = y + height / 2 + 0.36 * size
+        return f'{rect}<text class="n t{letter}" font-size="{size}" x="{middle:.2f}" y="{base:.1f}">{label}</text>'
+    version = f"w{box.version}"
+    small = plan.version_size
     above = f'font-size="{size}" x="{middle:.2f}" y="{y + 0.46 * height:.1f}"'
-    text = f'{rect}<text class="n t{box.letter}" {above}>{label}</text>'
+    text = f'{rect}<text class="n t{letter}" {above}>{label}</text>'
     if len(version) * 0.62 * small > width - 1:
         return text
     below = f'font-size="{small}" x="{middle:.2f}" y="{y + 0.83 * height:.1f}"'
-    return f'{text}<text class="n v t{box.letter}" {below}>{version}</text>'
+    return f'{text}<text class="n v t{letter}" {below}>{version}</text>'
 
 
 def _spilled(scene: Scene, plan: Layout) -> list[str]:
@@ -176,74 +202,71 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
     parts: list[str] = []
     for rank, lane in product(range(scene.num_ranks), scene.lanes):
         y = plan.lane_y(rank, lane)
-        parts.append(
-            f'<rect class="lane" x="{plan.left}" y="{y:.1f}" width="{plan.plot_width:.1f}" '
-            f'height="{BAR_HEIGHT}" rx="2"/>'
-            f'<text class="soft end" font-size="9" x="{plan.left - 14}" y="{y + 9:.1f}">{lane}</text>'
-        )
+        name = _text("soft end", plan.left - 14, y + 9, lane, 9)
+        parts.append(_rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT) + name)
     for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
         instruction = scene.timeline.program.ranks[bar.rank][bar.position]
         x = plan.x(bar.start_s)
         y = plan.lane_y(bar.rank, bar.lane)
         size = 8.5
         width = max(plan.x(bar.end_s) - x, 1.5)
-        parts.append(
-            f'<rect class="{bar.lane}" x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" '
-            f'height="{BAR_HEIGHT}" rx="2"><title>{escape(str(instruction))}</title></rect>'
-        )
+        place = f'x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" height="{BAR_HEIGHT}" rx="2"'
+        parts.append(f'<rect class="{bar.lane}" {place}><title>{escape(str(instruction))}</title></rect>')
         if len(bar.short) * 0.6 * size <= width - 2:
-            parts.append(
-                f'<text class="n paper" font-size="{size}" x="{x + width / 2:.2f}" y="{y + 8.6:.1f}">{bar.short}</text>'
-            )
+            place = f'x="{x + width / 2:.2f}" y="{y + 8.6:.1f}"'
+            parts.append(f'<text class="n paper" font-size="{size}" {place}>{bar.short}</text>')
     return parts
 
 
 def _memory(scene: Scene, plan: Layout) -> list[str]:
-    peaks, versions = scene.facts.peak_inflight, scene.facts.weight_versions
-    x, highest = plan.memory_left, max(scene.facts.peak_inflight, default=0) or 1
-    if any(scene.facts.kept_inputs):
+    facts = scene.facts
+    peaks = facts.peak_inflight
+    versions = facts.weight_versions
+    x = plan.memory_left
+    x_weights = x + WEIGHTS_OFFSET
+    x_bytes = x + plan.bytes_offset
+    above = plan.top - 12
+    highest = max(peaks, default=0) or 1
+    head = "peak in flight"
+    if any(facts.kept_inputs):
         head = "in flight + inputs"
-    else:
-        head = "peak in flight"
-    parts = [f'<text class="soft small" x="{x:.1f}" y="{plan.top - 12:.1f}">{head}</text>']
+    parts = [_text("soft small", x, above, head)]
     several = max(versions, default=1) > 1
     if several:
-        parts.append(f'<text class="soft small" x="{x + WEIGHTS_OFFSET:.1f}" y="{plan.top - 12:.1f}">weights</text>')
-    sizes = [format_bytes(float(f"{size:.3g}")) for size in scene.facts.peak_bytes]
+        parts.append(_text("soft small", x_weights, above, "weights"))
+    sizes = [format_bytes(float(f"{size:.3g}")) for size in facts.peak_bytes]
     if sizes:
-        parts.append(f'<text class="soft small" x="{x + plan.bytes_offset:.1f}" y="{plan.top - 12:.1f}">memory</text>')
+        parts.append(_text("soft small", x_bytes, above, "memory"))
     for rank, peak in enumerate(peaks):
-        y, middle = plan.y(rank) + plan.cell_height / 2 - 5, plan.y(rank) + plan.cell_height / 2 + 4
-        length = PEAK_WIDTH * peak / highest
-        parts.append(f'<rect class="lane" x="{x:.1f}" y="{y:.1f}" width="{PEAK_WIDTH}" height="10" rx="2"/>')
-        parts.append(f'<rect class="bar" x="{x:.1f}" y="{y:.1f}" width="{length:.1f}" height="10" rx="2"/>')
-        parts.append(
-            f'<text class="ink" x="{x + PEAK_WIDTH + 8:.1f}" y="{middle:.1f}">{peak_words(scene, rank)}</text>'
-        )
+        middle = plan.y(rank) + plan.cell_height / 2
+        base = middle + 4
+        length = float(PEAK_WIDTH * peak / highest)
+        parts.append(_rect("lane", x, middle - 5, PEAK_WIDTH, 10))
+        parts.append(_rect("bar", x, middle - 5, length, 10))
+        parts.append(_text("ink", x + PEAK_WIDTH + 8, base, peak_words(scene, rank)))
         if several:
-            words = f"{versions[rank]} version{'s' if versions[rank] > 1 else ''}"
-            parts.append(f'<text class="ink" x="{x + WEIGHTS_OFFSET:.1f}" y="{middle:.1f}">{words}</text>')
+            parts.append(_text("ink", x_weights, base, counted(versions[rank], "version")))
         if sizes:
-            parts.append(f'<text class="ink" x="{x + plan.bytes_offset:.1f}" y="{middle:.1f}">{sizes[rank]}</text>')
+            parts.append(_text("ink", x_bytes, base, sizes[rank]))
     return parts
 
 
 def _legend(plan: Layout) -> list[str]:
     """Swatches and words, in as many lines as the layout counted for them."""
-    parts, y = [], plan.bottom + 40
+    parts = []
+    y = plan.bottom + 40
     for item in plan.legend:
-        x, top = plan.left + item.x, y + item.line * 20
+        x = plan.left + item.x
+        top = y + item.line * 20
+        height = 12
+        shift = 0
         if item.thin:
-            shapes = [(item.classes[0], 4, 4)]
-        else:
-            shapes = [(name, 0, 12) for name in item.classes]
-        for name, shift, height in shapes:
-            parts.append(
-                f'<rect class="{name}" x="{x:.1f}" y="{top + shift:.1f}" '
-                f'width="{item.swatch}" height="{height}" rx="2"/>'
-            )
+            height = 4
+            shift = 4
+        for name in item.classes:
+            parts.append(_rect(name, x, top + shift, item.swatch, height))
             x += item.swatch + 1
-        parts.append(
-            f'<text class="soft" x="{x + 5 * bool(shapes):.1f}" y="{top + 10:.1f}">{escape(item.words)}</text>'
-        )
+        if item.classes:
+            x += 5
+        parts.append(_text("soft", x, top + 10, escape(item.words)))
     return parts

@@ -72,11 +72,15 @@ class Layout:
     @property
     def pitch(self) -> int:
         """From the top of one row to the next."""
-        return self.cell_height + self.num_lanes * _LANE_PITCH + (3 if self.num_lanes else 0) + self.row_gap
+        lanes = self.num_lanes * _LANE_PITCH
+        if lanes:
+            lanes += 3
+        return self.cell_height + lanes + self.row_gap
 
     def lane_y(self, rank: int, lane: str) -> float:
         """The top of a lane below a rank."""
-        return self.y(rank) + self.cell_height + 3 + SPILL_LANES.index(lane) * _LANE_PITCH
+        below = self.y(rank) + self.cell_height + 3
+        return below + SPILL_LANES.index(lane) * _LANE_PITCH
 
     @property
     def bottom(self) -> float:
@@ -101,17 +105,22 @@ class Layout:
 
 def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
     """The layout of a scene: of that width, or, without one, wide enough for its numbers where that is possible."""
-    versions = not scene.facts.is_synchronous
-    several = max(scene.facts.weight_versions, default=1) > 1
-    if scene.is_plain:
-        longest = 0
-    else:
+    facts = scene.facts
+    versions = not facts.is_synchronous
+    longest = 0
+    if not scene.is_plain:
         longest = max(len(stages_words(stages)) for stages in scene.stages)
     left = MARGIN + max(62, int(5.7 * longest) + 16)
-    memory_width = (
-        28.0 + 72 + 8 + 30 + 30 * any(scene.facts.kept_inputs) + 68 * several + 68 * bool(scene.facts.peak_bytes)
-    )
-    span = scene.facts.makespan_s or 1.0
+    memory_width = 28.0 + PEAK_WIDTH + 8 + 30
+    bytes_offset = WEIGHTS_OFFSET
+    if any(facts.kept_inputs):
+        memory_width += 30
+    if max(facts.weight_versions, default=1) > 1:
+        memory_width += 68
+        bytes_offset += 72
+    if facts.peak_bytes:
+        memory_width += 68
+    span = facts.makespan_s or 1.0
     typical, digits = _typical_cell(scene)
     if width is None:
         wanted = (6.4 * digits + 4.5) * span / typical
@@ -121,21 +130,32 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
         plot = max(width - left - memory_width - MARGIN, 120.0)
     cell = typical * plot / span
     size = min((cell - 2) / (0.6 * digits), 11.0)
+    number_size = 0.0
+    if size >= 6.0:
+        number_size = int(10 * size) / 10
+    version_size = int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10
+    cell_height = 28
+    if versions:
+        cell_height = 34
+    row_gap = 7
+    if scene.bars:
+        row_gap = 10
+    items = _legend_items(scene, versions, number_size > 0)
     return Layout(
         left=left,
         top=MARGIN + 76.0,
         plot_width=plot,
         scale=plot / span,
         num_ranks=scene.num_ranks,
-        cell_height=34 if versions else 28,
-        row_gap=room or (10 if scene.bars else 7),
+        cell_height=cell_height,
+        row_gap=room or row_gap,
         num_lanes=len(scene.lanes),
-        number_size=int(10 * size) / 10 if size >= 6.0 else 0.0,
-        version_size=min(7.6, int(10 * (cell - 2) / (0.62 * (digits + 1))) / 10),
+        number_size=number_size,
+        version_size=min(7.6, version_size),
         versions=versions,
         memory_width=memory_width,
-        bytes_offset=WEIGHTS_OFFSET + 72 * several,
-        legend=_placed(_legend_items(scene, versions, size >= 6.0), plot + memory_width),
+        bytes_offset=bytes_offset,
+        legend=_placed(items, plot + memory_width),
         foot=room,
     )
 
@@ -143,28 +163,34 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
 def _typical_cell(scene: Scene) -> tuple[float, int]:
     """The duration that nine of ten cells reach, and the digits of the highest number."""
     cells = sorted(box.duration_s for box in scene.boxes if box.letter != "S" and box.duration_s > 0)
+    typical = 1.0
     if cells:
         typical = cells[len(cells) // 10]
-    else:
-        typical = 1.0
-    highest = max((max(box.mb, 0) for box in scene.boxes), default=0)
+    highest = max([0, *(box.mb for box in scene.boxes)])
     return typical, len(str(highest))
 
 
 def _legend_items(scene: Scene, versions: bool, numbers: bool) -> Iterator[Item]:
     for letter in scene.letters:
+        words = FAMILIES[letter].name
+        many = 1
         if letter != "S":
             many = scene.facts.num_chunks
-        else:
-            many = 1
-        words = FAMILIES[letter].name + (f", chunk 0 to {many - 1}" if many > 1 else "")
-        yield Item(tuple(f"{letter}{chunk}" for chunk in range(many)), words, 14 if many == 1 else 9)
+        swatch = 14
+        if many > 1:
+            words += f", chunk 0 to {many - 1}"
+            swatch = 9
+        yield Item(tuple(f"{letter}{chunk}" for chunk in range(many)), words, swatch)
     yield Item(("lane",), "idle")
     if scene.copied:
-        yield from (Item((lane,), lane, thin=True) for lane in SPILL_LANES[:2])
-        yield Item((), "copies: " + ", ".join(f"{key} {name}" for key, name in COPIED.items() if key in scene.copied))
-    if numbers:
-        yield Item((), "number: micro-batch" + (", w: weight version" if versions else ""))
+        for lane in SPILL_LANES[:2]:
+            yield Item((lane,), lane, thin=True)
+        copies = [f"{key} {name}" for key, name in COPIED.items() if key in scene.copied]
+        yield Item((), "copies: " + ", ".join(copies))
+    if numbers and versions:
+        yield Item((), "number: micro-batch, w: weight version")
+    elif numbers:
+        yield Item((), "number: micro-batch")
 
 
 def _placed(items: Iterator[Item], width: float) -> tuple[Item, ...]:
@@ -172,9 +198,11 @@ def _placed(items: Iterator[Item], width: float) -> tuple[Item, ...]:
     x = 0.0
     line = 0
     for item in items:
-        length = (item.swatch + 1) * len(item.classes) + 5 + 6.6 * len(item.words)
+        swatches = (item.swatch + 1) * len(item.classes) + 5
+        length = swatches + 6.6 * len(item.words)
         if x and x + length > width:
-            x, line = 0.0, line + 1
+            x = 0.0
+            line += 1
         placed.append(item._replace(x=x, line=line))
         x += length + 18
     return tuple(placed)

@@ -17,7 +17,7 @@ def _awaited(graph: Graph) -> list[tuple[int, ...]]:
     """For each instruction, the sends of the messages that it needs; for a send, its receive."""
     receive_op = Op.RECV
     came = {n: send for n, send in graph.partner.items() if graph.instructions[n].op is receive_op}
-    awaited = [tuple([came[n] for n in preds if n in came]) if preds else () for preds in graph.preds]
+    awaited = [tuple([came[n] for n in preds if n in came]) for preds in graph.preds]
     for receive, send in came.items():
         awaited[send] += (receive,)
     return awaited
@@ -56,7 +56,8 @@ class Blocking:
         while awake:
             rank = awake.pop()
             ran.add(rank)
-            number, end = self.at[rank], graph.starts[rank + 1]
+            number = self.at[rank]
+            end = graph.starts[rank + 1]
             while number < end:
                 # The send that must happen, or the receive that must be posted, before the instruction can run.
                 blocker = -1
@@ -81,7 +82,8 @@ class Blocking:
 
     def _arrive(self, number: int) -> bool:
         """Issues a collective; returns whether all its members have issued it."""
-        graph, done = self._graph, self._done
+        graph = self._graph
+        done = self._done
         index = graph.collective_of[number]
         if not done[number]:
             done[number] = 1
@@ -93,10 +95,10 @@ class Blocking:
 
     def waits_for(self, number: int) -> int:
         """The instruction of another rank that a stuck instruction waits for, else −1."""
-        blocker = next((other for other in self._awaited[number] if not self._done[other]), -1)
-        if blocker < 0 and number in self._graph.collective_of:
-            blocker = next((other for other in self._graph.sides(number) if not self._done[other]), -1)
-        return blocker
+        others = self._awaited[number]
+        if number in self._graph.collective_of:
+            others += self._graph.sides(number)
+        return next((other for other in others if not self._done[other]), -1)
 
     def cycles(self, among: Iterable[int]) -> list[list[int]]:
         """The cycles of stuck ranks that wait for each other and to which some ranks lead, each once."""
@@ -108,10 +110,9 @@ class Blocking:
                 seen.add(rank)
                 path.append(rank)
                 blocker = self.waits_for(self.at[rank])
+                rank = -1
                 if blocker >= 0:
                     rank = self._graph.ranks[blocker]
-                else:
-                    rank = -1
             if rank in path:
                 cycle = path[path.index(rank) :]
                 first = cycle.index(min(cycle))

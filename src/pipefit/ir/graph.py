@@ -54,7 +54,8 @@ class Graph:
 
     def place(self, number: int) -> tuple[int, int]:
         """The rank of an instruction and its index there."""
-        return self.ranks[number], number - self.starts[self.ranks[number]]
+        rank = self.ranks[number]
+        return rank, number - self.starts[rank]
 
     def sides(self, number: int) -> tuple[int, ...]:
         """All sides of a message or collective; anything else has one."""
@@ -74,7 +75,7 @@ def dependency_graph(program: Program) -> Graph:
     if cached is None:
         cached = program.__dict__["_graph"] = graph_of_messages(program)
         for rank in range(len(program.ranks)):
-            _link_rank(program, rank, cached.starts[rank], cached.preds, cached.missing)
+            _link_rank(program, rank, cached)
     return cached
 
 
@@ -100,63 +101,66 @@ def _graph_of_messages(program: Program) -> Graph:
     return Graph(program, starts, flat, rank_of, [], [], partner, unmatched, collectives, members)
 
 
-def _link_rank(
-    program: Program, rank: int, start: int, preds: list[tuple[int, ...]], missing: list[tuple[int, Value]]
-) -> None:
-    waits, header = copy_waits(program, rank), program.header
-    there = (stage for stage in header.stages_of(rank) if not header.is_spilled(stage))
-    makers: dict[Value, tuple[int, ...]] = {Value(WEIGHTS, stage, 0): () for stage in there}
+def _link_rank(program: Program, rank: int, graph: Graph) -> None:
+    start = graph.starts[rank]
+    waits = copy_waits(program, rank)
+    header = program.header
+    makers: dict[Value, tuple[int, ...]] = {}
+    for stage in header.stages_of(rank):
+        if not header.is_spilled(stage):
+            makers[Value(WEIGHTS, stage, 0)] = ()
     # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
     sent: dict[int, list[int]] = defaultdict(list)
-    instructions, frozen = program.ranks[rank], header.frozen
+    instructions = program.ranks[rank]
+    frozen = header.frozen
     for number, instruction in enumerate(instructions, start):
         op = instruction.op
+        found: tuple[int, ...] = ()
         if waits:
             found = tuple(start + earlier for earlier in waits.get(number - start, ()))
-        else:
-            found = ()
         if 0 <= instruction.stage < frozen:
             if op is Op.SEND:
                 sent[instruction.peer].append(number)
             elif op is Op.FWD:
-                found += tuple(sent[header.rank_of(instruction.stage + 1, instruction.mb)][-1 - FEW_SENDS : -FEW_SENDS])
+                target = header.rank_of(instruction.stage + 1, instruction.mb)
+                found += tuple(sent[target][-1 - FEW_SENDS : -FEW_SENDS])
         for value in NEEDS[op](instruction, program, rank):
             maker = makers.get(value)
             if maker is None:
-                missing.append((number, value))
+                graph.missing.append((number, value))
             else:
                 found += maker
-        preds[number] = found
+        graph.preds[number] = found
         for value in CONSUMES[op](instruction, program, rank):
             makers.pop(value, None)
         for value in MAKES[op](instruction, program, rank):
             # Gradients of weights are summed from many makers; any other value is the newest maker's. The compute lane
             # is in order, so its newest maker stands for all earlier ones, and a reduction for all it awaits.
-            if value.kind == WGRAD and op in WORK_OPS:
-                others = makers.get(value, ())
-            else:
-                others = ()
-            awaited = [n for n in others if instructions[n - start].op not in WORK_OPS] if others else ()
-            if awaited:
+            if value.kind == WGRAD and op in WORK_OPS and value in makers:
+                awaited = [n for n in makers[value] if instructions[n - start].op not in WORK_OPS]
                 makers[value] = (*awaited, number)
             else:
                 makers[value] = (number,)
 
 
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:
-    waiting: dict[tuple[object, ...], list[int]] = {}
+    waiting: dict[tuple[object, ...], list[int]] = defaultdict(list)
     partner: dict[int, int] = {}
     unmatched = []
-    send_op, receive_op = Op.SEND, Op.RECV
+    send_op = Op.SEND
+    receive_op = Op.RECV
     # The first send of a message that is sent twice is the last of its list.
-    for number, i in reversed([item for item in enumerate(flat) if item[1].op is send_op]):
-        waiting.setdefault((rank_of[number], i.peer, i.kind, i.stage, i.mb), []).append(number)
+    for number in reversed(range(len(flat))):
+        i = flat[number]
+        if i.op is send_op:
+            waiting[rank_of[number], i.peer, i.kind, i.stage, i.mb].append(number)
     for number, i in enumerate(flat):
         if i.op is receive_op:
             sends = waiting.get((i.peer, rank_of[number], i.kind, i.stage, i.mb))
             if sends:
                 send = sends.pop()
-                partner[send], partner[number] = number, send
+                partner[send] = number
+                partner[number] = send
             else:
                 unmatched.append(number)
     unmatched += [number for sends in waiting.values() for number in sends]
@@ -182,6 +186,7 @@ def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) 
     for number, i in enumerate(flat):
         if OP_SPEC[i.op].is_collective:
             what = (i.op, i.kind, i.stage, i.version)
-            groups[*what, seen[rank_of[number], *what]].append(number)
-            seen[rank_of[number], *what] += 1
+            own = (rank_of[number], *what)
+            groups[*what, seen[own]].append(number)
+            seen[own] += 1
     return [tuple(group) for group in groups.values()]

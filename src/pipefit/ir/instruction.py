@@ -36,11 +36,12 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
     slot: int = -1
 
     def __str__(self) -> str:
-        return " ".join((self.op.value, *(self._operand(field) for field in OP_SPEC[self.op].fields)))
+        operands = map(self._operand, OP_SPEC[self.op].fields)
+        return " ".join([self.op.value, *operands])
 
     def _operand(self, field: str) -> str:
         if field == "peer":
-            return f"{'>' if self.op is Op.SEND else '<'}{self.peer}"
+            return f"{arrow(self.op)}{self.peer}"
         value = getattr(self, field)
         prefix = PREFIX.get(field, "")
         if prefix:
@@ -53,6 +54,13 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
     def short(self) -> str:
         """Its name in drawings and `--json`: "F0.3" is the forward of stage 0 on micro-batch 3."""
         return f"{OP_SPEC[self.op].letter or self.op.value}{self.stage}.{self.mb}"
+
+
+def arrow(op: Op) -> str:
+    """The sign before the peer of a message: to the rank, or from it."""
+    if op is Op.SEND:
+        return ">"
+    return "<"
 
 
 def fwd(stage: int, mb: int) -> Instruction:

@@ -19,6 +19,9 @@ from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
 from pipefit.ir.values import ACT, CONSUMES, INPUT, MAKES, NEEDS, OPTIM, SAVED, WEIGHTS, WGRAD, Value
 
+Size = Callable[[Value], float]
+"""Bytes, or another measure, of a value."""
+
 
 class Lifetime(msgspec.Struct, gc=False):
     """A value of a rank, and the indices in the rank's list between which it is held.
@@ -36,8 +39,11 @@ class Lifetime(msgspec.Struct, gc=False):
 
 def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
     """Returns whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
-    this, after = instructions[index], instructions[index + 1 : index + 2]
-    return bool(after) and after[0].op is Op.DROP and (after[0].stage, after[0].version) == (this.stage, this.version)
+    if index + 1 == len(instructions):
+        return False
+    this = instructions[index]
+    after = instructions[index + 1]
+    return after.op is Op.DROP and after.stage == this.stage and after.version == this.version
 
 
 def lifetimes(program: Program, rank: int) -> list[Lifetime]:
@@ -54,9 +60,13 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
-    header, spills = program.header, program.header.spill is not None
-    there = (Value(WEIGHTS, stage, 0) for stage in header.stages_of(rank) if not header.is_spilled(stage))
-    lives = {value: Lifetime(value, -1, -1) for value in there}
+    header = program.header
+    spills = header.spill is not None
+    lives: dict[Value, Lifetime] = {}
+    for stage in header.stages_of(rank):
+        if not header.is_spilled(stage):
+            value = Value(WEIGHTS, stage, 0)
+            lives[value] = Lifetime(value, -1, -1)
     ended: list[Lifetime] = []
     step = Op.STEP
     drop = Op.DROP
@@ -66,20 +76,23 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
         for value in NEEDS[op](instruction, program, rank):
             if value in lives:
                 lives[value].dies = index
-        spilled, birth = spills and header.is_spilled(instruction.stage), index
+        spilled = spills and header.is_spilled(instruction.stage)
+        birth = index
         if spills and (op is evict or (spilled and (op is step or op is drop))):
-            ended += [lives.pop(value) for value in CONSUMES[op](instruction, program, rank) if value in lives]
+            for value in CONSUMES[op](instruction, program, rank):
+                if value in lives:
+                    ended.append(lives.pop(value))
         if op is step:
             if spilled:
                 birth += 1
             else:
                 birth += 2 * is_in_place(instructions, index)
         for value in MAKES[op](instruction, program, rank):
-            if value not in lives:
-                lives[value] = Lifetime(value, birth, birth)
-            elif value.kind == WEIGHTS:
+            if value in lives:
+                if value.kind != WEIGHTS:
+                    continue
                 ended.append(lives[value])
-                lives[value] = Lifetime(value, birth, birth)
+            lives[value] = Lifetime(value, birth, birth)
     dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op is drop or i.op is evict}
     for value in lives.keys() - dropped:
         if value.kind == WEIGHTS:
@@ -87,12 +100,12 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     return sorted([*ended, *lives.values()], key=attrgetter("born"))
 
 
-def peak(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> float:
+def peak(lives: Sequence[Lifetime], size: Size) -> float:
     """The highest sum of sizes held at any instruction; the values it needs and those it makes are held together."""
     return peak_at(lives, size)[0]
 
 
-def peak_at(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> tuple[float, int]:
+def peak_at(lives: Sequence[Lifetime], size: Size) -> tuple[float, int]:
     """The highest sum of sizes held at any instruction, and the first instruction where it is (−1: the start)."""
     changes: list[tuple[int, int, float]] = []
     for life in lives:
@@ -104,21 +117,30 @@ def peak_at(lives: Sequence[Lifetime], size: Callable[[Value], float]) -> tuple[
     for index, _, amount in sorted(changes, key=lambda change: change[:2]):
         held += amount
         if held > highest:
-            highest, where = held, index
+            highest = held
+            where = index
     return highest, where
 
 
 def peak_inflight(program: Program, rank: int) -> float:
     """Maximum of activations a rank holds at once, in micro-batches of that rank's layers: a chunk counts 1/v."""
     share = 1 / max(len(program.header.stages_of(rank)), 1)
-    return peak([life for life in lifetimes(program, rank) if life.value.kind == SAVED], lambda value: share)
+    saved = [life for life in lifetimes(program, rank) if life.value.kind == SAVED]
+    return peak(saved, lambda value: share)
 
 
 def kept_inputs(program: Program, rank: int) -> int:
     """Maximum number of inputs of stages, each of one micro-batch, that a rank holds at once for replays of stages."""
-    own = ((stage, mb) for stage, mb in program.recomputed if rank in program.header.placement[stage])
-    inputs = {Value(ACT, stage - 1, mb) if stage else Value(INPUT, 0, mb) for stage, mb in own}
-    return int(peak([life for life in lifetimes(program, rank) if life.value in inputs], lambda value: 1.0))
+    inputs = set()
+    for stage, mb in program.recomputed:
+        if rank not in program.header.placement[stage]:
+            continue
+        if stage:
+            inputs.add(Value(ACT, stage - 1, mb))
+        else:
+            inputs.add(Value(INPUT, 0, mb))
+    held = [life for life in lifetimes(program, rank) if life.value in inputs]
+    return int(peak(held, lambda value: 1.0))
 
 
 def weight_versions(program: Program, rank: int) -> int:
@@ -127,7 +149,8 @@ def weight_versions(program: Program, rank: int) -> int:
     for life in lifetimes(program, rank):
         if life.value.kind == WEIGHTS:
             of_stage[life.value.stage].append(life)
-    return max((int(peak(lives, lambda value: 1.0)) for lives in of_stage.values()), default=0)
+    most = (peak(lives, lambda value: 1.0) for lives in of_stage.values())
+    return int(max(most, default=0))
 
 
 def lies_in_slot(header: Header, value: Value) -> bool:
@@ -137,21 +160,20 @@ def lies_in_slot(header: Header, value: Value) -> bool:
     return value.kind in SLOTTED and header.is_spilled(value.stage)
 
 
-def arena_bytes(header: Header, rank: int, size: Callable[[Value], float]) -> float:
+def arena_bytes(header: Header, rank: int, size: Size) -> float:
     """Bytes of the slots of a rank, full or empty: each is as large as the rank's largest spilled stage."""
     own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]
     if not own or header.spill is None:
         return 0.0
-    largest = {
-        kind: max((size(value) for stage in own if lies_in_slot(header, value := Value(kind, stage, 0))), default=0)
-        for kind in SLOTTED
-    }
-    return sum(header.spill.slots(kind) * size_bytes for kind, size_bytes in largest.items())
+    total: float = 0
+    for kind in SLOTTED:
+        values = [Value(kind, stage, 0) for stage in own]
+        largest = max((size(value) for value in values if lies_in_slot(header, value)), default=0)
+        total += header.spill.slots(kind) * largest
+    return total
 
 
-def device_peak_bytes(
-    program: Program, rank: int, size: Callable[[Value], float], resident_bytes: float = 0.0
-) -> tuple[float, int]:
+def device_peak_bytes(program: Program, rank: int, size: Size, resident_bytes: float = 0.0) -> tuple[float, int]:
     """The peak of bytes on a rank's device, and the first instruction where it occurs (−1: the start).
 
     Slots count whole from beginning to end; all other values while they are held.
@@ -162,12 +184,13 @@ def device_peak_bytes(
         size: bytes of a value.
         resident_bytes: held in addition to values: the states of optimizers that are not moved.
     """
-    lives = [life for life in lifetimes(program, rank) if not lies_in_slot(program.header, life.value)]
+    header = program.header
+    lives = [life for life in lifetimes(program, rank) if not lies_in_slot(header, life.value)]
     highest, index = peak_at(lives, size)
-    return highest + arena_bytes(program.header, rank, size) + resident_bytes, index
+    return highest + arena_bytes(header, rank, size) + resident_bytes, index
 
 
-def tier_peak_bytes(program: Program, rank: int, size: Callable[[Value], float]) -> tuple[float, int]:
+def tier_peak_bytes(program: Program, rank: int, size: Size) -> tuple[float, int]:
     """The peak of bytes on a rank's tier, and the first instruction where it occurs (−1: the start).
 
     Weights and states take their space there throughout, and so do the gradients of stages that step there; other
@@ -175,10 +198,15 @@ def tier_peak_bytes(program: Program, rank: int, size: Callable[[Value], float])
     a partial write loses nothing, needs twice as much for weights and states.
     """
     header = program.header
-    own = [stage for stage in header.stages_of(rank) if header.is_spilled(stage)]
-    homes = {(WEIGHTS, stage) for stage in own}
-    homes |= {(OPTIM, stage) for stage in own if not header.keeps_states(stage)}
-    homes |= {(WGRAD, stage) for stage in own if header.steps_on_host(stage)}
+    homes: set[tuple[str, int]] = set()
+    for stage in header.stages_of(rank):
+        if not header.is_spilled(stage):
+            continue
+        homes.add((WEIGHTS, stage))
+        if not header.keeps_states(stage):
+            homes.add((OPTIM, stage))
+        if header.steps_on_host(stage):
+            homes.add((WGRAD, stage))
     held = highest = sum(size(Value(kind, stage, 0)) for kind, stage in sorted(homes))
     where = -1
     there: set[Value] = set()
@@ -193,5 +221,6 @@ def tier_peak_bytes(program: Program, rank: int, size: Callable[[Value], float])
             there.add(value)
             held += size(value)
             if held > highest:
-                highest, where = held, index
+                highest = held
+                where = index
     return highest, where

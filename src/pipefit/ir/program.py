@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -73,8 +73,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     frozen: int = 0
 
     def __post_init__(self) -> None:
-        if not self.placement or any(not ranks or len(set(ranks)) != len(ranks) for ranks in self.placement):
-            raise ScheduleError(f"placement: every stage needs distinct ranks, got {self.placement}")
+        placement = self.placement
+        ties = self.ties
+        num_stages = len(placement)
+        if not placement or not all(ranks and _are_distinct(ranks) for ranks in placement):
+            raise ScheduleError(f"placement: every stage needs distinct ranks, got {placement}")
         check_figures(self, ScheduleError, num_microbatches=1, num_steps=1)
         if not self.schedule.isprintable():
             raise ScheduleError(f"schedule: expected a name that prints, got {self.schedule!r}")
@@ -82,28 +85,25 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(
                 f"tensor: expected at least 1, and at least 2 where values travel in pieces; got {self.tensor}"
             )
-        if len(self.updates) != len(self.placement) or min(self.updates) < 1:
+        if len(self.updates) != num_stages or min(self.updates) < 1:
+            raise ScheduleError(f"updates: expected one count ≥ 1 for each of {num_stages} stages, got {self.updates}")
+        if any(not 0 <= stage < num_stages for tie in ties for stage in tie):
+            raise ScheduleError(f"ties: no such stage in {ties}")
+        if any(len(tie) < 2 or not _are_distinct(tie) for tie in ties):
+            raise ScheduleError(f"ties: a group needs at least two distinct stages, got {ties}")
+        if not _are_distinct([tie[0] for tie in ties]):
+            raise ScheduleError(f"ties: a group is known by its first stage, so no two may begin alike, got {ties}")
+        if self.spill:
+            spilled = self.spill.stages
+            if not 0 <= spilled[0] <= spilled[-1] < num_stages:
+                raise ScheduleError(f"spill: no such stage in {spilled}")
+        if not 0 <= self.frozen < num_stages:
             raise ScheduleError(
-                f"updates: expected one count ≥ 1 for each of {len(self.placement)} stages, got {self.updates}"
+                f"frozen: expected fewer than the {num_stages} stages (the last one has the loss), got {self.frozen}"
             )
-        if any(not 0 <= stage < len(self.placement) for tie in self.ties for stage in tie):
-            raise ScheduleError(f"ties: no such stage in {self.ties}")
-        if any(len(set(tie)) != len(tie) or len(tie) < 2 for tie in self.ties):
-            raise ScheduleError(f"ties: a group needs at least two distinct stages, got {self.ties}")
-        if len({tie[0] for tie in self.ties}) != len(self.ties):
+        if any(min(tie) < self.frozen for tie in ties):
             raise ScheduleError(
-                f"ties: a group is known by its first stage, so no two may begin alike, got {self.ties}"
-            )
-        if self.spill and not 0 <= self.spill.stages[0] <= self.spill.stages[-1] < len(self.placement):
-            raise ScheduleError(f"spill: no such stage in {self.spill.stages}")
-        if not 0 <= self.frozen < len(self.placement):
-            raise ScheduleError(
-                f"frozen: expected fewer than the {len(self.placement)} stages (the last one has the loss), "
-                f"got {self.frozen}"
-            )
-        if any(min(tie) < self.frozen for tie in self.ties):
-            raise ScheduleError(
-                f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {self.ties}"
+                f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {ties}"
             )
 
     @property
@@ -128,7 +128,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     @cached_property
     def _spilled(self) -> frozenset[int]:
-        return frozenset(self.spill.stages if self.spill else ())
+        if self.spill is None:
+            return frozenset()
+        return frozenset(self.spill.stages)
 
     def is_spilled(self, stage: int) -> bool:
         """Returns whether a stage is kept on another tier and fetched when it is needed."""
@@ -136,8 +138,9 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def is_optim_spilled(self, stage: int) -> bool:
         """Returns whether the optimizer's states of a stage are fetched and evicted too."""
-        spill = self.spill
-        return spill is not None and spill.optim_slots > 0 and stage in spill.stages and stage not in spill.on_host
+        if self.spill is None or not self.spill.optim_slots:
+            return False
+        return self.is_spilled(stage) and not self.steps_on_host(stage)
 
     def steps_on_host(self, stage: int) -> bool:
         """Returns whether a stage steps on the host, where its weights and its optimizer's states are."""
@@ -174,7 +177,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
         found: dict[int, tuple[int, ...]] = {}
         for stage, ranks in enumerate(self.placement):
-            found.update({rank: (*found.get(rank, ()), stage) for rank in ranks})
+            for rank in ranks:
+                found[rank] = (*found.get(rank, ()), stage)
         return found
 
     def update_of(self, stage: int, mb: int) -> int:
@@ -193,6 +197,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return range(ranks.index(rank), self.total_microbatches, len(ranks))
 
 
+def _are_distinct(numbers: Sequence[int]) -> bool:
+    return len(set(numbers)) == len(numbers)
+
+
 def check_size(header: Header) -> None:
     """Refuses the header of a program that is too large to be read or made for a user's file.
 
@@ -200,8 +208,12 @@ def check_size(header: Header) -> None:
         ScheduleError: with the limit.
     """
     forwards = header.num_stages * header.total_microbatches
-    most = (("stages", header.num_stages, MOST_STAGES), ("ranks", header.num_ranks, MOST_STAGES))
-    for noun, count, limit in (*most, ("forwards", forwards, MOST_FORWARDS)):
+    counts = [
+        ("stages", header.num_stages, MOST_STAGES),
+        ("ranks", header.num_ranks, MOST_STAGES),
+        ("forwards", forwards, MOST_FORWARDS),
+    ]
+    for noun, count, limit in counts:
         if count > limit:
             raise ScheduleError(f"{count:,} {noun} are too many: a program may have {limit:,}")
 
@@ -229,7 +241,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
     def recomputed(self) -> frozenset[tuple[int, int]]:
         """The (stage, micro-batch) pairs whose forward saves nothing because a recompute follows."""
         replay = Op.RECOMPUTE
-        return frozenset((i.stage, i.mb) for instructions in self.ranks for i in instructions if i.op is replay)
+        return frozenset((i.stage, i.mb) for _, _, i in self if i.op is replay)
 
     @property
     def order(self) -> tuple[tuple[str, ...], ...]:

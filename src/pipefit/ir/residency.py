@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 
-_WEIGHTS, _WGRAD = Kind.WEIGHTS.value, Kind.WGRAD.value
+_WEIGHTS = Kind.WEIGHTS.value
+_WGRAD = Kind.WGRAD.value
 _Value = tuple[str, int, int]
 
 
@@ -40,7 +41,8 @@ class _Copies:
     def begin_again(self, size: int) -> None:
         """Ends a pass of `size` instructions: its indices become negative, and its last versions the first ones."""
         self.freed = {space: index - size for space, index in self.freed.items()}
-        self.written = {(kind, stage, 0): index - size for (kind, stage, _), index in sorted(self.written.items())}
+        before = sorted(self.written.items())
+        self.written = {(kind, stage, 0): index - size for (kind, stage, _), index in before}
         self.fetched = {}
 
 
@@ -77,7 +79,9 @@ def _walk(program: Program, rank: int, later: bool) -> tuple[dict[int, tuple[int
     waits: dict[int, tuple[int, ...]] = {}
     kept: list[int] = []
     copies = _Copies()
-    for _ in range(1 + later if program.header.spill else 0):
+    if program.header.spill is None:
+        return waits, kept
+    for _ in range(1 + later):
         waits, kept = _pass(program, rank, copies)
         copies.begin_again(len(program.ranks[rank]))
     return waits, kept
@@ -91,30 +95,40 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, tuple
     waits: dict[int, tuple[int, ...]] = {}
     kept: list[int] = []
     for index, i in enumerate(program.ranks[rank]):
-        found: tuple[int | None, ...] = ()
-        value, weights = (i.kind, i.stage, i.version), (_WEIGHTS, i.stage, i.version)
-        if i.op is Op.FETCH:
-            found = written.get(value), freed.get((i.kind, i.slot))
-            if i.kind == _WEIGHTS:
-                kept += [index] * (found[0] is not None and found[0] == found[1])
-                found += (freed.get((_WGRAD, i.slot)),)
-            elif i.kind == _WGRAD:
-                found += (fetched.get(weights),)
-            home[i.kind, i.stage] = i.slot
+        op = i.op
+        kind = i.kind
+        stage = i.stage
+        found: list[int | None] = []
+        value = (kind, stage, i.version)
+        weights = (_WEIGHTS, stage, i.version)
+        gradients = (_WGRAD, stage, i.version)
+        if op is Op.FETCH:
+            writer = written.get(value)
+            leaver = freed.get((kind, i.slot))
+            found = [writer, leaver]
+            if kind == _WEIGHTS:
+                if writer is not None and writer == leaver:
+                    kept.append(index)
+                found.append(freed.get((_WGRAD, i.slot)))
+            elif kind == _WGRAD:
+                found.append(fetched.get(weights))
+            home[kind, stage] = i.slot
             fetched[value] = index
-        elif i.op is Op.EVICT:
+        elif op is Op.EVICT:
             written[value] = index
-            copies.leave(i.kind, i.stage, index)
-        elif i.op is Op.DROP:
-            copies.leave(_WEIGHTS, i.stage, index)
-        elif i.op is Op.STEP:
-            copies.leave(_WGRAD, i.stage, index)
-        elif i.op is Op.HOST_STEP:
-            found = written.get(weights), written.get((_WGRAD, i.stage, i.version)), fetched.get(weights)
-            written[_WEIGHTS, i.stage, i.version + 1] = index
-        elif i.op in WEIGHT_GRADIENT_OPS and (_WEIGHTS, i.stage) in home:
-            home[_WGRAD, i.stage] = home[_WEIGHTS, i.stage]
-            found = (fetched.get((_WGRAD, i.stage, program.header.update_of(i.stage, i.mb))),)
-        if known := {n for n in found if n is not None}:
+            copies.leave(kind, stage, index)
+        elif op is Op.DROP:
+            copies.leave(_WEIGHTS, stage, index)
+        elif op is Op.STEP:
+            copies.leave(_WGRAD, stage, index)
+        elif op is Op.HOST_STEP:
+            found = [written.get(weights), written.get(gradients), fetched.get(weights)]
+            written[_WEIGHTS, stage, i.version + 1] = index
+        elif op in WEIGHT_GRADIENT_OPS and (_WEIGHTS, stage) in home:
+            home[_WGRAD, stage] = home[_WEIGHTS, stage]
+            update = program.header.update_of(stage, i.mb)
+            found = [fetched.get((_WGRAD, stage, update))]
+        known = {n for n in found if n is not None}
+        if known:
             waits[index] = tuple(sorted(known))
     return waits, kept

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError, nearest
 from pipefit.ir.collector import collector_paused
-from pipefit.ir.instruction import PREFIX, Instruction
+from pipefit.ir.instruction import PREFIX, Instruction, arrow
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule, check_size
 from pipefit.ir.spill import Spill
@@ -45,17 +45,21 @@ def parse(text: str, where: str = "program") -> Program:
     ranks: list[list[Instruction]] = []
     this: list[Instruction] = []
     lines = text.splitlines()
-    if not lines or lines[0].strip() != _FORMAT:
-        raise ProgramError(f"{where}:1: expected {_FORMAT!r}, got {lines[0].strip() if lines else 'nothing'!r}")
+    first = "nothing"
+    if lines:
+        first = lines[0].strip()
+    if first != _FORMAT:
+        raise ProgramError(f"{where}:1: expected {_FORMAT!r}, got {first!r}")
     for number, line in enumerate(lines[1:], 2):
-        words = (line.split("#", 1)[0] if "#" in line else line).split()
+        words = line.partition("#")[0].split()
         if not words:
             continue
         try:
             if words[0] == "rank":
                 if words[1:] != [str(len(ranks))]:
                     raise ProgramError(f"expected 'rank {len(ranks)}', got {line.strip()!r}")
-                ranks.append(this := [])
+                this = []
+                ranks.append(this)
             elif ranks:
                 this.append(_instruction(words))
             elif words[0] in named and words[0] != "tie":
@@ -71,7 +75,8 @@ def parse(text: str, where: str = "program") -> Program:
                 raise ProgramError(f"unknown header line {words[0]!r}; {nearest(words[0], _LINES)}")
         except (ValueError, IndexError) as problem:
             raise ProgramError(f"{where}:{number}: {problem}") from None
-    if missing := [name for name in _REQUIRED if name not in named]:
+    missing = [name for name in _REQUIRED if name not in named]
+    if missing:
         raise ProgramError(f"{where}: header lines missing: {missing}")
     try:
         return Program(Header(**fields), tuple(map(tuple, ranks)))
@@ -103,28 +108,34 @@ def _spaced(numbers: Iterable[int]) -> str:
 
 def _spill_words(spill: Spill) -> str:
     """The words of a header for its `Spill`: "host weights 2 optim 2 stages 0 1 2"."""
+    text = f"{spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {_spaced(spill.stages)}"
     if spill.activations:
-        parked = " activations"
-    else:
-        parked = ""
-    some = (("on-host", spill.on_host), ("keeps", spill.keeps))
-    lists = parked + "".join(f" {word} {_spaced(those)}" for word, those in some if those)
-    slots = f"weights {spill.weights_slots} optim {spill.optim_slots}"
-    return f"{spill.tier} {slots} stages {_spaced(spill.stages)}{lists}"
+        text += " activations"
+    if spill.on_host:
+        text += f" on-host {_spaced(spill.on_host)}"
+    if spill.keeps:
+        text += f" keeps {_spaced(spill.keeps)}"
+    return text
 
 
 def _spill(words: list[str]) -> Spill:
     if words[1:6:2] != ["weights", "optim", "stages"]:
         raise ValueError(f"expected 'spill TIER weights N optim N stages S …', got {' '.join(words)!r}")
-    some: dict[str, tuple[int, ...]] = {}
-    for word in ("keeps", "on-host"):
-        if word in words:
-            place = words.index(word)
-            words, some[word] = words[:place], tuple(map(_whole, words[place + 1 :]))
+    words, keeps = _cut_off("keeps", words)
+    words, on_host = _cut_off("on-host", words)
     activations = words[-1] == "activations"
-    stages = tuple(map(_whole, words[6:-1] if activations else words[6:]))
-    on_host, keeps = some.get("on-host", ()), some.get("keeps", ())
+    if activations:
+        words.pop()
+    stages = tuple(map(_whole, words[6:]))
     return Spill(words[0], _whole(words[2]), _whole(words[4]), stages, activations, on_host, keeps)
+
+
+def _cut_off(word: str, words: list[str]) -> tuple[list[str], tuple[int, ...]]:
+    """The words before one, and the numbers after it."""
+    if word not in words:
+        return words, ()
+    place = words.index(word)
+    return words[:place], tuple(map(_whole, words[place + 1 :]))
 
 
 _REQUIRED = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
@@ -169,7 +180,8 @@ def _instruction(words: list[str]) -> Instruction:
         raise ProgramError(f"unknown operation {word!r}; {nearest(word, [op.value for op in Op])}")
     op, operands = _FORMS[word]
     if len(words) != len(operands) + 1:
-        fields, given = OP_SPEC[op].fields, words[1:]
+        fields = OP_SPEC[op].fields
+        given = words[1:]
         raise ProgramError(f"{word} takes {' '.join(fields) or 'no operands'}, got {' '.join(given) or 'none'!r}")
     values = _ABSENT.copy()
     try:
@@ -189,20 +201,25 @@ class _Operands(dict[str, int | str]):
     """
 
     def __init__(self, field: str, prefix: str) -> None:
-        self._field, self._prefix = field, prefix
+        self._field = field
+        self._prefix = prefix
 
     def __missing__(self, text: str) -> int | str:
         if self._field == "kind" and text not in _KINDS:
             raise ProgramError(f"unknown kind {text!r}; {nearest(text, _KINDS)}")
-        return self.setdefault(text, self._number(text) if self._prefix else text)
+        value: int | str = text
+        if self._prefix:
+            value = self._number(text)
+        self[text] = value
+        return value
 
     def _number(self, text: str) -> int:
-        match = re.fullmatch(re.escape(self._prefix) + rf"({_NUMBER}|\*)", text)
-        if match is None or (match.group(1) == "*" and self._field == "peer"):
+        number = text.removeprefix(self._prefix)
+        if number == text or not re.fullmatch(rf"{_NUMBER}|\*", number) or (number == "*" and self._field == "peer"):
             raise ProgramError(f"expected {self._field} as {self._prefix}0, {self._prefix}1, …, got {text!r}")
-        if match.group(1) == "*":
+        if number == "*":
             return -1
-        return int(match.group(1))
+        return int(number)
 
 
 _FIELDS = Instruction.__struct_fields__[1:]
@@ -211,8 +228,9 @@ _READ = {name: _Operands(name, PREFIX.get(name, "")) for name in _FIELDS if name
 # Each operation by its word, with the number of each operand's word, the place of its field, and its reader.
 _FORMS: dict[str, tuple[Op, tuple[tuple[int, int, _Operands], ...]]] = {}
 for _op, _spec in OP_SPEC.items():
-    _readers = _READ | {"peer": _Operands("peer", ">" if _op is Op.SEND else "<")}
-    _FORMS[_op.value] = _op, tuple((n, _FIELDS.index(name), _readers[name]) for n, name in enumerate(_spec.fields, 1))
+    _readers = dict(_READ, peer=_Operands("peer", arrow(_op)))
+    _operands = [(n, _FIELDS.index(name), _readers[name]) for n, name in enumerate(_spec.fields, 1)]
+    _FORMS[_op.value] = _op, tuple(_operands)
 
 
 def save(program: Program, path: str | Path) -> Path:

@@ -42,20 +42,21 @@ class Value(msgspec.Struct, frozen=True, order=True, gc=False):
         return f"{self.kind}[{self.at}]"
 
 
-Rule = Callable[[Instruction, Program, int], tuple[Value, ...]]
+Values = tuple[Value, ...]
+Rule = Callable[[Instruction, Program, int], Values]
 
 
-def needs(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def needs(instruction: Instruction, program: Program, rank: int) -> Values:
     """The values that must be on the rank before the instruction can run."""
     return NEEDS[instruction.op](instruction, program, rank)
 
 
-def makes(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def makes(instruction: Instruction, program: Program, rank: int) -> Values:
     """The values that are on the rank once the instruction is done."""
     return MAKES[instruction.op](instruction, program, rank)
 
 
-def consumes(instruction: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def consumes(instruction: Instruction, program: Program, rank: int) -> Values:
     """The values that are gone from the rank once the instruction is done."""
     return CONSUMES[instruction.op](instruction, program, rank)
 
@@ -77,22 +78,25 @@ def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[in
     return (stage,)
 
 
-def _terms(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _terms(i: Instruction, program: Program, rank: int) -> Values:
     header = program.header
     if i.kind == Reduction.SHARDS:
         return (Value(SHARDS, i.stage, i.version),)
     stages = reduced_stages(header, i.kind, i.stage, rank)
     if i.kind != Reduction.NORM or i.stage >= 0:
         return tuple(Value(WGRAD, stage, i.version) for stage in stages)
-    # The gradients of spilled stages are on the device one stage after the other; each has left its part of the norm.
-    return tuple(
-        Value(NORM if header.is_spilled(stage) else WGRAD, stage, i.version)
-        for stage in stages
-        if i.version < header.num_updates(stage)
-    )
+    found = []
+    for stage in stages:
+        kind = WGRAD
+        if header.is_spilled(stage):
+            # Their gradients are on the device one stage after the other; each has left its part of the norm.
+            kind = NORM
+        if i.version < header.num_updates(stage):
+            found.append(Value(kind, stage, i.version))
+    return tuple(found)
 
 
-def _result(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _result(i: Instruction, program: Program, rank: int) -> Values:
     if i.kind == Reduction.SHARDS:
         return (Value(WEIGHTS, i.stage, i.version + 1),)
     if i.kind == Reduction.NORM:
@@ -100,32 +104,33 @@ def _result(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
     return _terms(i, program, rank)
 
 
-def _stepped(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _stepped(i: Instruction, program: Program, rank: int) -> Values:
     if program.header.is_sharded(i.stage):
         return (Value(SHARDS, i.stage, i.version),)
     return (Value(WEIGHTS, i.stage, i.version + 1),)
 
 
-def _states(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _states(i: Instruction, program: Program, rank: int) -> Values:
     """The optimizer's states, where they are moved; elsewhere they stay."""
     if program.header.is_optim_spilled(i.stage):
         return (Value(OPTIM, i.stage, i.version),)
     return ()
 
 
-def _new_states(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
-    moved = program.header.is_optim_spilled(i.stage) and not program.header.is_sharded(i.stage)
-    if moved:
+def _new_states(i: Instruction, program: Program, rank: int) -> Values:
+    header = program.header
+    if header.is_optim_spilled(i.stage) and not header.is_sharded(i.stage):
         return (Value(OPTIM, i.stage, i.version + 1),)
     return ()
 
 
-def _in_slots(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _in_slots(i: Instruction, program: Program, rank: int) -> Values:
     """The values that a spilled stage's step replaces in its slots: old weights, old states and gradients."""
     if not program.header.is_spilled(i.stage):
         return ()
-    own = Value(WEIGHTS, i.stage, i.version), Value(WGRAD, i.stage, i.version)
-    return (*own, *_states(i, program, rank))
+    weights = Value(WEIGHTS, i.stage, i.version)
+    gradients = Value(WGRAD, i.stage, i.version)
+    return (weights, gradients, *_states(i, program, rank))
 
 
 _VALUES: dict[str, Rule] = {
@@ -163,7 +168,7 @@ _VALUES: dict[str, Rule] = {
 }
 
 
-def _nothing(i: Instruction, program: Program, rank: int) -> tuple[Value, ...]:
+def _nothing(i: Instruction, program: Program, rank: int) -> Values:
     return ()
 
 

@@ -19,7 +19,8 @@ def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) ->
     Source: PipeDream (SOSP 2019) §3.3 for stashing and vertical sync; PipeDream-2BW (ICML 2021) §3.1.
     """
     pairs = [(i.stage, i.mb) for rank in ranks for i in rank if i.op is Op.FWD]
-    return _by_rule(header, ranks, pairs) | {pair: 0 for pair in pairs if pair[0] < header.frozen}
+    frozen = [pair for pair in pairs if pair[0] < header.frozen]
+    return _by_rule(header, ranks, pairs) | dict.fromkeys(frozen, 0)
 
 
 def _by_rule(
@@ -39,18 +40,19 @@ def _by_rule(
 
 def _newest(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[tuple[int, int], int]:
     """Number of updates that each stage of the rank has finished when the forward of each micro-batch starts."""
-    pending = Counter(
-        (stage, header.update_of(stage, mb))
-        for stage in header.stages_of(rank)
-        for mb in header.microbatches_of(stage, rank)
-    )
-    finished = dict.fromkeys(header.stages_of(rank), 0)
+    stages = header.stages_of(rank)
+    pending: Counter[tuple[int, int]] = Counter()
+    for stage in stages:
+        for mb in header.microbatches_of(stage, rank):
+            pending[stage, header.update_of(stage, mb)] += 1
+    finished = dict.fromkeys(stages, 0)
     result: dict[tuple[int, int], int] = {}
     for i in instructions:
+        stage = i.stage
         if i.op is Op.FWD:
-            result[i.stage, i.mb] = finished.get(i.stage, 0)
+            result[stage, i.mb] = finished.get(stage, 0)
         elif i.op in WEIGHT_GRADIENT_OPS:
-            pending[i.stage, header.update_of(i.stage, i.mb)] -= 1
-            while pending.get((i.stage, finished.get(i.stage, 0)), 1) == 0:
-                finished[i.stage] += 1
+            pending[stage, header.update_of(stage, i.mb)] -= 1
+            while pending.get((stage, finished.get(stage, 0)), 1) == 0:
+                finished[stage] += 1
     return result

@@ -28,7 +28,8 @@ def require_positive(model: str, **sizes: int) -> None:
 def require_multiple(model: str, whole: str, size: int, part: str, divisor: int) -> None:
     """Refuses a `whole` that its `part` does not divide, and names the nearest sizes that work."""
     if size % divisor:
-        below, above = size // divisor * divisor, -(-size // divisor) * divisor
+        below = size // divisor * divisor
+        above = -(-size // divisor) * divisor
         options = " or ".join(str(near) for near in (below, above) if near)
         raise ModelError(
             f"{model}: {whole}={size} is not a multiple of {part}={divisor}; nearest that work: {whole}={options}"

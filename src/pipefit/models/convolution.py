@@ -42,7 +42,8 @@ def convnet(
     if layers < 2:
         raise ModelError(f"convnet: expected at least 2 layers (one block and the head), got layers={layers}")
     model: list[tuple[str, nn.Module]] = []
-    size, width = image, inputs
+    size = image
+    width = inputs
     for index in range(layers - 1):
         halve = index >= 2 and index % 2 == 0 and size > 2
         if index == 0:
@@ -52,7 +53,8 @@ def convnet(
         if halve:
             outputs = 2 * width
         model.append((f"block{index}", _norm_block(width, outputs, 2 if halve else 1)))
-        size, width = (size + 1) // 2 if halve else size, outputs
+        size = (size + 1) // 2 if halve else size
+        width = outputs
     head = [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("dropout", nn.Dropout(dropout))]
     model.append(("head", chain([*head, ("linear", nn.Linear(width, classes))])))
     network = chain(model)

@@ -30,7 +30,8 @@ class SharedEmbedding(Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Looks up the tokens of this process, zeros for the others, and sums over the processes."""
-        region, length = self.region, ids.shape[1]
+        region = self.region
+        length = ids.shape[1]
         if length > self.position.num_embeddings:
             raise ValueError(f"gpt: {length} positions given, but context={self.position.num_embeddings}")
         place, here = region.places(ids, self.token.weight.shape[0])
@@ -49,7 +50,8 @@ class SharedBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attention and MLP, each with one `enter` and one `leave`."""
-        region, size = self.region, self.norm1.normalized_shape
+        region = self.region
+        size = self.norm1.normalized_shape
         n1, b1, n2, b2, after_attention, after_mlp = region.shared(
             self.norm1.weight, self.norm1.bias, self.norm2.weight, self.norm2.bias,
             self.attention.out.bias, self.down.bias,
@@ -64,8 +66,10 @@ class SharedBlock(Block):
 
     def _attend(self, x: Tensor) -> Tensor:
         """The heads of this process: (b, s, h) -> (b, s, h/t)."""
-        attention, (b, s, h) = self.attention, x.shape
-        heads, width = attention.heads // self.region.size, h // attention.heads
+        attention = self.attention
+        b, s, h = x.shape
+        heads = attention.heads // self.region.size
+        width = h // attention.heads
         q, k, v = (
             F.linear(x, attention.qkv.weight, attention.qkv.bias).view(b, s, 3, heads, width).permute(2, 0, 3, 1, 4)
         )

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
 
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
 _MOST_NAMED = 5
 
 
@@ -103,7 +104,8 @@ class FolderWeights:
     def _read(self, group: _Group, wanted: _Wanted) -> None:
         from safetensors import safe_open
 
-        conversion, first = copy.deepcopy(group.conversion), group.targets[0]
+        conversion = copy.deepcopy(group.conversion)
+        first = group.targets[0]
         for source, pattern in group.sources:
             with safe_open(self.folder / self._file_of[source], framework="pt") as file:
                 if group.is_renamed:
@@ -132,7 +134,8 @@ class FolderWeights:
         for name in sorted(self._file_of, key=lambda n: [(0, int(p)) if p.isdigit() else (1, p) for p in n.split(".")]):
             target, pattern = rename_source_key(name, renamings, converters, base, dict(state))
             if target not in state and name in state:
-                target, pattern = name, None
+                target = name
+                pattern = None
             shown[name] = target
             if target not in state:
                 continue
@@ -151,9 +154,11 @@ class FolderWeights:
         extra = [n for n, t in self._shown.items() if t not in state and not any(re.search(i, n) for i in ignored)]
         wrong = []
         for group in self._groups.values():
-            name, target = group.sources[0][0], group.targets[0]
+            name = group.sources[0][0]
+            target = group.targets[0]
             if group.is_renamed:
-                shape, expected = self._shape(name), list(state[target].shape)
+                shape = self._shape(name)
+                expected = list(state[target].shape)
                 if shape != expected:
                     wrong.append(f"{name} {shape} instead of {expected}")
         problems = [("missing", missing), ("not of this model", extra), ("of another shape", wrong)]

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 
 from pipefit.stage.record_layout import Field, Layout, is_dense, padded
 
-BUCKET_BYTES = {"cpu": (1 << 20, 25 << 20), "cuda": (25 << 20, 100 << 20)}
-"""Minimum and maximum bytes of a full bucket, by device; in between, half of all gradients. Small buckets let the first
-reductions start early; each reduction takes Gloo some tenths of a millisecond of the core, and NCCL needs large ones to
-fill a link. (The maximum of the CPU is DDP's.)"""
+BUCKET_BYTES = (1 << 20, 25 << 20)
+"""Minimum and maximum bytes of a full bucket; in between, half of all gradients. Small buckets let the first
+reductions start early; each reduction takes Gloo some tenths of a millisecond of the core. (The maximum is DDP's.)"""
 _SHARE = 2
 _ALIGN = 16
 _GRAIN_BYTES = 64
@@ -76,8 +75,7 @@ def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
     """
     total = sum(parameter.nbytes for parameter in parameters)
     # A bucket takes no further parameter once it has this size.
-    least, most = BUCKET_BYTES.get(parameters[0].device.type, BUCKET_BYTES["cpu"])
-    cap_bytes = min(max(total // _SHARE, least), most)
+    cap_bytes = min(max(total // _SHARE, BUCKET_BYTES[0]), BUCKET_BYTES[1])
     groups: list[list[int]] = []
     end = 0
     for index in reversed(range(len(parameters))):
@@ -98,7 +96,8 @@ def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
             num_marks = len(parameters)
         else:
             num_marks = 0
-        size, dtype = padded(end, _ALIGN * parts), parameters[members[0]].dtype
+        size = padded(end, _ALIGN * parts)
+        dtype = parameters[members[0]].dtype
         made.append(Bucket(tuple(members), tuple(starts), size, dtype, num_marks))
     return made
 
@@ -188,9 +187,11 @@ class GradientBuckets:
             self._move(range(len(self.parameters)))
 
     def _move(self, indices: Iterable[int]) -> None:
-        places, made = [], []
+        places = []
+        made = []
         for index in indices:
-            parameter, view = self.parameters[index], self._views[index]
+            parameter = self.parameters[index]
+            view = self._views[index]
             grad = parameter.grad
             # In a slot each gradient is moved to its place when it is made.
             if grad is not None and grad is not view and grad.data_ptr() != view.data_ptr():

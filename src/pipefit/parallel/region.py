@@ -183,7 +183,8 @@ class Region:
     def _exchanged(self, x: Tensor) -> Tensor:
         """The tensor that the other of two processes sends in exchange for x."""
         x = x.contiguous()
-        other, peer = torch.empty_like(x), 1 - self.index
+        other = torch.empty_like(x)
+        peer = 1 - self.index
         coming = self.group.recv([other], peer, 0)
         self.group.send([x], peer, 0).wait()
         coming.wait()

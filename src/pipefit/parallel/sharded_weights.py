@@ -52,7 +52,8 @@ class ShardedStore(WeightStore):
     ) -> None:
         self._own = [index for index, is_whole in enumerate(whole) if not is_whole]
         self._whole = [index for index, is_whole in enumerate(whole) if is_whole]
-        self._replica, self._num = replica, num_replicas
+        self._replica = replica
+        self._num = num_replicas
         self.buckets = GradientBuckets([parameters[index] for index in self._own], num_replicas)
         flats = [
             torch.zeros(bucket.size, dtype=bucket.dtype, device=flat.device)
@@ -82,10 +83,12 @@ class ShardedStore(WeightStore):
     def _cut(self, flats: Sequence[Tensor]) -> Iterator[Piece]:
         for number, (bucket, flat) in enumerate(zip(self.buckets.buckets, flats, strict=True)):
             size = bucket.size // self._num
-            first, last = self._replica * size, (self._replica + 1) * size
+            first = self._replica * size
+            last = (self._replica + 1) * size
             for member, start in zip(bucket.members, bucket.starts, strict=True):
                 index = self._own[member]
-                low, high = max(start, first), min(start + self._parameters[index].numel(), last)
+                low = max(start, first)
+                high = min(start + self._parameters[index].numel(), last)
                 if low < high:
                     yield Piece(index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high]))
 
@@ -143,7 +146,8 @@ class ShardedStore(WeightStore):
 
         Of a version that is still needed only this replica's parts are copied: the others are gathered later.
         """
-        flats, data = self._flats[version], self._versions[version]
+        flats = self._flats[version]
+        data = self._versions[version]
         if not in_place:
             flats, old = [torch.empty_like(flat) for flat in flats], flats
             for new, kept in zip(flats, old, strict=True):
@@ -153,7 +157,8 @@ class ShardedStore(WeightStore):
                 self.masters[index].data = tensor
             for piece in self.pieces:
                 piece.master.data = piece.of(flats[piece.bucket].chunk(self._num)[self._replica])
-        self._flats[version + 1], self._versions[version + 1] = flats, data
+        self._flats[version + 1] = flats
+        self._versions[version + 1] = data
         for piece in self.pieces:
             found = piece.of(self.gradients[piece.bucket])
             if self._parameters[piece.index].grad is None:

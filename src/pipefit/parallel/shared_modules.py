@@ -14,7 +14,6 @@ A forward is the module's own, with communication around it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import torch
@@ -24,11 +23,14 @@ from torch.nn import functional as F
 from pipefit.parallel.masks import WholeMasks
 from pipefit.parallel.region import Region
 
+_mixed: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 
-@functools.cache
+
 def mixed(way: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """A module's own class with one of this file's around its forward."""
-    return type(f"{way.__name__}{own.__name__}", (way, own), {})
+    """A module's own class with one of this file's around its forward, made once."""
+    if (way, own) not in _mixed:
+        _mixed[way, own] = type(f"{way.__name__}{own.__name__}", (way, own), {})
+    return _mixed[way, own]
 
 
 class Divided(nn.Module):
@@ -97,7 +99,8 @@ class Tokens(nn.Module):
     @property
     def padding_idx(self) -> int | None:
         """The token that gets no gradient, among those of this process."""
-        whole, size = self.__dict__["padding_idx"], self.weight.shape[0]
+        whole = self.__dict__["padding_idx"]
+        size = self.weight.shape[0]
         if whole is None or whole // size != self.region.index:
             return None
         return whole % size
@@ -146,7 +149,8 @@ class WholeDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The module's own forward."""
-        before, self.region.is_divided = self.region.is_divided, self.is_divided
+        before = self.region.is_divided
+        self.region.is_divided = self.is_divided
         try:
             return super().forward(x)
         finally:

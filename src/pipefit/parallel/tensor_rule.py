@@ -35,7 +35,8 @@ class ShardSpec:
             shape = whole.shape
         else:
             shape = whole.get_shape()
-        size, before = shape[self.dim] // (self.parts * width), (slice(None),) * self.dim
+        size = shape[self.dim] // (self.parts * width)
+        before = (slice(None),) * self.dim
         starts = [(part * width + index) * size for part in range(self.parts)]
         return torch.cat([whole[(*before, slice(start, start + size))] for start in starts], self.dim).detach()
 

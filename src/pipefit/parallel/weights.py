@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from torch.optim import Optimizer
 from pipefit.parallel.buckets import GradientBuckets
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """A contiguous part of a weight that this replica steps.
 
     Attributes:
@@ -24,7 +26,7 @@ class Piece(NamedTuple):
         master: the optimizer's parameter.
     """
 
-    index: int  # type: ignore[assignment] # a tuple's own method, which nobody calls
+    index: int
     start: int
     stop: int
     bucket: int

@@ -55,8 +55,10 @@ def gpipe(
     if len(speeds) != num_stages or not min(speeds) > 0:
         raise PlanError(f"speeds: expected {num_stages} above 0, one for each stage, got {list(speeds)}")
     total = cost[0, -1]
-    away = {speed: allowed((cost / speed - total / sum(speeds)) ** 2) for speed in speeds}
-    return Partition.from_counts(_least_sum([away[speed] for speed in speeds], (total / min(speeds)) ** 2))
+    mean = total / sum(speeds)
+    away = {speed: allowed((cost / speed - mean) ** 2) for speed in speeds}
+    scale = (total / min(speeds)) ** 2
+    return Partition.from_counts(_least_sum([away[speed] for speed in speeds], scale))
 
 
 def minmax(
@@ -114,18 +116,22 @@ def _check(profile: Profile, num_stages: int) -> None:
 def layer_times(profile: Profile) -> list[float]:
     """Seconds of each layer, the loss with the last."""
     times = [layer.total_s for layer in profile.layers]
-    return [*times[:-1], times[-1] + profile.loss_s]
+    times[-1] += profile.loss_s
+    return times
 
 
 def spans(figures: Sequence[float]) -> Array:
     """Array [a, b]: the sum over the items a…b−1; 0 where there are none."""
-    total = np.concatenate(([0.0], np.cumsum(np.asarray(figures, dtype=np.float64))))
-    return np.asarray(np.maximum(total[None, :] - total[:, None], 0.0))
+    sums = np.cumsum(np.asarray(figures, dtype=np.float64))
+    total = np.concatenate(([0.0], sums))
+    difference = total[None, :] - total[:, None]
+    return np.asarray(np.maximum(difference, 0.0))
 
 
 def message_spans(cut_bytes: Sequence[float], bandwidth_bytes_per_s: float, latency_s: float) -> Array:
     """Array [a, b]: seconds of a stage's messages, in and out, both ways, if none overlapped with its work."""
-    links = np.array([0.0, *(2 * (size / bandwidth_bytes_per_s + latency_s) for size in cut_bytes), 0.0])
+    inner = [2 * (size / bandwidth_bytes_per_s + latency_s) for size in cut_bytes]
+    links = np.array([0.0, *inner, 0.0])
     return np.asarray(links[:, None] + links[None, :])
 
 
@@ -139,10 +145,11 @@ def divide(costs: Sequence[Array]) -> list[int] | None:
             object may serve many stages.
     """
     ready = {id(cost): allowed(cost) for cost in costs}
-    worst = float(_least([ready[id(cost)] for cost in costs], np.maximum)[0][0])
+    worst = least_maximum(ready[id(cost)] for cost in costs)
     if not np.isfinite(worst):
         return None
-    squares = {key: np.where(cost <= worst * (1 + TIE), cost**2, np.inf) for key, cost in ready.items()}
+    limit = worst * (1 + TIE)
+    squares = {key: np.where(cost <= limit, cost**2, np.inf) for key, cost in ready.items()}
     return _least_sum([squares[id(cost)] for cost in costs], worst**2)
 
 
@@ -164,10 +171,12 @@ def _before(count: int) -> NDArray[np.bool_]:
 def _least_sum(costs: list[Array], scale: float) -> list[int]:
     """Layer counts of the first division whose sum is least (to a tiny fraction of `scale`)."""
     best = _least(costs, np.add)
-    counts, start = [], 0
+    counts = []
+    start = 0
     for stage, cost in enumerate(costs):
         reached = cost[start] + best[stage + 1]
-        end = int((reached <= best[stage][start] + TIE * scale).argmax())
+        least = best[stage][start] + TIE * scale
+        end = int((reached <= least).argmax())
         counts.append(end - start)
         start = end
     return counts
@@ -175,7 +184,9 @@ def _least_sum(costs: list[Array], scale: float) -> list[int]:
 
 def _least(costs: list[Array], join: np.ufunc) -> list[Array]:
     """best[k][a]: the least joined cost of the layers from a on in the stages from k on."""
-    best = [np.append(np.full(len(costs[0]) - 1, np.inf), 0.0)]
+    nothing = np.full(len(costs[0]), np.inf)
+    nothing[-1] = 0.0
+    best = [nothing]
     for cost in reversed(costs):
         best.append(join(cost, best[-1][None, :]).min(axis=1))
     return best[::-1]

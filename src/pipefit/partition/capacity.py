@@ -41,14 +41,16 @@ def hydra(
     found: list[list[int]] = []
     for reserve in _reserves(load, double_buffer):
         fits = needed + reserve <= capacity_bytes
-        counts = _longest(fits & (load <= reserve) if double_buffer else fits)
+        if double_buffer:
+            fits &= load <= reserve
+        counts = _longest(fits)
         if counts:
             found.append(counts)
     if not found:
+        smallest = smallest_capacity(profile, optimizer_factor, double_buffer)
         raise InfeasibleError(
             f"{profile.model} cannot be split into shards of {format_bytes(capacity_bytes)}: "
-            f"{_largest(needed, profile)}; the smallest capacity that works is "
-            f"{format_bytes(smallest_capacity(profile, optimizer_factor, double_buffer))}"
+            f"{_largest(needed, profile)}; the smallest capacity that works is {format_bytes(smallest)}"
         )
     return Partition.from_counts(min(found, key=len), len(profile))
 
@@ -67,25 +69,29 @@ def smallest_capacity(profile: Profile, optimizer_factor: float = 2.0, double_bu
     needed, load = _needs(profile, optimizer_factor)
     least = math.inf
     for reserve in _reserves(load, double_buffer):
+        held = needed
         if double_buffer:
-            allowed = np.where(load <= reserve, needed, np.inf)
-        else:
-            allowed = needed
+            held = np.where(load <= reserve, needed, np.inf)
         worst = np.zeros(len(needed))
         for first in range(len(needed) - 2, -1, -1):
-            worst[first] = np.maximum(allowed[first, first + 1 :], worst[first + 1 :]).min()
+            behind = first + 1
+            worst[first] = np.maximum(held[first, behind:], worst[behind:]).min()
         least = min(least, float(worst[0]) + reserve)
     return least
 
 
 def _needs(profile: Profile, optimizer_factor: float) -> tuple[Array, Array]:
     """Arrays [a, b] for the shard of layers a…b−1: bytes needed, and bytes loaded ahead; infinite where a ≥ b."""
-    names = ("weight_bytes", "wgrad_bytes", "saved_bytes")
-    weights, trained, saved = (spans([getattr(x, name) for x in profile.layers]) for name in names)
-    cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
+    layers = profile.layers
+    weights = spans([layer.weight_bytes for layer in layers])
+    trained = spans([layer.wgrad_bytes for layer in layers])
+    saved = spans([layer.saved_bytes for layer in layers])
+    cuts = np.array([0.0, *profile.cut_bytes, layers[-1].output_bytes])
     entering = cuts[:, None]
-    needed = weights + trained * (1 + optimizer_factor) + saved + entering + cuts[None, :]
-    return allowed(needed), allowed(weights + trained * optimizer_factor + entering)
+    leaving = cuts[None, :]
+    needed = weights + trained * (1 + optimizer_factor) + saved + entering + leaving
+    loaded = weights + trained * optimizer_factor + entering
+    return allowed(needed), allowed(loaded)
 
 
 def _reserves(load: Array, double_buffer: bool) -> list[float]:
@@ -93,8 +99,10 @@ def _reserves(load: Array, double_buffer: bool) -> list[float]:
     if not double_buffer:
         return [0.0]
     # A shard holds at least one layer, and the cut in front of each shard may be any.
-    low, high = float(np.diagonal(load, 1).min()), float(load[np.isfinite(load)].max())
-    return [low + (high - low) * (step / (_NUM_BUFFERS - 1)) ** 2 for step in range(_NUM_BUFFERS)]
+    low = float(np.diagonal(load, 1).min())
+    high = float(load[np.isfinite(load)].max())
+    shares = [step / (_NUM_BUFFERS - 1) for step in range(_NUM_BUFFERS)]
+    return [low + (high - low) * share**2 for share in shares]
 
 
 def _longest(fits: NDArray[np.bool_]) -> list[int]:
@@ -103,17 +111,21 @@ def _longest(fits: NDArray[np.bool_]) -> list[int]:
     rest_works[-1] = True
     for first in range(len(fits) - 2, -1, -1):
         rest_works[first] = bool((fits[first] & rest_works).any())
-    counts, first = [], 0
+    counts = []
+    first = 0
     while first < len(fits) - 1:
         ends = np.flatnonzero(fits[first] & rest_works)
         if not len(ends):
             return []
-        counts.append(int(ends[-1]) - first)
-        first = int(ends[-1])
+        end = int(ends[-1])
+        counts.append(end - first)
+        first = end
     return counts
 
 
 def _largest(needed: Array, profile: Profile) -> str:
     layers = np.diagonal(needed, 1)
     index = int(layers.argmax())
-    return f"layer {index} ({profile.layers[index].name}) needs {format_bytes(float(layers[index]))} in isolation"
+    name = profile.layers[index].name
+    size = format_bytes(float(layers[index]))
+    return f"layer {index} ({name}) needs {size} in isolation"

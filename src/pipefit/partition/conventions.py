@@ -41,8 +41,9 @@ class Convention:
 
 
 CONVENTIONS: dict[str, Convention] = {
-    rule.name: rule
-    for rule in (Convention("paper", divides=False), Convention("ring"), Convention("pipedream-code", released=True))
+    "paper": Convention("paper", divides=False),
+    "ring": Convention("ring"),
+    "pipedream-code": Convention("pipedream-code", released=True),
 }
 
 
@@ -69,19 +70,24 @@ def stage_s(
         below: components of the level below (1 for devices).
         first: the stage is the first of its level, or its only one.
     """
+    share = 1
     if rule.divides:
         share = replicas
-    else:
-        share = 1
-    reduction = (4 if rule.released else 2) * (replicas - 1) * trained_bytes / (bandwidth * share)
+    factor = 2
+    if rule.released:
+        factor = 4
+    reduction = factor * (replicas - 1) * trained_bytes / (bandwidth * share)
     if not rule.released:
         return np.maximum(compute_s, reduction) / replicas
-    return (compute_s + (reduction / below if first else reduction)) / replicas
+    if first:
+        reduction = reduction / below
+    return (compute_s + reduction) / replicas
 
 
 def data_parallel_s(rule: Convention, total_s: float, trained_bytes: float, levels: list[tuple[int, float]]) -> float:
     """Seconds per mini-batch of plain data parallelism over all levels (width, bandwidth), folded from the inside."""
-    time_s, below = total_s, 1
+    time_s = total_s
+    below = 1
     for width, bandwidth in levels:
         time_s = float(stage_s(rule, time_s, trained_bytes, width, bandwidth, below, first=True))
         below = width

@@ -42,20 +42,24 @@ class States:
         num_layers = len(self.profile)
         width = (num_layers + 7) // 8
         raw = b"".join(mask.to_bytes(width, "little") for mask in self.masks)
-        bits = np.unpackbits(np.frombuffer(raw, np.uint8).reshape(len(self.masks), width), axis=1, bitorder="little")
+        table = np.frombuffer(raw, np.uint8).reshape(len(self.masks), width)
+        bits = np.unpackbits(table, axis=1, bitorder="little")
         return bits[:, :num_layers].astype(np.float64)
 
     @cached_property
     def inside(self) -> NDArray[np.bool_]:
         """Array [a, b]: D_a is a proper subset of D_b, so the layers between them can be a stage."""
         outside = self.member @ (1.0 - self.member).T
-        return np.asarray((outside == 0) & ~np.eye(len(self), dtype=bool), dtype=np.bool_)
+        is_subset: NDArray[np.bool_] = outside == 0
+        np.fill_diagonal(is_subset, False)
+        return is_subset
 
     def between(self, field: str) -> Array:
         """Array [a, b]: the sum of a layer's figure over D_b minus D_a; infinite where D_b does not contain D_a."""
-        total = self.member @ np.array([getattr(layer, field) for layer in self.profile.layers], dtype=np.float64)
-        # Differences of sums leave rounding errors where the true value is 0.
+        figures = [getattr(layer, field) for layer in self.profile.layers]
+        total = self.member @ np.array(figures, dtype=np.float64)
         difference = np.maximum(total[None, :] - total[:, None], 0.0)
+        # Differences of sums leave rounding errors where the true value is 0.
         difference[difference < 1e-13 * total.max()] = 0.0
         return np.where(self.inside, difference, np.inf)
 
@@ -68,17 +72,21 @@ class States:
         result = np.zeros(len(self))
         for tail, users in enumerate(used_by):
             size = self.profile.layers[tail].output_bytes
-            if users and size:
-                result += [size if mask >> tail & 1 and users & ~mask else 0.0 for mask in self.masks]
+            for state, mask in enumerate(self.masks):
+                if mask >> tail & 1 and users & ~mask:
+                    result[state] += size
         return result
 
     def layers_between(self, a: int, b: int) -> tuple[int, ...]:
         """The layers of the stage from D_a to D_b; a stage that starts at the first state holds the free layers too."""
+        mask = self.masks[b]
         if a:
-            mask = self.masks[b] & ~self.masks[a]
-        else:
-            mask = self.masks[b]
-        return tuple(index for index in range(len(self.profile)) if mask >> index & 1)
+            mask &= ~self.masks[a]
+        return tuple(_members(mask, len(self.profile)))
+
+
+def _members(mask: int, num_layers: int) -> list[int]:
+    return [index for index in range(num_layers) if mask >> index & 1]
 
 
 def find_states(profile: Profile, max_states: int = 2000) -> States:
@@ -96,22 +104,26 @@ def find_states(profile: Profile, max_states: int = 2000) -> States:
     free = _free_layers(profile, feeds)
     blocks = _blocks(profile, free)
     listed = [_down_sets(start, end, feeds, max_states) for start, end in blocks]
-    if sum(max_states + 1 if sets is None else len(sets) for sets in listed) > max_states:
+    allowance = max_states
+    if None in listed or sum(map(len, filter(None, listed))) > max_states:
         allowance = max(max_states // len(blocks), 8)
-        listed = [sets if sets is not None and len(sets) <= allowance else None for sets in listed]
+    complete = True
     masks = {free}
     for (start, end), sets in zip(blocks, listed, strict=True):
-        masks.update(_along_order(start, end, feeds) if sets is None else sets)
-    complete = all(sets is not None for sets in listed)
-    return States(profile, tuple(sorted(masks, key=lambda mask: (mask.bit_count(), mask))), complete)
+        if sets is None or len(sets) > allowance:
+            complete = False
+            sets = _along_order(start, end, feeds)
+        masks.update(sets)
+    by_size = sorted(masks, key=lambda mask: (mask.bit_count(), mask))
+    return States(profile, tuple(by_size), complete)
 
 
 def _free_layers(profile: Profile, feeds: list[int]) -> int:
     """Layers without any time and bytes that are fed only by such layers; none if these were all layers."""
     free = 0
     for index, layer in enumerate(profile.layers):
-        bytes_of_all_kinds = layer.weight_bytes + layer.output_bytes + layer.saved_bytes
-        if feeds[index] & ~free == 0 and layer.total_s + bytes_of_all_kinds == 0:
+        cost = layer.total_s + layer.weight_bytes + layer.output_bytes + layer.saved_bytes
+        if feeds[index] & ~free == 0 and cost == 0:
             free |= 1 << index
     if free == (1 << len(profile)) - 1:
         return 0
@@ -130,7 +142,7 @@ def _blocks(profile: Profile, free: int) -> list[tuple[int, int]]:
     everything = (1 << num_layers) - 1
     cuts = [everything]
     common = everything
-    for index in reversed([i for i in range(num_layers) if not free >> i & 1]):
+    for index in reversed(_members(everything & ~free, num_layers)):
         common &= above[index] | free
         prefix = ((1 << index) - 1) | free
         if prefix & ~common == 0 and prefix != free:
@@ -144,13 +156,14 @@ def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] 
     """All down-sets from `start` to `end` but `start` itself; None when there are more than `limit`."""
     seen = {start}
     frontier = [start]
-    rest = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
+    rest = _members(end & ~start, len(feeds))
     while frontier:
         grown = set()
         for mask in frontier:
             for index in rest:
-                if not mask >> index & 1 and feeds[index] & ~mask == 0:
-                    grown.add(mask | 1 << index)
+                larger = mask | 1 << index
+                if larger != mask and feeds[index] & ~mask == 0:
+                    grown.add(larger)
         frontier = list(grown)
         seen |= grown
         if len(seen) > limit + 1:
@@ -160,9 +173,12 @@ def _down_sets(start: int, end: int, feeds: list[int], limit: int) -> list[int] 
 
 def _along_order(start: int, end: int, feeds: list[int]) -> list[int]:
     """The prefixes of a block's layers in the order of the profile that are down-sets."""
-    rest = [index for index in range(len(feeds)) if (end & ~start) >> index & 1]
-    found = [start]
+    rest = _members(end & ~start, len(feeds))
+    mask = start
+    found = []
     while rest:
-        rest.remove(layer := next(index for index in rest if feeds[index] & ~found[-1] == 0))
-        found.append(found[-1] | 1 << layer)
-    return found[1:]
+        layer = next(index for index in rest if feeds[index] & ~mask == 0)
+        rest.remove(layer)
+        mask |= 1 << layer
+        found.append(mask)
+    return found

@@ -13,6 +13,7 @@ max, over the stages that are fast enough, counts stages. It finds the fewest, a
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -50,9 +51,9 @@ def _choices(problem: CutProblem, level: int, beyond: int) -> list[_Choice]:
     width = problem.levels[level - 1][0]
     result = []
     for replicas in problem.replica_counts(width):
-        contexts = [(problem.context(level, beyond, n, replicas), n) for n in range(replicas, width + 1)]
-        for child, group in groupby(contexts, lambda pair: pair[0]):
-            left = [n for _, n in group]
+        contexts = {n: problem.context(level, beyond, n, replicas) for n in range(replicas, width + 1)}
+        for child, group in groupby(contexts, contexts.__getitem__):
+            left = list(group)
             result.append(_Choice(replicas, left[0], left[-1], child))
     return result
 
@@ -80,7 +81,8 @@ def all_pairs(problem: CutProblem, level: int, beyond: int) -> Array:
     def look(result: Array, left: int, first: bool) -> None:
         """Splits the remaining components between a stage in front and the rest."""
         for replicas in problem.replica_counts(left):
-            base = base_s(problem, level - 1, problem.context(level, beyond, left, replicas))
+            child = problem.context(level, beyond, left, replicas)
+            base = base_s(problem, level - 1, child)
             if replicas == left or (first and at_most):
                 whole = problem.stage_s(level, base, replicas, slice(None), slice(None), first, last=True)
                 np.minimum(result, whole, out=result)
@@ -95,7 +97,10 @@ def all_pairs(problem: CutProblem, level: int, beyond: int) -> Array:
             rest[left] = np.full_like(problem.compute_s, np.inf)
         look(rest[left], left, first=False)
     result = np.full_like(problem.compute_s, np.inf)
-    for total in [width] if at_most else problem.totals(level):
+    totals: Iterable[int] = problem.totals(level)
+    if at_most:
+        totals = (width,)
+    for total in totals:
         look(result, total, first=True)
     return result
 
@@ -109,9 +114,11 @@ def _join(best: Array, left: Array, right: Array) -> None:
     starts, stops = _ends(np.isfinite(right))
     for u in range(1, len(best) - 1):
         if bottoms[u] and stops[u]:
-            rows, columns = slice(tops[u], bottoms[u]), slice(starts[u], stops[u])
+            rows = slice(tops[u], bottoms[u])
+            columns = slice(starts[u], stops[u])
             target = best[rows, columns]
-            np.minimum(target, np.maximum(left[rows, u, None], right[u, columns]), out=target)
+            slower = np.maximum(left[rows, u, None], right[u, columns])
+            np.minimum(target, slower, out=target)
 
 
 # ------------------------------------------------------------------------------------------------- one pair of states
@@ -123,8 +130,10 @@ def best_time(problem: CutProblem, level: int, beyond: int, start: int, end: int
     states = _states_on_the_way(problem, start, end)
     if len(states) > 200:
         # A solution over every eighth boundary is an upper bound: slower stages need not be considered.
-        bound = _fastest(problem, level, _table(problem, level, beyond, [*states[:-1:8], end]))
-    return _fastest(problem, level, _table(problem, level, beyond, states, bound))
+        few = _table(problem, level, beyond, [*states[:-1:8], end])
+        bound = _fastest(problem, level, few)
+    table = _table(problem, level, beyond, states, bound)
+    return _fastest(problem, level, table)
 
 
 def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, time_s: float) -> list[Run]:
@@ -136,39 +145,44 @@ def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, tim
     fewest = min(counts[0, n] for n in totals)
     left = {n for n in totals if counts[0, n] == fewest}
     found: list[Run] = []
-    position, remaining = 0, int(fewest)
+    position = 0
+    remaining = int(fewest)
     choices = _choices(problem, level, beyond)
     while remaining:
         options: dict[tuple[int, int], dict[int, int]] = {}
         costs = _rows(problem, level, choices, states, position, first=position == 0)
         for choice, middle, last in zip(choices, *costs, strict=True):
-            for n in [n for n in left if choice.low <= n <= choice.high]:
-                if remaining == 1:
-                    if n == choice.replicas and last <= limit:
-                        ends = [len(states) - 1]
-                    else:
-                        ends = []
+            for n in left:
+                if not choice.low <= n <= choice.high:
+                    continue
+                after = n - choice.replicas
+                if remaining > 1:
+                    has_rest = counts[position + 1 : -1, after] == remaining - 1
+                    good = (middle <= limit) & has_rest
+                    if not good.any():
+                        continue
+                    stop = position + 1 + int(good.argmax())
+                elif after == 0 and last <= limit:
+                    stop = len(states) - 1
                 else:
-                    good = (middle <= limit) & (counts[position + 1 : -1, n - choice.replicas] == remaining - 1)
-                    if good.any():
-                        ends = [position + 1 + int(good.argmax())]
-                    else:
-                        ends = []
-                for stop in ends:
-                    options.setdefault((stop, choice.replicas), {})[n] = choice.child
+                    continue
+                options.setdefault((stop, choice.replicas), {})[n] = choice.child
         stop, replicas = min(options)
         # Runs with other numbers of remaining components may be equally good; they differ only in unused components.
-        n = min(options[stop, replicas])
-        found.append(Run(states[position], states[stop], replicas, options[stop, replicas][n]))
+        children = options[stop, replicas]
+        n = min(children)
+        found.append(Run(states[position], states[stop], replicas, children[n]))
         left = {n - replicas}
-        position, remaining = stop, remaining - 1
+        position = stop
+        remaining -= 1
     assert np.isfinite(fewest)
     return found
 
 
 def _states_on_the_way(problem: CutProblem, start: int, end: int) -> list[int]:
     inside = problem.states.inside
-    return [start, *(u for u in range(start + 1, end) if inside[start, u] and inside[u, end]), end]
+    between = inside[start] & inside[:, end]
+    return [start, *np.flatnonzero(between).tolist(), end]
 
 
 def _fastest(problem: CutProblem, level: int, table: Array) -> float:
@@ -179,13 +193,16 @@ def _rows(
     problem: CutProblem, level: int, choices: list[_Choice], states: list[int], position: int, first: bool
 ) -> tuple[Array, Array]:
     """Cost of the stages from a position on: (choice, end) for ends before the last, and (choice,) for the last."""
-    row, columns = states[position], np.array(states[position + 1 :])
+    row = states[position]
+    columns = np.array(states[position + 1 :])
     replicas = np.array([[choice.replicas] for choice in choices], dtype=np.float64)
-    bases = {child: number for number, child in enumerate(dict.fromkeys(choice.child for choice in choices))}
+    children = dict.fromkeys(choice.child for choice in choices)
+    bases = {child: number for number, child in enumerate(children)}
     if level == 1:
-        base = problem.device_s(np.array([[child] for child in bases]), row, columns)
+        beyond = np.array([[child] for child in children])
+        base = problem.device_s(beyond, row, columns)
     else:
-        base = np.stack([base_s(problem, level - 1, child)[row, columns] for child in bases])
+        base = np.stack([base_s(problem, level - 1, child)[row, columns] for child in children])
     base = base[[bases[choice.child] for choice in choices]]
     middle = problem.stage_s(level, base[..., :-1], replicas, row, columns[:-1], first, last=False)
     last = problem.stage_s(level, base[..., -1:], replicas, row, columns[-1:], first, last=True)
@@ -206,30 +223,41 @@ def _table(
     """
     width = problem.levels[level - 1][0]
     choices = _choices(problem, level, beyond)
-    join = np.add if count else np.maximum
+    join: np.ufunc = np.maximum
+    if count:
+        join = np.add
     table = np.full((len(states), width + 1), np.inf)
     for position in range(len(states) - 2, -1, -1):
         middle, last = _rows(problem, level, choices, states, position, first=position == 0)
         good = np.asarray(middle <= limit, dtype=np.bool_)
+        is_good = last <= limit
         # From the first to the last end that is fast enough; a slower one between them stays out as infinite.
         low, high = _ends(good)
-        middle = np.where(good, 1.0 if count else middle, np.inf)
-        rest, target = table[position + 1 : -1], table[position]
+        if count:
+            middle = np.ones_like(middle)
+            last = np.ones_like(last)
+        middle = np.where(good, middle, np.inf)
+        rest = table[position + 1 : -1]
+        target = table[position]
         for index, choice in enumerate(choices):
             replicas = choice.replicas
-            if choice.low == replicas and last[index] <= limit:
-                target[replicas] = min(target[replicas], 1.0 if count else last[index])
+            if choice.low == replicas and is_good[index]:
+                target[replicas] = min(target[replicas], last[index])
             if high[index]:
                 piece = slice(low[index], high[index])
                 behind = rest[piece, choice.low - replicas : choice.high - replicas + 1]
                 found = join(middle[index, piece, None], behind).min(axis=0)
-                target[choice.low : choice.high + 1] = np.minimum(target[choice.low : choice.high + 1], found)
+                reached = target[choice.low : choice.high + 1]
+                np.minimum(reached, found, out=reached)
     return table
 
 
 def _ends(good: NDArray[np.bool_]) -> tuple[list[int], list[int]]:
     """The index of each row's first true entry, and the index behind its last; 0 and 0 where there is none."""
-    if good.shape[1] == 0:
-        return [0] * len(good), [0] * len(good)
-    behind = good.shape[1] - good[:, ::-1].argmax(axis=1)
-    return good.argmax(axis=1).tolist(), np.where(good.any(axis=1), behind, 0).tolist()
+    rows, columns = good.shape
+    if columns == 0:
+        return [0] * rows, [0] * rows
+    first = good.argmax(axis=1)
+    behind = columns - good[:, ::-1].argmax(axis=1)
+    behind[~good.any(axis=1)] = 0
+    return first.tolist(), behind.tolist()

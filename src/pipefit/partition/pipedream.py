@@ -135,28 +135,35 @@ def pipedream(
         raise PlanError(f"margin: expected 0 or more, got {margin}")
     if memory_bytes is None:
         memory_bytes = min(topology.device_of(rank).memory_bytes for rank in range(topology.num_devices))
-    memory = Memory(memory_bytes, 1.0 if weight_versions else 0.0, state_factor + (0.0 if weight_versions else 1.0))
+    memory = Memory(memory_bytes, 0.0, state_factor + 1.0)
+    if weight_versions:
+        memory = Memory(memory_bytes, 1.0, state_factor)
     levels = [(level.width, level.bandwidth_bytes_per_s) for level in topology.levels]
     states = find_states(profile, _affordable(levels, searches))
-    flat = [(topology.num_devices, min(bandwidth for _, bandwidth in levels))]
-    problems = [CutProblem(states, flat if name == "flat" else levels, rule, memory, straight) for name in searches]
-    times = [_fastest(problem) for problem in problems]
-    best = min(range(len(times)), key=lambda index: times[index])
-    problem, time_s = problems[best], times[best]
+    slowest = min(bandwidth for _, bandwidth in levels)
+    widths = {"flat": [(topology.num_devices, slowest)], "hierarchical": levels}
+    problems = {name: CutProblem(states, widths[name], rule, memory, straight) for name in searches}
+    found_s = {name: _fastest(problem) for name, problem in problems.items()}
+    shape = min(searches, key=found_s.__getitem__)
+    problem = problems[shape]
+    time_s = found_s[shape]
+    # By levels a straight pipeline has the faster links inside, so the flat one need not be considered.
+    straight_s = time_s
+    if not straight:
+        last = problems[searches[-1]]
+        straight_s = _fastest(replace(last, straight=True, bases={}))
     single_s = _total(profile, "total_s") + profile.loss_s
-    found_s = dict(zip(searches, times, strict=True))
     trained_bytes = _total(profile, "wgrad_bytes")
     whole_bytes = _data_parallel_bytes(problem)
     result = PipeDreamResult(
-        searches[best],
+        shape,
         rule.name,
         time_s,
         search_s=time_s,
         flat_s=found_s.get("flat"),
         hierarchical_s=found_s.get("hierarchical"),
-        # By levels a straight pipeline has the faster links inside, so the flat one need not be considered.
-        straight_s=time_s if straight else _fastest(replace(problems[-1], straight=True, bases={})),
-        data_parallel_s=min(data_parallel_s(rule, single_s, trained_bytes, one.levels) for one in problems),
+        straight_s=straight_s,
+        data_parallel_s=min(data_parallel_s(rule, single_s, trained_bytes, widths[name]) for name in searches),
         data_parallel_bytes=whole_bytes,
         data_parallel_fits=whole_bytes <= memory.limit_bytes,
         exact=states.complete,
@@ -175,18 +182,12 @@ def pipedream(
 def _searches(search: str | None, rule: Convention, topology: Topology) -> list[str]:
     if search not in (None, "flat", "hierarchical", "both"):
         raise PlanError(f'search: expected "flat", "hierarchical" or "both", got {search!r}')
-    if sum(level.width > 1 for level in topology.levels) <= 1:
-        if search == "flat":
-            return ["flat"]
+    has_levels = sum(level.width > 1 for level in topology.levels) > 1
+    if search == "flat":
+        return ["flat"]
+    if search == "hierarchical" or not has_levels or (search is None and rule.released):
         return ["hierarchical"]
-    if search is None:
-        if rule.released:
-            search = "hierarchical"
-        else:
-            search = "both"
-    if search == "both":
-        return ["flat", "hierarchical"]
-    return [search]
+    return ["flat", "hierarchical"]
 
 
 def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
@@ -194,7 +195,8 @@ def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
     widest = max((width for width, _ in levels[:-1]), default=1)
     if "hierarchical" not in searches or widest == 1:
         return 2000
-    return max(int((1.5e10 / widest**2) ** (1 / 3)), 100)
+    affordable = (1.5e10 / widest**2) ** (1 / 3)
+    return max(int(affordable), 100)
 
 
 def _fastest(problem: CutProblem) -> float:
@@ -213,13 +215,15 @@ def _divide(
     def inside(run: Run) -> tuple[LevelStage, ...]:
         if level == 1:
             return ()
-        inner_s = float(base_s(problem, level - 1, run.beyond)[run.start, run.end])
+        base = base_s(problem, level - 1, run.beyond)
+        inner_s = float(base[run.start, run.end])
         return _divide(problem, level - 1, run.beyond, run.start, run.end, inner_s)
 
-    return tuple(
-        LevelStage(problem.states.layers_between(run.start, run.end), run.replicas, inside(run))
-        for run in runs(problem, level, beyond, start, end, time_s)
-    )
+    found = []
+    for run in runs(problem, level, beyond, start, end, time_s):
+        layers = problem.states.layers_between(run.start, run.end)
+        found.append(LevelStage(layers, run.replicas, inside(run)))
+    return tuple(found)
 
 
 def _flatten(stages: tuple[LevelStage, ...], copies: int = 1) -> list[StageSpec]:
@@ -238,46 +242,57 @@ def _with_stages(
 ) -> PipeDreamResult:
     stages = _flatten(levels)
     layers = problem.states.profile.layers
-    in_flight, needed = [], []
+    in_flight = []
+    needed = []
     for index, stage in enumerate(stages):
-        in_flight.append(math.ceil(sum(after.replicas for after in stages[index:]) / stage.replicas))
+        behind = sum(after.replicas for after in stages[index:])
+        count = math.ceil(behind / stage.replicas)
+        in_flight.append(count)
         held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in HELD)
-        needed.append(problem.memory.needed_bytes(in_flight[-1], *held))
+        needed.append(problem.memory.needed_bytes(count, *held))
     return replace(
-        result, partition=Partition(tuple(stages)), levels=levels, in_flight=tuple(in_flight),
-        memory_bytes=tuple(needed), why=why,
-    )  # fmt: skip
+        result,
+        partition=Partition(tuple(stages)),
+        levels=levels,
+        in_flight=tuple(in_flight),
+        memory_bytes=tuple(needed),
+        why=why,
+    )
 
 
 def _data_parallel(result: PipeDreamResult, problem: CutProblem, margin: float) -> PipeDreamResult:
     """Plain data parallelism, where the search is faster by at most the margin."""
+    every = tuple(range(len(problem.states.profile)))
     levels: tuple[LevelStage, ...] = ()
     for width, _ in problem.levels:
-        levels = (LevelStage(tuple(range(len(problem.states.profile))), width, levels),)
+        levels = (LevelStage(every, width, levels),)
     why = "plain data parallelism is fastest"
+    ahead = 0.0
     if result.time_s:
         ahead = result.data_parallel_s / result.time_s - 1
-    else:
-        ahead = 0.0
     if ahead > TIE:
         why = f"plain data parallelism: the best hybrid would be {ahead:.1%} faster, within the margin of {margin:.0%}"
-    return _with_stages(replace(result, time_s=result.data_parallel_s, shape="data parallel"), problem, levels, why)
+    plain = replace(result, time_s=result.data_parallel_s, shape="data parallel")
+    return _with_stages(plain, problem, levels, why)
 
 
 def _data_parallel_bytes(problem: CutProblem) -> float:
-    profile = problem.states.profile
-    return float(problem.memory.needed_bytes(1, *(_total(profile, name) for name in HELD)))
+    held = (_total(problem.states.profile, name) for name in HELD)
+    return float(problem.memory.needed_bytes(1, *held))
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
     """The bytes that the largest layer needs, and those of a device."""
-    memory, layers = problem.memory, problem.states.profile.layers
+    memory = problem.memory
+    layers = problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = [memory.needed_bytes(1, *(getattr(layer, name) for name in HELD)) for layer in layers]
-    largest = max(range(len(layers)), key=lambda index: needed[index])
+    needed = [memory.needed_bytes(1, layer.wgrad_bytes, layer.frozen_bytes, layer.saved_bytes) for layer in layers]
+    most = max(needed)
+    largest = needed.index(most)
+    every = format_bytes(_data_parallel_bytes(problem))
     return (
-        f"nothing fits: layer {largest} ({layers[largest].name}) needs {format_bytes(needed[largest])} with one "
-        f"mini-batch in flight, all layers {format_bytes(_data_parallel_bytes(problem))}, and a device has "
+        f"nothing fits: layer {largest} ({layers[largest].name}) needs {format_bytes(most)} with one "
+        f"mini-batch in flight, all layers {every}, and a device has "
         f"{format_bytes(memory.limit_bytes)}; use a smaller micro-batch, more devices or more memory"
     )

@@ -89,10 +89,13 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
         known = [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]
         raise PlanError(f"{method}: {problem}; its options: {', '.join(known) or 'none'}") from None
     made = found(profile, num_stages, **options)
-    count, is_bound = len(made.stages), method in _AT_MOST
-    wrong = num_stages is not None and (count > num_stages if is_bound else count != num_stages)
-    if wrong and method in _BUILT_IN:
-        most = "at most " if is_bound else ""
+    count = len(made.stages)
+    is_bound = method in _AT_MOST
+    fits = num_stages is None or count == num_stages or (is_bound and count < num_stages)
+    if not fits and method in _BUILT_IN:
+        most = ""
+        if is_bound:
+            most = "at most "
         raise PlanError(f"{method}: expected {most}{num_stages} stages, got {count}; leave num_stages out to take them")
     return made
 

@@ -47,7 +47,8 @@ class Memory:
 
     def needed_bytes(self, in_flight: Any, trained_bytes: Any, frozen_bytes: Any, saved_bytes: Any) -> Any:
         """Bytes of a stage with this many mini-batches in flight; numbers or arrays."""
-        return in_flight * (self.versions * trained_bytes + saved_bytes) + self.state * trained_bytes + frozen_bytes
+        each = self.versions * trained_bytes + saved_bytes
+        return in_flight * each + self.state * trained_bytes + frozen_bytes
 
 
 @dataclass
@@ -63,12 +64,16 @@ class CutProblem:
 
     def replica_counts(self, components: int) -> range:
         """The possible replica counts of a stage with this many remaining components."""
-        return range(1, (1 if self.straight else components) + 1)
+        if self.straight:
+            return range(1, 2)
+        return range(1, components + 1)
 
     def totals(self, level: int) -> range:
         """The numbers of components that a partition of a level may use: all by some conventions, else at most all."""
         width = self.levels[level - 1][0]
-        return range(width if self.rule.released else 1, width + 1)
+        if self.rule.released:
+            return range(width, width + 1)
+        return range(1, width + 1)
 
     def context(self, level: int, beyond: int, components: int, replicas: int) -> int:
         """Devices behind a stage for each of its copies, rounded up, when it has `replicas` of the `components` left.
@@ -81,7 +86,8 @@ class CutProblem:
         if not self.memory.is_limited:
             return 0
         size = math.prod(width for width, _ in self.levels[: level - 1])
-        return -(-((components - replicas) * size + beyond) // replicas)
+        behind = (components - replicas) * size + beyond
+        return -(-behind // replicas)
 
     @cached_property
     def compute_s(self) -> Array:
@@ -102,7 +108,8 @@ class CutProblem:
     @cached_property
     def held_bytes(self) -> tuple[Array, Array, Array]:
         """Arrays [a, b]: bytes of the weights that train, of the others, and saved for the backward; 0: no stage."""
-        trained, frozen, saved = (np.where(self.states.inside, self.states.between(name), 0.0) for name in HELD)
+        states = self.states
+        trained, frozen, saved = (np.where(states.inside, states.between(name), 0.0) for name in HELD)
         return trained, frozen, saved
 
     def device_s(self, beyond: NDArray[np.intp] | int, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
@@ -110,8 +117,10 @@ class CutProblem:
 
         `beyond` may be an array (p, 1) for one row; the result is then (p, columns).
         """
-        needed = self.memory.needed_bytes(1 + beyond, *(array[row, columns] for array in self.held_bytes))
-        return np.where(needed <= self.memory.limit_bytes, self.compute_s[row, columns], np.inf)
+        held = (array[row, columns] for array in self.held_bytes)
+        needed = self.memory.needed_bytes(1 + beyond, *held)
+        seconds = self.compute_s[row, columns]
+        return np.where(needed <= self.memory.limit_bytes, seconds, np.inf)
 
     def stage_s(
         self,
@@ -134,21 +143,26 @@ class CutProblem:
             first: the first stage of its level, which receives nothing.
             last: the last stage of its level, which sends nothing inside the level.
         """
+        rule = self.rule
         bandwidth = self.levels[level - 1][1]
+        below = 1
         if level > 1:
             below = self.levels[level - 2][0]
-        else:
-            below = 1
-        cost: Array = stage_s(self.rule, base, self.trained_bytes[row, columns], replicas, bandwidth, below, first)
+        trained = self.trained_bytes[row, columns]
+        cost: Array = stage_s(rule, base, trained, replicas, bandwidth, below, first)
         link_s = 2 * self.states.crossing_bytes / bandwidth
-        if self.rule.divides:
+        share: Array | int = 1
+        if rule.divides:
             share = replicas
-        else:
-            share = 1
         if not first:
             received = link_s[row]
-            cost = np.maximum(cost, (received if isinstance(row, int) else received[:, None]) / share)
-        # The released optimizer's exceptions: sending costs the first stage nothing; the last of several sends out.
-        if (self.rule.released and not first) if last else not (self.rule.released and first):
+            if not isinstance(row, int):
+                received = received[:, None]
+            cost = np.maximum(cost, received / share)
+        sends = not last
+        if rule.released:
+            # Its exceptions: sending costs the first stage nothing; the last of several sends out.
+            sends = not first
+        if sends:
             cost = np.maximum(cost, link_s[columns] / share)
         return cost

@@ -78,7 +78,8 @@ def _without_deadlock(program: Program) -> Program:
 
 def _messages(program: Program) -> Graph:
     """The dependency graph with only the edges from receives, to the first that needs each: all that ranks wait for."""
-    graph, receive = graph_of_messages(program), Op.RECV
+    graph = graph_of_messages(program)
+    receive = Op.RECV
     for rank, instructions in enumerate(program.ranks):
         came: dict[tuple[str, int, int], int] = {}
         for number, i in enumerate(instructions, graph.starts[rank]):

@@ -12,7 +12,8 @@ def with_data(program: Program) -> Program:
 
     With one stage, one load serves both.
     """
-    last, forward = program.header.last_stage, Op.FWD
+    last = program.header.last_stage
+    forward = Op.FWD
     ranks = []
     for instructions in program.ranks:
         listed: list[Instruction] = []

@@ -157,7 +157,8 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
         steps = [(n, (i.stage,)) for n, i in enumerate(listed) if i.op is Op.STEP and header.is_spilled(i.stage)]
         states = stays(steps, header.spill.optim_slots)
         for stay in states:
-            stay.version, stay.left = listed[stay.first].version, listed[stay.last].version + 1
+            stay.version = listed[stay.first].version
+            stay.left = listed[stay.last].version + 1
         moved.append((states, Kind.OPTIM.value))
     # Freeing a slot comes before filling it. Fetches come in the order in which they are needed, and the evictions that
     # free their slots likewise: where copies bind, the one that is waited for is written back first.
@@ -258,9 +259,11 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
         here = stay.gradients >= 0
         for i in mine:
             if i.op in WEIGHT_GRADIENT_OPS:
-                summing[stage], here = header.update_of(stage, i.mb), True
+                summing[stage] = header.update_of(stage, i.mb)
+                here = True
             elif i.op is Op.STEP:
-                version[stage], here = i.version + 1, False
+                version[stage] = i.version + 1
+                here = False
                 summing.pop(stage, None)
         stay.left = version[stage]
         if here:

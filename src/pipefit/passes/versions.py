@@ -80,7 +80,8 @@ def with_drops(program: Program) -> Program:
 
     Versions of spilled stages are fetched and evicted with their slots (`with_spilling`).
     """
-    ranks, step = [], Op.STEP
+    ranks = []
+    step = Op.STEP
     for instructions in program.ranks:
         last_use: dict[tuple[int, int], int] = {}
         newest: dict[int, int] = {}

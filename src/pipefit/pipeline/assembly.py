@@ -62,7 +62,7 @@ def assemble(
     """
     header = program.header
     if mesh.region is not None and is_meta(layers):
-        if not hasattr(initialise, "over"):
+        if initialise is None or not hasattr(initialise, "over"):
             raise ModelError(
                 "weights of the meta device are drawn layer by layer, which tensor parallelism cannot do: build the "
                 "model in memory, or use tensor=1"
@@ -105,7 +105,7 @@ def assemble(
         shards = {stage: (of.index(rank), len(of)) for stage, of in of_stage.items() if len(of) > 1}
         workers.append(Worker.create(rank, training, part, ties, device, spilling, mesh, shards))
         for index, stage in workers[-1].stages.items():
-            stage.replay(str(plan.partition.stages[index].recompute), len(layers))
+            stage.replay(plan.partition.stages[index].replays, len(layers))
             if len(plan.placement.ranks[index]) > 1:
                 stage.replicate()
     # Only a model that every process held whole can be given back to all of them.

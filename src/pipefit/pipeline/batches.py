@@ -30,7 +30,8 @@ class DataComparison:
     """
 
     def __init__(self, session: Session, place: Callable[[], dict[str, Any]]) -> None:
-        self._session, self._place = session, place
+        self._session = session
+        self._place = place
         self._is_due = session.is_distributed
 
     def batches(self, batches: Iterator[Any], number: int | None, steps: int | None) -> Iterator[Any]:
@@ -93,13 +94,16 @@ def check_fit(steps: int | None, held_out: object, evaluate_every: int) -> None:
 def size_of(x: Any) -> tuple[int, int]:
     """Number of samples of a model's input, and of tokens where it consists of token ids; masked ones do not count."""
     if isinstance(x, Mapping):
-        ids, mask = x.get("input_ids"), x.get("attention_mask")
+        ids = x.get("input_ids")
+        mask = x.get("attention_mask")
     else:
-        ids, mask = x, None
+        ids = x
+        mask = None
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() != 2:
         return samples_of(x) or 0, 0
-    has_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
-    return len(ids), int(mask.sum()) if has_mask else ids.numel()
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        return len(ids), int(mask.sum())
+    return len(ids), ids.numel()
 
 
 def _checksum(batch: Any) -> int:

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Protocol
 
 import torch
 from msgspec import Meta
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pipefit.checkpoint.commit import save
+from pipefit.checkpoint import Checkpoint, save
 from pipefit.checkpoint.manifest import candidates, step_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, PlanError
@@ -93,7 +93,8 @@ class Callbacks:
     """
 
     def __init__(self, all: Sequence[Any], stop: Stop) -> None:
-        self._all, self._stop = list(all), stop
+        self._all = list(all)
+        self._stop = stop
         self.last: Record | None = None
         for one in self._all:
             if not callable(one) and not any(hasattr(one, event) for event in _EVENTS):
@@ -170,12 +171,12 @@ class Checkpoints:
         self.folder = Path(folder)
         self._every = every or 0
         self._keep = keep or None
+        self._interval: Interval | None = None
         if every is None and pipe.schedule.is_synchronous:
             self._interval = Interval(share, clock)
-        else:
-            self._interval = None
         self._next = 1
-        self._saved, self._clock = -1, clock
+        self._saved = -1
+        self._clock = clock
         self._earlier: frozenset[str] | None = None
 
     @property
@@ -211,7 +212,8 @@ class Checkpoints:
             return self._every > 0 and step % self._every == 0
         if step < self._next:
             return False
-        look, background = self._interval.look, self._pipe._session.background
+        look = self._interval.look
+        background = self._pipe._session.background
         # By the clock of the first rank.
         is_due, self._next = from_first(self._pipe._session, lambda: look(step, background.is_busy, background.cpu_s))
         return bool(is_due)
@@ -219,15 +221,23 @@ class Checkpoints:
     def _look_around(self, step: int) -> None:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
-            is_mine = self._pipe.rank == 0 and self.folder.is_dir()
-            if is_mine:
+            found = []
+            if self._pipe._session.rank == 0 and self.folder.is_dir():
                 found = candidates(self.folder)
-            else:
-                found = []
             self._earlier = frozenset(path.name for path in found if not 0 < step_of(path) < step)
 
     def _save(self, wait: bool) -> None:
         save(self._pipe, self.folder, keep=self._keep, spared=self._earlier or (), wait=wait)
+
+
+class Restorable(Protocol):
+    """A run that is saved, and restored from what it saved: a `pipefit.Pipeline`."""
+
+    def save(self, path: str | Path, *, keep: int | None = None, wait: bool = True) -> Path:
+        """See `Pipeline.save`."""
+
+    def load(self, path: str | Path, *, weights_only: bool = False) -> Checkpoint:
+        """See `Pipeline.load`."""
 
 
 class EarlyStopping:
@@ -246,7 +256,7 @@ class EarlyStopping:
     """
 
     @checked()
-    def __init__(self, pipe: Trained, patience: Amount = 0, folder: str | Path | None = None) -> None:
+    def __init__(self, pipe: Restorable, patience: Amount = 0, folder: str | Path | None = None) -> None:
         self._pipe = pipe
         self._patience = patience
         self.folder = folder
@@ -266,7 +276,9 @@ class EarlyStopping:
             if self.folder is not None:
                 self._pipe.save(self.folder, keep=1, wait=False)
         self.has_ended = 0 < self._patience <= self._since
-        return STOP if self.has_ended else None
+        if self.has_ended:
+            return STOP
+        return None
 
     def end(self, record: Record) -> None:
         """Restores the best weights, unless the process must leave or the run has failed."""

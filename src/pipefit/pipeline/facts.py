@@ -87,7 +87,7 @@ def facts_of_plan(plan: Plan) -> dict[str, str]:
         "microbatches": str(plan.num_microbatches),
         "tensor": str(plan.tensor),
         "frozen stages": str(plan.frozen),
-        "recompute": str([str(stage.recompute) for stage in plan.partition.stages]),
+        "recompute": str([stage.replays for stage in plan.partition.stages]),
         "shard_optimizer": str(plan.sharded_optimizer),
     }
 
@@ -103,7 +103,7 @@ def _of_request(request: Request) -> dict[str, str]:
         plan = "none"
     else:
         plan = "given"
-    facts = {"schedule": request.schedule, "microbatches": request.microbatches, "plan": plan}
+    facts: dict[str, Any] = {"schedule": request.schedule, "microbatches": request.microbatches, "plan": plan}
     stages = request.stages
     if stages is None or isinstance(stages, int | str):
         facts["stages"] = stages
@@ -125,7 +125,7 @@ def _of_layer(layer: NamedLayer, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 def _of_modules(layer: NamedLayer, depth: int = 0) -> Iterator[tuple[str, str]]:
     for path, module in layer.module.named_modules(prefix=layer.prefix):
-        kind = type(module)
+        kind: Any = type(module)
         yield f"module {path}", f"{kind.__module__}.{kind.__qualname__}({module.extra_repr()})"
         yield f"forward of {kind.__qualname__}", _forward_of(kind)
         for name, value in vars(module).items():
@@ -134,7 +134,7 @@ def _of_modules(layer: NamedLayer, depth: int = 0) -> Iterator[tuple[str, str]]:
 
 
 @functools.lru_cache
-def _forward_of(kind: type[nn.Module]) -> str:
+def _forward_of(kind: Any) -> str:
     return described(kind.forward)
 
 

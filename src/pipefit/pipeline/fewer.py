@@ -37,7 +37,8 @@ def fitting(
         plan_of: the plan that a request spells out for a number of processes.
         seconds_of: predicted seconds of an update; None: nothing was measured.
     """
-    count, full = session.num_ranks, session.start.full
+    count = session.num_ranks
+    full = session.start.full
     is_searched = request.plan is None and (request.schedule == AUTO or (request.spill and request.spill.cap_bytes))
     if not session.start.restart or not session.is_distributed or is_searched:
         return request
@@ -79,7 +80,7 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
     spread = replace(request.parallelism, ranks=count)
     if request.plan is None or plan.num_processes == count:
         yield AS_REQUESTED, replace(request, parallelism=spread)
-    kinds = [str(stage.recompute) for stage in plan.partition.stages]
+    kinds = [stage.replays for stage in plan.partition.stages]
     spread = replace(
         spread,
         chunks=plan.num_chunks,

@@ -40,7 +40,7 @@ def generate(
     engine: Engine,
     header: Header,
     layers: Sequence[NamedLayer],
-    ids: Tensor,
+    ids: Any,
     mask: Tensor | None,
     seed: int,
     options: Mapping[str, Any],
@@ -83,7 +83,8 @@ def generate(
         **given: Any,
     ) -> Tensor:
         """Replaces `transformers.GenerationMixin._sample`."""
-        padding, going = generation_config._pad_token_tensor, torch.ones(len(input_ids), dtype=torch.bool)
+        padding = generation_config._pad_token_tensor
+        going = torch.ones(len(input_ids), dtype=torch.bool)
         with _forwards(engine, header, given, model) as (past, forward):
             while going.any():
                 inputs = model.prepare_inputs_for_generation(
@@ -149,7 +150,7 @@ def _generator(layers: Sequence[NamedLayer]) -> Any:
 def _stages(engine: Engine) -> list[list[CutLayer]]:
     """The layers of each stage of this process."""
     stages = [stage for worker in engine.workers for stage in worker.stages.values()]
-    return [[layer.module for layer in stage.layers] for stage in stages]
+    return [[layer.module for layer in stage.layers if isinstance(layer.module, CutLayer)] for stage in stages]
 
 
 @contextlib.contextmanager
@@ -189,11 +190,10 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
             logits.clear()
             engine.run(program, [MicroBatch(batch, {}, 1.0, 0, signature)], loss=take)
             if not past.length:
+                own = []
                 if engine.mesh.is_first:
-                    own = caches
-                else:
-                    own = ()
-                filled = exchange(engine.session, [cache.filled() for cache in own])
+                    own = [cache.filled() for cache in caches]
+                filled = exchange(engine.session, own)
                 if wrong := not_filled_once(past.cache, filled):
                     raise ModelError(f"{own_way} (layers {', '.join(map(str, wrong))})")
             if logits:

@@ -26,7 +26,8 @@ class Interval:
     """
 
     def __init__(self, share: float, clock: Callable[[], float]) -> None:
-        self._share, self._clock = share, clock
+        self._share = share
+        self._clock = clock
         self._last: tuple[float, int] | None = None
         self._saved_s = self._copy_s = 0.0
 
@@ -42,7 +43,8 @@ class Interval:
             Whether a checkpoint is due, and the step after which to look again.
         """
         now = self._clock()
-        (before, last), self._last = self._last or (now, step), (now, step)
+        before, last = self._last or (now, step)
+        self._last = (now, step)
         if last == step:
             self._saved_s = now
             return False, step + 1
@@ -55,4 +57,5 @@ class Interval:
 
     def saved(self, copy_s: float) -> None:
         """Notes a checkpoint, for which the training waited so many seconds."""
-        self._saved_s, self._copy_s = self._clock(), copy_s
+        self._saved_s = self._clock()
+        self._copy_s = copy_s

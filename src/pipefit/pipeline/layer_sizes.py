@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from logging import getLogger
 from typing import Any
 
@@ -45,7 +46,7 @@ def _flop_of(layers: Sequence[NamedLayer], x: Any) -> list[float]:
     one = Device(flops=1.0, efficiency=1.0)
     try:
         # Copies: a layer may note something in its forward.
-        profile = analytic_profile([layer._replace(module=_without_data(layer.module)) for layer in layers], x, one)
+        profile = analytic_profile([replace(layer, module=_without_data(layer.module)) for layer in layers], x, one)
     except Exception as problem:  # a layer of the user's may raise anything on tensors without data
         _log.debug("stages are balanced by parameters: FLOP are not counted: %s", problem)
         return [0.0] * len(layers)

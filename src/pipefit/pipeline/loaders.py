@@ -120,8 +120,10 @@ class LoaderPosition:
             at = _Pass(batches)
             if self._saved is not None:
                 _restore(batches, self._saved)
-                at.epoch, at.batches = self._saved["epoch"], self._saved["batches"]
-            self._saved, self._current[:] = None, [at]
+                at.epoch = self._saved["epoch"]
+                at.batches = self._saved["batches"]
+            self._saved = None
+            self._current[:] = [at]
         return True
 
     def _from_here(self, endless: bool) -> Iterator[Any]:
@@ -133,10 +135,11 @@ class LoaderPosition:
             for batch in at.iterator:
                 at.batches += 1
                 yield batch
-            num_drawn, was_empty = at.batches - before, at.batches == 0
+            num_drawn = at.batches - before
+            was_empty = at.batches == 0
             at.iterator = None
             at.batches = 0
-            at.epoch = at.epoch + (not was_empty)
+            at.epoch += not was_empty
             if was_empty or (num_drawn and not endless):
                 return
 
@@ -150,10 +153,12 @@ class _Rest:
     """
 
     def __init__(self, sampler: Any, skip: int) -> None:
-        self.sampler, self.skip = sampler, skip
+        self.sampler = sampler
+        self.skip = skip
 
     def __iter__(self) -> Iterator[Any]:
-        skip, self.skip = self.skip, 0
+        skip = self.skip
+        self.skip = 0
         yield from islice(self.sampler, skip, None)
 
 

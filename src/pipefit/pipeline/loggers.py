@@ -43,7 +43,8 @@ class Logger:
     """
 
     def __init__(self, begin: Callable[[int], Write], place: Path) -> None:
-        self._begin, self.place = begin, place
+        self._begin = begin
+        self.place = place
         self._write: Write | None = None
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
         self._is_failing = False
@@ -94,11 +95,11 @@ class Logger:
     def _failed(self, step: int, problem: Exception) -> None:
         """Warns, once for each time that it cannot be written; refuses a log that cannot even begin."""
         if isinstance(problem, PipefitError):
-            reason = problem
+            reason = str(problem)
         else:
             reason = f"{self.place}: cannot be written: {_reason(problem)}"
         if step == 1:
-            raise PipefitError(str(reason)) from None
+            raise PipefitError(reason) from None
         if not self._is_failing:
             _log.warning("%s; training goes on, and the figures wait until it can be written", reason)
         self._is_failing = True

@@ -34,7 +34,8 @@ class PendingLosses:
     ) -> None:
         # The last ones count the ranks that want to stop, so that all of them stop after the same step, and add up
         # checksums of the batches and their squares.
-        own, stop = extra if engine.mesh.is_first else (0.0,) * len(extra), engine.session.stop
+        own = extra if engine.mesh.is_first else (0.0,) * len(extra)
+        stop = engine.session.stop
         self._shapes = runs[0].feed[num_steps * num_microbatches - 1].batch
         if self._shapes:
             mark = self._shapes.checksum
@@ -52,7 +53,8 @@ class PendingLosses:
             rows += [torch.stack([logged[mb][name] for mb in losses]) for name in self._names]
             figures.view(len(rows), -1)[:, list(losses)] = torch.stack([row.cpu() for row in rows])
         self._table = torch.cat([figures.view(-1), torch.tensor(extra, dtype=torch.float64)])
-        self._figures, self._session = self._table[: figures.numel()].view_as(figures), engine.session
+        self._figures = self._table[: figures.numel()].view_as(figures)
+        self._session = engine.session
         self._work = start_sum(engine.session, self._table)
 
     def wait(self) -> Sequence[float]:

@@ -99,7 +99,8 @@ def _equal_copies(request: Request) -> int:
     Raises:
         PlanError: they differ, or the request splits the model.
     """
-    usual, spread = Request(), request.parallelism
+    usual = Request()
+    spread = request.parallelism
     given = [name for name in ("stages", "plan") if getattr(request, name) != getattr(usual, name)]
     for name in ("recompute", "tensor", "sequence_parallel", "shard_optimizer"):
         if getattr(spread, name) != getattr(usual.parallelism, name):
@@ -148,7 +149,8 @@ def _shared(session: Session, mine: Tier, num_sharing: int) -> Tier:
     least = {name: min(getattr(tier, name) for tier in found) for name in ("capacity_bytes", "check_bytes_per_s")}
     for name in ("read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s"):
         least[name] = num_sharing * min(getattr(tier, name) for tier in found)
-    share_a_channel, commit_s = any(tier.one_channel for tier in found), max(tier.commit_s for tier in found)
+    share_a_channel = any(tier.one_channel for tier in found)
+    commit_s = max(tier.commit_s for tier in found)
     return msgspec.structs.replace(mine, **least, one_channel=share_a_channel, commit_s=commit_s)
 
 

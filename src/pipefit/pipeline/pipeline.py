@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import msgspec
 from torch import Tensor, nn
@@ -107,76 +107,69 @@ class Pipeline:
         updates: Updates = Updates(),
         spill: Spilled | None = None,
     ) -> None:
-        self._session = current()
-        self._session.roll_call("Pipeline()")
+        session = current()
+        session.roll_call("Pipeline()")
+        self._session = session
         self.model = model
         self.spill = spill
         if example is not None:
             example = pair_of(example)
         made = as_layers(model, example)
         self.layers: list[NamedLayer] = list(made.layers)
-        weigh = updates.weigh or (made.weigh if loss is None else None)
+        self._weigh = updates.weigh or (made.weigh if loss is None else None)
         loss = loss or made.loss
         if loss is None:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
         check_scheduler(updates.scheduler)
         self.device = process_device(parallelism.device)
-        clip_norm, precision = updates.clip_norm or None, Precision.of(precision)
-        half, compiler = half_of(precision.dtype), backend_of(precision.compile, self.device)
+        clip_norm = updates.clip_norm or None
+        precision = Precision.of(precision)
+        half = half_of(precision.dtype)
+        compiler = backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
         name = type(model).__name__
         work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name, compiler)
-        check_alike(self._session, lambda: facts_of(request, work, updates), DisagreementError, CURE)
-        self.plan = decide(request, work, self._session).plan
-        check_alike(self._session, lambda: facts_of_plan(self.plan), DisagreementError, CURE)
-        self.schedule = find(self.plan.schedule)
-        num_ranks, sequence = self.plan.placement.num_ranks, self.plan.sequence_parallel
-        mesh = make_mesh(num_ranks, self.plan.tensor, self._session.rank, self._session.num_ranks, sequence)
+        check_alike(session, lambda: facts_of(request, work, updates), DisagreementError, CURE)
+        decided = decide(request, work, session).plan
+        check_alike(session, lambda: facts_of_plan(decided), DisagreementError, CURE)
+        self.plan = decided
+        self.schedule = find(decided.schedule)
+        num_ranks = decided.placement.num_ranks
+        sequence = decided.sequence_parallel
+        mesh = make_mesh(num_ranks, decided.tensor, session.rank, session.num_ranks, sequence)
         shard_layers(self.layers, mesh)
         how = (half, first_scale(half, precision.loss_scale), compiler, updates.nonfinite)
         self._training = Training(mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, *how)
-        self._ties = tied_groups(self.layers, self.plan.partition)
+        self._ties = tied_groups(self.layers, decided.partition)
         self._programs: dict[tuple[int, int], Program] = {}
         # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
-        alternate = self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL)
-        self.program = self._program(math.lcm(*map(len, self.plan.placement.ranks)) if alternate else 1)
+        num_steps = 1
+        if self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
+            num_steps = math.lcm(*map(len, decided.placement.ranks))
+        self.program = self._program(num_steps)
+        initialise = getattr(model, "initialise_layer", None)
         self._engine = assemble(
-            self.program,
-            self.plan,
-            self.layers,
-            mesh,
-            self._training,
-            self._session,
-            self.device,
-            getattr(model, "initialise_layer", None),
-            spill,
+            self.program, decided, self.layers, mesh, self._training, session, self.device, initialise, spill
         )
         forget_peak(self.device)
         if not made.is_proved:
-            watch_shared(self.layers, self.plan.partition, [worker.stages for worker in self.workers])
-        self._weigh = weigh
-        self._verify_every, self._verified = parallelism.verify_replicas, 0
-        self.loop = TrainingLoop(
-            self._engine,
-            self.schedule,
-            self.plan.num_microbatches,
-            self._program,
-            self._weigh,
-            self._after_updates,
-        )
+            watch_shared(self.layers, decided.partition, [worker.stages for worker in self.workers])
+        self._verify_every = parallelism.verify_replicas
+        self._verified = 0
+        count = decided.num_microbatches
+        self.loop = TrainingLoop(self._engine, self.schedule, count, self._program, self._weigh, self._after_updates)
         self.loop.locate = lambda: self.position.words
         self.position = LoaderPosition(updates.seed)
         self._comparison = DataComparison(
-            self._session, lambda: {"steps trained": self.num_updates, "position in the data": self.position.words}
+            session, lambda: {"steps trained": self.num_updates, "position in the data": self.position.words}
         )
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
         # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
+        self.resumed_notes: dict[str, Any] = {}
         if spill is not None and spill.resume is not False:
             self.resumed_notes = resume_records(self)
-        else:
-            self.resumed_notes = {}
 
     def _program(self, num_steps: int) -> Program:
         """The program of some steps, verified before it is used."""
@@ -269,7 +262,8 @@ class Pipeline:
             )
         self._comparison.batch((x, y))
         pending = self.loop.start_step(x, y).losses
-        loss, self.loop.metrics = pending.wait()[0], pending.metrics[0]
+        loss = pending.wait()[0]
+        self.loop.metrics = pending.metrics[0]
         return finite(loss, self.num_updates, self._training.nonfinite)
 
     @collective
@@ -324,6 +318,12 @@ class Pipeline:
         if not losses:
             raise DataError("there is no data: the iterable of batches is empty")
         return losses
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metric: None = None) -> float: ...
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metric: Callable[[Any, Any], float]) -> tuple[float, float]: ...
 
     @collective
     def evaluate(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipefit.checkpoint.commit import explaining
 from pipefit.checkpoint.state import saved_stages, weights_of
@@ -47,7 +47,8 @@ def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder:
     source = getattr(getattr(given, "initialise_layer", None), "folder", None)
     if not is_transformers(model) or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} is not a model of transformers; save(path) writes its checkpoints")
-    session, is_first = pipe._session, pipe._session.rank == 0
+    session = pipe._session
+    is_first = pipe._session.rank == 0
     with session.at(SAVING):
         agree(session, attempt(lambda: _begin(folder, source) if is_first else None))
         if without_adapters(model) is not model:
@@ -74,7 +75,8 @@ def _write_adapters(model: Any, adapters: dict[str, Tensor], folder: Path) -> No
     """Writes adapters, and a model card in place of the one of their base, or of the empty one of peft."""
     model.save_pretrained(folder, state_dict=adapters)
     config = next(iter(model.peft_config.values()))
-    base, kind = config.base_model_name_or_path, str(config.peft_type.value)
+    base = config.base_model_name_or_path
+    kind = str(config.peft_type.value)
     facts = {name: getattr(config, name, None) for name in ("r", "lora_alpha", "lora_dropout", "target_modules")}
     lines = [f"- {name}: {_words(value)}" for name, value in facts.items() if value is not None]
     head = ["---", f"base_model: {base}", "library_name: peft", "tags:", f"- {kind.lower()}", "- pipefit", "---", ""]
@@ -89,7 +91,7 @@ def _words(value: Any) -> str:
     return str(value)
 
 
-def _write_stages(pipe: Trained, model: nn.Module, folder: Path) -> dict[str, str]:
+def _write_stages(pipe: Trained, model: Any, folder: Path) -> dict[str, str]:
     """Writes the stages of this process; returns the file of each tensor. One of the processes of a rank writes."""
     from transformers.core_model_loading import revert_weight_conversion
 

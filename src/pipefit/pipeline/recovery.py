@@ -76,7 +76,8 @@ class Recovery:
     """
 
     def __init__(self, pipe: Any) -> None:
-        self._pipe, self._session = pipe, pipe._session
+        self._pipe = pipe
+        self._session = pipe._session
         self._folder = self._own_folder()
         self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
         if self._memory:
@@ -90,7 +91,8 @@ class Recovery:
 
     def _own_folder(self) -> Path | None:
         """The folder in memory of this training, among those of a script."""
-        folder, trainings = outliving_folder(self._session), self._session.trainings
+        folder = outliving_folder(self._session)
+        trainings = self._session.trainings
         trainings.append(self)
         if folder is None:
             own = None
@@ -105,7 +107,8 @@ class Recovery:
     def begin(self, asked: Fit) -> Fit:
         """Begins a `fit`, of which nothing is known to be done; see `begin_fit`."""
         self._resume(asked.callbacks)
-        batches, steps = asked.batches, asked.steps
+        batches = asked.batches
+        steps = asked.steps
         if steps is None:
             most = len(self._losses)
         else:
@@ -121,7 +124,8 @@ class Recovery:
             batches = iter(batches)
             most = sum(1 for _ in islice(batches, most))
             is_done = most == steps
-        done, self._losses = self._losses[:most], self._losses[most:]
+        done = self._losses[:most]
+        self._losses = self._losses[most:]
         if is_done and not self._losses:
             self._end(asked.callbacks, done[-1])
         return Fit(done, is_done, batches, steps and steps - len(done), asked.callbacks)
@@ -131,9 +135,12 @@ class Recovery:
         step = self._pipe.num_updates
         for one in callbacks:
             if isinstance(one, Checkpoints):
-                known = from_first(self._session, lambda at=one.folder: [step_of(path) for path in _checkpoints(at)])
-                if step not in known:
+                if step not in map(step_of, self._checkpoints(one.folder)):
                     one.end(Record(step, loss))
+
+    def _checkpoints(self, folder: Path | None) -> list[Path]:
+        paths = from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])
+        return [Path(path) for path in paths]
 
     def _resume(self, callbacks: Sequence[Any]) -> None:
         at = next((index for index, one in enumerate(callbacks) if isinstance(one, Checkpoints)), len(callbacks))
@@ -147,7 +154,8 @@ class Recovery:
             self._log = json_log(place / LOSSES)
         if not self._is_first_fit:
             return
-        self._is_first_fit, log = False, logs[0] if logs else self._log
+        self._is_first_fit = False
+        log = logs[0] if logs else self._log
         if not self._session.start.restart:
             if log is not None:
                 log.begin(self._pipe.num_updates + 1)
@@ -170,7 +178,7 @@ class Recovery:
             most = math.inf
         else:
             most = self._pipe.loop.last_step - 1
-        found = [Path(path) for path in from_first(self._session, lambda: [str(path) for path in _checkpoints(folder)])]
+        found = self._checkpoints(folder)
         found = [path for path in found if before < step_of(path) <= most]
         newest = max([step_of(path) for path in found[:1]] + [before + 1])
         if self._folder is not None and recall(self._pipe, self._folder, newest, most) is not None:
@@ -187,7 +195,8 @@ class Recovery:
         unknown = sum(map(math.isnan, self._losses))
         if unknown and self._session.rank == 0:
             _log.warning("the losses of %d steps are in no log, and are returned as NaN: %s", unknown, log)
-        ranks, lost = self._pipe.plan.num_processes, max([0, *(int(step) - now for step in known)])
+        ranks = self._pipe.plan.num_processes
+        lost = max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
         if ranks != self._session.start.full:
             copies = ", ".join(str(len(found)) for found in self._pipe.plan.placement.ranks)
@@ -202,7 +211,8 @@ class Recovery:
         """
         if self._log is not None:
             self._log.step(record)
-        facts, self._facts = self._facts, {}
+        facts = self._facts
+        self._facts = {}
         folder = self._session.folder or (self._log.place.parent if self._log else None)
         if facts and folder is not None and self._session.rank == 0:
             start = self._session.start.restart

@@ -143,23 +143,24 @@ def _decided(
     if plan is None and spill is not None and spill.resume is not False:
         if measure or is_capped or request.stages == AUTO:
             plan = recorded_plan(resumed_folder(spill), session.rank)
-    made = Decision(plan)
+    profile: Profile | None = None
+    topology: Topology | None = None
     if is_capped and (measure or plan is None):
-        made = Decision(*plan_under_cap(request, work, session))
-        if plan is not None:
-            made = made._replace(plan=plan)
+        found, profile, topology = plan_under_cap(request, work, session)
+        plan = plan or found
     else:
         if measure or (plan is None and AUTO in (request.stages, request.schedule)):
             if before:
-                made = Decision(plan, before.profile, before.topology)
+                profile, topology = before.profile, before.topology
             else:
-                made = _measured(request, plan, work, session, is_run=measure)
+                profile, topology = _measured(request, plan, work, session, is_run=measure)
         if plan is None:
-            made = made._replace(plan=_new_plan(request, made, work, session))
-    plan = _with_sharding(made.plan, request.parallelism.shard_optimizer)
+            plan = _new_plan(request, profile, topology, work, session)
+    plan = _with_sharding(plan, request.parallelism.shard_optimizer)
     _check_ranks(session, plan)
     _check_can_replay(plan, work)
-    return made._replace(plan=msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition)))
+    plan = msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition))
+    return Decision(plan, profile, topology)
 
 
 def _check_can_compile(tensor: int, is_capped: bool) -> None:
@@ -186,7 +187,7 @@ def _check_can_replay(plan: Plan, work: Workload) -> None:
     Raises:
         PlanError: they cannot be replayed so.
     """
-    for kind in {str(stage.recompute) for stage in plan.partition.stages}.intersection(INSIDE):
+    for kind in {stage.replays for stage in plan.partition.stages}.intersection(INSIDE):
         if work.compiler is not None:
             raise PlanError(
                 f"recompute {kind}: layers that are compiled cannot be replayed inside their backward; use recompute "
@@ -205,18 +206,20 @@ def _given(plan: Any) -> Plan | None:
     return plan.plan
 
 
-def _measured(request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool) -> Decision:
+def _measured(
+    request: Request, plan: Plan | None, work: Workload, session: Session, is_run: bool
+) -> tuple[Profile, Topology | None]:
     """Measures the layers at the micro-batch sizes to choose from, and the links."""
     sizes = _sizes(request, plan, work)
     # Many sizes are measured with fewer repetitions, so that the choice does not take longer than a short run.
     profile = agreed_profile(work, sizes, session, **({"repeats": 5, "warmup": 1} if len(sizes) > 1 else {}))
     if not (is_run or request.schedule == AUTO):
-        return Decision(plan, profile)
+        return profile, None
     if plan:
         num_processes = plan.num_processes
     else:
         num_processes = request.parallelism.ranks or session.num_ranks
-    return Decision(plan, profile, links_of(session, num_processes, work.device))
+    return profile, links_of(session, num_processes, work.device)
 
 
 def measured_sizes(request: Request, work: Workload) -> list[int]:
@@ -239,16 +242,18 @@ def _sizes(request: Request, plan: Plan | None, work: Workload) -> list[int]:
     return list(dict.fromkeys(largest_part(x, count) for count in counts))
 
 
-def _new_plan(request: Request, made: Decision, work: Workload, session: Session) -> Plan:
+def _new_plan(
+    request: Request, profile: Profile | None, topology: Topology | None, work: Workload, session: Session
+) -> Plan:
     """A plan by search, or by the request's own stages and ranks."""
-    spread, profile = request.parallelism, made.profile
+    spread = request.parallelism
     if request.schedule == AUTO:
-        assert profile is not None and made.topology is not None and work.example is not None
+        assert profile is not None and topology is not None and work.example is not None
         batch = largest_part(work.example[0], 1)
         sizes = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
         return search(
             profile,
-            made.topology,
+            topology,
             global_batch=batch,
             microbatch_sizes=[size for size in sizes if not batch % size] or None,
             num_microbatches=request.microbatches,
@@ -316,10 +321,10 @@ def _num_ranks(request: Request, num_processes: int | None) -> int:
         return sum(spread.copies)
     if stages is None or isinstance(stages, str):
         count = 2 * spread.chunks
-    else:
+    elif isinstance(stages, int):
         count = stages
-    if not isinstance(count, int):
-        count = len(count)
+    else:
+        count = len(stages)
     if count < 1 or count % spread.chunks:
         raise PlanError(f"{count} stages cannot be spread as {spread.chunks} chunks per rank")
     return count // spread.chunks * (spread.copies[0] if spread.copies else 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,10 @@ def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
         # An option of a run has a name that needs no other, like --lr.
-        yield from _leaves(value, f"{name} {key}" if name not in ("", "run") else key)
+        path = str(key)
+        if name not in ("", "run"):
+            path = f"{name} {key}"
+        yield from _leaves(value, path)
 
 
 def _short(leaves: Mapping[str, Any], name: str) -> str:
@@ -202,11 +206,16 @@ def agree_on_step(session: Session, spillings: Sequence[Spilling | None]) -> Non
             if found == {least}:
                 return
             least = min(found)
-            agree(session, attempt(lambda at=least: [spilling.resume_from(at) for spilling in own]), TierError)
+            agree(session, attempt(partial(_resume_all, own, least)), TierError)
     except TierError:
         for spilling in own:
             spilling.tier.close()
         raise
+
+
+def _resume_all(spillings: Sequence[Spilling], step: int) -> None:
+    for spilling in spillings:
+        spilling.resume_from(step)
 
 
 def _check_one_run(runs: Sequence[Sequence[Mapping[str, str]]]) -> None:
@@ -224,6 +233,7 @@ def _check_all(spillings: Sequence[Spilling | None]) -> None:
 
 
 def _check_reason(committed: Commit) -> None:
-    step, reason = committed.step, rank_state(committed).reason
+    step = committed.step
+    reason = rank_state(committed).reason
     if reason:
         raise TierError(f"no run can resume from the state of step {step}: {reason}; resume from a checkpoint")

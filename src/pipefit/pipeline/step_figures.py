@@ -128,10 +128,9 @@ class HeldMemory:
     def look(self) -> None:
         """Reads the memory in use, until reading has taken half a second in total."""
         # Temporary memory of a step on the host is not the device's, but on a CPU the allocator is the same.
+        steps = []
         if self._worker.spilling:
             steps = self._worker.spilling.steps
-        else:
-            steps = ()
         if self._left_s > 0 and all(step.ended() for step in steps):
             began = time.perf_counter()
             self._highest = max(self._highest, self._tell())
@@ -148,7 +147,7 @@ def _kept_bytes(worker: Worker) -> float:
 
     Spilled stages are away between two passes; their slots count.
     """
-    tensors = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
+    tensors: list[torch.Tensor] = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
     tensors += [p.grad for p in tensors if p.grad is not None]
     tensors += [x for stage in worker.stages.values() for layer in stage.layers for x in layer.module.buffers()]
     if worker.spilling:

@@ -221,9 +221,11 @@ class TrainingLoop:
             losses += self._read(pending)
         return losses
 
-    def _run_segment(self, batches: Iterator[Any], steps: int) -> list[float]:
+    def _run_segment(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs one program over all updates, whose micro-batches overlap; it drains at its end."""
-        began, sizes = time.perf_counter(), []
+        assert steps is not None, "an asynchronous schedule needs a number of steps"
+        began = time.perf_counter()
+        sizes = []
 
         def pairs() -> Iterator[tuple[Any, Any]]:
             for batch in batches:
@@ -269,7 +271,8 @@ class TrainingLoop:
             sum(column) / max((ended or now) - done.began, 1e-9) for column in zip(*done.sizes, strict=True)
         )
         bubble, *others = done.losses.extra
-        memory, shared = others[: len(others) // 2], others[len(others) // 2 :]
+        memory = others[: len(others) // 2]
+        shared = others[len(others) // 2 :]
         for index, (loss, norm, self.metrics) in enumerate(zip(losses, done.norms, done.losses.metrics, strict=True)):
             step = done.first + index + 1
             finite(loss, step, self._engine.workers[0].training.nonfinite)
@@ -297,7 +300,8 @@ class TrainingLoop:
 
     def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
         """Runs the program of some updates, measures the memory if due, and counts the updates."""
-        program, workers = self._program_of(num_steps), self._engine.workers
+        program = self._program_of(num_steps)
+        workers = self._engine.workers
         for worker in workers:
             worker.train(True)
         # In the second pass of a synchronous schedule: then the optimizers have states.
@@ -331,8 +335,8 @@ class TrainingLoop:
         """Raises the error of a step that no rank has made, or reports one that is left out."""
         losses = PendingLosses(self._engine, runs, self._size, num_steps)
         losses.wait()
-        norms = sum(runs[0].norms.values()).tolist()
-        problem = refusal(losses.of_microbatches, norms, self.num_updates + num_steps, self.locate())
+        norms: Any = sum(runs[0].norms.values())
+        problem = refusal(losses.of_microbatches, norms.tolist(), self.num_updates + num_steps, self.locate())
         if runs[0].worker.training.nonfinite == STOP:
             raise _RefusedStepError(str(problem))
         _log.warning("%s", problem)

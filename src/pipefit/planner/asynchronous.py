@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import accumulate
 
 import msgspec
 
@@ -41,43 +40,41 @@ def plan_pipedream(
             f"{max(speeds) / min(speeds):.3g} × as fast as others; use method auto, which plans by their speeds"
         )
     if state_per_weight is None:
-        state = 1.0
-    else:
-        state = state_per_weight
-    found = pipedream(profile, topology, cost=cost, straight=straight, state_factor=1.0 + state)
+        state_per_weight = 1.0
+    found = pipedream(profile, topology, cost=cost, straight=straight, state_factor=1.0 + state_per_weight)
     if found.partition is None:
         raise InfeasibleError(f"{profile.model}: {found.why}")
-    stages = found.partition.stages
-    is_single = len(stages) == 1
-    counts = tuple(stage.replicas for stage in stages)
-    num_workers = sum(counts)
-    if not is_single:
-        specs = stages
-    else:
-        specs = (StageSpec(stages[0].layers),)
+    partition = found.partition
     # Replicas are on consecutive ranks, so that those of a stage which fits into a server are in one: the search
     # assumes it.
-    placement = tuple(tuple(range(end - count, end)) for count, end in zip(counts, accumulate(counts), strict=True))
-    per_update = num_workers if is_single else 1
-    update_s, rate = found.time_s * per_update, profile.microbatch_size / found.time_s
-    partition = Partition(specs)
-    peaks = {rank: size for ranks, size in zip(placement, found.memory_bytes, strict=True) for rank in ranks}
-    peak_bytes = tuple(peaks[rank] for rank in sorted(peaks))
+    placement = []
+    peaks: list[float] = []
+    for stage, size in zip(partition.stages, found.memory_bytes, strict=True):
+        first = len(peaks)
+        peaks += [size] * stage.replicas
+        placement.append(tuple(range(first, len(peaks))))
+    schedule = "pipedream"
+    per_update = 1
+    if len(placement) == 1:
+        schedule = "data-parallel"
+        per_update = len(peaks)
+        partition = Partition((StageSpec(partition.stages[0].layers),))
+    update_s = found.time_s * per_update
+    rate = profile.microbatch_size / found.time_s
+    ahead = None
     if found.data_parallel_fits:
         ahead = found.speedup_over_data_parallel
-    else:
-        ahead = None
     made = Plan(
         partition,
-        Placement(placement),
-        "data-parallel" if is_single else "pipedream",
+        Placement(tuple(placement)),
+        schedule,
         per_update,
         profile.microbatch_size,
-        data=num_workers if is_single else 1,
+        data=per_update,
         frozen=profile.num_frozen(partition),
         model=profile.model,
         method="pipedream",
-        prediction=Prediction(update_s, update_s, found.time_s, rate, peak_bytes, ahead),
+        prediction=Prediction(update_s, update_s, found.time_s, rate, tuple(peaks), ahead),
     )
     return msgspec.structs.replace(made, candidates=_candidates(made, profile, topology, found))
 
@@ -88,7 +85,8 @@ def _candidates(made: Plan, profile: Profile, topology: Topology, found: PipeDre
     def lost(summary: str, family: str, seconds: float, unfit: str = "", sent: float | None = None) -> Candidate:
         if unfit or not math.isfinite(seconds):
             return Candidate(summary, family, None, None, None, unfit or "nothing fits", sent_bytes=sent)
-        rate, slower = profile.microbatch_size / seconds, 1 - found.time_s / seconds
+        rate = profile.microbatch_size / seconds
+        slower = 1 - found.time_s / seconds
         why = f"{slower:.1%} slower: estimated {rate:.4g} samples/s"
         if slower <= 0:
             why = f"{-slower:.1%} faster, within the margin that data parallelism is preferred by"
@@ -113,10 +111,10 @@ def _candidates(made: Plan, profile: Profile, topology: Topology, found: PipeDre
             lines.append(lost(f"best of the {shape} search", shape, seconds))
     if found.shape != "data parallel":
         everyone = range(topology.num_devices)
-        needs, limit = found.data_parallel_bytes, min(topology.device_of(rank).memory_bytes for rank in everyone)
-        if found.data_parallel_fits:
-            unfit = ""
-        else:
+        needs = found.data_parallel_bytes
+        limit = min(topology.device_of(rank).memory_bytes for rank in everyone)
+        unfit = ""
+        if not found.data_parallel_fits:
             unfit = f"a device needs {format_bytes(needs)} of {format_bytes(limit)}"
         every = StageSpec(tuple(range(len(profile))), len(everyone))
         plain = Plan(Partition((every,)), Placement((tuple(everyone),)), "data-parallel", len(everyone))
@@ -143,12 +141,12 @@ def replicated(problem: Problem, space: Space) -> list[Config]:
             )
         except PlanError:
             continue
-        if found.partition:
-            stages = found.partition.stages
-        else:
-            stages = ()
+        if found.partition is None:
+            continue
+        stages = found.partition.stages
         counts = tuple(stage.replicas for stage in stages)
-        if len(set(counts)) > 1 and sum(counts) == problem.topology.num_devices and count >= max(counts):
+        differ = len(set(counts)) > 1
+        if differ and sum(counts) == problem.topology.num_devices and count >= max(counts):
             layers = tuple(stage.layers for stage in stages)
             made = Config("1f1b", 1, len(stages), 1, 1, size, count, replicas=counts, layers=layers)
             result += [replace(made, recompute=mode) for mode in space.recompute if mode != "some"]

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
 from pipefit.cost import CostModel, speeds_of
-from pipefit.cost.rings import all_reduce_s, over, ring_of
+from pipefit.cost.rings import Ring, all_reduce_s, over, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.planner.holdings import holds_all, least_in_flight, least_replayed
@@ -37,10 +38,15 @@ def crowded(cost: CostModel) -> bool:
     Between two messages on a link a rank works on a stage at least once. Where that takes longer than any message,
     queues change nothing, and the simulator is faster without them.
     """
-    backward = [a + b for a, b in zip(cost.backward_input_s, cost.backward_weight_s, strict=True) if a + b]
-    work_s = min([*cost.forward_s, *backward]) / max(cost.speed, default=1.0)
-    bandwidth, latency = cost.link(0, cost.topology.num_devices - 1 if cost.topology else 0)
-    return latency + max((*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0)) / bandwidth > work_s
+    backward = map(add, cost.backward_input_s, cost.backward_weight_s)
+    shortest_s: float = min([*cost.forward_s, *filter(None, backward)])
+    work_s = shortest_s / max(cost.speed, default=1.0)
+    farthest = 0
+    if cost.topology:
+        farthest = cost.topology.num_devices - 1
+    bandwidth, latency = cost.link(0, farthest)
+    largest = max([*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0])
+    return latency + largest / bandwidth > work_s
 
 
 # ------------------------------------------------------------------------------------------- seconds with the cut
@@ -93,7 +99,8 @@ def least_s(problem: Problem, config: Config, partition: Partition, cost: CostMo
         partition: its stages.
         cost: of them.
     """
-    frozen, queued = problem.profile.num_frozen(partition), crowded(cost)
+    frozen = problem.profile.num_frozen(partition)
+    queued = crowded(cost)
     replays = _replays(config, partition)
     bounds = [_shared_s(config, cost)]
     for ranks in _pipelines(config, cost):
@@ -109,10 +116,7 @@ def _speed(cost: CostModel, rank: int) -> float:
 
 def _shared_s(config: Config, cost: CostModel) -> float:
     """Seconds of all ranks together on the cores that they share, where they are on one machine."""
-    if not config.replicas:
-        num_ranks = config.depth * config.data
-    else:
-        num_ranks = sum(config.replicas)
+    num_ranks = sum(config.replicas) or config.depth * config.data
     machine, cores = cost.machine_of(0)
     if cost.machine_of(num_ranks - 1)[0] != machine:
         return 0.0
@@ -128,43 +132,49 @@ def _pipelines(config: Config, cost: CostModel) -> list[tuple[int, ...]]:
     placement = placement_for(config).ranks
     if not cost.speed:
         return [tuple(ranks[0] for ranks in placement)]
+    speed = cost.speed.__getitem__
     if config.replicas:
-        return [tuple(max(ranks, key=lambda rank: _speed(cost, rank)) for ranks in placement)]
-    each = [tuple(ranks[copy] for ranks in placement) for copy in range(config.data)]
-    return list({tuple(_speed(cost, rank) for rank in ranks): ranks for ranks in each}.values())
+        return [tuple(max(ranks, key=speed) for ranks in placement)]
+    by_speed = {tuple(map(speed, ranks)): ranks for ranks in zip(*placement, strict=True)}
+    return list(by_speed.values())
 
 
 def _replays(config: Config, partition: Partition) -> list[float]:
     """The share of each stage's forwards that are replayed."""
-    if not any(stage.is_replayed for stage in partition.stages):
-        return [0.0] * len(partition.stages)
-    shares = least_replayed(config)
-    return [share if stage.is_replayed else 0.0 for share, stage in zip(shares, partition.stages, strict=True)]
+    stages = partition.stages
+    if not any(stage.is_replayed for stage in stages):
+        return [0.0] * len(stages)
+    return [share * stage.is_replayed for share, stage in zip(least_replayed(config), stages, strict=True)]
 
 
 def _stages(
     config: Config, cost: CostModel, pipeline: Sequence[int], replays: Sequence[float], frozen: int
 ) -> Iterator[_Stage]:
-    placement, last = placement_for(config).ranks, cost.num_stages - 1
+    placement = placement_for(config).ranks
+    last = cost.num_stages - 1
     for stage, rank in enumerate(pipeline):
-        ranks, speed = placement[stage], _speed(cost, rank)
-        forward_s = cost.forward_s[stage] + (cost.loss_s if stage == last else 0.0)
-        whole_s = cost.backward_input_s[stage] + cost.backward_weight_s[stage]
-        if config.schedule in _HALVED:
-            back_s = cost.backward_input_s[stage]
-        else:
+        ranks = placement[stage]
+        speed = _speed(cost, rank)
+        forward_s = cost.forward_s[stage]
+        if stage == last:
+            forward_s += cost.loss_s
+        back_s = cost.backward_input_s[stage]
+        whole_s = back_s + cost.backward_weight_s[stage]
+        if config.schedule not in _HALVED:
             back_s = whole_s
         out_s = in_s = 0.0
         if stage < last and rank != pipeline[stage + 1]:
-            act = Instruction(Op.SEND, stage, 0, kind="act", peer=pipeline[stage + 1])
-            grad = Instruction(Op.SEND, stage, 0, kind="grad", peer=rank)
+            after = pipeline[stage + 1]
+            act = Instruction(Op.SEND, stage, 0, kind="act", peer=after)
             out_s = cost.message_s(act, rank)
             if stage >= frozen:
-                in_s = cost.message_s(grad, pipeline[stage + 1])
-            else:
-                in_s = 0.0
+                grad = Instruction(Op.SEND, stage, 0, kind="grad", peer=rank)
+                in_s = cost.message_s(grad, after)
+        place = rank % config.depth
+        if config.replicas:
+            place = stage
         yield _Stage(
-            stage if config.replicas else rank % config.depth,
+            place,
             config.num_microbatches // len(ranks),
             forward_s / speed,
             whole_s / speed,
@@ -187,14 +197,16 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
     A rank that does not train begins the next update while the others are still at this one.
     """
     schedule = find(config.schedule)
-    way_s, before_s = 0.0, float("-inf")
+    way_s = 0.0
+    before_s = float("-inf")
     for rank in range(config.depth):
         own = [stage for stage in stages if stage.rank == rank]
         first = own[0]
         work_s = sum(stage.work_s for stage in own)
         yield work_s + sum(stage.step_s for stage in own)
         if queued:
-            yield max(sum(stage.num * stage.out_s for stage in own), sum(stage.num * stage.in_s for stage in own))
+            yield sum(stage.num * stage.out_s for stage in own)
+            yield sum(stage.num * stage.in_s for stage in own)
         if not schedule.is_synchronous and not config.replicas:
             # A micro-batch enters when another one returns, without an end.
             yield first.num / (config.depth - rank) * _trip_s(stages, rank)
@@ -204,52 +216,59 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
             continue
         yield work_s + first.reduce_s + first.step_s
         before_s = max(before_s, first.reduce_s + first.step_s - way_s)
+        begins_s = way_s + before_s
         if config.schedule in _HALVED:
-            work_s -= sum(stage.num * (stage.backward_s - stage.back_s) for stage in own)
-            yield way_s + before_s + work_s
+            later_s = sum(stage.num * (stage.backward_s - stage.back_s) for stage in own)
+            yield begins_s + (work_s - later_s)
         else:
-            yield way_s + before_s + work_s + _wait_s(config, stages, rank)
+            yield begins_s + work_s + _wait_s(config, stages, rank)
         if config.schedule == "1f1b" and not config.replicas:
-            trips = -(-first.num // min(config.depth - rank, first.num))
-            yield way_s + before_s + trips * _trip_s(stages, rank)
+            in_flight = min(config.depth - rank, first.num)
+            trips = -(-first.num // in_flight)
+            yield begins_s + trips * _trip_s(stages, rank)
         if queued and config.chunks == 1 and rank + 1 < config.depth:
             after = stages[rank + 1]
-            yield way_s + before_s + first.way_s + (first.num - 1) * first.out_s + after.forward_s + after.back_s
+            messages_s = (first.num - 1) * first.out_s
+            yield begins_s + first.way_s + messages_s + after.forward_s + after.back_s
         way_s += first.way_s
 
 
 def _below_s(stages: list[_Stage], first: int, last: int) -> float:
     """Seconds from the end of a stage's forward to the beginning of a stage's backward of the same micro-batch."""
-    down_s = stages[first].out_s + sum(stage.forward_s + stage.out_s for stage in stages[first + 1 :])
-    return down_s + stages[last].in_s + sum(stage.back_s + stage.in_s for stage in stages[last + 1 :])
+    down_s = sum(stage.forward_s + stage.out_s for stage in stages[first + 1 :])
+    up_s = sum(stage.back_s + stage.in_s for stage in stages[last + 1 :])
+    return stages[first].out_s + down_s + stages[last].in_s + up_s
 
 
 def _trip_s(stages: list[_Stage], rank: int) -> float:
     """Seconds of a micro-batch from the beginning of its forward on a rank to the end of its backward there."""
-    return stages[rank].forward_s + _below_s(stages, rank, rank) + stages[rank].backward_s
+    own = stages[rank]
+    return own.forward_s + _below_s(stages, rank, rank) + own.backward_s
 
 
 def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
     """Seconds that a rank waits for the return of its first micro-batch, and of its last one."""
-    own, m = stages[rank :: config.depth], stages[rank].num
+    own = stages[rank :: config.depth]
+    m = stages[rank].num
     if config.replicas:
         return 0.0
     last = len(stages) - config.depth + rank
     if holds_all(config.schedule, config.chunks):
+        again_s = 0.0
         if own[-1].replay_s:
             again_s = own[-1].forward_s
-        else:
-            again_s = 0.0
         return max(_below_s(stages, last, last) - again_s, 0.0)
     ahead = _ahead(config, rank)
-    forwards_s = sum(count * stage.forward_s for count, stage in zip(ahead, own, strict=True))
-    backwards_s = sum(count * (stage.backward_s + stage.replay_s) for count, stage in zip(ahead, own, strict=True))
+    forwards_s = 0.0
+    backwards_s = 0.0
+    for count, stage in zip(ahead, own, strict=True):
+        forwards_s += count * stage.forward_s
+        backwards_s += count * (stage.backward_s + stage.replay_s)
     first_s = own[0].forward_s + _below_s(stages, rank, last) - forwards_s - own[-1].replay_s
     last_s = own[0].backward_s + _below_s(stages, last, rank) - backwards_s
-    waits_s = max(first_s, 0.0), max(last_s, 0.0)
     if sum(ahead) == m * len(own):
-        return max(waits_s)
-    return sum(waits_s)
+        return max(first_s, last_s, 0.0)
+    return max(first_s, 0.0) + max(last_s, 0.0)
 
 
 def _ahead(config: Config, rank: int) -> list[int]:
@@ -262,7 +281,8 @@ def _ahead(config: Config, rank: int) -> list[int]:
     if config.schedule != "interleaved" or m % p:
         return [m] * v
     more = 2 * (p - rank) - 1
-    return [min(p + max(more - p, 0), m), *[p] * (v - 2), min(more, p)]
+    first = min(max(more, p), m)
+    return [first, *[p] * (v - 2), min(more, p)]
 
 
 # ------------------------------------------------------------------------------ seconds and bytes before the cut
@@ -273,36 +293,40 @@ def quick_s(problem: Problem, config: Config) -> float:
     total = _totals(problem, config)
     m = config.per_pipeline
     p = config.depth
-    is_synchronous = find(config.schedule).is_synchronous
-    if is_synchronous:
+    reduced_s = 0.0
+    if find(config.schedule).is_synchronous:
         reduced_s = _reduced_s(problem, config, total.wgrad_bytes)
-    else:
-        reduced_s = 0.0
+    step_s = total.step_s
+    if config.sharded:
+        step_s /= config.data
     # A schedule that fills and drains; a rank that does not train is a part of the next update meanwhile.
     is_filled = config.schedule in ("1f1b", "gpipe") and p > 1 and not config.replicas and not total.is_frozen
     bounds = []
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
         again_s = _again_s(problem, config, total)
+        saved = 0.0
         if again_s:
             saved = total.forward_share * max(speeds)
-        else:
-            saved = 0.0
-        together_s = m * (total.work_s + again_s) + total.step_s / (config.data if config.sharded else 1)
-        bounds.append((together_s + min(speeds) * reduced_s) / (sum(speeds) + saved))
+        together_s = m * (total.work_s + again_s) + step_s
+        reducing_s = min(speeds) * reduced_s
+        bounds.append((together_s + reducing_s) / (sum(speeds) + saved))
         if not config.replicas:
             bounds.append(m * total.largest_s / max(speeds))
         if is_filled and (config.schedule == "gpipe" or m > p):
-            bounds.append(m * total.work_s / _used(speeds, m * p / (m + p - 1)))
+            used = _used(speeds, m * p / (m + p - 1))
+            bounds.append(m * total.work_s / used)
         elif is_filled:
             # Each rank takes the way to it, and m times its work.
-            bounds.append(total.work_s / max(speeds) / (1 - (1 - 1 / m) ** p))
+            share = 1 - (1 - 1 / m) ** p
+            bounds.append(total.work_s / max(speeds) / share)
     return max(bounds)
 
 
 def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, ...]]:
     """The speeds of the ranks of each pipeline; of unequal replicas, those of all ranks."""
-    topology, p = problem.ranks(config.tensor), config.depth
+    topology = problem.ranks(config.tensor)
+    p = config.depth
     speeds = problem.once(("speeds", config.tensor), lambda: speeds_of(topology))
     if config.replicas:
         return {speeds or (1.0,) * topology.num_devices}
@@ -321,7 +345,8 @@ def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
     # Replays where needed: of the layers that save the most memory for their time, as many as the memory lacks.
     limit = max(problem.memory_of(config))
     room = min(limit * ranks - fixed for fixed, ranks in _room(problem, config))
-    return share * float(np.interp(total.saved_bytes - room, total.freed_bytes, total.freed_s))
+    lacking = total.saved_bytes - room
+    return share * float(np.interp(lacking, total.freed_bytes, total.freed_s))
 
 
 def _used(speeds: Sequence[float], count: float) -> float:
@@ -330,7 +355,8 @@ def _used(speeds: Sequence[float], count: float) -> float:
     Of 1F1B and GPipe seconds per update are at least (m + p − 1)/p · Σ w over ranks, and at least m·w of each: so the
     most work of a micro-batch within T seconds is that of m·p/(m + p − 1) ranks that take T/m each.
     """
-    found, left = 0.0, count
+    found = 0.0
+    left = count
     for speed in sorted(speeds, reverse=True):
         found += speed * min(left, 1.0)
         left = max(left - 1.0, 0.0)
@@ -377,17 +403,20 @@ def _totals(problem: Problem, config: Config) -> _Totals:
 def _summed(profile: Profile) -> _Totals:
     layers = profile.layers
     # Frozen layers at the beginning have no backward.
-    frozen = next((index for index, layer in enumerate(layers) if layer.trained_bytes != 0), len(layers) - 1)
+    trained = (index for index, layer in enumerate(layers) if layer.trained_bytes != 0)
+    frozen = next(trained, len(layers) - 1)
     forward = [layer.forward_s for layer in layers]
     forward[-1] += profile.loss_s
-    backward = [layer.backward_s if index >= frozen else 0.0 for index, layer in enumerate(layers)]
-    both = [a + b for a, b in zip(forward, backward, strict=True)]
+    backward = [layer.backward_s for layer in layers]
+    backward[:frozen] = [0.0] * frozen
+    both = list(map(add, forward, backward))
+    shares = [own / whole for own, whole in zip(forward, both, strict=True) if whole]
     savers = [layer for layer in layers if layer.saved_bytes]
     savers.sort(key=lambda layer: layer.forward_s / layer.saved_bytes)
     return _Totals(
         sum(both),
         sum(layer.forward_s for layer in layers[frozen:]),
-        max(own / whole for own, whole in zip(forward, both, strict=True) if whole) if any(both) else 0.0,
+        max(shares, default=0.0),
         max(both),
         profile.optimizer_of(range(len(layers))),
         frozen > 0,
@@ -404,14 +433,15 @@ def _reduced_s(problem: Problem, config: Config, num_bytes: float) -> float:
     """Seconds of the sums of gradients, of all stages together; those of several stages of a rank may overlap."""
     if config.data < 2 or config.chunks > 1:
         return 0.0
-    copies = range(0, config.data * config.depth, config.depth)
-    rings = problem.once(
-        ("rings", config.tensor, config.depth),
-        lambda: [
-            ring_of(problem.ranks(config.tensor), [first + rank for first in copies]) for rank in range(config.depth)
-        ],
-    )
-    if config.depth == 1:
+    topology = problem.ranks(config.tensor)
+    depth = config.depth
+    end = config.data * depth
+
+    def rings_of_stages() -> list[Ring]:
+        return [ring_of(topology, range(rank, end, depth)) for rank in range(depth)]
+
+    rings = problem.once(("rings", config.tensor, depth), rings_of_stages)
+    if depth == 1:
         return all_reduce_s(rings[0], num_bytes)
     bandwidth = max(ring.bandwidth_bytes_per_s for ring in rings)
     return 2 * over(num_bytes, bandwidth) * (config.data - 1) / config.data
@@ -421,9 +451,8 @@ def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> floa
     """Bytes that some rank needs at least, for any cut of the layers; or about as many, to compare candidates."""
     total = _totals(problem, config)
     is_replayed = config.recompute in ("stage", "some")
-    if is_replayed:
-        kept = 0.0
-    else:
+    kept = 0.0
+    if not is_replayed:
         kept = total.saved_bytes
     if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
         # At least the inputs of each of a rank's stages, of every micro-batch.
@@ -438,12 +467,14 @@ def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> floa
 def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
     """Bytes of weights, gradients and optimizer states of all ranks of a pipeline."""
     total = _totals(problem, config)
-    state = problem.state / (config.data if config.sharded else 1)
+    state = problem.state
+    if config.sharded:
+        state /= config.data
+    versions = 1
     if config.schedule == "pipedream-2bw":
         versions = 2
-    else:
-        versions = 1
-    if at_least and config.chunks > 1 and (config.schedule != "interleaved" or config.per_pipeline < 2 * config.depth):
+    is_short = config.schedule != "interleaved" or config.per_pipeline < 2 * config.depth
+    if at_least and config.chunks > 1 and is_short:
         # When the most is held, only the last chunk has gradients.
         versions = 0
     return total.weight_bytes + total.wgrad_bytes * (versions + state)

@@ -56,27 +56,27 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         partition: its stages.
         method: by which it was found.
     """
-    spill, frozen = config.spill, problem.profile.num_frozen(partition)
-    # The schedule for one rank always replays.
-    replays = spill is not None and config.schedule != "spilled"
-    if spill:
-        keeps = spill.keeps
-    else:
-        keeps = ()
-    stages = tuple(
-        StageSpec(stage.layers, stage.replicas, config.tensor, (replays and index not in keeps) or stage.recompute)
-        for index, stage in enumerate(partition.stages)
-    )
-    # A pipeline that visits a stage for all micro-batches at once need not replay the last one.
-    turned = spill is not None and config.schedule == "breadth-first"
+    spill = config.spill
+    frozen = problem.profile.num_frozen(partition)
+    stages = []
+    for index, stage in enumerate(partition.stages):
+        recompute = stage.recompute
+        # The schedule for one rank always replays.
+        if spill is not None and config.schedule != "spilled" and index not in spill.keeps:
+            recompute = "stage"
+        stages.append(StageSpec(stage.layers, stage.replicas, config.tensor, recompute))
+    options = {}
+    if spill is not None and config.schedule == "breadth-first":
+        # A pipeline that visits a stage for all micro-batches at once need not replay the last one.
+        options = {"turn": 1}
     return Plan(
-        Partition(stages),
+        Partition(tuple(stages)),
         placement_for(config),
         config.schedule,
         config.num_microbatches,
         config.microbatch_size,
         config.chunks,
-        options={"turn": 1} if turned else {},
+        options=options,
         data=config.data,
         sharded_optimizer=config.sharded,
         spill=spill,
@@ -89,11 +89,9 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
 def program_for(problem: Problem, plan: Plan) -> Program:
     """The program of a candidate's plan, with the ties and the clipping that a cap must account for."""
     cap = problem.cap
-    if cap:
-        ties = cap.ties_of(plan.partition)
-    else:
-        ties = ()
-    return generate(plan.schedule, shape_of(plan, ties=ties, clip=cap is not None and cap.clip))
+    if cap is None:
+        return generate(plan.schedule, shape_of(plan))
+    return generate(plan.schedule, shape_of(plan, ties=cap.ties_of(plan.partition), clip=cap.clip))
 
 
 def costs_of(problem: Problem, config: Config, partition: Partition) -> tuple[CostModel, CostModel]:
@@ -126,14 +124,14 @@ def _with_waits(problem: Problem, config: Config, partition: Partition) -> tuple
             wait_s = latency_s + size / pieces / bandwidth
         return wait_s + all_gather_s(ring, size)
 
-    forward, backward = list(cost.forward_s), list(cost.backward_input_s)
+    forward = list(cost.forward_s)
+    backward = list(cost.backward_input_s)
     for stage in range(1, cost.num_stages):
         forward[stage] += arrival_s(stage - 1, cost.act_bytes[stage - 1])
         backward[stage - 1] += arrival_s(stage - 1, cost.grad_bytes[stage - 1])
+    share = 1 / pieces
     if problem.blocking:
         share = 0.0
-    else:
-        share = 1 / pieces
     timing = replace(
         cost,
         forward_s=tuple(forward),

@@ -107,11 +107,13 @@ def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topolog
 
 def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
     """Seconds of products of inputs (m, k) and weights (k, n): forward, gradients of the inputs, of the weights."""
-    each = [
-        (product_s(device, m, n, k, 1, e), product_s(device, m, k, n, 1, e), product_s(device, k, n, m, 1, e))
-        for m, n, k in shapes
-    ]
-    forward_s, input_s, weight_s = (sum(seconds) for seconds in zip(*each, strict=True))
+    forward_s = 0.0
+    input_s = 0.0
+    weight_s = 0.0
+    for m, n, k in shapes:
+        forward_s += product_s(device, m, n, k, 1, e)
+        input_s += product_s(device, m, k, n, 1, e)
+        weight_s += product_s(device, k, n, m, 1, e)
     return forward_s, input_s, weight_s
 
 
@@ -123,8 +125,11 @@ def _passes_s(device: Device, sizes: Iterable[float]) -> float:
 def _core_s(device: Device, b: int, s: int, heads: int, width: int, e: int) -> float:
     """Seconds of the core of attention forward: scores; scale, mask and softmax; dropout with its mask; their use."""
     scores = b * heads * s * s
-    products = product_s(device, s, s, width, b * heads, e) + product_s(device, s, width, s, b * heads, e)
-    return products + pass_s(device, 2 * e * scores) + pass_s(device, (2 * e + 1) * scores, randoms=scores)
+    made_s = product_s(device, s, s, width, b * heads, e)
+    used_s = product_s(device, s, width, s, b * heads, e)
+    softmax_s = pass_s(device, 2 * e * scores)
+    dropout_s = pass_s(device, (2 * e + 1) * scores, randoms=scores)
+    return made_s + used_s + softmax_s + dropout_s
 
 
 def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -> Layer:
@@ -132,7 +137,8 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
 
     A layer keeps its input where it is replayed, and all but the scores where only the core of attention is.
     """
-    t, tokens = ring.size, b * s
+    t = ring.size
+    tokens = b * s
     heads = -(-a // t)
     width = h // a
     stream = b * s * h
@@ -192,7 +198,8 @@ def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring
     tokens = b * s
     own = -(-vocab // ring.size)
     stream = e * b * s * h
-    logits, weights = tokens * own, e * vocab * h / ring.size
+    logits = tokens * own
+    weights = e * vocab * h / ring.size
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
     # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
     forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
@@ -212,7 +219,8 @@ def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring
 
 def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Profile:
     num, h, a, vocab, s = (sizes[name] for name in ("layers", "hidden", "heads", "vocab", "sequence"))
-    stream, table = e * s * b * h, e * vocab * h / ring.size
+    stream = e * s * b * h
+    table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
     looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
     added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)
@@ -222,16 +230,19 @@ def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Pr
     made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(num)]
     made.append(_head(device, b, s, h, vocab, e, ring))
     weights = sum(layer.weight_bytes for layer in made)
-    name = "gpt:" + ",".join(f"{key}={value}" for key, value in sizes.items() if _DEFAULTS.get(key) != value)
+    named = [f"{key}={value}" for key, value in sizes.items() if _DEFAULTS.get(key) != value]
+    # Bytes of a parameter: the norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed
+    # precision also gradients to 4 bytes (6), unscaled (8), and the working copy (6).
+    moved = 40
+    if e < 4:
+        moved = 60
     return Profile(
-        name,
+        "gpt:" + ",".join(named),
         b,
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
-        # Bytes of a parameter: the norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed
-        # precision also gradients to 4 bytes (6), unscaled (8), and the working copy (6).
-        optimizer_s=pass_s(device, (60 if e < 4 else 40) * weights / e),
+        optimizer_s=pass_s(device, moved * weights / e),
     )
 
 
@@ -244,10 +255,10 @@ def gpt_settings(text: str) -> dict[str, int]:
     known = ("layers", "hidden", "heads", *_DEFAULTS)
     found: dict[str, int] = {}
     for part in text.removeprefix("gpt:").split(","):
-        name, _, value = part.partition("=")
-        if name.strip() not in known or not value.strip().isdecimal():
+        name, _, value = map(str.strip, part.partition("="))
+        if name not in known or not value.isdecimal():
             raise ProfileError(f"{text}: expected NAME=NUMBER with one of {', '.join(known)}; got {part!r}")
-        found[name.strip()] = int(value)
+        found[name] = int(value)
     for name in known[:3]:
         if name not in found:
             raise ProfileError(f"{text}: expected {name}=…, as in gpt:layers=96,hidden=12288,heads=96")
@@ -256,7 +267,9 @@ def gpt_settings(text: str) -> dict[str, int]:
 
 def gpt_of(model: str) -> Gpt:
     """The sizes that PTD-P's arithmetic needs of a GPT by name; bytes of its elements change none of it."""
-    return Gpt(**{name: size for name, size in gpt_settings(model).items() if name != "bytes"})
+    sizes = gpt_settings(model)
+    sizes.pop("bytes", None)
+    return Gpt(**sizes)
 
 
 def is_gpt(profile: Profile) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -33,39 +33,48 @@ def cut(problem: Problem, config: Config, recomputed: set[int], within: Within |
         recomputed: the stages that replay their forward.
         within: the memory that a cut must fit; None: only time decides. One stage per rank, then.
     """
+    stages = []
     if config.layers:
-        stages = zip(config.layers, config.replicas or (1,) * len(config.layers), strict=True)
-        return Partition(tuple(StageSpec(layers, count, recompute=config.recompute) for layers, count in stages))
-    profile = problem.of(config)
+        copies = config.replicas or (1,) * len(config.layers)
+        for layers, count in zip(config.layers, copies, strict=True):
+            stages.append(StageSpec(layers, count, recompute=config.recompute))
+        return Partition(tuple(stages))
     plain = _divided(problem, config, recomputed, within)
     if plain is None:
         return None
-    frozen = profile.num_frozen(plain)
-    kinds = ("none" if k < frozen else "stage" if k in recomputed else config.inside for k in range(config.num_stages))
-    return Partition(
-        tuple(StageSpec(stage.layers, 1, config.tensor, kind) for stage, kind in zip(plain.stages, kinds, strict=True))
-    )
+    frozen = problem.of(config).num_frozen(plain)
+    for index, stage in enumerate(plain.stages):
+        kind = config.inside
+        if index < frozen:
+            kind = "none"
+        elif index in recomputed:
+            kind = "stage"
+        stages.append(StageSpec(stage.layers, 1, config.tensor, kind))
+    return Partition(tuple(stages))
 
 
 def _divided(problem: Problem, config: Config, recomputed: set[int], within: Within | None) -> Partition | None:
     """The layers of each stage, by the candidate's partitioner and the speeds of its ranks."""
-    profile, slow = problem.of(config), problem.slowness_of(config)
+    profile = problem.of(config)
+    slow = problem.slowness_of(config)
     if config.partitioner == "uniform":
         return uniform(profile, config.num_stages)
     if config.partitioner == "gpipe":
-        return gpipe(profile, config.num_stages, speeds=[1 / slow[rank] for rank in positions(config)])
+        speeds = [1 / slow[rank] for rank in positions(config)]
+        return gpipe(profile, config.num_stages, speeds=speeds)
     if within is not None:
         times = _time_spans(problem, config, recomputed, slow)
-        each = zip(_needs(problem, config, within.holdings), within.limits, times, strict=True)
+        needs = _needs(problem, config, within.holdings)
+        each = zip(needs, within.limits, times, strict=True)
         counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
     else:
         # The key holds only the settings that determine the cut: many candidates share one.
         again = least_replayed(config)
-        replays = config.inside, tuple(sorted(stage for stage in recomputed if again[stage]))
+        replaying = sorted(stage for stage in recomputed if again[stage])
+        replays = (config.inside, tuple(replaying))
+        where = 0
         if config.partitioner == "links":
             where = config.depth
-        else:
-            where = 0
         key = ("cut", config.microbatch_size, config.tensor, config.num_stages, tuple(slow), replays, where)
         counts = problem.once(key, lambda: divide(_time_spans(problem, config, recomputed, slow)))
     if counts is None:
@@ -78,27 +87,40 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
 
     Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
     """
-    m, is_looped = config.per_pipeline, config.schedule in ("interleaved", "breadth-first")
-    differ = len(set(speeds_of(problem.ranks(config.tensor)))) > 1
-    if differ or m == 1 or config.replicas or (config.chunks > 1 and not is_looped):
+    m = config.per_pipeline
+    is_looped = config.schedule in ("interleaved", "breadth-first")
+    speeds = speeds_of(problem.ranks(config.tensor))
+    if len(set(speeds)) > 1 or m == 1 or config.replicas or (config.chunks > 1 and not is_looped):
         return 0.0
-    slow, by_time = problem.slowness_of(config), replace(config, partitioner="minmax")
-    work, plain = (_time_spans(problem, by_time, replayed, slow) for replayed in (recomputed, ()))
+    slow = problem.slowness_of(config)
+    by_time = replace(config, partitioner="minmax")
+    work = _time_spans(problem, by_time, recomputed, slow)
+    plain = _time_spans(problem, by_time, (), slow)
     # Ranks that do not train are a part of the next update meanwhile, as all are without a flush.
     is_filled = is_looped or config.schedule in ("1f1b", "gpipe")
     is_filled = is_filled and problem.profile.layers[0].trained_bytes != 0
     if config.chunks == 1:
-        way = plain[0][:1].T if is_filled else 0.0
+        way: Array | float = 0.0
+        if is_filled:
+            way = plain[0][:1].T
         # GPipe's ranks replay all forwards but one.
-        saved = plain[0] - work[0] if config.schedule == "gpipe" else 0.0
+        saved: Array | float = 0.0
+        if config.schedule == "gpipe":
+            saved = plain[0] - work[0]
         of_rank = {id(own): allowed(m * own + saved + way) for own in work}
         return least_maximum([of_rank[id(own)] for own in work])
     chosen = _divided(problem, config, recomputed, None)
     assert chosen is not None
-    places = [(stage.layers[0], stage.layers[-1] + 1) for stage in chosen.stages]
-    each = [float(times[place]) for times, place in zip(work, places, strict=True)]
-    ways = [float(plain[0][0, start]) if is_filled else 0.0 for start, _ in places[: config.depth]]
-    return max(way_s + m * sum(each[rank :: config.depth]) for rank, way_s in enumerate(ways))
+    starts = [stage.layers[0] for stage in chosen.stages]
+    ends = [stage.layers[-1] + 1 for stage in chosen.stages]
+    each = [float(times[start, end]) for times, start, end in zip(work, starts, ends, strict=True)]
+    bounds = []
+    for rank in range(config.depth):
+        way_s = 0.0
+        if is_filled:
+            way_s = float(plain[0][0, starts[rank]])
+        bounds.append(way_s + m * sum(each[rank :: config.depth]))
+    return max(bounds)
 
 
 def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], slow: list[float]) -> list[Array]:
@@ -114,25 +136,35 @@ def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], s
     whole, replay = problem.once(("spans", config.microbatch_size, config.tensor, config.inside), make)
     replayed = whole + replay
     kinds: dict[tuple[float, bool], Array] = {}
-    links = _link_spans(problem, config) if config.partitioner == "links" else 0.0
+    links: Array | float = 0.0
+    if config.partitioner == "links":
+        links = _link_spans(problem, config)
     result = []
-    owner, again = positions(config), least_replayed(config)
+    owner = positions(config)
+    again = least_replayed(config)
     for stage in range(config.num_stages):
-        kind = slow[owner[stage]], stage in recomputed and again[stage] > 0
-        if kind not in kinds:
-            kinds[kind] = (replayed if kind[1] else whole) * kind[0] + links
-        result.append(kinds[kind])
+        factor = slow[owner[stage]]
+        replays = stage in recomputed and again[stage] > 0
+        if (factor, replays) not in kinds:
+            times = whole
+            if replays:
+                times = replayed
+            kinds[factor, replays] = times * factor + links
+        result.append(kinds[factor, replays])
     return result
 
 
 def _link_spans(problem: Problem, config: Config) -> Array:
     """Seconds of a stage's messages, over the slowest of the links between stages."""
-    topology, ranks = problem.ranks(config.tensor), placement_for(config).ranks
+    topology = problem.ranks(config.tensor)
+    ranks = placement_for(config).ranks
     joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
     pieces = problem.pieces(config.tensor)
-    sizes = [size / pieces for size in problem.at(config.microbatch_size, config.tensor).cut_bytes]
+    cut_bytes = problem.at(config.microbatch_size, config.tensor).cut_bytes
+    sizes = [size / pieces for size in cut_bytes]
     bandwidth = min(level.bandwidth_bytes_per_s for level in joints)
-    return message_spans(sizes, bandwidth, max(level.latency_s for level in joints))
+    latency_s = max(level.latency_s for level in joints)
+    return message_spans(sizes, bandwidth, latency_s)
 
 
 def least_bytes(problem: Problem, config: Config) -> float:
@@ -141,34 +173,44 @@ def least_bytes(problem: Problem, config: Config) -> float:
     counts = divide(needs)
     if counts is None:
         return float("inf")
-    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
-    return max(float(need[end - count, end]) for need, end, count in zip(needs, ends, counts, strict=True))
+    places = pairwise(accumulate(counts, initial=0))
+    return max(float(need[place]) for need, place in zip(needs, places, strict=True))
 
 
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
     """For each rank the array [a, b]: its peak bytes if its stage held the layers a…b−1."""
-    profile, plain = problem.of(config), problem.at(config.microbatch_size, config.tensor)
-    names = ("wgrad_bytes", "frozen_bytes", "saved_bytes", "kept_bytes")
-    sums = {name: spans([getattr(layer, name) for layer in profile.layers]) for name in names}
-    cuts = np.array([0.0, *profile.cut_bytes, profile.layers[-1].output_bytes])
-    weights, saved = sums["wgrad_bytes"], sums["saved_bytes"]
-    entering, leaving = cuts[:, None] + 0 * weights, cuts[None, :] + 0 * weights
-    state = problem.state / (config.data if config.sharded else 1)
-    always = state * weights + sums["frozen_bytes"]
+    profile = problem.of(config)
+    plain = problem.at(config.microbatch_size, config.tensor)
+    layers = profile.layers
+    weights = spans([layer.wgrad_bytes for layer in layers])
+    frozen = spans([layer.frozen_bytes for layer in layers])
+    saved = spans([layer.saved_bytes for layer in layers])
+    kept = spans([layer.kept_bytes for layer in layers])
+    cuts = np.array([0.0, *profile.cut_bytes, layers[-1].output_bytes])
+    entering = cuts[:, None] + 0 * weights
+    leaving = cuts[None, :] + 0 * weights
+    state = problem.state
+    if config.sharded:
+        state /= config.data
+    always = state * weights + frozen
     if config.inside != "none":
         always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
     # Between the halves of a backward the first stage keeps the gradient of its output, any other what its layers keep.
-    first, others = (np.stack([leaving, entering, weights, saved, kept]) for kept in (leaving, sums["kept_bytes"]))
+    first = np.stack([leaving, entering, weights, saved, leaving])
+    others = np.stack([leaving, entering, weights, saved, kept])
     result = []
     for stage, (keys, rows) in enumerate(holdings):
-        if stage:
-            sizes = others
-        else:
+        sizes = others
+        if stage == 0:
             sizes = first
         counts = np.zeros((len(rows), len(sizes)))
         for column, (kind, owner) in enumerate(keys):
-            if kind in _SIZED:
-                counts[:, _SIZED[kind] + (kind in ("act", "grad") and owner != stage)] += rows[:, column]
+            if kind not in _SIZED:
+                continue
+            place = _SIZED[kind]
+            if kind in ("act", "grad") and owner != stage:
+                place += 1
+            counts[:, place] += rows[:, column]
         result.append(always + np.tensordot(counts, sizes, axes=1).max(axis=0))
     return result
 

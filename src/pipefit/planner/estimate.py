@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from operator import truediv
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.op import Kind
@@ -48,16 +49,16 @@ def need_bytes(problem: Problem, config: Config) -> float:
     try:
         if _is_refused(config):
             return math.inf
+        recomputed = _recomputed(config)
         if config.recompute == "some":
             recomputed = set(range(config.depth))
-        else:
-            recomputed = _recomputed(config)
         if _has_choice(config) and config.partitioner in ("minmax", "links"):
             return least_bytes(problem, config)
         partition = cut(problem, config, recomputed)
         assert partition is not None
         held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
-        return max(peaks(held, costs_of(problem, config, partition)[1], _stages_of(config)))
+        _, sizes = costs_of(problem, config, partition)
+        return max(peaks(held, sizes, _stages_of(config)))
     except ScheduleError:
         return math.inf
 
@@ -94,7 +95,8 @@ def _stages_of(config: Config) -> list[tuple[int, ...]]:
 def _estimate(problem: Problem, config: Config) -> Estimate:
     """The first cut that fits; where none does, the last one that was made for time only."""
     limits = problem.memory_of(config)
-    every, recomputed = set(range(config.num_stages)), _recomputed(config)
+    every = set(range(config.num_stages))
+    recomputed = _recomputed(config)
     if _is_refused(config):
         return Estimate(config, None, why=f"recompute layer: {NO_HALVES}")
 
@@ -113,7 +115,10 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
             recomputed = recomputed | short
             found = measured(recomputed)
     if not found.fits and _has_choice(config):
-        for again in (recomputed, every) if config.recompute == "some" and recomputed != every else (recomputed,):
+        choices = [recomputed]
+        if config.recompute == "some" and recomputed != every:
+            choices.append(every)
+        for again in choices:
             tight = cut(problem, config, again, Within(holdings_of(config, again), limits))
             if tight is not None:
                 return _measure(problem, config, tight, again, limits)
@@ -127,31 +132,30 @@ def _measure(
     recomputed: set[int],
     limits: list[float],
 ) -> Estimate:
-    sizes, frozen = costs_of(problem, config, partition)[1], problem.profile.num_frozen(partition)
+    _, sizes = costs_of(problem, config, partition)
+    frozen = problem.profile.num_frozen(partition)
     stages_of = _stages_of(config)
 
     def lacking(holdings: tuple[Holding, ...]) -> tuple[float, tuple[float, ...], int]:
         needed = peaks(holdings, sizes, stages_of)
-        worst = max(range(len(needed)), key=lambda rank: needed[rank] / limits[rank])
-        return needed[worst] / limits[worst], needed, worst
+        shares = list(map(truediv, needed, limits))
+        overflow = max(shares)
+        return overflow, needed, shares.index(overflow)
 
     is_looped = config.schedule in ("interleaved", "breadth-first") and config.chunks > 1 and not frozen
     # What the ranks of a looped schedule hold at least is known without its program.
+    overflow = 0.0
     if is_looped:
         overflow, needed, worst = lacking(least_holdings(config))
-    else:
-        overflow, needed, worst = 0.0, (), 0
-    is_least = overflow > 1
-    if not is_least:
+    least = "at least "
+    if overflow <= 1:
+        least = ""
         overflow, needed, worst = lacking(holdings_of(config, recomputed, frozen))
+    where = "rank"
     if config.chunks == 1:
-        where = f"stage {worst}"
-    else:
-        where = f"rank {worst}"
-    least = "at least " if is_least else ""
+        where = "stage"
+    why = ""
     if overflow > 1:
-        why = f"{where} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
-    else:
-        why = ""
+        why = f"{where} {worst} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
     step_s = _least_s(problem, config, partition)
     return Estimate(config, partition, needed, overflow, step_s, step_s, why)

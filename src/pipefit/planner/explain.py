@@ -31,9 +31,8 @@ def explain(
         topology: of the machine, for the seconds on devices that differ; None: those of the profile's device.
     """
     width = width or shutil.get_terminal_size((100, 24)).columns
-    if plan.method == plan.schedule:
-        by = ""
-    else:
+    by = ""
+    if plan.method != plan.schedule:
         by = f" by {plan.method.removeprefix('by ')}"
     title = f"{plan.model or 'plan'}: {plan.schedule}{by}, {_counts(plan)}"
     lines = [title, "", *table(_stages(plan, profile, topology), width)]
@@ -47,22 +46,24 @@ def explain(
     lines += spill_lines(plan)
     if any(candidate.why_lost for candidate in plan.candidates):
         lines += ["", *compared_lines(plan.candidates, width, every)]
-    return "\n".join(part for line in lines for part in (wrapped(line, width, "  ") if len(line) > width else [line]))
+    parts: list[str] = []
+    for line in lines:
+        if len(line) > width:
+            parts += wrapped(line, width, "  ")
+        else:
+            parts.append(line)
+    return "\n".join(parts)
 
 
 def _over_data_parallel(plan: Plan) -> str:
     """Throughput as a multiple of that of plain data parallelism, or the reason why that does not fit."""
-    if plan.prediction:
-        ahead = plan.prediction.speedup_over_data_parallel
-    else:
-        ahead = None
     if plan.schedule == "data-parallel":
         return ""
-    if ahead:
-        return f", {ahead:.2f} × plain data parallelism"
-    plain = [each for each in plan.candidates if each.family == "data parallel" and each.throughput is None]
-    if plain:
-        return f"; plain data parallelism does not fit: {plain[0].why_lost}"
+    if plan.prediction and plan.prediction.speedup_over_data_parallel:
+        return f", {plan.prediction.speedup_over_data_parallel:.2f} × plain data parallelism"
+    for each in plan.candidates:
+        if each.family == "data parallel" and each.throughput is None:
+            return f"; plain data parallelism does not fit: {each.why_lost}"
     return ""
 
 
@@ -80,43 +81,49 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
         best: dict[str, Candidate] = {}
         for each in ranked:
             best.setdefault(each.family, each)
-        first, rest = [*best.values()][: _MOST + 1], [*best.values()][_MOST + 1 :]
-        shown = first + [each for each in rest if each.family == "data parallel"]
+        fastest = list(best.values())
+        plain = [each for each in fastest[_MOST + 1 :] if each.family == "data parallel"]
+        shown = fastest[: _MOST + 1] + plain
     rows = [["plan", "samples/s", "slower", "idle", "sent/sample", "memory"], *map(_row, shown)]
     used = [column for column in zip(*rows, strict=True) if any(column[1:])]
     lines = table(list(zip(*used, strict=True)), width)
     signs = {each.basis for each in shown}
     notes = [f"{sign} {basis}" for basis, sign in _SIGNS.items() if basis in signs]
-    notes += ["slower: share of the winner's throughput that is lost"]
-    notes += ["idle: share of the devices' time without work"] * any(each.idle is not None for each in shown)
+    notes.append("slower: share of the winner's throughput that is lost")
+    if any(each.idle is not None for each in shown):
+        notes.append("idle: share of the devices' time without work")
     lines += ["", *wrapped("; ".join(notes), width, "  ")]
-    unfit = sum(each.throughput is None for each in ranked if each not in shown)
-    left = len(ranked) - len(shown)
+    left = [each for each in ranked if each not in shown]
+    unfit = sum(each.throughput is None for each in left)
+    words = ""
     if unfit:
         words = f", {unfit} of them too large"
-    else:
-        words = ""
-    return lines + wrapped(f"{left} more{words} (--all, in Python every=True)", width) * bool(left)
+    if left:
+        lines += wrapped(f"{len(left)} more{words} (--all, in Python every=True)", width)
+    return lines
 
 
 def _row(each: Candidate) -> list[str]:
     """A candidate's cells; the reason stands where there is no figure."""
-    if each.slower is not None or not each.why_lost:
-        summary = each.summary
-    else:
-        summary = f"{each.summary}: {each.why_lost}"
-    if each.throughput is None:
-        rate = "does not fit"
-    else:
+    summary = each.summary
+    slower = ""
+    if each.why_lost and each.slower is None:
+        summary += f": {each.why_lost}"
+    elif each.why_lost:
+        slower = f"{each.slower:.1%}"
+    rate = "does not fit"
+    if each.throughput is not None:
         rate = f"{_SIGNS.get(each.basis, '')}{each.throughput:.4g}"
-    return [
-        summary,
-        rate,
-        f"{each.slower:.1%}" if each.slower is not None and each.why_lost else "",
-        f"{each.idle:.1%}" if each.idle is not None else "",
-        format_bytes(each.sent_bytes) if each.sent_bytes is not None else "",
-        format_bytes(each.peak_bytes) if each.peak_bytes is not None else "",
-    ]
+    idle = ""
+    if each.idle is not None:
+        idle = f"{each.idle:.1%}"
+    return [summary, rate, slower, idle, _bytes(each.sent_bytes), _bytes(each.peak_bytes)]
+
+
+def _bytes(size: float | None) -> str:
+    if size is None:
+        return ""
+    return format_bytes(size)
 
 
 def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dict[str, float | str]:
@@ -129,24 +136,28 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     """
     if not plan.model.startswith("gpt:") or plan.prediction is None:
         return {}
-    gpt, rate = gpt_of(plan.model), plan.prediction.throughput
+    gpt = gpt_of(plan.model)
+    rate = plan.prediction.throughput
     found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
     # Where devices differ, the fraction is that of their peaks together.
-    peaks = [device.flops for device in topology.devices[: plan.num_processes] or (topology.device,)]
-    peak = sum(peaks) / len(peaks)
+    devices = topology.devices[: plan.num_processes] or (topology.device,)
+    peak = sum(device.flops for device in devices) / len(devices)
     if peak:
-        used, every = (mfu(gpt, rate, plan.num_processes, peak, recompute=each) for each in (False, True))
+        used = mfu(gpt, rate, plan.num_processes, peak)
+        every = mfu(gpt, rate, plan.num_processes, peak, recompute=True)
         found |= {
             "model_flops_per_device": used * peak,
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
         attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
-        again = sum(replays_of(plan, inside=1.0, attention=attention)) / len(plan.partition.stages)
+        replays = replays_of(plan, inside=1.0, attention=attention)
+        again = sum(replays) / len(replays)
         if again:
             found["hfu"] = used + again * (every - used)
     if tokens is not None:
-        found |= {"tokens": tokens, "training_days": tokens / (rate * gpt.sequence) / 86400}
+        seconds = tokens / (rate * gpt.sequence)
+        found |= {"tokens": tokens, "training_days": seconds / 86400}
         if peak:
             found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, plan.num_processes, used * peak)
     return found
@@ -181,12 +192,11 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
         return ""
     model = "MODEL"
     if plan.model.startswith("gpt:"):
-        sizes = {"context" if name == "sequence" else name: size for name, size in gpt_of(plan.model).__dict__.items()}
-        model = "gpt --option " + ",".join(f"{name}={size}" for name, size in sizes.items())
+        words = [f"{name}={size}" for name, size in vars(gpt_of(plan.model)).items()]
+        model = "gpt --option " + ",".join(words).replace("sequence=", "context=")
+    batch = ""
     if plan.microbatch_size:
         batch = f" --batch {plan.num_microbatches * plan.microbatch_size}"
-    else:
-        batch = ""
     return (
         f"torchrun --nnodes={plan.num_processes // each} --nproc-per-node={each} --rdzv-backend=c10d "
         f"--rdzv-endpoint=HOST:29500 -m pipefit train --plan {path}{batch} --model {model}"
@@ -194,60 +204,67 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
 
 
 def _counts(plan: Plan) -> str:
+    stages = counted(len(plan.partition.stages), "stage")
+    if plan.frozen == 1:
+        stages += " (the first frozen)"
+    elif plan.frozen:
+        stages += f" (the first {plan.frozen} frozen)"
+    microbatches = counted(plan.num_microbatches, "micro-batch", "micro-batches")
     if plan.microbatch_size:
-        size = f" of {plan.microbatch_size}"
-    else:
-        size = ""
-    if plan.frozen:
-        frozen = f" (the first{f' {plan.frozen}' if plan.frozen > 1 else ''} frozen)"
-    else:
-        frozen = ""
-    words = [
-        counted(len(plan.partition.stages), "stage") + frozen,
-        counted(plan.num_microbatches, "micro-batch", "micro-batches") + f"{size} per update",
-    ]
-    words += [f"{plan.num_chunks} chunks per rank"] * (plan.num_chunks > 1)
-    words += [f"{plan.data} copies"] * (plan.data > 1)
-    words += [f"tensor width {plan.partition.stages[0].tensor}"] * (plan.partition.stages[0].tensor > 1)
-    words += ["sharded optimizer"] * plan.sharded_optimizer
+        microbatches += f" of {plan.microbatch_size}"
+    words = [stages, f"{microbatches} per update"]
+    if plan.num_chunks > 1:
+        words.append(f"{plan.num_chunks} chunks per rank")
+    if plan.data > 1:
+        words.append(f"{plan.data} copies")
+    if plan.tensor > 1:
+        words.append(f"tensor width {plan.tensor}")
+    if plan.sharded_optimizer:
+        words.append("sharded optimizer")
     return ", ".join(words)
 
 
 def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> list[list[str]]:
     head = ["stage", "layers", "ranks", "replay", "memory"]
-    rows = [head + (["forward", "backward", "weights"] if profile else [])]
-    figures = profile.at(plan.microbatch_size) if profile and plan.microbatch_size else profile
+    if profile:
+        head += ["forward", "backward", "weights"]
+    rows = [head]
+    figures = profile
+    if profile and plan.microbatch_size:
+        figures = profile.at(plan.microbatch_size)
+    speeds: tuple[float, ...] = ()
     if topology:
         speeds = speeds_of(topology, plan.tensor)
-    else:
-        speeds = ()
+    peaks: tuple[float, ...] = ()
+    if plan.prediction:
+        peaks = plan.prediction.peak_bytes
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        if index >= plan.frozen and stage.recompute != "none":
-            replays = stage.recompute
-        else:
-            replays = "no"
-        row = [str(index), _layers(stage.layers), _ranks(ranks), str(replays)]
-        if plan.prediction:
-            peaks = plan.prediction.peak_bytes
-        else:
-            peaks = ()
-        row.append(format_bytes(max(peaks[rank] for rank in ranks)) if peaks else "")
+        replays = "no"
+        if index >= plan.frozen and stage.replays != "none":
+            replays = stage.replays
+        memory = ""
+        if peaks:
+            memory = format_bytes(max(peaks[rank] for rank in ranks))
+        row = [str(index), _layers(stage.layers), _ranks(ranks), replays, memory]
         if figures:
             layers = [figures.layers[layer] for layer in stage.layers]
+            own = [1.0]
             if speeds:
                 own = [speeds[rank] for rank in ranks]
-            else:
-                own = [1.0]
-            row.append(_own_times(sum(layer.forward_s for layer in layers) / stage.tensor, own))
-            row.append(_own_times(sum(layer.backward_s for layer in layers) / stage.tensor, own))
-            row += [format_bytes(sum(layer.weight_bytes for layer in layers) / stage.tensor)]
+            forward_s = sum(layer.forward_s for layer in layers)
+            backward_s = sum(layer.backward_s for layer in layers)
+            weights = sum(layer.weight_bytes for layer in layers)
+            row.append(_own_times(forward_s / stage.tensor, own))
+            row.append(_own_times(backward_s / stage.tensor, own))
+            row.append(format_bytes(weights / stage.tensor))
         rows.append(row)
     return rows
 
 
 def _own_times(seconds: float, speeds: Sequence[float]) -> str:
     """The seconds on devices of these speeds: of the fastest to the slowest, where they differ."""
-    fastest, slowest = format_seconds(seconds / max(speeds)), format_seconds(seconds / min(speeds))
+    fastest = format_seconds(seconds / max(speeds))
+    slowest = format_seconds(seconds / min(speeds))
     if fastest == slowest:
         return fastest
     return f"{fastest}…{slowest}"
@@ -272,38 +289,34 @@ def spill_lines(plan: Plan) -> list[str]:
     spill = plan.spill
     if spill is None:
         return []
-    num_stages, num_ranks = len(plan.partition.stages), plan.placement.num_ranks
-    if spill.on_host:
-        stay = ""
-    else:
-        stay = "; the optimizer's states stay on the device"
+    num_stages = len(plan.partition.stages)
+    num_ranks = plan.placement.num_ranks
+    states = ""
     if spill.optim_slots:
         states = f", {spill.optim_slots} for states"
-    else:
-        states = stay
+    elif not spill.on_host:
+        states = "; the optimizer's states stay on the device"
+    each = ""
     if num_ranks > 1:
         each = f", on each of {num_ranks} ranks"
-    else:
-        each = ""
     lines = [
         f"spilled to the {spill.tier}: {len(spill.stages) or num_stages} stages through "
         f"{spill.weights_slots} slots for weights{states}{each}",
         f"steps: {_steps_words(spill, num_stages)}",
     ]
     if spill.keeps:
-        if len(spill.keeps) == num_stages:
-            rest = ""
-        else:
+        rest = ""
+        if len(spill.keeps) < num_stages:
             rest = "; the others replay their forwards"
         lines.append(f"activations: {len(spill.keeps)} of {num_stages} stages keep theirs{rest}")
     if spill.activations:
         lines.append("activations: inputs of stages wait on the tier until their replay")
     if spill.peak_bytes:
         share = spill.peak_bytes / spill.device_bytes
-        lines.append(
-            f"device memory: {format_bytes(spill.peak_bytes)} of {format_bytes(spill.device_bytes)} ({share:.0%})"
-            f"{', the fullest' if each else ''}"
-        )
+        memory = f"{format_bytes(spill.peak_bytes)} of {format_bytes(spill.device_bytes)} ({share:.0%})"
+        if each:
+            memory += ", the fullest"
+        lines.append(f"device memory: {memory}")
     if spill.limit_s and plan.prediction is not None:
         reached = spill.limit_s / plan.prediction.period_s
         lines.append(
@@ -311,7 +324,9 @@ def spill_lines(plan: Plan) -> list[str]:
         )
     if spill.resident_s and plan.prediction is not None:
         speed = spill.resident_s / plan.prediction.period_s
-        whole = "devices which hold the whole model between them" if each else "a device which holds the whole model"
+        whole = "a device which holds the whole model"
+        if each:
+            whole = "devices which hold the whole model between them"
         lines.append(f"speed: {speed:.0%} of that of {whole}")
     return lines
 

@@ -55,8 +55,11 @@ def holdings_of(config: Config, recomputed: Collection[int], frozen: int = 0) ->
     plain = _held_in(config, config.recompute == "stage", frozen)
     if config.recompute != "some" or not recomputed:
         return plain
-    replaying = _held_in(config, True, frozen)
-    return tuple((replaying if rank in recomputed else plain)[rank] for rank in range(len(plain)))
+    found = list(plain)
+    for rank, replaying in enumerate(_held_in(config, True, frozen)):
+        if rank in recomputed:
+            found[rank] = replaying
+    return tuple(found)
 
 
 def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...]:
@@ -70,7 +73,8 @@ def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...
     chunks = config.chunks
     replicas = config.replicas
     if replicas:
-        return _held(name, depth, min(config.num_microbatches, 4 * sum(replicas)), 1, recompute, replicas, frozen)
+        counted = min(config.num_microbatches, 4 * sum(replicas))
+        return _held(name, depth, counted, 1, recompute, replicas, frozen)
     counted = _counted(config)
     found = _held(name, depth, counted, chunks, recompute, frozen=frozen)
     more = config.per_pipeline - counted
@@ -89,11 +93,11 @@ def replayed(config: Config) -> tuple[float, ...]:
         return (1.0,) * len(config.replicas)
     counted = _counted(config)
     # A rank that holds all of them runs only those at the end once: as many, whatever the number of micro-batches.
+    of = counted
     if holds_all(config.schedule, config.chunks):
         of = config.per_pipeline
-    else:
-        of = counted
-    return tuple(1 - once / of for once in _run_once(config.schedule, config.depth, counted, config.chunks))
+    run_once = _run_once(config.schedule, config.depth, counted, config.chunks)
+    return tuple(1 - once / of for once in run_once)
 
 
 def least_replayed(config: Config) -> tuple[float, ...]:
@@ -102,16 +106,16 @@ def least_replayed(config: Config) -> tuple[float, ...]:
     One micro-batch is not replayed by every rank. Else the last stage replays none, unless all forwards come first;
     GPipe's ranks run the last forward and its backward at once.
     """
-    stages, m = config.num_stages, config.per_pipeline
+    stages = config.num_stages
+    m = config.per_pipeline
     if m == 1 or config.depth == 1 or config.schedule == "naive":
         return (0.0,) * stages
     if config.schedule == "gpipe":
         return (1 - 1 / m,) * stages
+    last = 0.0
     if config.schedule == "breadth-first" and config.chunks > 1:
         last = 1.0
-    else:
-        last = 0.0
-    return (*(1.0,) * (stages - 1), last)
+    return (*[1.0] * (stages - 1), last)
 
 
 @lru_cache(maxsize=8)
@@ -126,23 +130,23 @@ def small_program(
 ) -> Program:
     """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one; `recompute` None: all."""
     # Two weight versions only meet where one update follows another.
-    if replicas:
-        several = 4 * sum(replicas)
-    elif count > 1:
-        several = 3
-    else:
-        several = 3 * depth + 2
     if find(schedule).is_synchronous:
         steps = 1
+    elif replicas:
+        steps = 4 * sum(replicas)
+    elif count > 1:
+        steps = 3
     else:
-        steps = several
+        steps = 3 * depth + 2
     with collector_paused():
         return generate(schedule, Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen))
 
 
 def filling(schedule: str, depth: int, chunks: int) -> int:
     """Micro-batches that fill a pipeline: p, or 2p with chunks and where more are in flight than there are ranks."""
-    return (2 if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN else 1) * depth
+    if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN:
+        return 2 * depth
+    return depth
 
 
 def least_in_flight(config: Config) -> list[int]:
@@ -151,10 +155,12 @@ def least_in_flight(config: Config) -> list[int]:
     Of each chunk of an interleaved rank at least p, or of the last one those that are in flight below it.
     """
     p = config.depth
+    m = config.per_pipeline
     if holds_all(config.schedule, config.chunks):
-        return [config.per_pipeline] * p
-    ahead = (p - r if config.chunks == 1 else min(p, 2 * (p - r) - 1) for r in range(p))
-    return [min(k, config.per_pipeline) for k in ahead]
+        return [m] * p
+    if config.chunks == 1:
+        return [min(p - rank, m) for rank in range(p)]
+    return [min(p, 2 * (p - rank) - 1, m) for rank in range(p)]
 
 
 def least_holdings(config: Config) -> tuple[Holding, ...]:
@@ -162,15 +168,17 @@ def least_holdings(config: Config) -> tuple[Holding, ...]:
 
     Where stages are replayed, the input of the newest micro-batch may be gone.
     """
-    found, replays = [], config.recompute == "stage"
+    found = []
+    replays = config.recompute == "stage"
     for rank, count in enumerate(least_in_flight(config)):
         stages = range(rank, config.num_stages, config.depth)
         if replays:
             kept = [(ACT, stage - 1) for stage in stages if stage]
         else:
             kept = [(SAVED, stage) for stage in stages]
-        keys = (*kept, *((WEIGHTS, stage) for stage in stages))
-        found.append(Holding(keys, np.array([[count - replays] * len(kept) + [1] * len(stages)])))
+        weights = [(WEIGHTS, stage) for stage in stages]
+        counts = [count - replays] * len(kept) + [1] * len(weights)
+        found.append(Holding((*kept, *weights), np.array([counts])))
     return tuple(found)
 
 
@@ -186,7 +194,9 @@ def _counted(config: Config) -> int:
         return config.per_pipeline
     if config.chunks == 1 and holds_all(config.schedule, 1):
         return min(config.per_pipeline, _GROWING)
-    enough = filling(config.schedule, config.depth, config.chunks) + (2 if config.chunks == 1 else 0)
+    enough = filling(config.schedule, config.depth, config.chunks)
+    if config.chunks == 1:
+        enough += 2
     return min(config.per_pipeline, enough)
 
 
@@ -194,7 +204,8 @@ def _counted(config: Config) -> int:
 def _run_once(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
     """Of each stage the forwards per update that are not replayed, if all stages keep only their input."""
     program = small_program(schedule, depth, counted, chunks, None, (), 0)
-    header, count = program.header, Counter(stage for stage, _ in program.recomputed)
+    header = program.header
+    count = Counter(stage for stage, _ in program.recomputed)
     return tuple((header.total_microbatches - count[stage]) / header.num_steps for stage in range(depth * chunks))
 
 
@@ -218,7 +229,8 @@ def _held(
 @lru_cache(maxsize=512)
 def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: bool, frozen: int) -> tuple[Array, ...]:
     """For each rank, the additional values of each key with one micro-batch more than are counted."""
-    few, many = (_held(schedule, depth, count, chunks, recompute, frozen=frozen) for count in (counted, counted + 1))
+    few = _held(schedule, depth, counted, chunks, recompute, frozen=frozen)
+    many = _held(schedule, depth, counted + 1, chunks, recompute, frozen=frozen)
     return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
 
 
@@ -232,14 +244,16 @@ def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[
     result = []
     for (keys, rows), stages in zip(holdings, stages_of, strict=True):
         sizes = np.array([cost.held_bytes(Value(kind, stage, 0)) for kind, stage in keys])
-        frozen = sum(cost.frozen_bytes(stage) for stage in stages)
-        result.append(float((rows @ sizes).max()) + cost.resident_bytes(stages) + cost.room_bytes(stages) + frozen)
+        live = float((rows @ sizes).max())
+        frozen = sum(map(cost.frozen_bytes, stages))
+        result.append(live + cost.resident_bytes(stages) + cost.room_bytes(stages) + frozen)
     return tuple(result)
 
 
 def _rows(lives: list[Lifetime]) -> Holding:
     """Counts at the first end of a value after each birth of one, without those that another moment covers."""
-    born, dies = [life.born for life in lives], [life.dies for life in lives]
+    born = [life.born for life in lives]
+    dies = [life.dies for life in lives]
     kinds = [(life.value.kind, life.value.stage) for life in lives]
     keys = sorted(set(kinds))
     column = {key: index for index, key in enumerate(keys)}
@@ -250,14 +264,17 @@ def _rows(lives: list[Lifetime]) -> Holding:
     np.add.at(changes, (after, which), -1)
     before_an_end = np.flatnonzero((changes < 0).any(axis=1)) - 1
     births = np.cumsum((changes > 0).any(axis=1))[before_an_end]
+    moments = before_an_end[np.diff(births, prepend=-1) > 0]
     counts: NDArray[Any] = np.cumsum(changes, axis=0, dtype=changes.dtype)
-    return Holding(tuple(keys), _highest(counts[before_an_end[np.diff(births, prepend=-1) > 0]]))
+    return Holding(tuple(keys), _highest(counts[moments]))
 
 
 def _highest(rows: Array) -> Array:
     """The rows that no other row covers in every count."""
-    columns = np.ascontiguousarray(rows[np.argsort(-rows.sum(axis=1), kind="stable")].T)
-    highest, uncovered = [], np.ones(len(rows), bool)
+    by_sum = np.argsort(-rows.sum(axis=1), kind="stable")
+    columns = np.ascontiguousarray(rows[by_sum].T)
+    highest = []
+    uncovered = np.ones(len(rows), bool)
     while uncovered.any():
         # A row that covers this one has a larger sum, and has been found.
         highest.append(columns[:, uncovered.argmax()])

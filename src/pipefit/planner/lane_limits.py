@@ -65,26 +65,31 @@ def limit_of(program: Program, rank: int, cost: CostModel, tier: Tier, times: fl
     compute = step = host = check = 0.0
     fill: float | None = None
     for index, i in enumerate(program.ranks[rank]):
-        if i.op is Op.FETCH:
+        op = i.op
+        if op is Op.FETCH:
             moved = index not in kept
             if fill is None:
                 fill = cost.local_s(i, rank) * moved
-            if not moved:
-                continue
-        if i.op in (Op.FETCH, Op.EVICT):
-            (read if i.op is Op.FETCH else written)[i.kind] += cost.size_bytes(i)
+            if moved:
+                read[i.kind] += cost.size_bytes(i)
+                check += cost.check_s(i)
+        elif op is Op.EVICT:
+            written[i.kind] += cost.size_bytes(i)
             check += cost.check_s(i)
-        elif i.op is Op.HOST_STEP:
+        elif op is Op.HOST_STEP:
             host += cost.local_s(i, rank)
-        elif i.op is Op.STEP:
+        elif op is Op.STEP:
             step += cost.duration_s(i, rank)
-        elif i.op in COMPUTE_OPS or i.op is Op.LOSS:
+        elif op in COMPUTE_OPS or op is Op.LOSS:
             compute += cost.duration_s(i, rank)
     compute *= times
-    read_s, write_s = sum(read.values()) / tier.read_bytes_per_s, sum(written.values()) / tier.write_bytes_per_s
+    read_s = sum(read.values()) / tier.read_bytes_per_s
+    write_s = sum(written.values()) / tier.write_bytes_per_s
     lanes = {"compute": compute + step + check}
-    if tier.one_channel:
-        lanes["host ⇄ device" if tier.name == "host" else "disk"] = read_s + write_s
+    if tier.one_channel and tier.name == "host":
+        lanes["host ⇄ device"] = read_s + write_s
+    elif tier.one_channel:
+        lanes["disk"] = read_s + write_s
     elif tier.name == "host":
         lanes |= {"host → device": read_s, "device → host": write_s}
     else:

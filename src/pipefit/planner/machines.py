@@ -32,14 +32,13 @@ def _resized(name: str) -> Topology | None:
         return None
     for known in reversed(topology_names()):
         stem, _, own = known.rpartition("-")
-        if stem == kind and ("x" in own) == bool(cross):
-            found = Topology.load(_FOLDER / f"{known}.toml")
-        else:
-            found = None
-        if found is None:
+        if stem != kind or ("x" in own) != bool(cross):
             continue
-        (first, *_), outer = found.levels, found.levels[-1]
-        width, count = int(each or first.width), int(servers) * int(each or 1)
+        found = Topology.load(_FOLDER / f"{known}.toml")
+        first = found.levels[0]
+        outer = found.levels[-1]
+        width = int(each or first.width)
+        count = int(servers) * int(each or 1)
         if 0 < count <= first.width and not each:
             return replace(found, name=name, levels=(replace(first, width=count),))
         if len(found.levels) == 2 and 0 < width <= first.width and not count % width and count:
@@ -63,7 +62,8 @@ def load_topology(name: str | Path) -> Topology:
     shipped = _FOLDER / f"{text}.toml"
     if shipped.is_file():
         return Topology.load(shipped)
-    if resized := _resized(text):
+    resized = _resized(text)
+    if resized:
         return resized
     raise TopologyError(f"{text}: no such topology: a TOML file, local:N, or a name; {nearest(text, topology_names())}")
 

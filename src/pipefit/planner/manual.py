@@ -76,11 +76,11 @@ def by_hand(
     Raises:
         PlanError: more stages than layers, or layer counts that do not fit.
     """
-    layout, depth = find(schedule).layout, _depth(num_ranks, replicas)
+    layout = find(schedule).layout
+    depth = _depth(num_ranks, replicas)
+    count = depth * num_chunks
     if layout == "replicas":
         count = 1
-    else:
-        count = depth * num_chunks
     if stages is not None and len(stages) != count:
         raise PlanError(
             f"{schedule} on {num_ranks} ranks with {num_chunks} chunks has {count} stages, "
@@ -101,14 +101,12 @@ def by_hand(
         partition = Partition.even(num_layers, count)
     placement = placement_of(depth, num_chunks, layout, tuple(replicas))
     copies = [len(ranks) for ranks in placement]
+    alike = 1
     if len(set(copies)) == 1:
         alike = copies[0]
-    else:
-        alike = 1
-    specs = (
-        StageSpec(stage.layers, count // alike, tensor, recompute)
-        for stage, count in zip(partition.stages, copies, strict=True)
-    )
+    specs = []
+    for stage, num_copies in zip(partition.stages, copies, strict=True):
+        specs.append(StageSpec(stage.layers, num_copies // alike, tensor, recompute))
     return Plan(
         Partition(tuple(specs)),
         Placement(placement),

@@ -63,12 +63,9 @@ def space_of(
     Raises:
         PlanError: a count below 1, or an unknown or unsuitable schedule.
     """
-    if num_microbatches is None:
-        count = None
-    else:
-        count = [num_microbatches]
-    counts = {"num_microbatches": count, "microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors}
-    counts["chunks"] = chunks
+    counts = {"microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors, "chunks": chunks}
+    if num_microbatches is not None:
+        counts["num_microbatches"] = [num_microbatches]
     for name, given in counts.items():
         if given is not None and (not given or min(given) < 1):
             raise PlanError(f"{name}: expected at least 1, got {', '.join(map(str, given)) or 'none'}")
@@ -82,26 +79,30 @@ def space_of(
         if find(name).spills:
             raise PlanError(f"{name} trains on one device from host memory or disk; without a cap nothing is spilled")
     replays = _replays(problem.profile, method, recompute)
-    inner, is_auto = problem.topology.levels[0].width, method == "auto"
-    if tensors:
-        widths = tuple(tensors)
-    else:
-        widths = _widths(problem, 2 * inner)
-    if not is_auto:
-        if method == "ptdp":
-            widths = tuple(width for width in widths if width <= inner)
-        else:
-            widths = (1,)
+    inner = problem.topology.levels[0].width
+    widths = tuple(tensors or _widths(problem, 2 * inner))
+    if method == "ptdp":
+        widths = tuple(width for width in widths if width <= inner)
+    elif method != "auto":
+        widths = (1,)
+    shards = [False]
+    if method == "auto" and sharded is None:
+        shards = [False, True]
+    elif method == "auto" and sharded:
+        shards = [True]
+    partitioner = "minmax"
+    if method in ("gpipe", "uniform"):
+        partitioner = method
     return Space(
         chosen,
-        tuple(depths) if depths else None,
+        tuple(depths or ()) or None,
         widths,
         _sizes(problem.profile, microbatch_sizes),
         replays,
-        ((False, True) if sharded is None else (sharded,)) if is_auto else (False,),
-        method if method in ("gpipe", "uniform") else "minmax",
+        tuple(shards),
+        partitioner,
         num_microbatches,
-        links=problem.topology.num_devices <= 64 and method not in ("gpipe", "uniform"),
+        links=problem.topology.num_devices <= 64 and partitioner == "minmax",
         chunks=tuple(chunks or (2, 3, 4)),
     )
 
@@ -119,10 +120,9 @@ def _replays(profile: Profile, method: str, wanted: str | None) -> tuple[str, ..
     if wanted is not None:
         kind = recompute_kind(wanted)
         if not profile.can_replay(kind):
+            what = "of layers that are replayed"
             if kind == "selective":
                 what = "of attention"
-            else:
-                what = "of layers that are replayed"
             raise PlanError(
                 f"recompute {kind}: profile {profile.model} has no figures {what}; measure it with `pipefit profile`, "
                 "or give recompute stage"
@@ -146,18 +146,21 @@ def _sizes(profile: Profile, wanted: Sequence[int] | None) -> tuple[int, ...]:
     powers = [2**k for k in range(12)]
     if profile.source.startswith(ARITHMETIC):
         return tuple(size for size in powers if size <= 16)
-    known = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
+    known = {profile.microbatch_size, *(other.microbatch_size for other in profile.others)}
     # Times that were not measured are not extrapolated: small micro-batches are slower than a proportional time.
-    return tuple(sorted({*known, *(size for size in powers if min(known) <= size <= max(known))}))
+    between = {size for size in powers if min(known) <= size <= max(known)}
+    return tuple(sorted(known | between))
 
 
 def _schedules_of(method: str, profile: Profile) -> tuple[str, ...]:
     if method == "auto":
-        found = [name for name in names() if name not in _NOT_AUTOMATIC]
-        found = [name for name in found if find(name).is_synchronous and not find(name).spills]
-        is_measured = all(layer.split_s is not None for layer in profile.layers)
-        if is_measured:
-            return (*found, "zb-h1")
+        found = []
+        for name in names():
+            schedule = find(name)
+            if name not in _NOT_AUTOMATIC and schedule.is_synchronous and not schedule.spills:
+                found.append(name)
+        if all(layer.split_s is not None for layer in profile.layers):
+            found.append("zb-h1")
         return tuple(found)
     return {
         "2bw": ("pipedream-2bw",), "ptdp": ("1f1b", "interleaved"), "gpipe": ("gpipe",), "uniform": ("1f1b",)
@@ -225,17 +228,17 @@ def _is_even(profile: Profile, config: Config) -> bool:
 
 
 def _no_candidate(problem: Problem, space: Space) -> str:
-    num_devices, num_layers = problem.topology.num_devices, len(problem.profile)
+    num_devices = problem.topology.num_devices
+    num_layers = len(problem.profile)
     able = [k for k in range(1, min(num_devices, num_layers) + 1) if num_devices % k == 0]
     if space.depths is not None and not set(able) & set(space.depths):
         return (
             f"depths: got {', '.join(map(str, space.depths))}; a depth divides the {num_devices} devices and is at "
             f"most the {num_layers} layers: {', '.join(map(str, able))}"
         )
+    wanted = f"sizes {space.microbatch_sizes}"
     if space.num_microbatches:
         wanted = f"{space.num_microbatches} micro-batches"
-    else:
-        wanted = f"sizes {space.microbatch_sizes}"
     return (
         f"no candidate: {num_devices} devices, {num_layers} layers, a batch of {problem.global_batch} in micro-batches "
         f"({wanted}) and the schedules {', '.join(space.schedules)} do not go together; every copy of the pipeline "

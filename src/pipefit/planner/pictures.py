@@ -14,7 +14,7 @@ from pipefit.planner.candidate import Estimate
 from pipefit.planner.estimate import estimate
 from pipefit.planner.methods import problem_of, space_of
 from pipefit.planner.space import Problem, configs
-from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec import Plan, Profile, StageSpec, Topology
 from pipefit.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -62,16 +62,19 @@ def explore(
     problem = problem_of(profile, topology, global_batch, state_per_weight)
     if method == "pipedream":
         raise PipefitError("pipedream plans one partition by its own recurrence; there is nothing to explore")
-    estimates = [
-        estimate(problem, config)
-        for config in configs(problem, space_of(problem, method, **choices))
-        if config.recompute != "some"
-    ]
-    return tuple(_point(problem, each) for each in estimates if each.partition is not None)
+    found = []
+    for config in configs(problem, space_of(problem, method, **choices)):
+        if config.recompute == "some":
+            continue
+        each = estimate(problem, config)
+        if each.partition is not None:
+            found.append(_point(problem, each))
+    return tuple(found)
 
 
 def _point(problem: Problem, estimated: Estimate) -> Point:
-    config, rate = estimated.config, problem.global_batch / estimated.step_s
+    config = estimated.config
+    rate = problem.global_batch / estimated.step_s
     peak = max(estimated.peak_bytes)
     return Point(config.summary, config.depth, config.microbatch_size, rate, peak, estimated.fits)
 
@@ -92,9 +95,11 @@ def pareto_svg(points: Sequence[Point], title: str = "") -> str:
     def places(found: Sequence[Point]) -> list[tuple[float, float]]:
         return [(point.peak_bytes / _GIB, point.throughput) for point in found]
 
-    depths = sorted({point.depth for point in points})
+    series = {}
+    for depth in sorted({point.depth for point in points}):
+        series[f"depth {depth}"] = places([point for point in points if point.depth == depth])
     return chart(
-        {f"depth {depth}": places([point for point in points if point.depth == depth]) for depth in depths},
+        series,
         kind="points",
         front=places(pareto(points)),
         title=title or "Throughput against memory",
@@ -139,37 +144,39 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
     Raises:
         PipefitError: matplotlib is not installed.
     """
+    figures = profile
     if plan.microbatch_size:
         figures = profile.at(plan.microbatch_size)
-    else:
-        figures = profile
-    stages, peaks = plan.partition.stages, plan.prediction.peak_bytes if plan.prediction else ()
+    stages = plan.partition.stages
+    places_of_stages = range(len(stages))
+    peaks: tuple[float, ...] = ()
+    if plan.prediction:
+        peaks = plan.prediction.peak_bytes
+    limit = math.inf
     if topology:
         limit = topology.device.memory_bytes
-    else:
-        limit = math.inf
+
+    def seconds_of(stage: StageSpec) -> float:
+        seconds = 0.0
+        for index in stage.layers:
+            layer = figures.layers[index]
+            seconds += layer.replaying(stage.replays).total_s + layer.forward_s * stage.is_replayed
+        return seconds / (stage.tensor * stage.replicas)
 
     def draw(figure: Figure) -> None:
-        places = figure.subplot_mosaic([["layers"] * 2, ["time", "memory"]], height_ratios=[90, 40 + 24 * len(stages)])
+        heights = [90, 40 + 24 * len(stages)]
+        places = figure.subplot_mosaic([["layers"] * 2, ["time", "memory"]], height_ratios=heights)
         _strip(places["layers"], figures, {layer: i for i, stage in enumerate(stages) for layer in stage.layers})
-        seconds = [
-            sum(
-                figures.layers[i].replaying(str(s.recompute)).total_s + figures.layers[i].forward_s * s.is_replayed
-                for i in s.layers
-            )
-            / (s.tensor * s.replicas)
-            for s in stages
-        ]
+        seconds = list(map(seconds_of, stages))
         _stage_bars(places["time"], "time per micro-batch and replica", seconds, format_seconds)
-        places["time"].set_yticks(range(len(stages)), [_stage_words(plan, index) for index in range(len(stages))])
+        places["time"].set_yticks(places_of_stages, [_stage_words(plan, index) for index in places_of_stages])
         places["memory"].axis("off")
         if peaks:
             memory = [max(peaks[rank] for rank in ranks) for ranks in plan.placement.ranks]
+            words = "peak memory of its rank"
             if math.isfinite(limit):
-                words = f"; dashed: a device has {format_bytes(limit)}"
-            else:
-                words = ""
-            _stage_bars(places["memory"], "peak memory of its rank" + words, memory, format_bytes, limit)
+                words += f"; dashed: a device has {format_bytes(limit)}"
+            _stage_bars(places["memory"], words, memory, format_bytes, limit)
 
     title = (
         f"{plan.model}: {plan.schedule}, {counted(len(stages), 'stage')}, "
@@ -197,10 +204,13 @@ def _stage_bars(
     axes: Axes, title: str, values: Sequence[float], words: Callable[[float], str], limit: float = math.inf
 ) -> None:
     """A bar for each stage, with a dashed line at a limit; the labels are a column to the right of all of them."""
-    axes.barh(range(len(values)), values, 0.7, color=[hue(index) for index in range(len(values))])
-    end = max(*values, limit if math.isfinite(limit) else 0.0) or 1.0
+    places = range(len(values))
+    axes.barh(places, values, 0.7, color=list(map(hue, places)))
+    end = max(values)
     if math.isfinite(limit):
         axes.axvline(limit, linestyle="--", color="#d6336c", zorder=0)
+        end = max(end, limit)
+    end = max(end, 0.0) or 1.0
     for index, value in enumerate(values):
         axes.text(1.03 * end, index, words(value), va="center")
     axes.set_title(title, loc="left")
@@ -213,6 +223,11 @@ def _stage_bars(
 
 
 def _stage_words(plan: Plan, index: int) -> str:
-    stage, copies = plan.partition.stages[index], len(plan.placement.ranks[index])
-    words = f"stage {index}: {counted(len(stage.layers), 'layer')}" + (f", {copies} replicas" if copies > 1 else "")
-    return words + (f", recompute {stage.recompute}" if stage.recompute != "none" else "")
+    stage = plan.partition.stages[index]
+    copies = len(plan.placement.ranks[index])
+    words = f"stage {index}: {counted(len(stage.layers), 'layer')}"
+    if copies > 1:
+        words += f", {copies} replicas"
+    if stage.replays != "none":
+        words += f", recompute {stage.replays}"
+    return words

@@ -23,23 +23,20 @@ def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[
     chunks = plan.num_chunks
     size = plan.microbatch_size
     counts = tuple(stage.replicas for stage in stages)
+    replicas: tuple[int, ...] = ()
     if max(counts) > 1:
         replicas = counts
-    else:
-        replicas = ()
     config = Config(
         plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches, replicas=replicas
     )
+    whole = (0.0,) * len(stages)
     if any(stage.is_replayed for stage in stages):
         whole = replayed(config)
-    else:
-        whole = (0.0,) * len(stages)
-    return [
-        {"stage": share, "layer": inside, "selective": attention}.get(str(stage.recompute), 0.0)
-        if index >= plan.frozen
-        else 0.0
-        for index, (stage, share) in enumerate(zip(stages, whole, strict=True))
-    ]
+    found = [0.0] * len(stages)
+    for index, stage in enumerate(stages[plan.frozen :], plan.frozen):
+        shares = {"none": 0.0, "stage": whole[index], "layer": inside, "selective": attention}
+        found[index] = shares[stage.replays]
+    return found
 
 
 def plan_costs(plan: Plan, profile: Profile, topology: Topology) -> CostModel:
@@ -68,7 +65,10 @@ def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float
         if stage == len(again) - 1:
             each_s += cost.loss_s
         own_s = each_s * plan.num_microbatches / len(ranks) + cost.step_s[stage]
-        busy_s += sum(own_s / (cost.speed[rank] if cost.speed else 1.0) for rank in ranks)
+        speeds = [1.0] * len(ranks)
+        if cost.speed:
+            speeds = [cost.speed[rank] for rank in ranks]
+        busy_s += sum(own_s / speed for speed in speeds)
     if update_s:
         return max(1 - busy_s / (update_s * plan.placement.num_ranks), 0.0)
     return 0.0
@@ -90,14 +90,20 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
     again = replays_of(plan, inside=1.0)
     width = plan.tensor
     total = 0.0
-    size, ranks = plan.microbatch_size or profile.microbatch_size, plan.placement.ranks
+    size = plan.microbatch_size or profile.microbatch_size
+    ranks = plan.placement.ranks
     figures = profile.at(size)
+    blocks = range(1, len(figures) - 1)
     for stage, spec in enumerate(plan.partition.stages):
         if stage + 1 < len(ranks) and ranks[stage] != ranks[stage + 1]:
-            total += width * (cost.act_bytes[stage] + (cost.grad_bytes[stage] if stage >= plan.frozen else 0.0))
-        summed = sum(figures.layers[index].output_bytes for index in spec.layers if 0 < index < len(figures) - 1)
+            crossing = cost.act_bytes[stage]
+            if stage >= plan.frozen:
+                crossing += cost.grad_bytes[stage]
+            total += width * crossing
+        summed = sum(figures.layers[index].output_bytes for index in spec.layers if index in blocks)
         total += (4 + 2 * again[stage]) * 2 * (width - 1) * summed
         copies = len(ranks[stage])
         # Without a flush, replicas sum their gradients once each of them has had a mini-batch.
-        total += 2 * (copies - 1) * width * cost.wgrad_bytes[stage] / max(plan.num_microbatches, copies)
+        per_update = max(plan.num_microbatches, copies)
+        total += 2 * (copies - 1) * width * cost.wgrad_bytes[stage] / per_update
     return total / size

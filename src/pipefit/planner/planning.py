@@ -113,7 +113,8 @@ def plan(
         useless = {"cost": cost != "ring", "straight": straight, "tensors": has_wide}
         _refuse(useless | {"sharded": bool(sharded) and method != "auto"}, method)
         problem = problem_of(profile, topology, global_batch, state_per_weight)
-        problem.whole_messages, problem.blocking = whole_messages, blocking
+        problem.whole_messages = whole_messages
+        problem.blocking = blocking
         space = space_of(problem, method, microbatch_sizes=microbatch_sizes, **choices)
         found = search_by(method, problem, space)
         made = _finish(problem, method, found, _over_data_parallel(found))
@@ -128,7 +129,8 @@ def _refuse(arguments: Mapping[str, object], method: str) -> None:
 
 
 def _finish(problem: Problem, method: str, found: SearchResult, over_data_parallel: float | None = None) -> Plan:
-    winner, peaks = found.winner, found.winner.peak_bytes
+    winner = found.winner
+    peaks = winner.peak_bytes
     assert winner.partition is not None
     made = plan_of(problem, winner.config, winner.partition, method)
     if len(peaks) < made.placement.num_ranks:
@@ -136,18 +138,21 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
         of_rank = {rank: peak for ranks, peak in zip(made.placement.ranks, peaks, strict=False) for rank in ranks}
         peaks = tuple(of_rank[rank] for rank in sorted(of_rank))
     period_s = winner.period_s
+    rate = math.inf
     if period_s:
         rate = problem.global_batch / period_s
-    else:
-        rate = math.inf
     prediction = Prediction(winner.step_s, period_s, period_s, rate, peaks, over_data_parallel)
     spill = made.spill
     if spill is not None and winner.limit is not None:
-        cap, limit = problem.capped, winner.limit
+        cap = problem.capped
+        limit = winner.limit
+        host_bytes = cap.host_bytes
+        if host_bytes == math.inf:
+            host_bytes = None
         spill = msgspec.structs.replace(
             spill,
             device_bytes=cap.device_bytes,
-            host_bytes=None if cap.host_bytes == math.inf else cap.host_bytes,
+            host_bytes=host_bytes,
             peak_bytes=max(peaks),
             limit_s=limit.limit_s,
             binds=limit.binds,

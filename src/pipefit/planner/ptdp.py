@@ -38,8 +38,12 @@ def flops_per_iteration(gpt: Gpt, batch: int, recompute: bool = False) -> float:
 
     With recompute it is the paper's 96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h)).
     """
-    blocks = (96 if recompute else 72) * batch * gpt.sequence * gpt.layers * gpt.hidden**2
-    head = 6 * batch * gpt.sequence * gpt.hidden * gpt.vocab
+    factor = 72
+    if recompute:
+        factor = 96
+    tokens = batch * gpt.sequence
+    blocks = factor * tokens * gpt.layers * gpt.hidden**2
+    head = 6 * tokens * gpt.hidden * gpt.vocab
     return blocks * (1 + gpt.sequence / (6 * gpt.hidden)) + head
 
 

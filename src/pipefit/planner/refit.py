@@ -24,50 +24,58 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
         PlanError: the run was of another partition, or simulated times are missing.
     """
     stages = plan.partition.stages
-    if measured.program.header.num_stages != len(stages) or plan.partition.num_layers != len(profile):
+    num_layers = plan.partition.num_layers
+    num_stages = measured.program.header.num_stages
+    if num_stages != len(stages) or num_layers != len(profile):
         raise PlanError(
-            f"refit: the trace has {measured.program.header.num_stages} stages, the plan {len(stages)} with "
-            f"{plan.partition.num_layers} layers, the profile {len(profile)} layers; they must belong together"
+            f"refit: the trace has {num_stages} stages, the plan {len(stages)} with {num_layers} layers, the profile "
+            f"{len(profile)} layers; they must belong together"
         )
+    figures = profile
     if plan.microbatch_size:
         figures = profile.at(plan.microbatch_size)
-    else:
-        figures = profile
     times = {key: item.median_s for key, item in by_kind(measured).items()}
     if not any(op == Op.FWD.value for op, _ in times):
         raise PlanError("refit: the trace holds no forward")
     factors: dict[int, dict[str, float]] = {}
     for index, stage in enumerate(stages):
-        factors |= dict.fromkeys(
-            stage.layers, _factors(figures.replaying(str(stage.recompute)), stage.layers, stage.tensor, times, index)
-        )
-    loss = [seconds for (op, _), seconds in times.items() if op == Op.LOSS.value]
-    if loss and figures.loss_s:
-        loss_factor = loss[0] / figures.loss_s
-    else:
-        loss_factor = 1.0
+        own = _factors(figures.replaying(stage.replays), stage.layers, stage.tensor, times, index)
+        factors |= dict.fromkeys(stage.layers, own)
+    loss_s = next((seconds for (op, _), seconds in times.items() if op == Op.LOSS.value), None)
     steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}
     layer_steps = _steps(figures, [stage.layers for stage in stages], steps)
 
     def corrected(one: Profile) -> Profile:
         layers = []
         for index, layer in enumerate(one.layers):
-            before = ((name, getattr(layer, name), factor) for name, factor in factors[index].items())
-            changed = {name: seconds * factor for name, seconds, factor in before if seconds is not None}
+            changed = {}
+            for name, factor in factors[index].items():
+                seconds = getattr(layer, name)
+                if seconds is not None:
+                    changed[name] = seconds * factor
             if steps:
-                changed |= {"step_s": layer_steps[index]}
+                changed["step_s"] = layer_steps[index]
             layers.append(msgspec.structs.replace(layer, **changed))
+        new_loss_s = one.loss_s
+        if loss_s is not None and figures.loss_s:
+            new_loss_s *= loss_s / figures.loss_s
+        elif not figures.loss_s:
+            new_loss_s = loss_s or 0.0
+        optimizer_s = one.optimizer_s
+        if steps:
+            optimizer_s = sum(steps.values())
         return msgspec.structs.replace(
             one,
             layers=tuple(layers),
             source=f"{one.source}; refitted to a measured run".lstrip("; "),
             step_s=None,
             computed_for=None,
-            loss_s=one.loss_s * loss_factor if figures.loss_s else (loss[0] if loss else 0.0),
-            optimizer_s=sum(steps.values()) if steps else one.optimizer_s,
+            loss_s=new_loss_s,
+            optimizer_s=optimizer_s,
         )
 
-    return msgspec.structs.replace(corrected(profile), others=tuple(corrected(other) for other in profile.others))
+    others = tuple(map(corrected, profile.others))
+    return msgspec.structs.replace(corrected(profile), others=others)
 
 
 def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[int, float]) -> dict[int, float]:
@@ -80,8 +88,6 @@ def _steps(profile: Profile, stages: Sequence[tuple[int, ...]], steps: Mapping[i
         for index, share in zip(layers, shares, strict=True):
             if share:
                 found[index] = steps.get(stage, 0.0) * share / sum(shares)
-            else:
-                found[index] = 0.0
     return found
 
 
@@ -99,7 +105,8 @@ def _factors(
     for op, fields in measured_by:
         if (op.value, stage) not in times:
             continue
-        expected = sum(getattr(profile.layers[layer], field) or 0.0 for layer in layers for field in fields) / tensor
+        figures = [getattr(profile.layers[layer], field) for layer in layers for field in fields]
+        expected = sum(filter(None, figures)) / tensor
         if expected:
             factors |= dict.fromkeys(fields, times[op.value, stage] / expected)
     return factors

@@ -72,10 +72,7 @@ class Frontier:
         """
         while self.waiting and self.waiting[0][0] <= limit_s:
             bound_s, missing, _, candidate = self.waiting[0]
-            if isinstance(candidate, Config):
-                config = candidate
-            else:
-                config = candidate.config
+            config = _config_of(candidate)
             if missing == _SIMULATION and self.spent + size_of(config) > most:
                 return None
             heappop(self.waiting)
@@ -98,12 +95,9 @@ class Frontier:
         """Of each family that is not settled the least bound, and the candidate that has it."""
         least: dict[str, tuple[float, Config | Estimate]] = {}
         for bound_s, _, _, candidate in sorted(self.waiting, key=lambda item: item[:3]):
-            if isinstance(candidate, Config):
-                config = candidate
-            else:
-                config = candidate.config
-            if config.family not in self.settled:
-                least.setdefault(config.family, (bound_s, candidate))
+            family = _config_of(candidate).family
+            if family not in self.settled:
+                least.setdefault(family, (bound_s, candidate))
         return least
 
     def _take(self, found: Estimate) -> None:
@@ -114,8 +108,12 @@ class Frontier:
         # Another partitioner, or replays where needed, may lead to the same stages.
         key = replace(found.config, partitioner="", recompute=""), found.partition
         same = self._seen.setdefault(key, found.config)
-        if same == found.config:
-            self.add(found.period_s, _SIMULATION if found.peak_bytes else _MEMORY, found)
+        if same != found.config:
+            return
+        missing = _MEMORY
+        if found.peak_bytes:
+            missing = _SIMULATION
+        self.add(found.period_s, missing, found)
 
     def _simulate(self, estimated: Estimate) -> None:
         key = ("simulated", estimated.config, estimated.partition)
@@ -129,6 +127,12 @@ class Frontier:
         other = self.unfit.get(found.config.family)
         if other is None or _lacking(found) < _lacking(other):
             self.unfit[found.config.family] = found
+
+
+def _config_of(candidate: Config | Estimate) -> Config:
+    if isinstance(candidate, Config):
+        return candidate
+    return candidate.config
 
 
 def _rounded(seconds: float) -> float:
@@ -167,16 +171,22 @@ def search(problem: Problem, listed: list[Config]) -> SearchResult:
         InfeasibleError: none fits.
     """
     # Data parallelism is what others are compared with, so whether it fits, and its time, must be known.
-    plain, frontier = (_frontier(problem, listed, is_plain) for is_plain in (True, False))
+    plain = _frontier(problem, listed, is_plain=True)
+    frontier = _frontier(problem, listed, is_plain=False)
     best = plain.next()
     if best is not None:
         frontier.add(best.period_s, _NOTHING, best)
     winner = frontier.next()
     if winner is None:
-        raise InfeasibleError(_nothing_fits(problem, listed, [*frontier.unfit.values(), *plain.unfit.values()]))
+        closest = [*frontier.unfit.values(), *plain.unfit.values()]
+        raise InfeasibleError(_nothing_fits(problem, listed, closest))
     outcomes = [winner]
     most = frontier.spent + _BUDGET
-    while len(outcomes) < _SHOWN and (found := frontier.next(_CLOSE * winner.period_s, most)) is not None:
+    limit_s = _CLOSE * winner.period_s
+    while len(outcomes) < _SHOWN:
+        found = frontier.next(limit_s, most)
+        if found is None:
+            break
         outcomes.append(found)
     if best is not None and best not in outcomes:
         outcomes.append(best)
@@ -187,14 +197,14 @@ def search(problem: Problem, listed: list[Config]) -> SearchResult:
 
 def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool) -> Frontier:
     """The candidates of plain data parallelism, or all others, with their bounds; without those that cannot fit."""
-    frontier, limit = Frontier(problem), _most_memory(problem)
+    frontier = Frontier(problem)
+    limit = _most_memory(problem)
     for config in listed:
         if (config.family == _PLAIN) != is_plain:
             continue
+        need = 0.0
         if math.isfinite(limit):
             need = quick_bytes(problem, config)
-        else:
-            need = 0.0
         if need <= limit:
             frontier.add(quick_s(problem, config), _TIMES, config)
         else:
@@ -204,8 +214,10 @@ def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool) -> Fro
 
 def some_fit(problem: Problem, listed: list[Config]) -> bool:
     """Returns whether any candidate fits."""
-    able = (config for config in listed if quick_bytes(problem, config) <= _most_memory(problem))
-    return any(estimate(problem, config).fits for config in sorted(able, key=partial(_frugality, problem)))
+    limit = _most_memory(problem)
+    able = [config for config in listed if quick_bytes(problem, config) <= limit]
+    able.sort(key=partial(_frugality, problem))
+    return any(estimate(problem, config).fits for config in able)
 
 
 def _frugality(problem: Problem, config: Config) -> tuple[float, int, Config]:
@@ -221,16 +233,15 @@ def _most_memory(problem: Problem) -> float:
 
 def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Estimate]) -> Iterator[Candidate]:
     """The fastest of each family that was settled; then the bounds of the others, and the families that do not fit."""
-    problem, best = frontier.problem, outcomes[0]
+    problem = frontier.problem
+    best = outcomes[0]
     for each in outcomes:
         yield compared(problem, each, best)
     waiting = frontier.bounds()
     for bound_s, candidate in waiting.values():
-        if isinstance(candidate, Config):
-            config = candidate
-        else:
-            config = candidate.config
-        rate, slower = problem.global_batch / bound_s, 1 - best.period_s / bound_s
+        config = _config_of(candidate)
+        rate = problem.global_batch / bound_s
+        slower = 1 - best.period_s / bound_s
         why = f"{slower:.0%} slower: at best {rate:.4g} samples/s"
         yield Candidate(config.summary, config.family, bound_s, rate, None, why, "at best", slower)
     for name in sorted(frontier.unfit.keys() - frontier.settled - waiting.keys()):
@@ -243,10 +254,10 @@ def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
     """Data parallelism where it was no candidate, if it does not fit: for whatever batch."""
     count = problem.topology.num_devices
     config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
-    need, limit = quick_bytes(problem, config), _most_memory(problem)
-    if need > limit:
-        found = Estimate(config, None, (need,), why=_lacks(need, limit))
-    else:
+    need = quick_bytes(problem, config)
+    limit = _most_memory(problem)
+    found = Estimate(config, None, (need,), why=_lacks(need, limit))
+    if need <= limit:
         found = estimate(problem, config)
     if found.fits:
         return []
@@ -259,15 +270,17 @@ def _lacks(need: float, limit: float) -> str:
 
 def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
     """A candidate next to the winner: the share of the winner's throughput that it lacks, in words and numbers."""
-    rate, top = problem.global_batch / each.period_s, problem.global_batch / best.period_s
+    rate = problem.global_batch / each.period_s
+    top = problem.global_batch / best.period_s
     slower = 1 - rate / top
+    basis = "estimated"
     if each.size:
         basis = "simulated"
-    else:
-        basis = "estimated"
     why = f"{slower:.1%} slower: {basis} {rate:.4g} samples/s against {top:.4g}"
     if abs(slower) < 5e-4:
         why = f"as fast ({basis} {rate:.4g} samples/s); the other comes first in the order of candidates"
+    if each is best:
+        why = ""
     assert each.partition is not None
     plan = plan_of(problem, each.config, each.partition)
     return Candidate(
@@ -276,7 +289,7 @@ def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
         each.period_s,
         rate,
         max(each.peak_bytes),
-        "" if each is best else why,
+        why,
         basis,
         slower,
         idle_share(plan, problem.profile, problem.topology, each.period_s),
@@ -285,7 +298,8 @@ def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
 
 
 def _unfit(problem: Problem, closest: Estimate) -> Candidate:
-    config, sent = closest.config, None
+    config = closest.config
+    sent = None
     if config.depth == 1:
         whole = Partition((StageSpec(tuple(range(len(problem.profile)))),))
         sent = sent_bytes(plan_of(problem, config, whole), problem.profile, problem.topology)
@@ -295,8 +309,9 @@ def _unfit(problem: Problem, closest: Estimate) -> Candidate:
 
 def _nothing_fits(problem: Problem, listed: list[Config], closest: list[Estimate]) -> str:
     """The missing memory, and the least memory that would help."""
-    lines = [f"  {each.config.summary}: {each.why}" for each in closest]
-    text = "\n".join([f"{problem.profile.model} fits no plan on {problem.topology.num_devices} devices:", *lines])
+    text = f"{problem.profile.model} fits no plan on {problem.topology.num_devices} devices:"
+    for each in closest:
+        text += f"\n  {each.config.summary}: {each.why}"
     least, config = _cheapest(problem, listed)
     if config is not None:
         # A little more: four digits are shown, and a plan with them should be found.
@@ -311,11 +326,13 @@ def _cheapest(problem: Problem, listed: list[Config]) -> tuple[float, Config | N
     """The least memory in which a candidate fits, and that candidate; the best first, as in the search by seconds."""
     # The replicas of a stage depend on the memory, so what they need with more of it is not known.
     free = [config for config in listed if not config.layers]
-    least, cheapest = math.inf, None
+    least = math.inf
+    cheapest = None
     for bound, config in sorted((quick_bytes(problem, config), config) for config in free):
         if bound >= least:
             break
         need = need_bytes(problem, config)
         if need < least:
-            least, cheapest = need, config
+            least = need
+            cheapest = config
     return least, cheapest

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import add
 
 import msgspec
 
@@ -20,7 +21,7 @@ from pipefit.errors import ScheduleError
 from pipefit.planner.bounds import crowded, reduction_of
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.holdings import filling, small_program
-from pipefit.planner.space import Config, Problem, placement_for
+from pipefit.planner.space import Config, Problem, least_of_copies, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
 from pipefit.schedules import find, program_of
 from pipefit.simulate import simulate
@@ -46,13 +47,12 @@ def simulate_best(
     rest: list[Estimate] = []
     spent = tried = 0
     for each in ranked:
+        ahead = 0
         if problem.cap is None:
             ahead = size_of(each.config)
-        else:
-            ahead = 0
-        best_s = min((found.period_s for found in done), default=float("inf"))
         found = None
         if done:
+            best_s = min(other.period_s for other in done)
             is_close = round(each.period_s, 9) <= round(close * best_s, 9)
         else:
             is_close = tried < 2 * least
@@ -69,7 +69,8 @@ def simulate_best(
 
 def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
     """Simulates a candidate; None when its schedule does not support the shape, or it exceeds the cap."""
-    config, partition = estimated.config, estimated.partition
+    config = estimated.config
+    partition = estimated.partition
     assert partition is not None
     timing, _ = costs_of(problem, config, partition)
     plan = plan_of(problem, config, partition)
@@ -95,25 +96,31 @@ def _updates(config: Config) -> int:
 
 
 def _is_small(config: Config) -> bool:
-    return config.num_microbatches * config.num_stages * _updates(config) <= 2 * _WHOLE
+    return _whole_size(config) <= 2 * _WHOLE
+
+
+def _whole_size(config: Config) -> int:
+    return config.num_microbatches * config.num_stages * _updates(config)
 
 
 def size_of(config: Config) -> int:
     """Returns the number of forwards that are simulated for a candidate."""
     if _is_small(config):
-        return config.num_microbatches * config.num_stages * _updates(config)
+        return _whole_size(config)
     return sum(_counts(config)) * config.num_stages * (_updates(config) - 1)
 
 
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
-    cap, program = problem.capped, program_for(problem, plan)
+    cap = problem.capped
+    program = program_for(problem, plan)
     several = cap.num_ranks > 1
     once = simulate(program, cost, steps_only=not several)
-    peaks, step_s = tuple(peaks_of(program, cost)), once.makespan_s
+    peaks = peaks_of(program, cost)
+    step_s = once.makespan_s
     if several:
         # A sent value is held until its simulated arrival.
-        peaks = tuple(max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks))
-    found = replace(estimated, peak_bytes=peaks, step_s=step_s, period_s=step_s, size=sum(map(len, program.ranks)))
+        peaks = [max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks)]
+    found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=len(program))
     if plan.spill is None:
         return found
     if max(peaks) > cap.device_bytes:
@@ -137,27 +144,30 @@ def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
 
 def _counts(config: Config) -> tuple[int, int]:
     """Micro-batches of the two programs from which the time is extrapolated."""
-    least = filling(config.schedule, config.depth, config.chunks)
-    return min(least, config.per_pipeline), min(least + config.depth, config.per_pipeline)
+    few = filling(config.schedule, config.depth, config.chunks)
+    many = few + config.depth
+    return min(few, config.per_pipeline), min(many, config.per_pipeline)
 
 
 def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]:
     """Seconds of each stage's reduction; with those that leave through the same port, where there are such."""
-    alone = [cost.reduce_s(reduction_of(stage), ranks) for stage, ranks in enumerate(placement)]
-    ports = [cost.reduction_ports(reduction_of(stage), ranks) for stage, ranks in enumerate(placement)]
+    alone: list[float] = []
+    ports: list[tuple[object, ...]] = []
     busy_s: Counter[object] = Counter()
-    for used, own_s in zip(ports, alone, strict=True):
-        busy_s.update(dict.fromkeys(used, own_s))
+    for stage, ranks in enumerate(placement):
+        reduction = reduction_of(stage)
+        alone.append(cost.reduce_s(reduction, ranks))
+        ports.append(cost.reduction_ports(reduction, ranks))
+        busy_s.update(dict.fromkeys(ports[-1], alone[-1]))
     return [max((busy_s[port] for port in used), default=own_s) for used, own_s in zip(ports, alone, strict=True)]
 
 
 def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
-    placement = placement_for(config).ranks
-    tails = _tails(timing, placement)
-    one_copy = replace(timing, step_s=tuple(a + b for a, b in zip(timing.step_s, tails, strict=True)))
+    tails = _tails(timing, placement_for(config).ranks)
+    one_copy = replace(timing, step_s=tuple(map(add, timing.step_s, tails)))
     if one_copy.speed:
         # One pipeline represents all copies, so it runs at the speed of the slowest.
-        pace = [min(timing.speed[r + config.depth * k] for k in range(config.data)) for r in range(config.depth)]
+        pace = least_of_copies(config, timing.speed)
         one_copy = replace(one_copy, speed=tuple(pace))
     recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
     is_synchronous = find(config.schedule).is_synchronous
@@ -172,4 +182,5 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
     if few == many:
         return few_s
     many_s = time_s(many)
-    return many_s + (config.per_pipeline - many) * ((many_s - few_s) / (many - few))
+    each_s = (many_s - few_s) / (many - few)
+    return many_s + (config.per_pipeline - many) * each_s

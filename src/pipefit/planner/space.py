@@ -71,8 +71,12 @@ class Cap:
     def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
         """The stages that share a weight because layers of them do."""
         owner = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
-        groups = {tuple(sorted({owner[layer] for layer in tie})) for tie in self.ties}
-        return tuple(sorted(group for group in groups if len(group) > 1))
+        groups = set()
+        for tie in self.ties:
+            stages = {owner[layer] for layer in tie}
+            if len(stages) > 1:
+                groups.add(tuple(sorted(stages)))
+        return tuple(sorted(groups))
 
 
 @dataclass(frozen=True, order=True)
@@ -140,7 +144,9 @@ class Config:
             if self.tensor == 1:
                 return "data parallel"
             return "data and tensor parallel"
-        return f"{self.schedule}, depth {self.depth}" + (", stages replicated" if self.replicas else "")
+        if self.replicas:
+            return f"{self.schedule}, depth {self.depth}, stages replicated"
+        return f"{self.schedule}, depth {self.depth}"
 
     @property
     def summary(self) -> str:
@@ -150,18 +156,26 @@ class Config:
             widths.append("replicas " + "-".join(map(str, self.replicas)))
         elif self.data > 1:
             widths.append(f"data {self.data}")
-        widths += [f"tensor {self.tensor}"] * (self.tensor > 1) + [f"chunks {self.chunks}"] * (self.chunks > 1)
+        if self.tensor > 1:
+            widths.append(f"tensor {self.tensor}")
+        if self.chunks > 1:
+            widths.append(f"chunks {self.chunks}")
         words = [self.schedule, " × ".join(widths), f"{self.num_microbatches} micro-batches of {self.microbatch_size}"]
-        words += ["recompute where needed" if self.recompute == "some" else f"recompute {self.recompute}"] * (
-            self.recompute != "none"
-        )
-        words += ["sharded optimizer"] * self.sharded + ["cut for the links"] * (self.partitioner == "links")
+        if self.recompute == "some":
+            words.append("recompute where needed")
+        elif self.recompute != "none":
+            words.append(f"recompute {self.recompute}")
+        if self.sharded:
+            words.append("sharded optimizer")
+        if self.partitioner == "links":
+            words.append("cut for the links")
         return ", ".join(words)
 
 
 def placement_for(config: Config) -> Placement:
     """The ranks of each stage as the schedule's own layout numbers them: pipeline by pipeline."""
-    return Placement(placement_of(config.depth, config.chunks, _layout(config), config.replicas or (config.data,)))
+    copies = config.replicas or (config.data,)
+    return Placement(placement_of(config.depth, config.chunks, _layout(config), copies))
 
 
 def positions(config: Config) -> tuple[int, ...]:
@@ -195,7 +209,9 @@ class Space:
         if self.num_microbatches is not None:
             yield -(-global_batch // self.num_microbatches), self.num_microbatches
             return
-        yield from ((size, global_batch // size) for size in self.microbatch_sizes if global_batch % size == 0)
+        for size in self.microbatch_sizes:
+            if global_batch % size == 0:
+                yield size, global_batch // size
 
 
 @dataclass
@@ -249,12 +265,15 @@ class Problem:
     @property
     def tier(self) -> Tier:
         """The tier that stages are spilled to, at the rates that each rank has of it."""
-        name, tiers = self.capped.tier, self.topology.tiers_among(self.capped.num_ranks)
+        name = self.capped.tier
+        tiers = self.topology.tiers_among(self.capped.num_ranks)
         return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
 
     def pieces(self, tensor: int) -> int:
         """The number of pieces in which the devices that share a layer send a message."""
-        return 1 if self.whole_messages else tensor
+        if self.whole_messages:
+            return 1
+        return tensor
 
     def ranks(self, tensor: int) -> Topology:
         """The topology of groups of `tensor` devices, each group one rank."""
@@ -263,26 +282,29 @@ class Problem:
     def memory_of(self, config: Config) -> list[float]:
         """Bytes of each rank of one pipeline: the least among its copies."""
         topology = self.ranks(config.tensor)
-        memory = [device.memory_bytes for device in topology.devices or (topology.device,) * topology.num_devices]
+        devices = topology.devices or (topology.device,) * topology.num_devices
+        memory = [device.memory_bytes for device in devices]
         if config.replicas:
             return [min(memory)] * config.depth
-        return _least_of_copies(config, memory)
+        return least_of_copies(config, memory)
 
     def slowness_of(self, config: Config) -> list[float]:
         """Slowness of each rank of one pipeline, relative to the profile's device: that of its slowest copy."""
         speeds = speeds_of(self.ranks(config.tensor))
         if not speeds or config.replicas:
             return [1.0] * config.depth
-        return [1 / speed for speed in _least_of_copies(config, speeds)]
+        return [1 / speed for speed in least_of_copies(config, speeds)]
 
 
-def _least_of_copies(config: Config, figures: Sequence[float]) -> list[float]:
+def least_of_copies(config: Config, figures: Sequence[float]) -> list[float]:
+    """Of each rank of one pipeline the least figure of its copies."""
     return [min(figures[rank :: config.depth][: config.data]) for rank in range(config.depth)]
 
 
 def configs(problem: Problem, space: Space) -> Iterator[Config]:
     """Every combination that uses all devices and splits the batch evenly."""
-    num_devices, num_layers = problem.topology.num_devices, len(problem.profile)
+    num_devices = problem.topology.num_devices
+    num_layers = len(problem.profile)
     for tensor in space.tensors:
         if num_devices % tensor or not groups_fit(problem.topology, tensor):
             continue
@@ -299,12 +321,22 @@ def _at_shape(
     space: Space, data: int, depth: int, tensor: int, size: int, count: int, num_layers: int
 ) -> Iterator[Config]:
     # With one stage every schedule is data parallelism.
-    names = dict.fromkeys(space.schedules) if depth > 1 else ("data-parallel",)
-    shards = [sharded for sharded in space.sharded if data > 1 or not sharded] or [False]
+    names = ["data-parallel"]
+    if depth > 1:
+        names = list(dict.fromkeys(space.schedules))
+    shards = [False]
+    if data > 1:
+        shards = list(space.sharded)
     for name in names:
-        if depth > 1 and count // data < (depth - 1 if name == "pipedream-2bw" else 1):
+        least = 1
+        if name == "pipedream-2bw":
+            least = depth - 1
+        if depth > 1 and count // data < least:
             continue
-        for chunks in space.chunks if find(name).chunks and depth > 1 else (1,):
+        several: tuple[int, ...] = (1,)
+        if find(name).chunks and depth > 1:
+            several = space.chunks
+        for chunks in several:
             if depth * chunks > num_layers:
                 continue
             # Where every stage is alike in memory, "some" is "stage" or "none".
@@ -343,13 +375,13 @@ def grouped(topology: Topology, tensor: int) -> Topology:
     kept = [level for level in levels if level.width > 1 or level.cores] or levels[-1:]
     devices: tuple[Device, ...] = ()
     if topology.devices:
-        groups = (topology.devices[k : k + tensor] for k in range(0, len(topology.devices), tensor))
-        # A group is as fast, and holds as much, as the weakest in it.
-        devices = tuple(
-            msgspec.structs.replace(
-                min(group, key=lambda device: device.flops * device.efficiency),
-                memory_bytes=min(device.memory_bytes for device in group),
-            )
-            for group in groups
-        )
+        firsts = range(0, len(topology.devices), tensor)
+        devices = tuple(_weakest(topology.devices[first : first + tensor]) for first in firsts)
     return Topology(tuple(kept), topology.device, devices, topology.tiers, topology.name)
+
+
+def _weakest(group: Sequence[Device]) -> Device:
+    """A device as fast as the slowest of a group, with the memory of the smallest."""
+    slowest = min(group, key=lambda device: device.flops * device.efficiency)
+    memory = min(device.memory_bytes for device in group)
+    return msgspec.structs.replace(slowest, memory_bytes=memory)

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
+from operator import add
 
 from msgspec import structs
 
@@ -17,7 +18,6 @@ from pipefit.cost import CostModel
 from pipefit.errors import InfeasibleError
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.liveness import arena_bytes, device_peak_bytes, tier_peak_bytes
-from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import UNDER_WAY
 from pipefit.partition.balance import divide, minmax, spans
@@ -78,21 +78,26 @@ def _on_host(problem: Problem, partition: Partition, optim_slots: int) -> Iterat
     free = tuple(stage for stage in range(num_stages) if stage not in tied)
     if cap.step_on != "host" or not free:
         yield ()
-    knows = tier.step_bytes_per_s > 0 and cap.step_on == "auto"
-    if tier.name != "host" or not free or not (knows or cap.step_on == "host"):
+    may_step = cap.step_on == "host" or (cap.step_on == "auto" and tier.step_bytes_per_s > 0)
+    if tier.name != "host" or not free or not may_step:
         return
     if len(free) < num_stages or not optim_slots:
         yield free
     if cap.step_on == "auto":
-        counts = (round(share * len(free)) for share in _SHARES)
-        yield from (free[-count:] for count in counts if 0 < count < len(free))
+        for share in _SHARES:
+            count = round(share * len(free))
+            if 0 < count < len(free):
+                yield free[-count:]
 
 
 def _largest_tie(problem: Problem, partition: Partition) -> int:
     """Maximum number of a rank's stages that share one weight: their gradients are on its device together."""
     cap = problem.capped
-    ties = [Counter(stage % cap.depth for stage in tie) for tie in cap.ties_of(partition)]
-    return max((1, *(count for tie in ties for count in tie.values())))
+    most = 1
+    for tie in cap.ties_of(partition):
+        counts = Counter(stage % cap.depth for stage in tie)
+        most = max(most, *counts.values())
+    return most
 
 
 def estimate_spilled(problem: Problem, config: Config) -> Estimate:
@@ -105,12 +110,10 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     partition = cut(problem, config, set())
     assert spill is not None and partition is not None
     _, cost = costs_of(problem, config, partition)
-    # Where the copies do not depend on the number of micro-batches, one micro-batch of each pipeline suffices.
-    moves_once = not spill.activations and config.schedule in ("spilled", "breadth-first")
-    if moves_once:
+    counted = config.num_microbatches
+    if not spill.activations and config.schedule in ("spilled", "breadth-first"):
+        # The copies do not depend on the number of micro-batches: one micro-batch of each pipeline suffices.
         counted = config.data
-    else:
-        counted = config.num_microbatches
 
     def program_of(config: Config) -> Program:
         plan = plan_of(problem, config, partition)
@@ -129,7 +132,8 @@ def estimate_spilled(problem: Problem, config: Config) -> Estimate:
     limit = max(lanes, key=lambda found: found.limit_s)
     work_s = sum(each.compute_s for each in lanes)
     bubble_s = (config.depth - 1) / (config.num_stages * config.num_microbatches) * work_s
-    step_s = max(limit.limit_s, max(each.lanes["compute"] for each in lanes) + bubble_s)
+    compute_s = max(each.lanes["compute"] for each in lanes)
+    step_s = max(limit.limit_s, compute_s + bubble_s)
     overflow = max(peaks) / cap.device_bytes
     return Estimate(config, partition, tuple(peaks), overflow, step_s, step_s, limit=limit)
 
@@ -142,11 +146,15 @@ def _keeping(
     Stages with the longest replay per saved byte come first.
     """
     cap = problem.capped
-    replayed = {i.stage for instructions in program.ranks for i in instructions if i.op is Op.RECOMPUTE}
+    replayed = {stage for stage, _ in program.recomputed}
     if not cap.keep or not replayed:
         return ()
+
+    def worth(stage: int) -> float:
+        return cost.forward_s[stage] / max(cost.saved_bytes[stage], 1)
+
     kept = set()
-    for stage in sorted(replayed, key=lambda stage: (-cost.forward_s[stage] / max(cost.saved_bytes[stage], 1), stage)):
+    for stage in sorted(replayed, key=lambda stage: (-worth(stage), stage)):
         rank = stage % config.depth
         saved = config.per_pipeline * cost.saved_bytes[stage]
         if peaks[rank] + saved <= cap.device_bytes:
@@ -161,11 +169,11 @@ def _beside_slots(
     problem: Problem, config: Config, spill: SpillSpec, partition: Partition, cost: CostModel
 ) -> Sequence[float]:
     """Bytes of each device in addition to its slots: activations at the cuts, and saved tensors of one micro-batch."""
-    if spill.activations:
-        weights = spill.weights_slots
-    else:
+    weights = spill.weights_slots
+    if not spill.activations:
         weights = max(2, _largest_tie(problem, partition))
-    least = structs.replace(spill, weights_slots=min(weights, config.num_stages), optim_slots=0, on_host=())
+    weights = min(weights, config.num_stages)
+    least = structs.replace(spill, weights_slots=weights, optim_slots=0, on_host=())
     plan = plan_of(problem, replace(config, spill=least), partition)
     key = ("besides slots", config.layers, least)
     return problem.once(key, lambda: _beside_arena(program_for(problem, plan), cost))
@@ -177,13 +185,17 @@ def _beside_arena(program: Program, cost: CostModel) -> list[float]:
     size = cost.size_bytes
     more = 0.0
     # The output of the last stage is not sent.
-    acts, grads = cost.act_bytes[:-1], cost.grad_bytes[:-1]
+    acts = cost.act_bytes[:-1]
+    grads = cost.grad_bytes[:-1]
     if len(set(header.placement)) > 1:
-        more += FEW_SENDS * max(map(sum, zip(acts, grads, strict=True)))
+        more += FEW_SENDS * max(map(add, acts, grads))
     if acts and header.spill is not None and header.spill.activations:
         more += UNDER_WAY * max(acts)
-    ranks = range(header.num_ranks)
-    return [device_peak_bytes(program, r, size)[0] - arena_bytes(header, r, size) + more for r in ranks]
+    found = []
+    for rank in range(header.num_ranks):
+        peak, _ = device_peak_bytes(program, rank, size)
+        found.append(peak - arena_bytes(header, rank, size) + more)
+    return found
 
 
 def peaks_of(program: Program, cost: CostModel, others: Sequence[float] | None = None) -> list[float]:
@@ -194,11 +206,12 @@ def peaks_of(program: Program, cost: CostModel, others: Sequence[float] | None =
         cost: of its stages.
         others: bytes of the other values; None: those of the program.
     """
-    header, others = program.header, others or _beside_arena(program, cost)
-    return [
-        other + arena_bytes(header, rank, cost.size_bytes) + cost.staying_bytes(header, rank)
-        for rank, other in enumerate(others)
-    ]
+    header = program.header
+    found = []
+    for rank, other in enumerate(others or _beside_arena(program, cost)):
+        slots = arena_bytes(header, rank, cost.size_bytes)
+        found.append(other + slots + cost.staying_bytes(header, rank))
+    return found
 
 
 def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
@@ -221,30 +234,33 @@ def spilled_cuts(problem: Problem, microbatch_size: int, finest: bool = False) -
         microbatch_size: that the times are for.
         finest: at the end also the one with the smallest stages.
     """
-    cap, profile = problem.capped, problem.at(microbatch_size, 1)
+    cap = problem.capped
+    profile = problem.at(microbatch_size, 1)
     weights = [layer.weight_bytes for layer in profile.layers]
     num_layers = len(weights)
-    counts = {round(num_layers ** (step / (_NUM_CUTS - 1))) for step in range(_NUM_CUTS)}
-    if cap.num_chunks:
-        counts = {cap.depth * cap.num_chunks}
-    found = {_dealt(_even(weights, count), weights, cap.depth) for count in counts}
-    if cap.depth > 1:
+    depth = cap.depth
+    num_stages = depth * cap.num_chunks
+    shares = [step / (_NUM_CUTS - 1) for step in range(_NUM_CUTS)]
+    counts = {round(num_layers**share) for share in shares}
+    if num_stages:
+        counts = {num_stages}
+    found = {_dealt(_even(weights, count), weights, depth) for count in counts}
+    if depth > 1:
         # Stages work at the same time, so they should take equally long.
-        for count in {len(layers) for layers in found}:
+        for count in set(map(len, found)):
             found.add(_counts_of(minmax(profile, count)))
-    for share in (0.25, 0.5, 0.75, 1.0):
-        for double in (False, True):
-            with suppress(InfeasibleError):
-                cut = hydra(profile, share * cap.device_bytes, problem.state, double)
-                found.add(_dealt(_counts_of(cut), weights, cap.depth))
-    if cap.num_chunks:
-        found = {layers for layers in found if len(layers) == cap.depth * cap.num_chunks}
+    for share, double in product((0.25, 0.5, 0.75, 1.0), (False, True)):
+        with suppress(InfeasibleError):
+            cut = hydra(profile, share * cap.device_bytes, problem.state, double)
+            found.add(_dealt(_counts_of(cut), weights, depth))
+    if num_stages:
+        found = {layers for layers in found if len(layers) == num_stages}
     for layers in sorted(found, key=lambda layers: (len(layers), layers)):
         yield Partition.from_counts(layers, num_layers)
-    if finest and cap.num_chunks:
-        yield minmax(profile, cap.depth * cap.num_chunks, weights)
+    if finest and num_stages:
+        yield minmax(profile, num_stages, weights)
     elif finest:
-        yield Partition.from_counts(_dealt([1] * num_layers, weights, cap.depth), num_layers)
+        yield Partition.from_counts(_dealt([1] * num_layers, weights, depth), num_layers)
 
 
 def layers_of(partition: Partition) -> tuple[tuple[int, ...], ...]:
@@ -263,18 +279,26 @@ def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> t
     ((1, 1, 1, 1), (1, 2))
     """
     found = list(counts)
-    while len(found) % num_ranks and len(weights) // num_ranks * num_ranks > len(found):
-        starts = [sum(found[:index]) for index in range(len(found))]
+    most = len(weights) // num_ranks * num_ranks
+    while len(found) % num_ranks and len(found) < most:
+        held = _weights_of(found, weights)
         several = [index for index, count in enumerate(found) if count > 1]
-        heaviest = max(several, key=lambda index: sum(weights[starts[index] : starts[index] + found[index]]))
+        heaviest = max(several, key=held.__getitem__)
         half = found[heaviest] // 2
         found[heaviest : heaviest + 1] = [half, found[heaviest] - half]
     while len(found) % num_ranks:
-        ends = [sum(found[: index + 1]) for index in range(len(found))]
-        joined = [sum(weights[end - found[index] : end + found[index + 1]]) for index, end in enumerate(ends[:-1])]
-        lightest = joined.index(min(joined))
-        found[lightest : lightest + 2] = [found[lightest] + found[lightest + 1]]
+        joined = [a + b for a, b in pairwise(found)]
+        starts = accumulate(found, initial=0)
+        sums = [sum(weights[start : start + count]) for start, count in zip(starts, joined, strict=False)]
+        lightest = sums.index(min(sums))
+        found[lightest : lightest + 2] = [joined[lightest]]
     return tuple(found)
+
+
+def _weights_of(counts: Sequence[int], weights: Sequence[float]) -> list[float]:
+    """The weights of stages of so many layers."""
+    ends = accumulate(counts, initial=0)
+    return [sum(weights[start:end]) for start, end in pairwise(ends)]
 
 
 def _even(weights: Sequence[float], count: int) -> list[int]:
@@ -285,12 +309,14 @@ def _even(weights: Sequence[float], count: int) -> list[int]:
     """
     cost = spans(weights)
     counts = divide([cost] * min(count, len(weights))) or []
-    ends = list(accumulate(counts, initial=0))
-    return _filled(weights, max(float(cost[a, b]) for a, b in pairwise(ends)) * (1 + 1e-9))
+    places = pairwise(accumulate(counts, initial=0))
+    largest = max(float(cost[place]) for place in places)
+    return _filled(weights, largest * (1 + 1e-9))
 
 
 def _filled(weights: Sequence[float], limit: float) -> list[int]:
-    counts, held = [0], 0.0
+    counts = [0]
+    held = 0.0
     for weight in weights:
         if counts[-1] and held + weight > limit:
             counts.append(0)

@@ -138,7 +138,8 @@ class Sweep:
         """A table of at most so many characters per line; None: those of the terminal, or 100."""
         rows = [["plan", "samples/s", "TFLOP/s each", "idle", "sent/sample", "memory"], *map(_row, self.cells)]
         used = [column for column in zip(*rows, strict=True) if any(column[1:])]
-        return table(list(zip(*used, strict=True)), width or shutil.get_terminal_size((100, 24)).columns)
+        width = width or shutil.get_terminal_size((100, 24)).columns
+        return table(list(zip(*used, strict=True)), width)
 
     def svg(self, title: str = "") -> str:
         """A chart over the first name, a line for each value of the others; of a GPT, TFLOP/s per device.
@@ -154,28 +155,32 @@ class Sweep:
         series: dict[str, list[tuple[float | str, float]]] = {}
         for cell in fitting:
             line = ", ".join(f"{name} {cell.values[name]}" for name in others) or "fastest plan"
+            rate = cell.figures["samples_per_s"]
             if is_gpt:
                 rate = cell.figures["flops_per_device"] / 1e12
-            else:
-                rate = cell.figures["samples_per_s"]
             series.setdefault(line, []).append((cell.values[first], rate))
         places = [cell.values[first] for cell in fitting]
         wide = not isinstance(places[0], str) and max(places) >= 8 * min(places)
         words = {"tensor": "tensor width", "batch": "samples per update", "bandwidth": "bandwidth, outermost level"}
-        label = "TFLOP/s per device" if is_gpt else "samples/s"
+        label = "samples/s"
+        if is_gpt:
+            label = "TFLOP/s per device"
         return chart(series, title=title, x_label=words.get(first, first), y_label=label, log_x=wide)
 
 
 def _row(cell: Cell) -> list[str]:
-    values, found = ", ".join(f"{name} {value}" for name, value in cell.values.items()), cell.figures
+    values = ", ".join(f"{name} {value}" for name, value in cell.values.items())
+    found = cell.figures
     if cell.plan is None:
         return [f"{values}: {cell.why}", *[""] * 5]
-    each = found.get("flops_per_device")
+    speed = ""
+    if found.get("flops_per_device"):
+        speed = f"{found['flops_per_device'] / 1e12:.4g}"
     winner = next((one.summary for one in cell.plan.candidates if not one.why_lost), cell.plan.schedule)
     return [
         f"{values}: {winner}",
         f"{found['samples_per_s']:.4g}",
-        f"{each / 1e12:.4g}" if each else "",
+        speed,
         f"{found['idle']:.1%}",
         format_bytes(found["sent_bytes"]),
         format_bytes(found["peak_bytes"]),
@@ -203,11 +208,13 @@ def sweep(model: Profile | str, topology: Topology, over: Mapping[str, Sequence[
     for name, values in over.items():
         if name not in _CHANGES:
             raise PlanError(f"sweep: unknown name {name!r}; {nearest(name, SWEPT)}")
-        if name not in ("schedule", "bandwidth") and not all(isinstance(one, int) and one >= 1 for one in values):
+        are_counts = all(isinstance(one, int) and one >= 1 for one in values)
+        if name not in ("schedule", "bandwidth") and not are_counts:
             raise PlanError(f"sweep: {name}: expected whole numbers of at least 1, got {', '.join(map(str, values))}")
     cells = []
     for chosen in product(*over.values()):
-        question, named = Question(model, topology, options), dict(zip(over, chosen, strict=True))
+        question = Question(model, topology, options)
+        named = dict(zip(over, chosen, strict=True))
         for name, value in named.items():
             question = _CHANGES[name](question, value)
         cells.append(_cell(question, named))
@@ -218,17 +225,21 @@ def _cell(question: Question, values: Mapping[str, Any]) -> Cell:
     try:
         made = question.ask()
     except InfeasibleError as problem:
-        return Cell(values, None, f"nothing fits; {str(problem).rpartition(chr(10))[2]}")
+        *_, last = str(problem).split("\n")
+        return Cell(values, None, f"nothing fits; {last}")
     except PlanError as problem:
         return Cell(values, None, str(problem))
-    assert made.prediction is not None
+    prediction = made.prediction
+    assert prediction is not None
+    profile = question.profile
+    topology = question.topology
     figures = {
-        "samples_per_s": made.prediction.throughput,
-        "idle": idle_share(made, question.profile, question.topology, made.prediction.period_s),
-        "sent_bytes": sent_bytes(made, question.profile, question.topology),
-        "peak_bytes": max(made.prediction.peak_bytes),
+        "samples_per_s": prediction.throughput,
+        "idle": idle_share(made, profile, topology, prediction.period_s),
+        "sent_bytes": sent_bytes(made, profile, topology),
+        "peak_bytes": max(prediction.peak_bytes),
     }
-    found = training(made, question.topology)
+    found = training(made, topology)
     if "model_flops_per_device" in found:
         figures["flops_per_device"] = float(found["model_flops_per_device"])
     return Cell(values, made, figures=figures)
@@ -256,14 +267,16 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
     method = options.get("method", "auto")
     if method in ("ptdp", "pipedream") or options.get("cap") is not None:
         raise PlanError("largest: expected --method auto, 2bw, gpipe or uniform, and no cap")
-    question, sizes = Question(model, topology, options), gpt_settings(model)
+    question = Question(model, topology, options)
+    sizes = gpt_settings(model)
+    step = 1
     if by == "hidden":
         step = sizes["heads"]
-    else:
-        step = 1
-    low, high = 0, max(sizes[by] // step, 1)
+    low = 0
+    high = max(sizes[by] // step, 1)
     while _fits(question.sized(by, high * step)):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         if _fits(question.sized(by, middle * step)):
@@ -278,8 +291,10 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
 def _fits(question: Question) -> bool:
     options = dict(question.options)
     # Memory does not depend on how messages travel.
-    method, unused = options.pop("method", "auto"), ("cost", "straight", "cap", "whole_messages", "blocking")
-    batch, state = options.pop("global_batch", None), options.pop("state_per_weight", None)
+    method = options.pop("method", "auto")
+    unused = ("cost", "straight", "cap", "whole_messages", "blocking")
+    batch = options.pop("global_batch", None)
+    state = options.pop("state_per_weight", None)
     problem = problem_of(question.profile, question.topology, batch, state)
     wanted = {name: value for name, value in options.items() if name not in unused}
     try:

@@ -25,7 +25,7 @@ from pipefit.schedules.registry import Schedule
 from pipefit.spec import Candidate, Profile, Topology
 from pipefit.spec.options import STEP_ON
 from pipefit.spec.topology import Tier
-from pipefit.units import format_bytes, format_seconds
+from pipefit.units import counted, format_bytes, format_seconds
 
 _NUM_SIMULATED = 8
 """Number of candidates that are simulated regardless of the length of their programs."""
@@ -50,25 +50,26 @@ def problem_under_cap(
     if not cap.device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {cap.device_bytes}")
     if state_per_weight is None:
-        state = usual_state(profile)
-    else:
-        state = state_per_weight
+        state_per_weight = usual_state(profile)
     tier = _tier(topology, cap.tier)
     if cap.step_on not in STEP_ON:
         raise PlanError(f"step_on: expected one of {', '.join(STEP_ON)}, got {cap.step_on!r}")
     if cap.step_on == "host" and tier.name != "host":
         raise PlanError(f"step_on: {NOT_FROM_DISK}")
     _check_ranks(cap, topology, profile)
-    order = find(schedule or ("spilled" if cap.depth == 1 else "breadth-first"))
+    usual = "breadth-first"
+    if cap.depth == 1:
+        usual = "spilled"
+    order = find(schedule or usual)
     _check_schedule(order, cap)
-    known = replace(
-        cap,
-        tier=tier.name,
-        host_bytes=tier.capacity_bytes if cap.host_bytes is None else cap.host_bytes,
-        step_on=cap.step_on if state else "device",
-        num_chunks=cap.num_chunks if order.chunks else 1,
-    )
-    problem = Problem(profile, topology, microbatch_size * num_microbatches, state, known)
+    known = replace(cap, tier=tier.name)
+    if cap.host_bytes is None:
+        known = replace(known, host_bytes=tier.capacity_bytes)
+    if not state_per_weight:
+        known = replace(known, step_on="device")
+    if not order.chunks:
+        known = replace(known, num_chunks=1)
+    problem = Problem(profile, topology, microbatch_size * num_microbatches, state_per_weight, known)
     return problem, Config(order.name, cap.copies, cap.depth, 1, 1, microbatch_size, num_microbatches)
 
 
@@ -120,17 +121,19 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     """
     cap = problem.capped
     if schedule is None or find(schedule).spills:
-        name = "1f1b"
-    else:
-        name = schedule
-    whole = sorted(_residents(problem, replace(config, schedule=name)), key=lambda each: each.period_s)
+        schedule = "1f1b"
+    whole = list(_residents(problem, replace(config, schedule=schedule)))
+    whole.sort(key=lambda each: each.period_s)
     fitting = [each for each in whole if max(each.peak_bytes) <= cap.device_bytes]
     if fitting:
         return SearchResult((fitting[0],))
     ranked: list[Estimate] = []
     winner: Estimate | None = None
+    choices = [False, True]
+    if cap.activations is not None:
+        choices = [cap.activations]
     on_tier = False
-    for on_tier in (False, True) if cap.activations is None else (cap.activations,):
+    for on_tier in choices:
         estimates = (estimate(problem, each) for each in spilled_configs(problem, config, on_tier))
         ranked = sorted((each for each in estimates if each.fits), key=_bound)
         winner = _fastest(problem, ranked)
@@ -144,22 +147,26 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
         costs, _ = costs_of(problem, winner.config, winner.partition)
         if max(winner.peak_bytes) > cap.device_bytes or not has_room(problem, program, costs):
             raise InfeasibleError(_nothing_fits(problem, winner))
-    best = {each.config.family: each for each in reversed(ranked)} | {winner.config.family: winner}
-    others = [best[place] for place in _PLACES if place in best and place != winner.config.family]
-    return SearchResult((winner,), tuple(_candidate(problem, each, winner) for each in others), whole[0].step_s)
+    best = {each.config.family: each for each in reversed(ranked)}
+    best.pop(winner.config.family, None)
+    others = [_candidate(problem, best[place], winner) for place in _PLACES if place in best]
+    return SearchResult((winner,), tuple(others), whole[0].step_s)
 
 
 def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
     """Candidates that spill nothing, simulated."""
-    cap, profile = problem.capped, problem.at(config.microbatch_size, 1)
+    cap = problem.capped
+    profile = problem.at(config.microbatch_size, 1)
+    chunks = 1
     if find(config.schedule).chunks:
         chunks = max(cap.num_chunks, 1)
-    else:
-        chunks = 1
+    kinds = ["none"]
+    if config.depth > 1:
+        kinds.append("stage")
     weights = [layer.weight_bytes for layer in profile.layers]
     count = config.depth * chunks
-    for partition in dict.fromkeys((minmax(profile, count), minmax(profile, count, weights))):
-        for recompute in ("none", "stage") if config.depth > 1 else ("none",):
+    for partition in dict.fromkeys([minmax(profile, count), minmax(profile, count, weights)]):
+        for recompute in kinds:
             each = replace(config, chunks=chunks, recompute=recompute, layers=layers_of(partition))
             found = simulated(problem, Estimate(each, cut(problem, each, set())))
             assert found is not None
@@ -180,18 +187,24 @@ def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
     """
     done, _ = simulate_best(problem, ranked, 1.0, _MOST_INSTRUCTIONS, _NUM_SIMULATED)
     if not done:
-        smallest = sorted(ranked, key=lambda each: max(each.peak_bytes))[:_NUM_SIMULATED]
-        return next((found for each in smallest if (found := simulated(problem, each))), None)
+        tried = (simulated(problem, each) for each in _smallest_first(ranked))
+        return next(filter(None, tried), None)
     return min(done, key=lambda each: (round(each.period_s, 9), each.config.num_stages))
 
 
 def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
     """The candidate with the least device memory: the same for every cap, so that the smallest cap named works."""
-    free = replace(problem, cap=replace(problem.capped, device_bytes=math.inf, host_bytes=math.inf, keep=False))
-    configs = spilled_configs(free, config, on_tier, finest=True)
-    ranked = sorted((estimate(free, each) for each in configs), key=lambda each: max(each.peak_bytes))
-    found = (times for each in ranked[:_NUM_SIMULATED] if (times := simulated(free, each)))
+    cap = replace(problem.capped, device_bytes=math.inf, host_bytes=math.inf, keep=False)
+    free = replace(problem, cap=cap)
+    estimates = [estimate(free, each) for each in spilled_configs(free, config, on_tier, finest=True)]
+    found = filter(None, (simulated(free, each) for each in _smallest_first(estimates)))
     return min(found, key=lambda each: (max(each.peak_bytes), each.config.num_stages))
+
+
+def _smallest_first(estimates: list[Estimate]) -> list[Estimate]:
+    """Those with the least memory that are simulated."""
+    ranked = sorted(estimates, key=lambda each: max(each.peak_bytes))
+    return ranked[:_NUM_SIMULATED]
 
 
 def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
@@ -200,24 +213,23 @@ def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     profile = problem.profile
     config = smallest.config
     assert cap.host_bytes is not None
-    least, count = max(smallest.peak_bytes), config.num_stages
+    least = max(smallest.peak_bytes)
+    stages = counted(config.num_stages, "stage")
     if least <= cap.device_bytes:
         return (
             f"{profile.model} does not fit the {cap.tier}: it would keep its weights and the states of its "
             f"optimizer there, and may take {format_bytes(cap.host_bytes)}"
         )
     largest = max(profile.layers, key=lambda layer: layer.weight_bytes)
-    several = cap.num_ranks > 1
-    if several:
+    on_each = ""
+    per_rank = ""
+    if cap.num_ranks > 1:
         on_each = f" on each of {cap.num_ranks} ranks"
         per_rank = " per rank"
-    else:
-        on_each = ""
-        per_rank = ""
     given, needed = cap.device_bytes + cap.taken_bytes, least + cap.taken_bytes
     return (
         f"{profile.model} cannot be trained within {format_bytes(given)} of device memory{on_each}: "
-        f"the smallest cap that works is {format_bytes(needed, up=True)}, with {count} stage{'s' * (count > 1)}, "
+        f"the smallest cap that works is {format_bytes(needed, up=True)}, with {stages}, "
         f"one slot{per_rank} and {config.num_microbatches} micro-batches per update; its largest layer, "
         f"{largest.name}, has {format_bytes(largest.weight_bytes)} of weights, whose gradients need "
         f"{format_bytes(largest.wgrad_bytes)}"
@@ -234,7 +246,8 @@ _PLACES = {
 def _candidate(problem: Problem, other: Estimate, winner: Estimate) -> Candidate:
     """The best candidate with another place of the steps, and the reason why it lost."""
     assert other.limit is not None and winner.limit is not None
-    limit_s, gain = other.limit.limit_s, winner.limit.limit_s / other.limit.limit_s
+    limit_s = other.limit.limit_s
+    gain = winner.limit.limit_s / other.limit.limit_s
     why = f"limit {format_seconds(limit_s)} per update ({other.limit.binds} binds)"
     if gain > 1:
         why += f", {gain:.2f} × as fast at best, but slower once simulated"

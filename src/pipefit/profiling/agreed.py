@@ -23,7 +23,8 @@ from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.materialise import is_meta
 from pipefit.stage.stage import replaced_forwards
 
-_REPEATS, _LIMIT_S = 9, 5.0
+_REPEATS = 9
+_LIMIT_S = 5.0
 
 
 def agreed_profile(

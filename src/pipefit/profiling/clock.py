@@ -56,9 +56,11 @@ class Clock:
 
 def works_alone(work: Callable[[], object]) -> bool:
     """Returns whether the calling thread does all of the work: then its processor time is the time of the work."""
-    process, thread = time.process_time(), time.thread_time()
+    process = time.process_time()
+    thread = time.thread_time()
     work()
-    process, thread = time.process_time() - process, time.thread_time() - thread
+    process = time.process_time() - process
+    thread = time.thread_time() - thread
     return process - thread < 0.05 * thread
 
 

@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -44,7 +44,8 @@ _LIMIT_S = 0.8
 T = TypeVar("T")
 _ROUNDED_TO_BYTES = 1024
 """The memory in use, without tensors, varies by less than this: other threads allocate too."""
-_NUM_HELD, _HELD_BYTES = 10, 1 << 20
+_NUM_HELD = 10
+_HELD_BYTES = 1 << 20
 """Number of forwards held at the same time, until malloc's cache of small pieces, which counts as in use, is empty;
 for a layer that saves more than so many bytes this cache does not matter."""
 _SMALL_BYTES = 64 << 20
@@ -90,7 +91,8 @@ def profile_kinds(
         The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. Layers
         are unchanged.
     """
-    (x, y), place = work.batch("measuring the layers"), work.device
+    (x, y) = work.batch("measuring the layers")
+    place = work.device
     # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
     with torch.autocast("cpu", work.half, enabled=work.half is not None):
         computed = analytic_profile(
@@ -179,7 +181,7 @@ def _seconds(
     weights = [parameter for parameter in run.layer.module.parameters() if parameter.requires_grad]
     for parameter in weights:
         parameter.grad = torch.zeros_like(parameter)
-    layer = run.layer._replace(module=cast(torch.nn.Module, run))
+    layer = replace(run.layer, module=cast(torch.nn.Module, run))
     passes = _repeated(Step([layer], run.payload, None, None, clock).marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
@@ -271,7 +273,8 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
 
 def _ratio(pairs: Sequence[tuple[float, float]], none: float = 1.0) -> float:
     """The second over the first, of their sums."""
-    below, above = sum(a for a, _ in pairs), sum(b for _, b in pairs)
+    below = sum(a for a, _ in pairs)
+    above = sum(b for _, b in pairs)
     if below:
         return above / below
     return none

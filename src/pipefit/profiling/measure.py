@@ -101,7 +101,8 @@ def profile_layers(
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
-        whole_s, call_s = 0.0, 0.0
+        whole_s = 0.0
+        call_s = 0.0
         if optimizer:
             weights = list({id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}.values())
             steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
@@ -195,10 +196,12 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
     elif not found.gets_gradients:
         inputs = 0.0
     halved = [turn.halved[index] for turn in turns if turn.halved is not None]
-    split_s, split_input_s = (0.0 if halved else None), 0.0
+    split_s = 0.0 if halved else None
+    split_input_s = 0.0
     if halved and found.learns and found.gets_gradients:
         first_s, second_s = (median_of(list(half)) for half in zip(*halved, strict=True))
-        split_s, split_input_s = max(second_s - (full - inputs), 0.0), max(first_s - inputs, 0.0)
+        split_s = max(second_s - (full - inputs), 0.0)
+        split_input_s = max(first_s - inputs, 0.0)
     return msgspec.structs.replace(
         found.layer,
         forward_s=median_of(forward),

@@ -67,7 +67,8 @@ class Step:
 
     def attended(self) -> list[float]:
         """Seconds of the cores of attention in the forward of each layer."""
-        clock, payload = self.clock, self.payload
+        clock = self.clock
+        payload = self.payload
         marks: list[list[tuple[Any, Any]]] = []
 
         def timed(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +91,8 @@ class Step:
 
         Autograd traverses the whole graph below its start, so each layer has its own graph.
         """
-        clock, payload = self.clock, self.payload
+        clock = self.clock
+        payload = self.payload
         borders: list[tuple[Saved, list[Tensor]]] = []
         for layer in self.chain:
             payload = map_tensors(cut_off, payload)
@@ -136,7 +138,8 @@ class Step:
         return ([], [])
 
     def _marked(self, backward: Callable[[list[Tensor], list[Tensor | None], list[GradientEdge]], object]) -> Marked:
-        clock, payload = self.clock, self.payload
+        clock = self.clock
+        payload = self.payload
         calls: list[tuple[Any, Any]] = []
         reached: list[tuple[int, Any]] = []
         # Edges of the graph, not tensors: an output is freed as early as in the plain pass.

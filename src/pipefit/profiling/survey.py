@@ -52,7 +52,8 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
     found = []
     for layer in chain:
         weights = list(layer.module.parameters())
-        before, cores = dict(seen), 0
+        before = dict(seen)
+        cores = 0
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
         input_bytes = num_bytes(tensors_of(sent(payload)))
 
@@ -90,7 +91,8 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
     """
     leaves = tensors_of(sent(output))
     graded = [leaf for leaf in leaves if leaf.requires_grad]
-    output_bytes, grad_bytes = num_bytes(leaves), num_bytes(graded)
+    output_bytes = num_bytes(leaves)
+    grad_bytes = num_bytes(graded)
     return Layer(
         name,
         *(0.0, 0.0, 0.0),

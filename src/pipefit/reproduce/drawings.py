@@ -63,7 +63,8 @@ def saved_samples(run: Bench, step: Draw, layers: int, samples: int) -> float:
     """Samples × layers whose activations a device holds at its peak, from the simulated program."""
     metrics = run(step).metrics
     of_microbatch = samples / metrics["num_microbatches"]
-    saved, kept = max(metrics["peak_inflight"]), max(metrics["kept_inputs"])
+    saved = max(metrics["peak_inflight"])
+    kept = max(metrics["kept_inputs"])
     return float(saved * of_microbatch * layers / metrics["num_stages"] + kept * of_microbatch)
 
 

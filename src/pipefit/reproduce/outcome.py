@@ -32,7 +32,8 @@ class Compared:
     @property
     def ratio(self) -> float | None:
         """Ours over the published one; None where these are not two numbers."""
-        ours, published = self.ours, self.value.published
+        ours = self.ours
+        published = self.value.published
         if not _is_number(ours) or not _is_number(published) or not published:
             return None
         return float(ours) / float(published)
@@ -40,7 +41,8 @@ class Compared:
     @property
     def agrees(self) -> bool | None:
         """Returns whether both agree; None: nothing is published."""
-        published, ratio = self.value.published, self.ratio
+        published = self.value.published
+        ratio = self.ratio
         if published is None:
             return None
         if ratio is None:

@@ -118,7 +118,8 @@ def weights_per_second(run: Bench, step: Planned) -> float:
 
 def sums_mb(run: Bench, step: Planned) -> float:
     """MB per sample of a ring all-reduce of all weights over the devices, each with a mini-batch."""
-    profile, count = step.question.profile, step.question.topology.num_devices
+    profile = step.question.profile
+    count = step.question.topology.num_devices
     trained_bytes = sum(layer.wgrad_bytes for layer in profile.layers)
     return 2 * (count - 1) / count * trained_bytes / profile.microbatch_size / 1e6
 
@@ -137,13 +138,15 @@ def _sent_mb(run: Bench, step: Planned) -> float:
 
 def stalls(run: Bench, step: Planned) -> float:
     """The share of the devices' time without work."""
-    found, question = run(step), step.question
+    found = run(step)
+    question = step.question
     return idle_share(found, question.profile, question.topology, found.prediction.period_s)
 
 
 def share(run: Bench, step: Planned, purpose: str) -> float:
     """The share of an update's time that one of its purposes takes."""
-    found, question = run(step), step.question
+    found = run(step)
+    question = step.question
     cost = of_plan(question.profile.at(found.microbatch_size), found, question.topology, runtime=FREE)
     return breakdown(simulate(program_of(found), cost))[purpose]
 
@@ -159,7 +162,8 @@ def replicas(run: Bench, step: Planned) -> str:
 
 def speedup(run: Bench, step: Planned) -> float:
     """Times the throughput of data parallelism, both simulated: both sum gradients after their backwards."""
-    found, question = run(step), step.question
+    found = run(step)
+    question = step.question
     if found.schedule == "data-parallel":
         return 1.0
     text = f"simulate(plan) over simulate(data parallelism), of {step.command}"

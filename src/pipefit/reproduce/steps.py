@@ -33,7 +33,8 @@ class Step(ABC):
     flags: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, *places: Any, **options: Any) -> None:
-        self.places, self.options = places, options
+        self.places = places
+        self.options = options
         self.command = " ".join(["pipefit", self.verb, *self._words()])
 
     def __eq__(self, other: object) -> bool:

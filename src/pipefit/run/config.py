@@ -95,6 +95,18 @@ class RunConfig:
         """The options of spilled stages, also where nothing is spilled."""
         return self.request.spill or Spilled()
 
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes, once `with_defaults` has chosen it."""
+        assert self.request.parallelism.ranks is not None
+        return self.request.parallelism.ranks
+
+    @property
+    def num_steps(self) -> int:
+        """Number of weight updates, once the data is known."""
+        assert self.steps is not None
+        return self.steps
+
 
 def checkpoints_of(folder: str | Path) -> Path:
     """The folder of a run's checkpoints."""
@@ -108,7 +120,8 @@ def with_defaults(config: RunConfig) -> RunConfig:
     """
     check_least(config)
     config = _with_rates(config)
-    request, spread = config.request, config.request.parallelism
+    request = config.request
+    spread = config.request.parallelism
     is_capped = config.spill.cap_bytes is not None
     if spread.ranks is None:
         if is_capped:
@@ -212,7 +225,8 @@ def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
         asked: the user's options.
         config: the same, `with_defaults`.
     """
-    request, ranks = asked.request, config.request.parallelism.ranks
+    request = asked.request
+    ranks = config.request.parallelism.ranks
     is_own = request.plan is not None or config.spill.cap_bytes is not None
     is_auto = config.request.schedule == AUTO
     found: list[tuple[str, str]] = []
@@ -253,19 +267,19 @@ def _rates(asked: RunConfig, config: RunConfig) -> str:
 
 def _saving(config: RunConfig) -> str:
     """The checkpoints of a run, in words."""
-    saves, request = config.saves, config.request
+    saves = config.saves
+    request = config.request
     if not config.output:
         return "none without -o FOLDER"
+    schedule = request.schedule or ""
     if request.plan and Path(request.plan).is_file():
         schedule = Plan.load(request.plan).schedule
-    else:
-        schedule = request.schedule
     if saves.every:
         every = f"every {saves.every} steps, and "
     else:
         every = ""
     # An asynchronous schedule drains for each, which changes its numbers.
-    if saves.every is None and (schedule == AUTO or find(schedule or "").is_synchronous):
+    if saves.every is None and (schedule == AUTO or find(schedule).is_synchronous):
         every = f"by time, in at most {100 * saves.share:g} % of it, and "
     if saves.keep and every:
         kept = f"; the newest {saves.keep} stay"

@@ -13,7 +13,8 @@ from pipefit.draw.chart import Points
 from pipefit.errors import PipefitError
 from pipefit.spec.files import read_text
 
-_WIDTH, _HEIGHT = 380, 250
+_WIDTH = 380
+_HEIGHT = 250
 _MOST_POINTS = 400
 _MIB = 2.0**20
 _CURVES = (

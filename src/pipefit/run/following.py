@@ -66,9 +66,11 @@ def server_of(folder: Path, port: int) -> ThreadingHTTPServer:
                 self.send_error(404)
                 return
             try:
-                code, text = 200, page()
+                code = 200
+                text = page()
             except PipefitError as problem:
-                code, text = 503, str(problem)
+                code = 503
+                text = str(problem)
             body = text.encode()
             self.send_response(code)
             self.send_header("Content-Type", f"text/{'html' if code == 200 else 'plain'}; charset=utf-8")

@@ -57,7 +57,8 @@ class KeptMeasurements:
 
     def __init__(self, facts: Mapping[str, Any], session: Session, path: Path | None, again: bool = False) -> None:
         self.path = path
-        self._facts, self._session = facts, session
+        self._facts = facts
+        self._session = session
         self._kept: dict[str, Any] = {}
         self._new: dict[str, Any] = {}
         if not again:

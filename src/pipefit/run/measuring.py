@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -101,7 +102,8 @@ def _attempt(config: RunConfig, work: Workload, observer: Observer, book: KeptMe
         book: the kept measurements; takes the new ones.
         number: of the attempt: a restarted run has measured it already.
     """
-    session, before = current(), CpuUse.now()
+    session = current()
+    before = CpuUse.now()
     known = book.find("layers", Measured)
     if known is None:
         observer.doing(_MEASURING[config.request.schedule == AUTO])
@@ -109,20 +111,20 @@ def _attempt(config: RunConfig, work: Workload, observer: Observer, book: KeptMe
     assert made.profile is not None and made.topology is not None
     if known is None:
         book.add("layers", Measured(made.profile, made.topology))
-    flop = None
+    flop: list[ModelFlop] = []
     if config.spill.cap_bytes is None:
-        flop = kept(session, "flop", ModelFlop | None, lambda: _flop(work, made.plan.num_processes, book))
+        flop = kept(session, "flop", list[ModelFlop], lambda: _flop(work, made.plan.num_processes, book))
     observer.doing("measuring the machine, and predicting the run")
     profile = made.profile.at(largest_part(work.batch("a run")[0], made.plan.num_microbatches))
     cost = _cost(config, work, made._replace(profile=profile), book)
     others = 0.0
     if book.is_new:
         others = kept(session, f"others-{number}", float, lambda: busy_cores(before))
-    return _Attempt(made.plan, MeasuredCosts(profile, cost, others), flop)
+    return _Attempt(made.plan, MeasuredCosts(profile, cost, others), next(iter(flop), None))
 
 
-def _flop(work: Workload, num_processes: int, book: KeptMeasurements) -> ModelFlop | None:
-    """The basis of MFU, which rank 0 counts."""
+def _flop(work: Workload, num_processes: int, book: KeptMeasurements) -> list[ModelFlop]:
+    """The basis of MFU, which rank 0 counts; empty: it cannot be counted."""
 
     def count() -> list[ModelFlop]:
         with current().at(MEASURING):
@@ -131,10 +133,7 @@ def _flop(work: Workload, num_processes: int, book: KeptMeasurements) -> ModelFl
             return []
         return [ModelFlop(*found)]
 
-    found = book.take("flop", list[ModelFlop], count)
-    if found:
-        return found[0]
-    return None
+    return book.take("flop", list[ModelFlop], count)
 
 
 def _cost(config: RunConfig, work: Workload, made: Decision, book: KeptMeasurements) -> CostModel:
@@ -147,7 +146,7 @@ def _cost(config: RunConfig, work: Workload, made: Decision, book: KeptMeasureme
         topology = msgspec.structs.replace(topology, tiers=(tier,))
     if plan.tensor > 1:
         shard = f"shard of {plan.tensor}, {plan.num_microbatches} micro-batches, {plan.sequence_parallel}"
-        profile = book.take(shard, Profile, lambda: profile_on_ranks(plan, profile, topology, session, work))
+        profile = book.take(shard, Profile, partial(profile_on_ranks, plan, profile, topology, session, work))
 
     def executor() -> RuntimeCosts:
         return book.take("executor", RuntimeCosts, lambda: runtime_costs(session, topology))

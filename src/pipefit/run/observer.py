@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from pipefit.models import ModelBundle
-from pipefit.pipeline.callbacks import Record
-from pipefit.pipeline.step_figures import ModelFlop
-from pipefit.run.config import RunConfig
-from pipefit.run.sources import Source
-from pipefit.spec import Plan, Profile
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipefit.models import ModelBundle
+    from pipefit.pipeline.callbacks import Record
+    from pipefit.pipeline.step_figures import ModelFlop
+    from pipefit.run.config import RunConfig
+    from pipefit.run.sources import Source
+    from pipefit.spec import Plan, Profile
 
 
 class Observer:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipefit.errors import PipefitError, look_up
@@ -75,7 +75,7 @@ class Rates(LRScheduler):
         self.num_steps = num_steps
         super().__init__(optimizer)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """The rates of the next step, of each group."""
         factor = self._factor(self.last_epoch)
         return [peak * factor for peak in self.base_lrs]

@@ -119,10 +119,9 @@ def _rows(data: list[dict[str, Any]]) -> list[Row]:
 
 def _timelines(place: Path, is_predicted: bool) -> list[str]:
     """The pictures of the timelines that there are, with one unit."""
+    names = ["measured"]
     if is_predicted:
-        names = ("measured", "predicted")
-    else:
-        names = ("measured",)
+        names.append("predicted")
     paths = {name: place / f"{name}.trace.json" for name in names}
     if not is_predicted and not (place / MEASURED).exists():
         return []

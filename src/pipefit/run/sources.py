@@ -172,7 +172,8 @@ def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora:
             bundle = hub_bundle(model, options, lora)
         else:
             bundle = build(model, **options)
-    layers, own = named_layers(bundle.layers), getattr(bundle.layers, "initialise_layer", None)
+    layers = named_layers(bundle.layers)
+    own = getattr(bundle.layers, "initialise_layer", None)
     if own is None or not can_be_drawn(layers, own):
         if is_meta(layers):
             return build(model, **options)

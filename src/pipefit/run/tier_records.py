@@ -46,11 +46,10 @@ def with_tier(config: RunConfig, rank: int) -> RunConfig:
         )
     spill = _checked(config)
     if spill is not None:
-        # It must still have a step to do, so that it can be measured: one interrupted after its last repeats that.
+        latest: int | bool = False
         if resumes:
-            latest = config.steps - 1
-        else:
-            latest = False
+            # It must still have a step to do, so that it can be measured: one interrupted after its last repeats that.
+            latest = config.num_steps - 1
         spill = replace(spill, resume=latest, about=facts_of(config))
     return _with_spill(config, spill)
 
@@ -65,7 +64,8 @@ def _checked(config: RunConfig) -> Spilled | None:
     Raises:
         PlanError: an option of spilled stages has no effect here.
     """
-    spill, usual = config.spill, Spilled()
+    spill = config.spill
+    usual = Spilled()
     given = [f"--{n.replace('_', '-')}" for n in _OF_SPILLED if getattr(spill, n) != getattr(usual, n)]
     is_spilled = bool(spill.device_memory or spill.host_memory or spill.disk)
     if given and not is_spilled and not config.request.plan:

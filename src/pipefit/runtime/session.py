@@ -10,6 +10,7 @@ import os
 import shutil
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class Session:
         stop: whether this process was asked to stop.
         start: of the run: the first one, or another one after a fault.
         group: the process group of small collectives; None: the default one.
-        calls: the process group of roll calls; see `pipefit.runtime.calls`.
+        calls: the process group of roll calls, see `pipefit.runtime.calls`; weak, so that `leave` ends its threads.
         background: the checkpoint that is being written while the training goes on.
     """
 
@@ -76,7 +77,7 @@ class Session:
     stop: Stop = field(default_factory=Stop)
     start: Start = field(default_factory=Start)
     group: Any = None
-    calls: Any = None
+    calls: weakref.ref[dist.ProcessGroup] | None = None
     background: Background = field(default_factory=Background)
     _shared: Iterator[int] = field(default_factory=itertools.count)
 
@@ -112,12 +113,12 @@ class Session:
         Raises:
             DisagreementError: on every rank with the same message: two call different methods.
         """
-        if not self.is_distributed:
+        if self.calls is None:
             return
         mine = torch.tensor([CALLS.index(name)])
         found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         with self.progress.calling(int(mine)):
-            dist.all_gather(found, mine, group=self.calls)
+            dist.all_gather(found, mine, group=self.calls())
         called = [CALLS[int(number)] for number in found]
         if len(set(called)) > 1:
             raise DisagreementError(different_calls(dict(enumerate(called))))
@@ -223,7 +224,7 @@ def join() -> Session:
     progress.at(JOINING)
     start = meet(rank, num_ranks, folder)
     if num_ranks > 1:
-        calls = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        calls = weakref.ref(dist.new_group(backend="gloo", timeout=TIMEOUT))
     else:
         calls = None
     progress.at(OUTSIDE)
@@ -275,19 +276,26 @@ def _leave_well() -> None:
 
 
 def leave() -> None:
-    """Leaves the process group, once all ranks are done; without this a finished worker sometimes aborts at exit."""
+    """Leaves the process group, once all ranks are done.
+
+    The group goes even where another rank is gone already. Otherwise its threads would give back tensors while Python
+    ends, which aborts the process: "terminate called without an active exception".
+    """
     global _session
     if _session is None:
         return
-    if dist.is_initialized():
-        _session.settle()
-        with _session.at(LEAVING):
-            for finish in _session.before_leaving:
-                finish()
-            _session.roll_call(LEAVE)
+    try:
+        if dist.is_initialized():
+            _session.settle()
+            with _session.at(LEAVING):
+                for finish in _session.before_leaving:
+                    finish()
+                _session.roll_call(LEAVE)
+    finally:
+        if dist.is_initialized():
             dist.destroy_process_group()
         for finish in _session.after_leaving:
             finish()
-    if _session.watchdog is not None:
-        _session.watchdog.stop()
-    _session = None
+        if _session.watchdog is not None:
+            _session.watchdog.stop()
+        _session = None

@@ -30,7 +30,8 @@ def num_warmup(header: Header, stage: int) -> int:
 
 
 def _warmup_in_reach(shape: Shape) -> None:
-    warmup, most = shape.options.get("warmup", 1), max(2, shape.num_microbatches * shape.num_steps)
+    warmup = shape.options.get("warmup", 1)
+    most = max(2, shape.num_microbatches * shape.num_steps)
     if not 0 <= warmup <= most:
         raise ScheduleError(
             f"warmup: expected 0 to {most} times the depth below the rank (1: as few in flight as keep ranks busy; "

@@ -59,7 +59,8 @@ class EventEngine:
         num_ranks = len(graph.starts) - 1
         for times in (self.start, self.posted, self.end):
             times += [UNKNOWN] * (len(graph.instructions) * self.repeats)
-        self.clock, self.blocked_on = [0] * num_ranks, [UNKNOWN] * num_ranks
+        self.clock = [0] * num_ranks
+        self.blocked_on = [UNKNOWN] * num_ranks
         ranks = [self._issue(rank) for rank in range(num_ranks)]
         if not (self.contention or self.cores):
             self.ready = list(reversed(range(num_ranks)))
@@ -83,7 +84,8 @@ class EventEngine:
 
     def _issue(self, rank: int) -> Iterator[None]:
         """Runs a rank; yields where it waits for an arrival, for ranks whose clocks are behind, or for a core."""
-        layout, prices = self.layout, self.prices
+        layout = self.layout
+        prices = self.prices
         codes = layout.codes
         waits = layout.waits
         partners = layout.partners
@@ -93,7 +95,8 @@ class EventEngine:
         end = self.end
         clock = self.clock
         blocked_on = self.blocked_on
-        wait, message = Code.WAIT.value, Code.MESSAGE.value
+        wait = Code.WAIT.value
+        message = Code.MESSAGE.value
         hold = prices.hold
         size = len(codes)
         shares = bool(self.cores)
@@ -101,23 +104,27 @@ class EventEngine:
         first, stop = layout.graph.starts[rank : rank + 2]
         now: float = 0
         for base in range(0, size * self.repeats if first < stop else 0, size):
-            travel, arrivals = prices.travel[base > 0], prices.arrivals[base > 0]
+            travel = prices.travel[base > 0]
+            arrivals = prices.arrivals[base > 0]
             for q in prices.closing[rank] if base else ():
                 if end[base - size + q] < 0:
-                    clock[rank], blocked_on[rank] = now, base - size + q
+                    clock[rank] = now
+                    blocked_on[rank] = base - size + q
                     yield
                 now = max(now, end[base - size + q])
             if shares:
                 now = yield from self._work(rank, now, prices.between)
             else:
-                now = now + prices.between
+                now += prices.between
             for i in range(first, stop):
-                code, n = codes[i], base + i
+                code = codes[i]
+                n = base + i
                 if code <= wait:
                     if code == wait:
                         for q in waits[i]:
                             if end[base + q] < 0:
-                                clock[rank], blocked_on[rank] = now, base + q
+                                clock[rank] = now
+                                blocked_on[rank] = base + q
                                 yield
                             if end[base + q] > now:
                                 now = end[base + q]
@@ -135,7 +142,7 @@ class EventEngine:
                 if shares:
                     now = yield from self._work(rank, now, hold[i])
                 else:
-                    now = now + hold[i]
+                    now += hold[i]
                 if self.agenda and self.agenda[0][0] < now:
                     heapq.heappush(self.agenda, (now, rank))
                     yield
@@ -145,7 +152,8 @@ class EventEngine:
                     q = partners[i]
                     other = posted[base + q]
                     if other >= 0:
-                        arrival, other = now + travel[i], other + travel[q]
+                        arrival = now + travel[i]
+                        other += travel[q]
                         if arrival > other:
                             end[n] = end[base + q] = arrival
                         else:
@@ -180,11 +188,14 @@ class EventEngine:
         A message or collective requests its links and ports when it is ready, not when that time becomes known; the
         copies of a rank keep their order.
         """
-        layout, prices = self.layout, self.prices
+        layout = self.layout
+        prices = self.prices
         if self.end[n] >= 0:
             return
-        base, sides = n - i, layout.graph.sides(i)
-        travels, lanes = prices.travel[base > 0], prices.lanes.get(i, ())
+        base = n - i
+        sides = layout.graph.sides(i)
+        travels = prices.travel[base > 0]
+        lanes = prices.lanes.get(i, ())
         travel = travels[i]
         if lanes:
             finish = max([self.free.get(lane, 0) for lane in lanes]) + travel
@@ -231,7 +242,8 @@ class EventEngine:
         """
         taken = self.taken.setdefault(channel, [])
         pieces: list[tuple[float, float]] = []
-        now, left = begin, seconds
+        now = begin
+        left = seconds
         for start, end in taken[bisect_right(taken, begin, key=_end) :]:
             piece = min(left, start - now)
             if piece > 0:

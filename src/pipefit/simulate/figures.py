@@ -35,7 +35,8 @@ def metrics(
         cost: of the simulation, for the period; None: unit costs without latency.
         steady: the same schedule with more steps, for the period of an asynchronous one; see `steady_period_s`.
     """
-    header, send = program.header, Op.SEND
+    header = program.header
+    send = Op.SEND
     ranks = range(len(program.ranks))
     ideal = header.total_microbatches * timeline.num_repeats * (forward + backward)
     makespan = timeline.makespan_s

@@ -53,21 +53,26 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
     travel_of = [_travel_s(cost, i, rank, rendezvous) for i, rank in layout.kinds]
     lanes_of = [_lanes(cost, i, rank, contention) for i, rank in layout.kinds]
     channel_of = [_channel(cost, i, rank) for i, rank in layout.kinds]
-    travel, lanes = [travel_of[index] for index in layout.costs], _by_number(layout, lanes_of)
+    travel = [travel_of[index] for index in layout.costs]
+    lanes = _by_number(layout, lanes_of)
     for group in graph.collectives:
         first = graph.instructions[group[0]]
         members = sorted(graph.ranks[number] for number in group)
-        seconds, ports = cost.reduce_s(first, members), cost.reduction_ports(first, members)
+        seconds = cost.reduce_s(first, members)
+        ports = cost.reduction_ports(first, members)
         for number in group:
             travel[number] = seconds
             lanes[number] = ports
-    kept, kept_later = _kept(graph, later=False), _kept(graph, later=True)
-    between, closing = cost.pass_s, _closing(layout)
+    kept = _kept(graph, later=False)
+    kept_later = _kept(graph, later=True)
+    between = cost.pass_s
+    closing = _closing(layout)
     spill = graph.program.header.spill
     if spill is not None and graph.program.header.num_ranks > 1:
         # Ranks of a pipeline wait between two passes for a commit of the tier, once everything is written.
         for commit_s in (tier.commit_s for tier in cost.tiers if tier.name == spill.tier and tier.commit_s):
-            between, closing = between + commit_s, _closing(layout, Op.EVICT)
+            between += commit_s
+            closing = _closing(layout, Op.EVICT)
     return Prices(
         [hold_of[index] for index in layout.costs],
         (_without(travel, kept), _without(travel, kept_later)),
@@ -155,7 +160,8 @@ def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
     These are reductions whose end no instruction waits for, such as gathers of new weights; steps on the host, because
     their optimizers may be read between two passes; and the operations in `more`.
     """
-    graph, always = layout.graph, [i.op is Op.HOST_STEP or i.op in more for i, _ in layout.kinds]
+    graph = layout.graph
+    always = [i.op is Op.HOST_STEP or i.op in more for i, _ in layout.kinds]
     reductions = set(graph.collective_of)
     if reductions:
         reductions.difference_update(*layout.waits)

@@ -45,7 +45,8 @@ class Machine:
     def end(self) -> tuple[float, int]:
         """Ends the first running work; returns its time and rank."""
         time = self.next_end
-        self.now, self.done = time, self.work[0][0]
+        self.now = time
+        self.done = self.work[0][0]
         return time, heapq.heappop(self.work)[1]
 
     def _advance(self, now: float) -> None:

@@ -134,7 +134,8 @@ def _check(layout: FlatProgram) -> None:
 
 def _events(engine: EventEngine, steps_only: bool) -> tuple[Event, ...]:
     graph = engine.layout.graph
-    starts, program = graph.starts, graph.program
+    starts = graph.starts
+    program = graph.program
     picks = steps_only and program.header.spill is None
     size = starts[-1]
     events: list[Event] = []
@@ -149,7 +150,8 @@ def _events(engine: EventEngine, steps_only: bool) -> tuple[Event, ...]:
 
 def _milestones(program: Program, rank: int) -> list[int]:
     """The first work of a rank, its last of each step, and its last forward of a stage that trains."""
-    header, instructions = program.header, program.ranks[rank]
+    header = program.header
+    instructions = program.ranks[rank]
     last: dict[int | Op, int] = {}
     for index, i in zip(reversed(range(len(instructions))), reversed(instructions), strict=True):
         if i.op in WORK_OPS:

@@ -22,7 +22,8 @@ def most_unposted(program: Program) -> int:
     5
     """
     timeline = simulate(program, unit(program.header), memory=False)
-    posted, sent = {}, []
+    posted = {}
+    sent = []
     for event in timeline.events:
         i = timeline.instruction(event)
         if i.op is Op.RECV:

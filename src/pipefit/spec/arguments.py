@@ -179,7 +179,8 @@ _ANY = Kind(lambda value: True, "anything")
 
 
 def _made(hint: Any) -> Kind:
-    origin, parts = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    parts = get_args(hint)
     if origin is Annotated:
         return _limited(kind_of(parts[0]), parts[1])
     if origin in (Union, types.UnionType):
@@ -218,7 +219,8 @@ def _limited(kind: Kind, meta: Meta) -> Kind:
         limits = f"from {least:g} to {most:g}"
     else:
         limits = f"of at least {least:g}"
-    words, many = f"{kind.words} {limits}", f"{kind.in_list} {limits}"
+    words = f"{kind.words} {limits}"
+    many = f"{kind.in_list} {limits}"
     return Kind(lambda value: kind.fits(value) and least <= value <= most, words, many)
 
 

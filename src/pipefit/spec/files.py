@@ -18,7 +18,8 @@ from pipefit.errors import PipefitError
 
 T = TypeVar("T")
 
-_HERE, _EXCHANGE = -100, 2
+_HERE = -100
+_EXCHANGE = 2
 """Arguments of Linux's renameat2: paths are relative to this process's folder; both names stay, exchanged."""
 
 MOST_BYTES: Final = 256 << 20
@@ -64,7 +65,8 @@ def said(problem: Exception) -> str:
     text, _, at = str(problem).partition(" - at `$")
     path = at.rstrip("`").removeprefix(".")
     if found := re.fullmatch(r"Object (missing required|contains unknown) field `(.+)`", text):
-        path, text = f"{path}.{found[2]}" if path else found[2], "missing" if "missing" in found[1] else "unknown field"
+        path = f"{path}.{found[2]}" if path else found[2]
+        text = "missing" if "missing" in found[1] else "unknown field"
     if text.startswith("Expected "):
         text = text[0].lower() + text[1:]
     for word, plain in _PLAIN.items():

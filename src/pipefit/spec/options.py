@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeVar, get_type_hints
 
 from pipefit.errors import ABOVE_0, PlanError, look_up
 from pipefit.spec.arguments import Amount, Number, check_fields
-from pipefit.spec.plan import recompute_kind
+from pipefit.spec.plan import Recompute, recompute_kind
 from pipefit.units import parse_quantity
 
 MOST_SEED: Final = 2**63 - 1
@@ -110,7 +110,7 @@ class Parallelism(Checked):
     whole_messages: bool = False
     shard_optimizer: bool = False
     verify_replicas: int | None = setting(None, least=0)
-    recompute: Literal["none", "stage", "layer", "selective"] = "none"
+    recompute: Recompute = "none"
     options: Mapping[str, int] = setting(dict, "--schedule-option", typed="pairs")
     device: Any = setting(None, typed=str)
 
@@ -331,7 +331,8 @@ def _with_values(group: Group, values: Mapping[str, Any]) -> Group:
     groups = groups_of(type(group))
     for one in fields(group):  # type: ignore[arg-type]
         if one.name in groups:
-            before, default = getattr(group, one.name), groups[one.name]()
+            before = getattr(group, one.name)
+            default = groups[one.name]()
             after = _with_values(default if before is None else before, values)
             if before is None and after == default:
                 changes[one.name] = None
@@ -371,10 +372,12 @@ def check_least(group: Any) -> None:
         PlanError: one is of another type, is too small or large or not finite, or not whole where it must be.
     """
     for one in fields(group):
-        least, value = one.metadata.get("least"), getattr(group, one.name)
+        least = one.metadata.get("least")
+        value = getattr(group, one.name)
         if least is None or value is None:
             continue
-        most, kinds = one.metadata["most"], (int,) if isinstance(least, int) else (int, float)
+        most = one.metadata["most"]
+        kinds = (int,) if isinstance(least, int) else (int, float)
         if isinstance(value, int) and most == math.inf and value > _MOST_COUNT:
             most = _MOST_COUNT
         if type(value) not in kinds or not least <= value <= most or math.isinf(value):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -12,7 +12,9 @@ from pipefit.errors import ABOVE_0, PlanError, check_figures
 from pipefit.spec.arguments import Number, check_fields, checked
 from pipefit.spec.files import decode, encode, read_json, write_json
 
-RECOMPUTE: Final = ("none", "stage", "layer", "selective")
+Recompute = Literal["none", "stage", "layer", "selective"]
+
+RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "stage", "layer", "selective")
 """Kinds of recomputation: the backward of a stage replays nothing; the whole stage (an instruction before it, as GPipe
 does); one layer after the other inside it, each from its own input (as PTD-P does); or only the cores of attention,
 softmax(q·kᵀ)·v."""
@@ -21,16 +23,20 @@ INSIDE: Final = ("layer", "selective")
 """Those that replay inside the backward, without an instruction of their own."""
 
 
-def recompute_kind(value: object) -> str:
+def recompute_kind(value: object) -> Recompute:
     """A kind of `RECOMPUTE`; true and false, of plans from before there were kinds, are "stage" and "none".
 
     Raises:
         PlanError: it is none of them.
     """
-    kind = {True: "stage", False: "none"}[value] if isinstance(value, bool) else value
-    if not isinstance(kind, str) or kind not in RECOMPUTE:
-        raise PlanError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {value!r}")
-    return kind
+    if value is True:
+        return "stage"
+    if value is False:
+        return "none"
+    for kind in RECOMPUTE:
+        if value == kind:
+            return kind
+    raise PlanError(f"recompute: expected one of {', '.join(RECOMPUTE)}, got {value!r}")
 
 
 class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,6 +56,11 @@ class StageSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "recompute", recompute_kind(self.recompute))
+
+    @property
+    def replays(self) -> Recompute:
+        """The kind of recomputation in its backward."""
+        return recompute_kind(self.recompute)
 
     @property
     def is_replayed(self) -> bool:

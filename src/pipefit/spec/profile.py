@@ -282,7 +282,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         if len(sizes) == 1:
             return _blend(self, None, microbatch_size / self.microbatch_size, microbatch_size)
         above = min(max(bisect(sizes, microbatch_size), 1), len(sizes) - 1)
-        low, high = known[sizes[above - 1]], known[sizes[above]]
+        low = known[sizes[above - 1]]
+        high = known[sizes[above]]
         share = (microbatch_size - low.microbatch_size) / (high.microbatch_size - low.microbatch_size)
         return _blend(high, low, share, microbatch_size)
 

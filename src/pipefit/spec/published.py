@@ -90,7 +90,8 @@ def from_published(data: dict[str, Any], where: str = "profile") -> Profile:
         raise ProfileError(f"{where}: {said(problem)}") from None
     index_of = _check(graph, where)
     edges = [(index_of[tail], index_of[head]) for tail, head in graph.edges]
-    tails, heads = {tail for tail, _ in edges}, {head for _, head in edges}
+    tails = {tail for tail, _ in edges}
+    heads = {head for _, head in edges}
     unused = {i for i, node in enumerate(graph.nodes) if node.desc.startswith("__getitem__") and i not in tails}
     kept = [i for i in _topological(graph, edges, where) if i not in unused]
     place = {old: new for new, old in enumerate(kept)}
@@ -127,7 +128,8 @@ def _topological(graph: _Graph, edges: Sequence[tuple[int, int]], where: str) ->
     except CycleError as problem:
         cycle = " → ".join(graph.nodes[node].id for node in problem.args[1])
         raise ProfileError(f"{where}: edges: the graph has a cycle: {cycle}; data must flow forward") from None
-    ready, order = list(sorter.get_ready()), []
+    ready = list(sorter.get_ready())
+    order = []
     heapq.heapify(ready)
     while ready:
         order.append(heapq.heappop(ready))

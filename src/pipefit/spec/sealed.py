@@ -70,7 +70,8 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> FileEntry:
     Raises:
         OSError: the file cannot be written.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("xb") as file:
         for chunk in chunks:
             digest.update(chunk)

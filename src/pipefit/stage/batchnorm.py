@@ -96,7 +96,8 @@ class RunningAverages:
         """
         buffers: dict[str, Any] = self.module._buffers
         self._fresh = []
-        self._mean, self._var = mean, var
+        self._mean = mean
+        self._var = var
         self._real = {name: buffers[name] for name in TRACKED if name in buffers}
         self.placed = dict(self._real)
         self.placed["running_mean"] = _Watched.of(self, "running_mean", mean)
@@ -256,7 +257,8 @@ class RunningAverages:
 
     def sums(self, update: int, number: int) -> Tensor | None:
         """The part of one call in what `gathered` gave."""
-        gathered, channels = self._gathered.get(update), self.num_channels
+        gathered = self._gathered.get(update)
+        channels = self.num_channels
         if gathered is None:
             return None
         return gathered[:, number * channels : (number + 1) * channels]
@@ -339,7 +341,8 @@ class _Watched(Tensor):
     def of(averages: RunningAverages, buffer: str, copied: Tensor) -> _Watched:
         """A watched tensor over the memory of a copy; its version stays when compiled code changes the copy."""
         made = copied.data.as_subclass(_Watched)
-        made.averages, made.buffer = averages, buffer
+        made.averages = averages
+        made.buffer = buffer
         return made
 
     def now(self) -> _Watched:
@@ -412,7 +415,8 @@ def commit(norms: Sequence[RunningAverages], update: int) -> None:
 
 def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]:
     """What a norm has in common with those that are updated together: first its share."""
-    seen, mean = norm.seen(update, number), norm.module._buffers["running_mean"]
+    seen = norm.seen(update, number)
+    mean = norm.module._buffers["running_mean"]
     assert mean is not None
     last = norm.last(number)
     if last is None:

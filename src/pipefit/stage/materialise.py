@@ -98,7 +98,8 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
         return torch.randn(size + len(found) if size else 0, generator=generator, device="cpu")
 
     # Vectors are mostly scales of norms, which are about 1.
-    vectors, matrices = numbers(range(2)).mul_(0.1).add_(1), numbers(range(2, 99)).mul_(0.02)
+    vectors = numbers(range(2)).mul_(0.1).add_(1)
+    matrices = numbers(range(2, 99)).mul_(0.02)
     lent: dict[int, nn.Parameter] = {}
     for _, _, parameter in found:
         if parameter.dim() < 2:

@@ -142,7 +142,8 @@ def _first_argument(make: Any) -> str:
 
 def _checked(make: Any) -> Any:
     if isinstance(make, Optimizer):
-        kind, rate = type(make).__name__, make.defaults.get("lr", "…")
+        kind = type(make).__name__
+        rate = make.defaults.get("lr", "…")
         raise PipefitError(
             f"optimizer: got an {kind} object, which belongs to the parameters of one process; each stage makes its "
             f"own, so give a function: optimizer=lambda params: torch.optim.{kind}(params, lr={rate})"

@@ -121,7 +121,7 @@ class LossScale:
         if update not in self._finite:
             finite = self._finite[update] = bool(torch.isfinite(norms).all())
             if finite:
-                self.streak = self.streak + 1
+                self.streak += 1
             else:
                 self.streak = 0
             if not finite:

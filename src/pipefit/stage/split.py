@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -13,7 +14,8 @@ from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
 
 
-class NamedLayer(NamedTuple):
+@dataclass(frozen=True)
+class NamedLayer:
     """A layer with the prefix of its parameters in the user's own names, and its place in the model.
 
     Attributes:
@@ -23,7 +25,7 @@ class NamedLayer(NamedTuple):
         label: its name where the prefix is not enough.
     """
 
-    index: int  # type: ignore[assignment]  # a tuple's method has this name
+    index: int
     prefix: str
     module: nn.Module
     label: str = ""

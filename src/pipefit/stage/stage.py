@@ -174,7 +174,8 @@ class Stage:
                 unchanged,
             ):
                 if self.is_cut:
-                    first, last = self.layers[0], self.layers[-1]
+                    first = self.layers[0]
+                    last = self.layers[-1]
                     module: Any = first.module
                     return self._run(first, lambda: module.through(last.module, payload, seed))
                 for layer in self.layers:

@@ -142,7 +142,8 @@ class Board:
     def _begin(self, entry: TrialProgress, device: int, kind: str, count: int = 1) -> Job:
         entry.status = "running"
         entry.moves += entry.device not in (-1, device)
-        entry.device, entry.last_turn = device, self._count
+        entry.device = device
+        entry.last_turn = self._count
         self._count += 1
         return Job(kind, entry.number, count)
 
@@ -193,7 +194,8 @@ class Board:
         When no other trial can end, it fails: those that are held at a rung wait for it.
         """
         entry = self.entries[number]
-        entry.status, entry.device = "waiting", -1
+        entry.status = "waiting"
+        entry.device = -1
         self._sent_back = True
         self._fail_for_want_of_room()
 
@@ -204,7 +206,8 @@ class Board:
     def set_back(self, number: int) -> None:
         """Restores a trial whose job was not done, for a reason outside the trial."""
         entry = self.entries[number]
-        entry.status, entry.device = "ready" if entry.is_built else "waiting", -1
+        entry.status = "ready" if entry.is_built else "waiting"
+        entry.device = -1
 
     def lost(self, number: int, how: str, found: Progress) -> None:
         """Restores a trial whose worker died, at its last commit."""
@@ -266,7 +269,8 @@ class Board:
             self._end(entry, "stopped", str(verdict))
 
     def _end(self, entry: TrialProgress, status: str, reason: str = "") -> None:
-        entry.status, entry.reason = status, reason
+        entry.status = status
+        entry.reason = reason
         self._sent_back = False
         self._on_end(entry)
         self._review()
@@ -311,7 +315,8 @@ class Board:
         Trials that failed are left out, stopped ones count with the steps they have done. Steps of an earlier run do
         not count.
         """
-        known, admissions = self._measured_kinds(), self._admissions_s()
+        known = self._measured_kinds()
+        admissions = self._admissions_s()
         usual_s = sum(admissions.values()) / max(len(admissions), 1)
         costs = []
         for entry in self.entries:

@@ -145,7 +145,8 @@ def _check_different(trials: Iterable[Trial]) -> None:
     """Refuses a trial that is listed twice: it would give the same numbers twice."""
     seen: dict[str, str] = {}
     for number, trial in enumerate(trials):
-        name, training = file_name(number, trial), {**trial.as_dict(), "name": "", "values": {}}
+        name = file_name(number, trial)
+        training = {**trial.as_dict(), "name": "", "values": {}}
         before = seen.setdefault(repr(sorted(training.items())), name)
         if before != name:
             raise StudyError(f"{before} and {name} are the same training: change a value, or its seed")
@@ -153,7 +154,8 @@ def _check_different(trials: Iterable[Trial]) -> None:
 
 def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str, Any]) -> Trial:
     """A trial: the common settings, overridden by its own, and both by those of a point of the grid."""
-    settings, chosen = {**shared, **own, **point}, {**own, **point}
+    settings = {**shared, **own, **point}
+    chosen = {**own, **point}
     values = {key.removeprefix(_OPTIONS): value for key, value in chosen.items() if key != "name"}
     options = {key.removeprefix(_OPTIONS): value for key, value in settings.items() if key.startswith(_OPTIONS)}
     fixed = {key: value for key, value in settings.items() if not key.startswith(_OPTIONS)}

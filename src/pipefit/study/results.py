@@ -21,7 +21,8 @@ from pipefit.study.trial import StudyError, Trial, plain
 from pipefit.study.trial_progress import TrialProgress
 from pipefit.units import columns, counted, format_bytes, format_seconds
 
-_RESULT, _ENDED = "pipefit.study-result/1", "pipefit.study-trial/2"
+_RESULT = "pipefit.study-result/1"
+_ENDED = "pipefit.study-trial/2"
 _FIGURES = ("policy", "num_devices", "makespan_s", "bound_s", "gap", "predicted_s", "policies", "resumed")
 
 
@@ -86,7 +87,8 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
         resumed: whether it was resumed. Where nothing was left to do, times are those of the earlier run.
         folder: of the study.
     """
-    best, before = board.best, None
+    best = board.best
+    before = None
     if resumed and not board.turns:
         before = _kept(folder / "results.json", _RESULT, "figures of earlier runs are then lost")
     if before is not None:
@@ -121,7 +123,8 @@ def save_result(result: StudyResult, board: Board, folder: Path) -> None:
     names = {"results": "results.json", **drawn, "trace": "timeline.trace.json"}
     result.paths |= {kind: str(folder / name) for kind, name in names.items()}
     if board.turns or not (folder / "timeline.trace.json").exists():
-        outcome, trials = board.measured(), [entry.name for entry in board.entries]
+        outcome = board.measured()
+        trials = [entry.name for entry in board.entries]
         devices = f"{result.policy} on {result.num_devices} devices"
         title = f"{result.name}: {devices}, {outcome.gap:.1%} over the lower bound"
         if drawn:

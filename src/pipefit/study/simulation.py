@@ -242,12 +242,14 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
         raise PipefitError(f"a study needs at least 1 device, got {num_devices}")
     if any(not 0 <= s < float("inf") for cost in costs for s in (*cost.turns_s, cost.admission_s)):
         raise PipefitError("a study's turns need finite times of at least 0")
-    choose, runs = look_up(policy, POLICIES, "unknown policy"), [_Run(cost) for cost in costs]
+    choose = look_up(policy, POLICIES, "unknown policy")
+    runs = [_Run(cost) for cost in costs]
     ready = {number for number, run in enumerate(runs) if run.turns}
     idle = list(range(num_devices))
     busy: list[tuple[float, int, int, float]] = []  # (end, device, trial, start)
     turns: list[TimedTurn] = []
-    now, count = 0.0, 0
+    now = 0.0
+    count = 0
     while ready or busy:
         for device in list(idle):
             offer = [Ready(n, runs[n].left_s, runs[n].last_turn, runs[n].device) for n in sorted(ready)]
@@ -258,13 +260,14 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
             run = runs[number]
             run.last_turn = count
             run.device = device
-            count = count + 1
+            count += 1
             heapq.heappush(busy, (now + run.turns[run.at][2], device, number, now))
         now, device, number, began = heapq.heappop(busy)
         run = runs[number]
         step, turn, seconds = run.turns[run.at]
         turns.append(TimedTurn(number, device, step, turn, began, now))
-        run.at, run.left_s = run.at + 1, run.left_s - seconds
+        run.at += 1
+        run.left_s -= seconds
         idle = sorted([*idle, device])
         if run.at < len(run.turns):
             ready.add(number)

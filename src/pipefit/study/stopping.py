@@ -18,7 +18,8 @@ from typing import ClassVar
 
 from pipefit.spec.options import setting
 
-LOSS, HELD_OUT = "loss", "held-out"
+LOSS = "loss"
+HELD_OUT = "held-out"
 Losses = Mapping[int, Sequence[float]]
 
 
@@ -83,7 +84,8 @@ class Median:
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops at each `every`-th step, when enough others have reached it and half of them were better."""
-        best, at = min(losses[trial]), len(losses[trial])
+        best = min(losses[trial])
+        at = len(losses[trial])
         if at < self.min_steps or at % self.every:
             return None
         averaged = ([v for v in o[:at] if v < math.inf] for n, o in losses.items() if n != trial and len(o) >= at)

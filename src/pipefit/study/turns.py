@@ -65,7 +65,8 @@ def step_program(num_shards: int, num_microbatches: int, clip: bool = False, num
 @functools.cache
 def turns_of(program: Program) -> tuple[Turn, ...]:
     """The turns of a program that `step_program` has made."""
-    found, first = [], 0
+    found = []
+    first = 0
     for turn in _split(program.ranks[0]):
         end = first + len(turn)
         stage = next(i.stage for i in turn if _is_arrival(i))

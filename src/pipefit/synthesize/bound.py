@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -22,52 +23,53 @@ def bound_s(problem: OrderProblem) -> float:
     tails and the bound with interruptions.
     """
     count = problem.header.num_stages
-    if problem.split:
-        backward = INPUT
-    else:
-        backward = BACKWARD
+    num_microbatches = problem.num_microbatches
+    inputs = range(INPUT * count, (INPUT + 1) * count)
+    weights = range(WEIGHT * count, (WEIGHT + 1) * count)
+    wholes = range(BACKWARD * count, (BACKWARD + 1) * count)
     seconds = list(problem.seconds)
     # A backward that stays whole may take less than its two halves.
-    for first, second, whole in zip(*(range(kind * count, (kind + 1) * count) for kind in _BACKWARDS), strict=True):
+    for first, second, whole in zip(inputs, weights, wholes, strict=True):
         seconds[second] = min(seconds[second], seconds[whole] - seconds[first])
     # The steps of a micro-batch, in an order that its dependencies allow.
-    chain = [*range(count), *(backward * count + stage for stage in reversed(range(count)))]
     if problem.split:
-        chain += [WEIGHT * count + stage for stage in range(count)]
+        chain = [*range(count), *reversed(inputs), *weights]
+        shift = 0
+        last = weights.start
+    else:
+        chain = [*range(count), *reversed(wholes)]
+        shift = wholes.start - inputs.start
+        last = wholes.start
     edges = [Edge(step, step, 0.0, 1) for step in chain]
     for step in chain:
         source, lag = problem.feeds[step]
+        if source >= count:
+            source += shift
         if source >= 0:
-            edges.append(Edge(source if source < count else source + (backward - INPUT) * count, step, lag))
+            edges.append(Edge(source, step, lag))
         elif step >= count:
-            edges.append(Edge(INPUT * count + step % count, step))
-    last = (WEIGHT if problem.split else BACKWARD) * count
+            edges.append(Edge(inputs[step % count], step))
     for stage, held in enumerate(problem.takes):
+        if not held:
+            continue
         # Micro-batches of a stage that fit on its rank.
-        if held:
-            window = min(problem.room[problem.home[stage]] / held, problem.num_microbatches)
-        else:
-            window = 0
+        window = min(problem.room[problem.home[stage]] / held, num_microbatches)
         if window >= 1:
             edges.append(Edge(last + stage, stage, 0.0, int(window)))
-    heads = _longest(chain, edges, seconds, [0.0] * len(seconds), problem.num_microbatches)
+    heads = _longest(chain, edges, seconds, [0.0] * len(seconds), num_microbatches)
     # The same from the end: the work that must follow each step.
     back = [Edge(edge.target, edge.source, edge.lag, edge.shift) for edge in edges]
     closing = [problem.closing_s[problem.home[step % count]] for step in range(len(seconds))]
-    tails = _longest(chain[::-1], back, seconds, closing, problem.num_microbatches)
+    tails = _longest(chain[::-1], back, seconds, closing, num_microbatches)
     bounds = []
     for stages in problem.stages:
-        jobs = [
-            (head, seconds[step], tail)
-            for step in chain
-            if step % count in stages
-            for head, tail in zip(heads[step], reversed(tails[step]), strict=True)
-        ]
+        jobs = []
+        for step in chain:
+            if step % count in stages:
+                for head, tail in zip(heads[step], reversed(tails[step]), strict=True):
+                    jobs.append((head, seconds[step], tail))
         bounds.append(_one_machine(jobs))
     return max(bounds)
-
-
-_BACKWARDS = (INPUT, WEIGHT, BACKWARD)
 
 
 class Edge(NamedTuple):
@@ -89,9 +91,12 @@ def _longest(
     found: dict[int, list[float]] = {step: [] for step in chain}
     for mb in range(count):
         for step in chain:
-            edges = [edge for edge in into[step] if mb >= edge.shift]
-            ways = [found[edge.source][mb - edge.shift] + seconds[edge.source] + edge.lag for edge in edges]
-            found[step].append(max([least[step], *ways]))
+            longest = least[step]
+            for source, _, lag, shift in into[step]:
+                if mb >= shift:
+                    way = found[source][mb - shift] + seconds[source] + lag
+                    longest = max(longest, way)
+            found[step].append(longest)
     return found
 
 
@@ -105,13 +110,17 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
         if not ready:
             now = max(now, jobs[index][0])
         while index < len(jobs) and jobs[index][0] <= now:
-            heapq.heappush(ready, (-jobs[index][2], jobs[index][1]))
+            _, work, tail = jobs[index]
+            heapq.heappush(ready, (-tail, work))
             index += 1
-        tail, left = heapq.heappop(ready)
-        if index < len(jobs) and now + left > jobs[index][0]:
-            heapq.heappush(ready, (tail, left - (jobs[index][0] - now)))
-            now = jobs[index][0]
+        before, left = heapq.heappop(ready)
+        begins = math.inf
+        if index < len(jobs):
+            begins = jobs[index][0]
+        if now + left > begins:
+            heapq.heappush(ready, (before, left - (begins - now)))
+            now = begins
         else:
             now += left
-            end = max(end, now - tail)
+            end = max(end, now - before)
     return end

@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import mul
 from random import Random
 
 from pipefit.synthesize.order_problem import BACKWARD, FORWARD, INPUT, WEIGHT, Order, OrderProblem
@@ -31,17 +32,23 @@ class Policy:
 
 def policies(problem: OrderProblem) -> Iterator[Policy]:
     """Policies of the known schedules, and variants of these."""
-    ranks, count = len(problem.stages), problem.num_microbatches
-    each = [sum(problem.takes[stage] + problem.halves[stage] for stage in stages) for stages in problem.stages]
+    ranks = len(problem.stages)
+    count = problem.num_microbatches
+    each = [sum(map(problem.size_of, stages)) for stages in problem.stages]
     most = [min(room, count * size) for room, size in zip(problem.room, each, strict=True)]
     ahead = [ranks - rank for rank in range(ranks)]
-    depths = (ahead, [2 * depth - 1 for depth in ahead], [ranks] * ranks)
     rooms = [tuple(most)]
-    rooms += [tuple(min(m, d * e) for m, d, e in zip(most, depth, each, strict=True)) for depth in depths]
-    groups = dict.fromkeys((1, ranks, count)) if problem.header.num_chunks > 1 else (1,)
-    for group, room, patience, eager in product(groups, dict.fromkeys(rooms), (0.0, 0.5, 1.0), (True, False)):
-        if problem.split or not patience:
-            yield Policy((eager,) * ranks, room, group, patience)
+    for depths in (ahead, [2 * depth - 1 for depth in ahead], [ranks] * ranks):
+        held = map(mul, depths, each)
+        rooms.append(tuple(map(min, most, held)))
+    groups = [1]
+    if problem.header.num_chunks > 1:
+        groups = list(dict.fromkeys((1, ranks, count)))
+    patiences = [0.0]
+    if problem.split:
+        patiences += [0.5, 1.0]
+    for group, room, patience, eager in product(groups, dict.fromkeys(rooms), patiences, (True, False)):
+        yield Policy((eager,) * ranks, room, group, patience)
 
 
 def nearby(policy: Policy, problem: OrderProblem, random: Random) -> Policy:
@@ -51,10 +58,15 @@ def nearby(policy: Policy, problem: OrderProblem, random: Random) -> Policy:
     if what == 0:
         return replace(policy, patience=random.choice((0.0, 0.25, 0.5, 0.75, 1.0)))
     if what == 1:
-        return replace(policy, eager=tuple(e != (r == rank) for r, e in enumerate(policy.eager)))
-    size = max(problem.takes[stage] + problem.halves[stage] for stage in problem.stages[rank])
-    changed = max(min(policy.room[rank] + random.choice((-2, -1, 1, 2)) * size, problem.room[rank]), size)
-    return replace(policy, room=tuple(changed if r == rank else room for r, room in enumerate(policy.room)))
+        eager = list(policy.eager)
+        eager[rank] = not eager[rank]
+        return replace(policy, eager=tuple(eager))
+    size = max(map(problem.size_of, problem.stages[rank]))
+    room = list(policy.room)
+    more = random.choice((-2, -1, 1, 2)) * size
+    wanted = room[rank] + more
+    room[rank] = max(min(wanted, problem.room[rank]), size)
+    return replace(policy, room=tuple(room))
 
 
 def listed(problem: OrderProblem, policy: Policy) -> Order | None:
@@ -70,14 +82,11 @@ def listed(problem: OrderProblem, policy: Policy) -> Order | None:
         if step is not None:
             found = board.take(rank, step, now)
         else:
-            if later := [time for time, _ in coming if time > now]:
-                found = [(min(later), rank)]
-            else:
-                found = []
+            later = [(time, rank) for time, _ in coming if time > now]
+            found = sorted(later)[:1]
         for event in found:
             heapq.heappush(events, event)
-    full = all(done == problem.num_microbatches for done in board.done[: 2 * problem.header.num_stages])
-    if full and not any(map(board.pending, range(problem.header.num_stages))):
+    if board.is_full():
         return board.order
     return None
 
@@ -94,22 +103,31 @@ class _Board:
     """
 
     def __init__(self, problem: OrderProblem, policy: Policy) -> None:
-        ranks, count = len(problem.stages), problem.header.num_stages
+        ranks = len(problem.stages)
+        count = problem.header.num_stages
         self.problem = problem
         self.policy = policy
         self.count = count
-        self.free, self.held = [0.0] * ranks, [0.0] * ranks
+        self.free = [0.0] * ranks
+        self.held = [0.0] * ranks
         self.done = [0] * (3 * count)
         self.arrived: list[list[float]] = [[] for _ in range(2 * count)]
         self.arrived[0] = [0.0] * problem.num_microbatches
         self.order: Order = [[] for _ in range(ranks)]
-        self.size = [take + half for take, half in zip(problem.takes, problem.halves, strict=True)]
+        self.size = list(map(problem.size_of, range(count)))
         self.feeds = {source: step for step, (source, _) in enumerate(problem.feeds[: 2 * count])}
+
+    def is_full(self) -> bool:
+        """Returns whether all steps are done."""
+        stages = range(self.count)
+        firsts = self.done[: 2 * self.count]
+        return min(firsts) == self.problem.num_microbatches and not any(map(self.pending, stages))
 
     def pending(self, stage: int) -> int:
         """Second halves of a stage still to do."""
         if self.problem.split:
-            return self.done[self.count + stage] - self.done[2 * self.count + stage]
+            done = self.done[stage :: self.count]
+            return done[INPUT] - done[WEIGHT]
         return 0
 
     def coming(self, rank: int) -> list[tuple[float, int]]:
@@ -118,45 +136,52 @@ class _Board:
         for stage in self.problem.stages[rank]:
             for step in (stage, self.count + stage):
                 turn = self.done[step]
-                if turn < len(self.arrived[step]) and (step >= self.count or self._has_room(rank, stage)):
-                    found.append((self.arrived[step][turn], step))
+                arrived = self.arrived[step]
+                if turn < len(arrived) and (step != stage or self._has_room(rank, stage)):
+                    found.append((arrived[turn], step))
         return found
 
     def _has_room(self, rank: int, stage: int) -> bool:
         """Returns whether a forward fits in addition to the rest of the oldest micro-batch; so no rank gets stuck."""
-        stages, last = self.problem.stages[rank], (2 if self.problem.split else 1) * self.count
+        stages = self.problem.stages[rank]
+        last = self.count
+        if self.problem.split:
+            last *= 2
         oldest = min(self.done[last + s] for s in stages)
+        rest = 0.0
         if self.done[stage] > oldest:
             rest = sum(self.size[s] for s in stages if self.done[s] <= oldest)
-        else:
-            rest = 0.0
-        return self.held[rank] + self.size[stage] + rest <= self.policy.room[rank]
+        held = self.held[rank] + self.size[stage] + rest
+        return held <= self.policy.room[rank]
 
     def choice(self, rank: int, now: float, coming: list[tuple[float, int]]) -> int | None:
         """Returns the next step of a rank; None: it waits."""
         there = [step for time, step in coming if time <= now]
         if there:
-            return min(there, key=lambda step: self._rank_of(step, self.policy.eager[rank]))
+            eager = self.policy.eager[rank]
+            return min(there, key=lambda step: self._rank_of(step, eager))
         stage = max(self.problem.stages[rank], key=lambda s: (self.pending(s), s))
         half = WEIGHT * self.count + stage
-        until = now + self.policy.patience * self.problem.seconds[half]
-        if self.pending(stage) and all(time >= until for time, _ in coming):
+        patience_s = self.policy.patience * self.problem.seconds[half]
+        if self.pending(stage) and all(time >= now + patience_s for time, _ in coming):
             return half
         return None
 
     def _rank_of(self, step: int, eager: bool) -> tuple[bool, int, int]:
         kind, stage = divmod(step, self.count)
-        forward = kind == FORWARD
-        return forward != eager, self.done[step] // self.policy.group, stage if forward else -stage
+        group = self.done[step] // self.policy.group
+        if kind == FORWARD:
+            return not eager, group, stage
+        return eager, group, -stage
 
     def take(self, rank: int, step: int, now: float) -> list[tuple[float, int]]:
         """Runs a step; returns the times at which ranks may have new work."""
-        problem, (kind, stage) = self.problem, divmod(step, self.count)
+        problem = self.problem
+        kind, stage = divmod(step, self.count)
         whole = kind == INPUT and not problem.split
+        done = step
         if whole:
             done = BACKWARD * self.count + stage
-        else:
-            done = step
         end = self.free[rank] = now + problem.seconds[done]
         self.order[rank].append(done)
         self.done[step] += 1

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
+from operator import sub
 from typing import Final
 
 from pipefit.cost.model import CostModel
@@ -43,14 +45,15 @@ class Limit:
 
     def keeps(self, program: Program, cost: CostModel) -> bool:
         """Returns whether a program respects the limit, by the liveness of its values."""
-        ranks = range(len(program.ranks))
-        if self.in_flight and any(peak_inflight(program, r) > self.in_flight[r] + _SLACK for r in ranks):
-            return False
-        if not self.capacity_bytes:
-            return True
-        states = [cost.resident_bytes(program.header.stages_of(rank)) for rank in ranks]
-        peaks = [device_peak_bytes(program, rank, cost.size_bytes, states[rank])[0] for rank in ranks]
-        return all(peak <= most for peak, most in zip(peaks, self.capacity_bytes, strict=True))
+        header = program.header
+        for rank, most in enumerate(self.in_flight or ()):
+            if peak_inflight(program, rank) > most + _SLACK:
+                return False
+        for rank, most in enumerate(self.capacity_bytes or ()):
+            states = cost.resident_bytes(header.stages_of(rank))
+            if device_peak_bytes(program, rank, cost.size_bytes, states)[0] > most:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,18 @@ class OrderProblem:
             split: whether backwards may come in halves.
         """
         count = header.num_stages
-        stages = range(header.num_stages)
-        ranks = range(header.num_ranks)
-        home = [header.placement[stage][0] for stage in stages]
-        seconds = [cost.duration_s(Instruction(op, stage, 0, 0), home[stage]) for op in _OPS for stage in stages]
-        ends = {0: (Op.LOAD,), header.last_stage: (Op.LOAD,) * (header.last_stage > 0) + (Op.LOSS,)}
-        for stage, ops in ends.items():
-            seconds[stage] += sum(cost.duration_s(Instruction(op, stage, 0), home[stage]) for op in ops)
+        stages = range(count)
+        home = [ranks[0] for ranks in header.placement]
+
+        def duration_s(op: Op, stage: int) -> float:
+            return cost.duration_s(Instruction(op, stage, 0, 0), home[stage])
+
+        seconds = [duration_s(op, stage) for op in _OPS for stage in stages]
+        last = header.last_stage
+        more_s = {0: duration_s(Op.LOAD, 0)}
+        more_s[last] = duration_s(Op.LOAD, last) + duration_s(Op.LOSS, last)
+        for stage, end_s in more_s.items():
+            seconds[stage] += end_s
 
         def travel_s(kind: Kind, stage: int, source: int, target: int) -> float:
             message = Instruction(Op.SEND, stage, 0, kind=kind.value, peer=target)
@@ -106,24 +114,30 @@ class OrderProblem:
                 return cost.message_s(message, source)
             return 0
 
-        hops = [(stage, home[stage], home[stage + 1]) for stage in stages[:-1]]
-        forwards = [(-1, 0.0), *((stage, travel_s(Kind.ACT, stage, here, there)) for stage, here, there in hops)]
-        backwards = [(count + stage + 1, travel_s(Kind.GRAD, stage, there, here)) for stage, here, there in hops]
+        forwards = [(-1, 0.0)]
+        backwards = []
+        for stage, (here, there) in enumerate(pairwise(home)):
+            forwards.append((stage, travel_s(Kind.ACT, stage, here, there)))
+            backwards.append((count + stage + 1, travel_s(Kind.GRAD, stage, there, here)))
         backwards.append((count - 1, 0.0))
-        held = [header.stages_of(rank) for rank in ranks]
-        takes, halves = [1.0] * count, [0.0] * count
+        weights = [(-1, 0.0)] * count
+        held = [header.stages_of(rank) for rank in range(header.num_ranks)]
+        closing_s = [sum(duration_s(Op.STEP, stage) for stage in own) for own in held]
+        takes = [1.0] * count
+        halves = [0.0] * count
         if limit.capacity_bytes:
             takes = [cost.size_bytes(Value(Kind.SAVED.value, stage, 0)) for stage in stages]
-            halves = [cost.size_bytes(Value(Kind.HALF.value, stage, 0)) if split else 0.0 for stage in stages]
-            room = [most - fixed for most, fixed in zip(limit.capacity_bytes, static_bytes, strict=True)]
+            if split:
+                halves = [cost.size_bytes(Value(Kind.HALF.value, stage, 0)) for stage in stages]
+            room = list(map(sub, limit.capacity_bytes, static_bytes))
         else:
-            most = limit.in_flight or (float(header.num_microbatches),) * len(ranks)
-            room = [most[rank] * len(held[rank]) + _SLACK for rank in ranks]
+            most = limit.in_flight or (float(header.num_microbatches),) * len(held)
+            room = [count * len(own) + _SLACK for count, own in zip(most, held, strict=True)]
         return cls(
             header,
             tuple(seconds),
-            (*forwards, *backwards, *([(-1, 0.0)] * count), *backwards),
-            tuple(sum(cost.duration_s(Instruction(Op.STEP, s, version=0), rank) for s in held[rank]) for rank in ranks),
+            (*forwards, *backwards, *weights, *backwards),
+            tuple(closing_s),
             tuple(takes),
             tuple(halves),
             tuple(room),
@@ -138,12 +152,17 @@ class OrderProblem:
     @cached_property
     def stages(self) -> tuple[tuple[int, ...], ...]:
         """The stages of each rank."""
-        return tuple(self.header.stages_of(rank) for rank in range(self.header.num_ranks))
+        header = self.header
+        return tuple(map(header.stages_of, range(header.num_ranks)))
 
     @cached_property
     def home(self) -> tuple[int, ...]:
         """The rank of each stage."""
         return tuple(ranks[0] for ranks in self.header.placement)
+
+    def size_of(self, stage: int) -> float:
+        """Memory of one micro-batch of a stage, at most."""
+        return self.takes[stage] + self.halves[stage]
 
     def keeps(self, rank: int, order: Sequence[int]) -> bool:
         """Returns whether every micro-batch of a rank takes its steps in order, within the memory limit."""
@@ -158,11 +177,13 @@ class OrderProblem:
             elif kind == INPUT:
                 held += self.halves[stage]
             done[step] += 1
-            firsts = done[count + stage] + done[3 * count + stage]
-            if held > room or firsts > done[stage] or done[2 * count + stage] > done[count + stage]:
+            forwards, inputs, weights, wholes = done[stage::count]
+            if held > room or inputs + wholes > forwards or weights > inputs:
                 return False
-            if kind in (WEIGHT, BACKWARD):
-                held -= self.takes[stage] + (self.halves[stage] if kind == WEIGHT else 0.0)
+            if kind == WEIGHT:
+                held -= self.size_of(stage)
+            elif kind == BACKWARD:
+                held -= self.takes[stage]
         return True
 
     def instructions(self, order: Order) -> list[list[Instruction]]:
@@ -179,10 +200,9 @@ class OrderProblem:
                 if kind == WEIGHT:
                     mb = open_halves[stage].pop(0)
                 else:
-                    if kind == FORWARD:
-                        place = stage
-                    else:
-                        place = count + stage
+                    place = stage
+                    if kind != FORWARD:
+                        place += count
                     mb = begun[place]
                     begun[place] += 1
                 if kind == INPUT:

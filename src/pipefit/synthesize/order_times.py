@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 
 from pipefit.synthesize.order_problem import WEIGHT, Order, OrderProblem
 
@@ -25,7 +26,7 @@ class Times:
 
     def critical(self) -> list[tuple[int, int]]:
         """Steps (rank, index) that follow each other without a gap, up to the end of all; the last one first."""
-        rank = max(range(len(self.ends)), key=self.ends.__getitem__)
+        rank = self.ends.index(max(self.ends))
         index = len(self.starts[rank]) - 1
         path = []
         while index >= 0:
@@ -60,10 +61,9 @@ def timed(problem: OrderProblem, order: Order) -> Times | None:
         for step in steps[len(begun) :]:
             source, lag = feeds[step]
             feeder = None
-            if step < 2 * count:
-                target = step
-            else:
-                target = step - 2 * count
+            target = step
+            if target >= 2 * count:
+                target -= 2 * count
             if source >= 0:
                 turn = len(ends[target])
                 if turn >= len(ends[source]):
@@ -71,7 +71,8 @@ def timed(problem: OrderProblem, order: Order) -> Times | None:
                     break
                 arrival = ends[source][turn] + lag
                 if arrival > now:
-                    now, feeder = arrival, places[source][turn]
+                    now = arrival
+                    feeder = places[source][turn]
             fed.append(feeder)
             begun.append(now)
             now += seconds[step]
@@ -82,7 +83,7 @@ def timed(problem: OrderProblem, order: Order) -> Times | None:
                     ready.append(waiting[target])
                     waiting[target] = -1
         clock[rank] = now
-    if any(len(begun) < len(steps) for begun, steps in zip(starts, order, strict=True)):
+    if list(map(len, starts)) != list(map(len, order)):
         return None
-    last = [now + closing for now, closing in zip(clock, problem.closing_s, strict=True)]
+    last = list(map(add, clock, problem.closing_s))
     return Times(max(last), starts, fed_by, last)

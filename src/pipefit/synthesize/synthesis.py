@@ -8,9 +8,9 @@ from random import Random
 
 from pipefit.cost import CostModel, unit
 from pipefit.errors import InfeasibleError, PipefitError, ScheduleError
-from pipefit.ir.instruction import bwd, fwd
+from pipefit.ir.instruction import Instruction, bwd, fwd
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
-from pipefit.ir.op import Kind
+from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.values import Value
 from pipefit.schedules import Schedule, Shape, find, names
@@ -112,30 +112,46 @@ def synthesize(
     if layout_of(header.placement) is None:
         raise ScheduleError("expected one rank per stage, in a loop or a wave; copies of a pipeline follow one order")
     cost = cost or unit(header, 1, 2)
-    limit = Limit(_each("in_flight", in_flight, header, 1), _each("capacity_bytes", capacity_bytes, header, 0))
+    counts = _each("in_flight", in_flight, header, 1)
+    capacities = _each("capacity_bytes", capacity_bytes, header, 0)
+    limit = Limit(counts, capacities)
     one_by_one = _one_by_one(header)
-    rivals = [p for p in _built_in(header) if split or not any(short[0] == "W" for order in p.order for short in order)]
-    problem = OrderProblem.of(header, cost, limit, _static_bytes([one_by_one, *rivals], cost), split)
+    rivals = [program for program in _built_in(header) if split or not _has_halves(program)]
+    static_bytes = _static_bytes([one_by_one, *rivals], cost)
+    problem = OrderProblem.of(header, cost, limit, static_bytes, split)
     fitting = {program.header.schedule: program for program in rivals if limit.keeps(program, cost)}
-    starts = [problem.steps(program) for program in (*fitting.values(), one_by_one)]
+    known = [problem.steps(program) for program in (*fitting.values(), one_by_one)]
+    starts = known
+    if split:
+        starts = known + [_split(problem, order) for order in known]
     walk = Walk(problem, bound_s(problem), candidates, seconds)
-    best = walk.run([*starts, *(_split(problem, start) for start in starts if split)], Random(seed))
+    best = walk.run(starts, Random(seed))
     if split and best:
         best.insert(0, with_whole_backwards(problem, best[0]))
-    made = [written(NAME, header, problem.instructions(order)) for order in [*best, *starts]]
-    found = [(schedule, program) for schedule in made if limit.keeps(program := schedule(_shape(header)), cost)]
+    found = []
+    for order in (*best, *known):
+        schedule = written(NAME, header, problem.instructions(order))
+        program = schedule(_shape(header))
+        if limit.keeps(program, cost):
+            found.append((schedule, program))
     if not found:
         raise InfeasibleError(
             "no order respects the limit: each rank must be able to hold at least one micro-batch; allow more, or use "
             "more ranks"
         )
     took = [_makespan_s(program, cost) for _, program in found]
+    limit_s = min(took) * (1 + EQUAL)
+    equal = [place for place, seconds in enumerate(took) if seconds <= limit_s]
     # Of equally fast ones, that with the least memory.
-    fastest = min(range(len(found)), key=lambda n: (took[n] > min(took) * (1 + EQUAL), _held(found[n][1])))
+    fastest = min(equal, key=lambda place: _held(found[place][1]))
     schedule, program = found[fastest]
     verify(program).raise_if_bad()
     built_in = {name: _makespan_s(rival, cost) for name, rival in fitting.items()}
     return Synthesis(schedule, program, took[fastest], walk.bound, built_in, walk.looked_at, walk.is_cut_short)
+
+
+def _has_halves(program: Program) -> bool:
+    return any(i.op is Op.BWD_WEIGHT for _, _, i in program)
 
 
 def _held(program: Program) -> float:
@@ -155,13 +171,14 @@ def _makespan_s(program: Program, cost: CostModel) -> float:
 def _each(name: str, given: float | Sequence[float] | None, header: Header, least: float) -> tuple[float, ...] | None:
     if given is None:
         return None
+    count = header.num_ranks
     if isinstance(given, int | float):
-        values = (given,) * header.num_ranks
+        values = (given,) * count
     else:
         values = tuple(given)
-    if len(values) != header.num_ranks or not all(value >= least for value in values):
+    if len(values) != count or not all(value >= least for value in values):
         raise ScheduleError(
-            f"{name}: expected one figure of at least {least}, or one for each of {header.num_ranks} ranks, got {given}"
+            f"{name}: expected one figure of at least {least}, or one for each of {count} ranks, got {given}"
         )
     return values
 
@@ -182,10 +199,15 @@ def _built_in(header: Header) -> Iterator[Program]:
 
 def _one_by_one(header: Header) -> Program:
     """One micro-batch at a time: the order that needs the least memory, in any shape."""
-    mbs = range(header.num_microbatches)
-    held = [header.stages_of(rank) for rank in range(header.num_ranks)]
-    ways = [[*((fwd, stage) for stage in stages), *((bwd, stage) for stage in reversed(stages))] for stages in held]
-    return written(NAME, header, [[op(stage, mb) for mb in mbs for op, stage in way] for way in ways])(_shape(header))
+    ranks = []
+    for rank in range(header.num_ranks):
+        stages = header.stages_of(rank)
+        order: list[Instruction] = []
+        for mb in range(header.num_microbatches):
+            order += [fwd(stage, mb) for stage in stages]
+            order += [bwd(stage, mb) for stage in reversed(stages)]
+        ranks.append(order)
+    return written(NAME, header, ranks)(_shape(header))
 
 
 def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
@@ -197,12 +219,24 @@ def _static_bytes(programs: Sequence[Program], cost: CostModel) -> list[float]:
         return cost.size_bytes(value)
 
     header = programs[0].header
-    states = [cost.resident_bytes(header.stages_of(rank)) for rank in range(header.num_ranks)]
-    return [min(device_peak_bytes(p, rank, size, state)[0] for p in programs) for rank, state in enumerate(states)]
+    found = []
+    for rank in range(header.num_ranks):
+        states = cost.resident_bytes(header.stages_of(rank))
+        found.append(min(device_peak_bytes(program, rank, size, states)[0] for program in programs))
+    return found
 
 
 def _split(problem: OrderProblem, order: Order) -> Order:
     """Splits the whole backwards of an order into halves: then gradients leave earlier."""
     count = problem.header.num_stages
-    halves = {BACKWARD * count + s: (INPUT * count + s, WEIGHT * count + s) for s in range(count)}
-    return [[half for step in steps for half in halves.get(step, (step,))] for steps in order]
+    found = []
+    for steps in order:
+        halves = []
+        for step in steps:
+            kind, stage = divmod(step, count)
+            if kind == BACKWARD:
+                halves += [INPUT * count + stage, WEIGHT * count + stage]
+            else:
+                halves.append(step)
+        found.append(halves)
+    return found

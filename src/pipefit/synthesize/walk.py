@@ -52,8 +52,10 @@ class Walk:
         self._list_schedules(random, began + _LISTING * self.seconds)
         chosen = self.best[:_STARTS]
         for turn, (_, order) in enumerate(chosen):
-            share = (self.candidates - self.looked_at) // (len(chosen) - turn)
-            deadline = began + self.seconds * (1 - (1 - _LISTING) * (len(chosen) - turn - 1) / len(chosen))
+            num_left = len(chosen) - turn
+            share = (self.candidates - self.looked_at) // num_left
+            later = (1 - _LISTING) * (num_left - 1) / len(chosen)
+            deadline = began + self.seconds * (1 - later)
             for makespan, new in islice(improved(self.problem, order, random), share):
                 self._note(makespan, new)
                 if self._is_over(deadline):
@@ -69,9 +71,10 @@ class Walk:
         known = sorted(known, key=lambda item: item[0])[:_STARTS]
         for turn in range(int(self.candidates * _LISTED) - self.looked_at):
             place = turn % len(known)
-            policy = nearby(known[place][1], self.problem, random)
+            before, near = known[place]
+            policy = nearby(near, self.problem, random)
             makespan = self._look(listed(self.problem, policy))
-            if makespan <= known[place][0]:
+            if makespan <= before:
                 known[place] = makespan, policy
             if self._is_over(deadline):
                 return
@@ -88,11 +91,15 @@ class Walk:
         self.looked_at += 1
         if len(self.best) == _KEPT and makespan >= self.best[-1][0]:
             return
-        if all(makespan != other or order != known for other, known in self.best):
-            self.best = sorted([*self.best, (makespan, order)], key=lambda item: item[0])[:_KEPT]
+        new = (makespan, order)
+        if new not in self.best:
+            found = sorted([*self.best, new], key=lambda item: item[0])
+            self.best = found[:_KEPT]
 
     def _is_over(self, deadline: float) -> bool:
-        if (self.best and self.best[0][0] <= self.bound * (1 + EQUAL)) or self.looked_at >= self.candidates:
+        if self.looked_at >= self.candidates:
+            return True
+        if self.best and self.best[0][0] <= self.bound * (1 + EQUAL):
             return True
         late = time.monotonic() >= deadline
         self.is_cut_short |= late
@@ -129,9 +136,10 @@ def improved(problem: OrderProblem, order: Order, random: Random) -> Iterator[tu
         else:
             yield times.makespan_s, order
             continue
-        new = [*order[:rank], moved, *order[rank + 1 :]]
+        new = list(order)
+        new[rank] = moved
         then = timed(problem, new)
-        if then is not None and (_worth(then) <= worth or _worth(then) <= past[turn % _MEMORY]):
+        if then is not None and _worth(then) <= max(worth, past[turn % _MEMORY]):
             order = new
             times = then
             worth = _worth(then)
@@ -142,7 +150,8 @@ def improved(problem: OrderProblem, order: Order, random: Random) -> Iterator[tu
 
 
 def _worth(times: Times) -> float:
-    return times.makespan_s + sum(times.ends) / len(times.ends) / 1000
+    mean_s = sum(times.ends) / len(times.ends)
+    return times.makespan_s + mean_s / 1000
 
 
 def _moved(steps: list[int], index: int, random: Random) -> list[int]:
@@ -155,11 +164,15 @@ def _moved(steps: list[int], index: int, random: Random) -> list[int]:
     places = [index]
     if random.random() < 0.2:
         likes = [place for place in range(index + 1, len(steps)) if steps[place] == steps[index]]
-        places += likes[: random.randint(1, max(len(likes), 1))]
+        count = random.randint(1, max(len(likes), 1))
+        places += likes[:count]
+    if by > 0:
+        places.reverse()
     steps = list(steps)
-    for place in places if by < 0 else reversed(places):
+    for place in places:
         step = steps.pop(place)
-        steps.insert(min(max(place + by, 0), len(steps)), step)
+        # A place after the end is the end.
+        steps.insert(max(place + by, 0), step)
     return steps
 
 
@@ -174,10 +187,13 @@ def with_whole_backwards(problem: OrderProblem, order: Order) -> Order:
     for rank in range(len(order)):
         index = 0
         while index + 1 < len(order[rank]):
-            (kind, stage), following = divmod(order[rank][index], count), order[rank][index + 1]
-            if kind == INPUT and following == WEIGHT * count + stage:
-                steps = [*order[rank][:index], BACKWARD * count + stage, *order[rank][index + 2 :]]
-                new = [*order[:rank], steps, *order[rank + 1 :]]
+            steps = order[rank]
+            kind, stage = divmod(steps[index], count)
+            if kind == INPUT and steps[index + 1] == WEIGHT * count + stage:
+                merged = list(steps)
+                merged[index : index + 2] = [BACKWARD * count + stage]
+                new = list(order)
+                new[rank] = merged
                 after = timed(problem, new)
                 if after is not None and after.makespan_s <= times.makespan_s:
                     order = new

@@ -141,7 +141,8 @@ class _Notes(TorchFunctionMode):
         norm = self._norms.get(id(given["running_mean"]))
         if not given["training"] or norm is None:
             return func(*args, **named)
-        x, share = given["input"], given["momentum"]
+        x = given["input"]
+        share = given["momentum"]
         self.calls.setdefault(norm, []).append(_Call(x.detach().transpose(0, 1).flatten(1).clone(), share))
         # `F.batch_norm` refuses one value per channel. A mini-batch must have more; a micro-batch may have one.
         return torch.batch_norm(

@@ -38,7 +38,8 @@ def version_rule(
     schedule: str, replicas: Sequence[int], num_microbatches: int, warmup: int = 1, first: int = 0
 ) -> Rule:
     """The function version(stage, micro-batch) of an asynchronous schedule whose stages train from `first` on."""
-    workers, m = sum(replicas), num_microbatches
+    workers = sum(replicas)
+    m = num_microbatches
 
     def stashed(stage: int, mb: int) -> int:
         copies = replicas[stage]
@@ -144,7 +145,8 @@ class _Part:
 
 def delayed_reference(case: Case) -> Outcome:
     """Trains in this process with the delays of an asynchronous schedule."""
-    m, depth = case.request.num_microbatches, len(case.counts)
+    m = case.request.num_microbatches
+    depth = len(case.counts)
     replicas = case.copies
     model = whole(case)
     averages = MiniBatchAverages(model.root)

@@ -65,12 +65,15 @@ def compare(predicted: Timeline, measured: Timeline) -> list[Row]:
         ("period", predicted.period_s, measured.period_s),
     ]
     rows = [_row(name, a, b, measured.num_repeats) for name, a, b in figures]
-    a, b = predicted.bubble_fraction, measured.bubble_fraction
+    a = predicted.bubble_fraction
+    b = measured.bubble_fraction
     rows.append(Row("bubble", a, b, b - a, measured.num_repeats))
-    expected, found = by_kind(predicted), by_kind(measured)
+    expected = by_kind(predicted)
+    found = by_kind(measured)
     for op, stage in sorted(expected.keys() | found.keys()):
         nothing = KindTimes(0, 0, 0)
-        this, that = expected.get((op, stage), nothing), found.get((op, stage), nothing)
+        this = expected.get((op, stage), nothing)
+        that = found.get((op, stage), nothing)
         rows.append(_row(f"{op} s{stage}" if stage >= 0 else op, this.median_s, that.median_s, that.num_times))
     return rows
 

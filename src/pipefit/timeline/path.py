@@ -149,7 +149,8 @@ def _ahead_on_lane(timeline: Timeline, event: Event, ready: float) -> Event | No
 
 def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
     """Resources that an event holds: a copy its lane, a message its link, and with a reduction its ports."""
-    i, graph = timeline.instruction(event), dependency_graph(timeline.program)
+    i = timeline.instruction(event)
+    graph = dependency_graph(timeline.program)
     if i.op in COPY_OPS:
         return [(event.rank, i.op, i.tier)]
     hops: list[tuple[int, int]] = []

@@ -14,7 +14,8 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COMPUTE_OPS, OP_SPEC, STEP_OPS, WORK_OPS, Lane, Op
 from pipefit.ir.program import Header, Program
 
-_START, _END = attrgetter("start_s"), attrgetter("end_s")
+_START = attrgetter("start_s")
+_END = attrgetter("end_s")
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
@@ -125,7 +126,8 @@ class Timeline:
 
         A step is `num_microbatches` micro-batches; steps of all repeats follow each other.
         """
-        header, ranks = self.program.header, self.program.ranks
+        header = self.program.header
+        ranks = self.program.ranks
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
         spills = header.spill is not None
         if spills:

@@ -132,7 +132,8 @@ def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, An
 
 def _slice(timeline: Timeline, event: Event, thread: int) -> dict[str, Any]:
     i = timeline.instruction(event)
-    start, end = float(event.start_s), float(event.end_s)
+    start = float(event.start_s)
+    end = float(event.end_s)
     return {
         "ph": "X",
         "name": str(i),

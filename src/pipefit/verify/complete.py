@@ -17,7 +17,8 @@ _HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)
 
 def ownership(s: Subject) -> Iterator[Finding]:
     """Instructions of a micro-batch on the rank of the round-robin rule, those of weights on a rank of the stage."""
-    placement, ranks = s.header.placement, s.graph.ranks
+    placement = s.header.placement
+    ranks = s.graph.ranks
     for stage, mb, number in s.each(*_OWNED):
         homes = placement[stage]
         owner = homes[mb % len(homes)]
@@ -93,7 +94,8 @@ def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) ->
 
 
 def _steps(s: Subject) -> Iterator[Finding]:
-    header, ranks = s.header, s.graph.ranks
+    header = s.header
+    ranks = s.graph.ranks
     for stage in range(header.num_stages):
         updates = range(header.num_updates(stage))
         for update, rank in product(updates, header.placement[stage]):

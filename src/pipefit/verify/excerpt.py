@@ -8,7 +8,8 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
 from pipefit.units import columns
 
-_AROUND, _ROWS = 3, 8
+_AROUND = 3
+_ROWS = 8
 """Columns that are shown before and after an instruction, and the maximum number of ranks."""
 
 _ABBREVIATED = {

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from pipefit.errors import PipefitError
-from pipefit.ir.liveness import arena_bytes, device_peak_bytes, lies_in_slot, lifetimes, tier_peak_bytes
-from pipefit.ir.values import Value
+from pipefit.ir.liveness import Size, arena_bytes, device_peak_bytes, lies_in_slot, lifetimes, tier_peak_bytes
 from pipefit.units import format_bytes
 from pipefit.verify.subject import Finding, Subject
 
@@ -31,7 +30,7 @@ def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[
     return given
 
 
-def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -> Iterator[Finding]:
+def memory(s: Subject, given: Sequence[float], size: Size) -> Iterator[Finding]:
     """The highest sum of sizes on each rank is at most its capacity."""
     for rank, capacity in enumerate(given):
         highest, index = device_peak_bytes(s.program, rank, size)
@@ -48,7 +47,7 @@ def memory(s: Subject, given: Sequence[float], size: Callable[[Value], float]) -
             yield s.at("memory", number, message)
 
 
-def _held(s: Subject, rank: int, index: int, size: Callable[[Value], float]) -> str:
+def _held(s: Subject, rank: int, index: int, size: Size) -> str:
     """The number and the bytes of the values of each kind that a rank holds at an instruction, the most first."""
     sizes: dict[str, list[float]] = defaultdict(list)
     for life in lifetimes(s.program, rank):
@@ -67,7 +66,7 @@ def _held(s: Subject, rank: int, index: int, size: Callable[[Value], float]) -> 
     return ", ".join(parts)
 
 
-def tiers(s: Subject, limit_bytes: float, size: Callable[[Value], float]) -> Iterator[Finding]:
+def tiers(s: Subject, limit_bytes: float, size: Size) -> Iterator[Finding]:
     """The bytes of all ranks on the tier at their peak, one copy of each value, are at most its capacity."""
     spill = s.header.spill
     if spill is None:

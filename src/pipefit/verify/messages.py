@@ -57,7 +57,8 @@ def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
     """The values that must be sent, with source and target rank."""
     result: dict[Owed, tuple[int, int]] = {}
     for stage in range(header.last_stage):
-        here, after = header.placement[stage], header.placement[stage + 1]
+        here = header.placement[stage]
+        after = header.placement[stage + 1]
         for mb in range(header.total_microbatches):
             source = here[mb % len(here)]
             target = after[mb % len(after)]

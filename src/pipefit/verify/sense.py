@@ -41,7 +41,8 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
             if problem:
                 findings.append(Finding(problem[0], rank, index, problem[1]))
     bad = {(finding.rank, finding.position) for finding in findings}
-    listed, named = len(program.ranks), header.num_ranks
+    listed = len(program.ranks)
+    named = header.num_ranks
     findings += [
         Finding("ownership", rank, -1, f"the program has no rank {rank}; its placement needs {named} ranks")
         for rank in range(listed, named)
@@ -92,7 +93,8 @@ def refuse_malformed(program: Program) -> None:
 
 
 def _problems(header: Header, i: Instruction, rank: int) -> Problems:
-    fields, kinds = OP_SPEC[i.op].fields, OP_SPEC[i.op].kinds
+    fields = OP_SPEC[i.op].fields
+    kinds = OP_SPEC[i.op].kinds
     if rank >= header.num_ranks:
         yield "ownership", f"there is no rank {rank}: the placement names {header.num_ranks} ranks"
     if kinds and i.kind not in kinds:

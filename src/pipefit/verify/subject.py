@@ -57,7 +57,8 @@ class Subject:
         graph = dependency_graph(program)
         places: dict[Op, defaultdict[tuple[int, int], list[int]]] = {op: defaultdict(list) for op in Op}
         places[Op.HOST_STEP] = places[Op.STEP]
-        loss, last = Op.LOSS, program.header.last_stage
+        loss = Op.LOSS
+        last = program.header.last_stage
         for number, i in enumerate(graph.instructions):
             places[i.op][last if i.op is loss else i.stage, i.mb if i.mb >= 0 else i.version].append(number)
         return cls(program, graph, kept, places)

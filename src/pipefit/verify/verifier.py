@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
 from pipefit.ir.collector import collector_paused
+from pipefit.ir.liveness import Size
 from pipefit.ir.program import Program
-from pipefit.ir.values import Value
 from pipefit.verify.collective_rules import collectives
 from pipefit.verify.complete import complete, ownership
 from pipefit.verify.excerpt import excerpt
@@ -42,7 +42,7 @@ def verify(
     program: Program,
     *,
     capacity_bytes: float | Sequence[float] | None = None,
-    size: Callable[[Value], float] | None = None,
+    size: Size | None = None,
     tier_bytes: float | None = None,
     max_versions: int | None = None,
 ) -> Report:

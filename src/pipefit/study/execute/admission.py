@@ -76,7 +76,8 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
         loss: Any = trial.loss or bundle.loss
         data: Any
         if callable(trial.data):
-            data, held_out = trial.data, trial.held_out
+            data = trial.data
+            held_out = trial.held_out
         else:
             data, held_out = _named_data(trial, bundle)
     else:
@@ -87,7 +88,8 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
         if isinstance(model, nn.Module) and not is_sequence(model):
             model = [model]
     assert callable(loss) and callable(data)
-    optimizer, scheduler = trial.optimizer, trial.scheduler
+    optimizer = trial.optimizer
+    scheduler = trial.scheduler
     if isinstance(optimizer, str):
         optimizer = make_optimizer(optimizer, trial.lr)
     if trial.warmup and not scheduler:

@@ -136,7 +136,8 @@ class _OpenTrials:
     """The trials that the worker has on its device."""
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
-        self._settings, self._device = settings, device
+        self._settings = settings
+        self._device = device
         self._trials: OrderedDict[int, OpenTrial] = OrderedDict()
 
     def answer(self, job: Job, is_called: Callable[[], bool]) -> Answer:
@@ -158,7 +159,8 @@ class _OpenTrials:
                 turns.append(runner.take_turn(opened))
             return Answer("done", None, turns)
         except NoRoomError as problem:
-            outcome, reason = "no-room", str(problem)
+            outcome = "no-room"
+            reason = str(problem)
         except BaseException as problem:
             if isinstance(problem, TierError) and not isinstance(problem, DamageError):
                 outcome = "tier"
@@ -170,7 +172,8 @@ class _OpenTrials:
         return Answer(outcome, reason, turns)
 
     def _opened(self, job: Job) -> OpenTrial:
-        settings, number = self._settings, job.trial
+        settings = self._settings
+        number = job.trial
         if number not in self._trials:
             if number < len(settings.trials):
                 trial = settings.trials[number]
@@ -181,7 +184,8 @@ class _OpenTrials:
                 room = job.argument
             else:
                 room = math.inf
-            place, limit = settings.folder / job.name, settings.spec.device_bytes
+            place = settings.folder / job.name
+            limit = settings.spec.device_bytes
             self._trials[number] = OpenTrial(number, trial, place, self._device, limit, room)
         self._trials.move_to_end(number)
         return self._trials[number]

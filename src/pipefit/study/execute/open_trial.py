@@ -87,13 +87,15 @@ class OpenTrial:
         self.trial = trial
         self.folder = folder
         self.step = 0
-        self._device, self._is_limited = device, capacity_bytes > 0
+        self._device = device
+        self._is_limited = capacity_bytes > 0
         self._mark: object = None
         self._loaded: set[int] = set()
         found = read_state(folder)
         is_new = found is None
         if found is not None:
-            recipe, state = on_meta(trial) or recipe_of(trial), found[1]
+            recipe = on_meta(trial) or recipe_of(trial)
+            state = found[1]
         else:
             recipe, counts, figures = build_trial(trial, capacity_bytes)
             needed = figures.tier_bytes
@@ -101,11 +103,13 @@ class OpenTrial:
                 raise NoRoomError(f"its state needs {needed} bytes on the tier, {int(room_bytes)} are free")
             folder.mkdir(parents=True, exist_ok=True)
             state = TrialState(counts, figures)
-        self.recipe, self.state = recipe, state
+        self.recipe = recipe
+        self.state = state
         partition = Partition.from_counts(state.counts, len(recipe.layers))
         tied_groups(recipe.layers, partition)  # refuses shards that share a batch norm
         layers = {s: [recipe.layers[n] for n in part.layers] for s, part in enumerate(partition.stages)}
-        training, slots = recipe.training, 1 if self._is_limited else len(layers)
+        training = recipe.training
+        slots = 1 if self._is_limited else len(layers)
         self.program = step_program(len(layers), trial.microbatches, training.clip_norm is not None, slots)
         drawn = {stage for stage, listed in layers.items() if is_meta(listed)}
         stand_in(recipe.layers, partial(make_stand_in, device=device))
@@ -257,14 +261,16 @@ class OpenTrial:
     @torch.no_grad()
     def _restore(self, home: int) -> None:
         """Restores the state of a shard that is not in its records."""
-        state, tensors = self.state.residents[home], {}
+        state = self.state.residents[home]
+        tensors = {}
         if state.tensors:
             copy, read = self.spilling.resident.read(Key(home, _RESIDENT), keep=True)
             copy.wait()
             # Copies, because the buffers of reads are used again for writes.
             tensors = {name: tensor.clone() for name, tensor in zip(state.tensors, read(), strict=True)}
         for place, (_, module, key) in enumerate(self._own[home]):
-            tensor, value = getattr(module, key), tensors.pop(f"{_OWN}{place}")
+            tensor = getattr(module, key)
+            value = tensors.pop(f"{_OWN}{place}")
             if isinstance(tensor, nn.Parameter):
                 self.spilling.stores[home].point(tensor, value.to(self._device))
                 gradient = tensors.pop(f"{_GRADIENT}{place}", None)

@@ -44,7 +44,8 @@ def take_turn(opened: OpenTrial) -> TimedTurn:
     """
     start_s = time.monotonic()
     opened.refresh()
-    step, number = opened.step, opened.state.turn
+    step = opened.step
+    number = opened.state.turn
     turn, compiled = opened.turns[number]
     run = _execution(opened, turn, compiled)
     ready_s = time.monotonic()
@@ -63,7 +64,8 @@ def take_turn(opened: OpenTrial) -> TimedTurn:
 
 def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Execution:
     """The executor's state before a turn."""
-    state, spilling = opened.state, opened.spilling
+    state = opened.state
+    spilling = opened.spilling
     opened.take_slots()
     opened.load_resident(turn.stage)
     store = spilling.stores[turn.stage]
@@ -74,7 +76,8 @@ def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Executi
     in_double = partial(torch.tensor, dtype=torch.float64, device=opened.worker.device)
     spilling.parts |= {(0, stage): [in_double(norm) for norm in norms] for stage, norms in state.norms.items()}
     opened.worker.train(True)
-    batch, count = pair_of(opened.recipe.batch_at(opened.step)), opened.trial.microbatches
+    batch = pair_of(opened.recipe.batch_at(opened.step))
+    count = opened.trial.microbatches
     feed = feed_of(batch, count, opened.step * count, "train")
     transport = opened.engine.transports[0]
     transport.begin(feed)
@@ -109,7 +112,8 @@ def _keep(opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
         state.turn += 1
         opened.commit(opened.step)
         return math.nan, math.nan
-    loss, held_out = state.loss, math.nan
+    loss = state.loss
+    held_out = math.nan
     for store in opened.spilling.stores.values():
         store.rebase()
     if opened.trial.evaluate:
@@ -144,7 +148,8 @@ def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
 
 def _evaluate(opened: OpenTrial) -> float:
     """The mean loss on held-out data after the current step; NaN where it is not due."""
-    done, every = opened.step + 1, opened.trial.evaluate
+    done = opened.step + 1
+    every = opened.trial.evaluate
     if done % every and done != opened.trial.steps:
         return math.nan
     recipe = opened.recipe

@@ -70,7 +70,8 @@ class StudyRun:
         self._define = define
         self._search = search
         self._observer = observer or (lambda board: None)
-        self._resume, self._forked = resume, forked
+        self._resume = resume
+        self._forked = forked
         self.board = Board([], spec.workers, spec.policy, spec.stop, self._ended, admits_singly=spec.tier_bytes > 0)
         self.stopped_by: int | None = None
         self._trouble: str | None = None
@@ -145,7 +146,8 @@ class StudyRun:
             argument = self._room_bytes()
         else:
             argument = job.argument
-        name, values = self.board.entries[job.trial].name, self._chosen.get(job.trial)
+        name = self.board.entries[job.trial].name
+        values = self._chosen.get(job.trial)
         return job._replace(argument=argument, name=name, values=values, alive=self.board.alive)
 
     def _unwritten_best(self) -> TrialProgress | None:
@@ -160,7 +162,8 @@ class StudyRun:
 
     def _room_bytes(self) -> float:
         """Space for a trial on the tier now."""
-        free, limit = self._folder.free_bytes, self.spec.tier_bytes
+        free = self._folder.free_bytes
+        limit = self.spec.tier_bytes
         if limit:
             return min(free, limit - self.board.tier_bytes)
         return free
@@ -235,14 +238,16 @@ class StudyRun:
     def _add(self, values: Mapping[str, Any]) -> None:
         """Adds a trial with values that the search chose; if it cannot be made, only that trial fails."""
         assert self._define is not None
-        number, reason = len(self.board.entries), ""
+        number = len(self.board.entries)
+        reason = ""
         self._chosen[number] = values
         try:
             trial = self._define(values)
             self.spec.check_further(trial, [entry.trial for entry in self.board.entries])
             trial = replace(trial, values={**dict(trial.values), **dict(values)})
         except Exception as problem:
-            trial, reason = Trial(values=dict(values)), reason_of(problem, "while it was defined")
+            trial = Trial(values=dict(values))
+            reason = reason_of(problem, "while it was defined")
         name = file_name(number, trial)
         if name in {entry.name for entry in self.board.entries}:
             name = f"{name}-{number}"  # a search may choose the same twice
@@ -272,7 +277,8 @@ class StudyRun:
 
     def _exported(self, number: int, problem: str) -> None:
         """Records that the best trial's weights are written, or the reason why they are not."""
-        entry, target = self.board.entries[number], self._folder.best
+        entry = self.board.entries[number]
+        target = self._folder.best
         if problem:
             self._trouble = f"the best trial's weights could not be written: {problem}"
             return

@@ -26,7 +26,8 @@ from pipefit.spill.tier_file import Commit, read_commits
 from pipefit.spill.tier_store import TierStore
 from pipefit.study.trial import Figures, Progress
 
-_NAME, _LOSSES = "trial", "losses"
+_NAME = "trial"
+_LOSSES = "losses"
 _ENTRY = struct.Struct("<qddI")
 
 
@@ -153,7 +154,8 @@ def read_losses(folder: Path, num_steps: int) -> tuple[list[float], list[tuple[i
     # Of what is missing, one entry is enough to be found damaged.
     size = min(num_steps * _ENTRY.size, (len(data) // _ENTRY.size + 1) * _ENTRY.size)
     data = data[:size].ljust(size, b"\0")
-    losses, held_out = [], []
+    losses = []
+    held_out = []
     for step, (number, loss, other, checksum) in enumerate(_ENTRY.iter_unpack(data)):
         if number != step or checksum != zlib.crc32(data[step * _ENTRY.size :][: _ENTRY.size - 4]):
             raise DamageError(f"{path}: damaged at step {step + 1} (it does not have the checksum it states)")
