@@ -5,7 +5,10 @@ Each part is a process of its own with a deadline, so a part that hangs or fails
 
 from __future__ import annotations
 
+import cProfile
+import faulthandler
 import json
+import pstats
 import subprocess
 import sys
 import time
@@ -23,12 +26,14 @@ from torch import Tensor, nn
 
 from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
+from pipefit.runtime.microbatches import feed_of
 from pipefit.spec.options import Parallelism, Spilled, Updates
 
 MIB = 2**20
 DEVICE = torch.device("cuda", 0)
 SMALL = {"layers": 8, "hidden": 512, "heads": 8, "context": 256, "vocab": 4096, "tied": False}
 LARGE = {"layers": 12, "hidden": 2048, "heads": 16, "context": 1024, "vocab": 16384, "tied": False}
+MEDIUM = {"layers": 12, "hidden": 1024, "heads": 16, "context": 512, "vocab": 4096, "tied": False}
 BATCH, MICROBATCHES = 8, 4
 Figures = dict[str, Any]
 
@@ -156,6 +161,28 @@ def steps(sizes: dict[str, Any]) -> Figures:
     return figures
 
 
+def profile() -> Figures:
+    """Functions in which the host spends its time in steps of the small model, in ms per step."""
+    x, y = model(SMALL).example(BATCH, 0)
+    figures: Figures = {}
+    pipe = pipeline(model(SMALL))
+    for name, step in (("torch", plainly(model(SMALL), x, y)), ("pipefit", partial(pipe.step, x, y))):
+        for _ in range(3):
+            step()
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(10):
+            step()
+        profiler.disable()
+        rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])[:24]
+        figures[name] = {
+            f"{Path(file).name}:{line} {function}": [round(own * 100, 3), calls // 10]
+            for (file, line, function), (_, calls, own, _, _) in rows
+        }
+    pipe.close()
+    return figures
+
+
 def waits() -> Figures:
     """Lines at which the host waits for the device in a step, with how often."""
     x, y = model(SMALL).example(BATCH, 0)
@@ -190,14 +217,14 @@ def waits() -> Figures:
 def spilled() -> Figures:
     """A model larger than a cap against the same one without: seconds, and the peak against the cap."""
     figures: Figures = {}
-    x, y = model(LARGE).example(BATCH, 0)
-    for name, cap in (("resident", None), ("spilled", 4 << 30)):
+    x, y = model(MEDIUM).example(BATCH, 0)
+    for name, cap in (("resident", None), ("spilled", 1 << 30)):
         torch.cuda.empty_cache()
         options: dict[str, Any] = {"example": (x, y)}
         if cap:
             options |= {"spill": Spilled(cap), "stages": None}
         start = time.perf_counter()
-        pipe = pipeline(model(LARGE), **options)
+        pipe = pipeline(model(MEDIUM), **options)
         figures[f"{name}_planned_in_s"] = time.perf_counter() - start
         torch.cuda.reset_peak_memory_stats()
         figures[f"{name}_loss"] = pipe.step(x, y)
@@ -220,7 +247,19 @@ def peak() -> Figures:
     x, y = bundle.example(4, 0)
     options = {"example": (x, y), "spill": Spilled(cap, step_on="device"), "stages": None, "precision": "fp32"}
     pipe = pipeline(bundle, **options)
+    for _ in range(2):
+        pipe.step(x, y)
     before = torch.cuda.memory_allocated()
+    moments: list[tuple[int, int]] = []
+
+    def look() -> None:
+        moments.append((torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+        torch.cuda.reset_peak_memory_stats()
+
+    torch.cuda.reset_peak_memory_stats()
+    pipe._engine.run(pipe.program, feed_of((x, y), MICROBATCHES, 0, "train"), look=look)
+    listed = sorted(zip(moments, map(str, pipe.program.ranks[0]), strict=True), reverse=True)
+    by_instruction = [f"{what}: {top / MIB:.1f} MiB inside, {after / MIB:.1f} after" for (top, after), what in listed]
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
     for _ in range(3):
@@ -246,6 +285,10 @@ def peak() -> Figures:
                 at_highest[line] += size
     return {
         "cap_mib": cap / MIB,
+        "planned_mib": pipe.plan.spill.peak_bytes / MIB,
+        "plan": f"{pipe.plan.spill} {[len(stage.layers) for stage in pipe.plan.partition.stages]}",
+        "held_mib": (pipe.held_bytes or 0) / MIB,
+        "highest": by_instruction[:8],
         "before_mib": before / MIB,
         "peak_mib": torch.cuda.max_memory_allocated() / MIB,
         "beyond_before_mib": highest / MIB,
@@ -270,7 +313,7 @@ def prediction() -> Figures:
     from pipefit.stage.split import named_layers
 
     figures: Figures = {}
-    for name, sizes in (("small", SMALL), ("large", LARGE)):
+    for name, sizes in (("small", SMALL), ("medium", MEDIUM)):
         bundle = model(sizes)
         x, y = bundle.example(BATCH, 0)
         request = Request("1f1b", MICROBATCHES, 1, parallelism=Parallelism(device="cuda:0"))
@@ -293,6 +336,7 @@ PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
     "facts": (facts, 30),
     "rates": (rates, 30),
     "waits": (waits, 40),
+    "profile": (profile, 40),
     "small": (lambda: steps(SMALL), 45),
     "large": (lambda: steps(LARGE), 60),
     "peak": (peak, 45),
@@ -308,7 +352,8 @@ def run_part(name: str) -> Figures:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
     except subprocess.TimeoutExpired as hung:
-        return {"failed": f"not done after {deadline_s:g} s", "output": str(hung.stderr or "")[-500:]}
+        where = (hung.stderr or b"").decode(errors="replace")
+        return {"failed": f"not done after {deadline_s:g} s", "output": where[-3000:]}
     if done.returncode:
         return {"failed": f"exit code {done.returncode}", "output": done.stderr[-1500:]}
     return json.loads(done.stdout.splitlines()[-1])
@@ -326,7 +371,9 @@ def main(part: str = "", output: Path = Path("gpu-report.json"), only: str = "")
         print("gpu: needs a CUDA device, and torch sees none here", file=sys.stderr)
         return 2
     if part:
-        print(json.dumps(PARTS[part][0]()))
+        work, deadline_s = PARTS[part]
+        faulthandler.dump_traceback_later(deadline_s - 3)  # where a part that takes too long is
+        print(json.dumps(work()))
         return 0
     report: Figures = {}
     for name in only.split(",") if only else PARTS:

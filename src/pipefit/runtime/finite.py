@@ -85,7 +85,7 @@ def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor
     policy = run.worker.training.nonfinite
     if policy not in (STOP, SKIP) or update in run.norms or not gradients:
         return True
-    if torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients))]).isfinite().all():
+    if torch.stack(torch._foreach_norm(list(gradients))).isfinite().all():
         return True
     if policy == STOP:
         raise NonFiniteLossError(

@@ -423,7 +423,8 @@ def _norm_part(run: Execution, i: Instruction) -> None:
 def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """The norm of each gradient, as a scalar in double precision."""
     if gradients:
-        return [norm.double() for norm in torch._foreach_norm(gradients)]
+        # In one tensor: a conversion for each of them would be as many operations.
+        return list(torch.stack(torch._foreach_norm(gradients)).double())
     return []
 
 
