@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdio.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -45,6 +46,7 @@ COUNTED(mkdir, (const char *path, mode_t mode), (path, mode))
 COUNTED(mkdirat, (int folder, const char *path, mode_t mode), (folder, path, mode))
 COUNTED(rename, (const char *from, const char *to), (from, to))
 COUNTED(renameat, (int f, const char *from, int t, const char *to), (f, from, t, to))
+COUNTED(renameat2, (int f, const char *from, int t, const char *to, unsigned flags), (f, from, t, to, flags))
 COUNTED(unlink, (const char *path), (path))
 COUNTED(unlinkat, (int folder, const char *path, int flags), (folder, path, flags))
 COUNTED(rmdir, (const char *path), (path))

@@ -14,6 +14,7 @@ from torch import Tensor, distributed, nn
 
 from pipefit import Checkpoints
 from pipefit.runtime.session import current
+from pipefit.spec.host import usable_bytes
 
 
 def listening() -> list[str]:
@@ -120,3 +121,30 @@ def train_in_memory(place: str, site: str, limited: bool) -> tuple[int, list[flo
         jobs._at(1, 0, limit, 4)
     done = pipe.num_updates
     return done, pipe.fit(batches()[done:], callbacks=[Checkpoints(pipe, place, every=2)]), digest(pipe)
+
+
+def train_in_a_group(place: str, members: str | None, starts: int) -> tuple[list[float], str]:
+    """In the fourth step of the first starts rank 1 joins a control group whose memory is soon used up.
+
+    Args:
+        place: of the checkpoints.
+        members: the file that lists the processes of the group; None: nobody joins.
+        starts: number of these starts.
+    """
+
+    def join() -> None:
+        while not (Path(place) / "step-000002").exists():
+            time.sleep(0.01)
+        Path(members).write_text(str(os.getpid()))
+        torch.ones(_WANTED_BYTES, dtype=torch.uint8)
+
+    pipe = jobs.pipeline()
+    if members is not None and current().start.restart < starts:
+        jobs._at(1, 0, join, 4 if current().start.restart == 0 else 1)
+    return pipe.fit(batches(), callbacks=[Checkpoints(pipe, place, every=2)]), digest(pipe)
+
+
+def usable_in_a_group(members: str) -> int:
+    """The memory that a process may use which has joined a control group."""
+    Path(members).write_text(str(os.getpid()))
+    return usable_bytes()

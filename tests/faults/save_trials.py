@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -17,9 +18,12 @@ from tests.faults.shapes import SPILLED, batches, pipeline
 from tests.study.cases import CPU, MLP, SMALL, alone
 
 from pipefit.errors import PipefitError
+from pipefit.run.kept_measurements import KeptMeasurements
 from pipefit.runtime.launch import LaunchError, launch
-from pipefit.runtime.session import current
+from pipefit.runtime.progress import Progress
+from pipefit.runtime.session import Session, current
 from pipefit.spec import Partition, Placement, Plan
+from pipefit.spec.sealed import read_sealed, write_sealed
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.execute.runner import take_turn
 from pipefit.study.execute.trial_files import read_losses
@@ -215,7 +219,67 @@ def files(folder: Path) -> Iterator[Row]:
         yield "killed as it replaces a plan", what, Plan.load(place / "plan.json") in (old, new), None, None
 
 
-KINDS = {"checkpoints": checkpoints, "ranks": ranks, "tiers": tiers, "studies": studies, "files": files}
+def exchanges(folder: Path) -> Iterator[Row]:
+    """A file that takes the name of another one, which takes its own and goes: see `write_atomically`."""
+    old, new = {"format": "trial/1", "number": 1}, {"format": "trial/1", "number": 2, "more": "x" * 10_000}
+    found = []
+
+    def kill(place: Path, call: int, half: int) -> bool:
+        write_sealed(made(place) / "it.json", old)
+        return killed(lambda: (die_at(call, half), write_sealed(place / "it.json", new, durable=False)))
+
+    for what, place in at_every_call(folder, kill):
+        there = read_sealed(place / "it.json", "trial/1")
+        left = len(list(place.iterdir())) - 1
+        found.append((there == new, left))
+        yield "killed as two files exchange names", what, there in (old, new) and left <= 1, None, None
+    was_between = (True, 1) in found
+    yield "killed as two files exchange names", "between the exchange and the removal", was_between, None, None
+
+
+FACTS = {"model": "mlp"}
+
+
+def kept_at(place: Path, again: bool = False) -> KeptMeasurements:
+    return KeptMeasurements(FACTS, Session(0, 1, None, Progress()), place / "kept.json", again)
+
+
+def keep(place: Path, seconds: float, call: int, half: int) -> None:
+    """A run keeps what it has measured."""
+    kept = kept_at(place, again=True)
+    kept.add("seconds", seconds)
+    die_at(call, half)
+    kept.save()
+    die_at(0)
+
+
+def measurements(folder: Path) -> Iterator[Row]:
+    """Two runs keep their measurement at the same time in place of an earlier one; the second is killed."""
+
+    def kill(place: Path, call: int, half: int) -> bool:
+        keep(made(place), 1.0, 0, 0)
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(in_a_fork, keep, place, 2.0, 0, 0)
+            was_killed = killed(keep, place, 3.0, call, half)
+            assert first.result() == 0
+        return was_killed
+
+    for what, place in at_every_call(folder, kill):
+        seconds = kept_at(place).find("seconds", float)
+        left = len(list(place.iterdir())) - 1
+        fault = "killed as it keeps a measurement, next to another run"
+        yield fault, f"{what}: {seconds}, {left} files left", seconds in (2.0, 3.0) and left <= 1, None, None
+
+
+KINDS = {
+    "exchanges": exchanges,
+    "measurements": measurements,
+    "checkpoints": checkpoints,
+    "ranks": ranks,
+    "tiers": tiers,
+    "studies": studies,
+    "files": files,
+}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

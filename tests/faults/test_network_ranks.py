@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.faults]
 SCRIPT, SWITCH = (Path(__file__).with_name(name) for name in ("node_job.py", "bad_switch.py"))
 PORTS = ("p0", "p1")
 DEADLINE_S, CUT_S, AGENT_S = 6, 2.5, 5
-ROOT = str(SCRIPT.parents[2])
+ROOT = SCRIPT.parents[2]
 
 
 class Link:
@@ -78,9 +78,9 @@ def whole():
     return [loss.hex() for loss in pipe.fit(batches())], digest(pipe)
 
 
-def begin(lab, folder, *words):
-    environment = {"PIPEFIT_DEADLINE_S": str(DEADLINE_S), "PYTHONPATH": ROOT}
-    return start(lab, (folder, folder), str(SCRIPT), str(folder), *words, **environment)
+def begin(lab, folder, *words, options=()):
+    environment = {"PIPEFIT_DEADLINE_S": str(DEADLINE_S), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    return start(lab, (folder, folder), *options, str(SCRIPT), str(folder), *words, **environment)
 
 
 def until_ready(processes, folder):
@@ -90,11 +90,14 @@ def until_ready(processes, folder):
         time.sleep(0.02)
 
 
-def until_ranks_have_ended(folder):
-    """Waits until the processes of the ranks are gone."""
-    pids = [int(file.read_text()) for file in folder.glob("rank-*.pid")]
-    assert len(pids) == 2
-    while any(is_there(pid) for pid in pids):
+def ranks_in(folder):
+    """The processes of the ranks that began last."""
+    return [int((folder / f"rank-{rank}.pid").read_text()) for rank in range(2)]
+
+
+def until_ended_all(pids):
+    """Waits until processes are gone."""
+    while any(map(is_there, pids)):
         time.sleep(0.05)
 
 
@@ -140,29 +143,69 @@ FAULTS = {
     "all connections reset": lambda link: link.rule("reset"),
     "a node lost": lambda link: link.lose(1),
 }
+RESTARTS = ("--max-restarts=3", "--rdzv-conf=join_timeout=20,read_timeout=10")
 
 
+def is_named(fault, spoken):
+    """Whether each rank names the other one where nothing passes between them.
+
+    Of a closed connection torch says that it was closed, and not whose: there is no name to check.
+    """
+    said = [err for _, _, err in spoken]
+    if "cut" in fault:
+        return all(f"rank {1 - node} is the cause" in said[node] for node in range(2))
+    return "lost a dead or unreachable peer" in "".join(said)
+
+
+@pytest.mark.parametrize("options", [(), RESTARTS], ids=["once", "restarts"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_network_that_fails_for_good_ends_the_run_which_resumes_to_the_bit(fault, link, whole, trial, tmp_path):
-    processes = begin(link.lab, tmp_path, "wait")
+def test_a_network_that_fails_for_good_ends_the_run_which_resumes_to_the_bit(
+    fault, options, link, whole, trial, tmp_path
+):
+    processes = begin(link.lab, tmp_path, "wait", options=options)
     until_ready(processes, tmp_path)
+    first = ranks_in(tmp_path)
     FAULTS[fault](link)
     (tmp_path / "go").touch()
-    until_ranks_have_ended(tmp_path)
-    link.rule("heal")
+    until_ended_all(first)
     # torchrun's own processes wait for minutes for a node that has left; only the ranks are on trial.
     for node, process in enumerate(processes):
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(AGENT_S)
         link.lose(node)
+    link.rule("heal")
     spoken = ended(processes)
-    said = "".join(err for _, _, err in spoken)
     again = ended(begin(link.lab, tmp_path))
     trial(
         f"two nodes: {fault}",
         [spoken, again],
         well=all(codes(spoken)) and codes(again) == [0, 0],
-        # Of a closed connection torch says that it was closed, and not whose: there is no name to check.
-        named=("rank 1" if fault == "the link cut for good" else "lost a dead or unreachable peer") in said,
+        named=is_named(fault, spoken),
+        resumed=is_whole(tmp_path, whole),
+    )
+
+
+PASSING = {
+    "the link cut, healed once the ranks ended": lambda link, ranks: link.rule("cut"),
+    "all connections reset for a while": lambda link, ranks: link.rule("reset"),
+    "a rank killed": lambda link, ranks: os.kill(ranks[1], signal.SIGKILL),
+}
+
+
+@pytest.mark.parametrize("fault", PASSING)
+def test_torchrun_starts_the_ranks_of_two_nodes_again_which_resume_to_the_bit(fault, link, whole, trial, tmp_path):
+    processes = begin(link.lab, tmp_path, "wait", options=RESTARTS)
+    until_ready(processes, tmp_path)
+    first = ranks_in(tmp_path)
+    PASSING[fault](link, first)
+    (tmp_path / "go").touch()
+    until_ended_all(first)
+    link.rule("heal")
+    spoken = ended(processes)
+    trial(
+        f"two nodes, restarted: {fault}",
+        spoken,
+        well=codes(spoken) == [0, 0] and not set(first) & set(ranks_in(tmp_path)),
+        named=is_named(fault, spoken),
         resumed=is_whole(tmp_path, whole),
     )

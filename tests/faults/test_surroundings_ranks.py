@@ -1,7 +1,10 @@
-"""Clocks that jump, memory that ends on one rank, two runs into one folder."""
+"""Clocks that jump, memory that ends on one rank or in its control group, two runs into one folder."""
 
+import contextlib
 import fcntl
+import os
 import time
+from pathlib import Path
 
 import pytest
 from tests.faults import jobs
@@ -72,6 +75,63 @@ def test_a_rank_whose_memory_ends_is_named(site, trial, tmp_path):
         named="rank 1" in said or "stage 1" in said,
         resumed=(done, rest, ended) == (2, losses[2:], weights),
     )
+
+
+LIMIT_BYTES = 64 << 20
+
+
+@pytest.fixture
+def members(tmp_path):
+    """The file that lists the processes of a control group with little memory, of version 1 or 2."""
+    root = Path("/sys/fs/cgroup")
+    kinds = {root / "memory": "memory.limit_in_bytes", root: "memory.max"}
+    group = None
+    for above, name in kinds.items():
+        if not (above / "cgroup.procs").exists():
+            continue
+        made = above / f"pipefit-{os.getpid()}"
+        with contextlib.suppress(OSError):
+            if name == "memory.max":
+                (above / "cgroup.subtree_control").write_text("+memory")
+            made.mkdir()
+            group = made
+            (made / name).write_text(str(LIMIT_BYTES))
+            break
+    else:
+        if group is not None:
+            group.rmdir()
+        pytest.skip("this machine lets nobody make a control group with a limit")
+    yield group / "cgroup.procs"
+    while (group / "cgroup.procs").read_text():
+        time.sleep(0.05)  # what was killed leaves it in a moment
+    group.rmdir()
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("starts", [1, 3])
+def test_a_rank_that_is_killed_by_the_limit_of_its_group_is_named(starts, members, trial, tmp_path):
+    """It resumes where memory is enough, and ends clearly where it never is."""
+    whole = launch(jobs.train_in_a_group, 2, str(tmp_path / "whole"), None, 0, quiet=True)
+    place, logs = str(tmp_path / "run"), tmp_path / "logs"
+    found, said = None, ""
+    try:
+        found = launch(jobs.train_in_a_group, 2, place, str(members), starts, folder=logs, quiet=True, recover=2)
+    except PipefitError as problem:
+        said = str(problem)
+    faults = [line["fault"] for line in noted(logs) if "fault" in line]
+    trial(
+        "killed by the limit of a control group",
+        (faults, said),
+        well=len(faults) == starts and "Traceback" not in said and (found is None) == (starts == 3),
+        named=all("rank 1 failed" in fault and "SIGKILL" in fault for fault in faults),
+        resumed=found == whole if starts == 1 else None,
+    )
+
+
+@pytest.mark.faults
+def test_the_memory_of_a_rank_is_that_of_its_group(members, trial):
+    found = launch(jobs.usable_in_a_group, 1, str(members), quiet=True)
+    trial("killed by the limit of a control group", found, well=found == [LIMIT_BYTES])
 
 
 def test_a_second_run_in_a_folder_is_refused(trial, tmp_path, capsys):

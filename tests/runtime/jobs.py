@@ -276,7 +276,8 @@ def block(ready: str) -> None:
     Path(f"{ready}-{current().rank}").write_text(str(os.getpid()))
     if current().rank:
         torch.distributed.recv(torch.zeros(1), 0)
-    time.sleep(100)
+    while True:
+        time.sleep(100)
 
 
 def threads():

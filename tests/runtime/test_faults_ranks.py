@@ -2,7 +2,6 @@ import math
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from pipefit.errors import DisagreementError, ModelError
 from pipefit.ir.op import Op
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.launch import LaunchError, launch
-from pipefit.runtime.progress import LEAVING, LOSS, OUTSIDE, SAVING, Position
+from pipefit.runtime.progress import LEAVING, LOSS, MEETING, OUTSIDE, SAVING, Position
 from pipefit.runtime.waits import hang_report, patience, waits_for
 from pipefit.schedules import Shape, find
 from pipefit.spec.options import Spilled
@@ -109,11 +108,10 @@ def test_ranks_that_derive_different_programs_are_refused_before_the_first_step(
 
 def test_a_stopped_rank_is_named_within_the_deadline(program):
     index = _first(program, 0, Op.FWD)
-    began = time.monotonic()
     with pytest.raises(LaunchError) as failure:
         launch(jobs.stop_at, 2, 0, index, quiet=True, deadline_s=1.5)
     text = str(failure.value)
-    assert time.monotonic() - began < 60, "the usual deadline"
+    assert "(deadline 60.0 s" not in text and "(deadline 600.0 s" not in text, "the usual deadlines"
     assert f"rank 0 is stopped (by SIGSTOP or a debugger), at '{program.ranks[0][index]}'" in text
     assert "rank 1 waits for" in text and "detected by rank 1" in text
 
@@ -224,6 +222,21 @@ def test_a_rank_that_waits_for_the_loss_blames_one_still_in_its_pass():
     here = Position(1, LOSS, 0, 1, 0.0)
     positions = {0: here, 1: here, 2: _at(program, 2, Op.BWD, 1)}
     assert list(waits_for(program, 0, positions)) == [2]
+
+
+@pytest.mark.parametrize(
+    ("here", "cause"),
+    [
+        (Position(1, LOSS, 0, 1, 0.0), 1),
+        (Position(1, MEETING, 0, 1, 0.0), 1),
+        (Position(1, SAVING, 0, 1, 0.0, waits=True), 1),
+        (Position(1, SAVING, 0, 1, 0.0), 0),
+    ],
+)
+def test_a_rank_that_waits_for_all_does_not_blame_itself_where_another_is_on_another_machine(here, cause):
+    """Two machines, of which each named its own rank when the network between them was cut."""
+    page = hang_report(0, None, {0: here}, 61.0, 60.0, 2)
+    assert page.startswith(f"rank {cause} ")
 
 
 def test_a_rank_outside_the_program_waits_for_nobody():

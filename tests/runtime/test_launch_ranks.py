@@ -129,7 +129,7 @@ def test_a_signal_to_the_whole_process_group_lets_the_ranks_save_and_leaves_noth
     temporary.mkdir()
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(temporary)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True)
-    _wait_until((tmp_path / "ready").exists, 300)
+    _wait_until((tmp_path / "ready").exists)
     os.killpg(launcher.pid, signal.SIGTERM)
     assert launcher.wait(300) == 143
     assert not list(temporary.glob("pipefit-*"))
@@ -149,10 +149,10 @@ def test_a_launcher_that_ends_while_its_server_loads_torch_leaves_no_process(num
         launcher = subprocess.Popen(
             [sys.executable, "-c", code], env=environment, cwd=temporary, start_new_session=True
         )
-        _wait_until(lambda: list(Path(temporary).glob("pymp-*")), 300)
+        _wait_until(lambda: list(Path(temporary).glob("pymp-*")))
         os.killpg(launcher.pid, number) if number == signal.SIGTERM else launcher.kill()
         assert launcher.wait(300) == (143 if number == signal.SIGTERM else -number)
-        _wait_until(lambda: not _with_environment(f"TMPDIR={temporary}"), 300)
+        _wait_until(lambda: not _with_environment(f"TMPDIR={temporary}"))
         assert number == signal.SIGKILL or not list(Path(temporary).glob("pipefit-*"))
 
 
@@ -185,21 +185,17 @@ def test_a_refused_run_leaves_no_temporary_folder(tmp_path, monkeypatch):
 def test_ctrl_c_ends_ranks_that_are_blocked(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPEFIT_GRACE_S", "0.5")
     _when_ready(tmp_path / "ready-1", signal.SIGINT)
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         launch(jobs.block, 2, str(tmp_path / "ready"), quiet=True)
-    assert time.monotonic() - began < 60
     assert not any(_is_alive(tmp_path / f"ready-{rank}") for rank in range(2))
 
 
 def test_ranks_that_are_blocked_end_after_the_grace_time(tmp_path, monkeypatch):
     monkeypatch.setenv("PIPEFIT_GRACE_S", "0.5")
     _when_ready(tmp_path / "ready-1", signal.SIGTERM)
-    began = time.monotonic()
     with pytest.raises(SystemExit) as left:
         launch(jobs.block, 2, str(tmp_path / "ready"), quiet=True)
     assert left.value.code == 143
-    assert time.monotonic() - began < 60
 
 
 def _is_alive(file: Path) -> bool:
@@ -221,16 +217,15 @@ def test_ranks_die_with_a_launcher_that_is_killed(tmp_path):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "TMPDIR": str(temporary)}
     launcher = subprocess.Popen([sys.executable, "-c", code], env=environment)
     files = [tmp_path / f"ready-{rank}" for rank in range(2)]
-    _wait_until(lambda: all(file.exists() and file.read_text() for file in files), 300)
+    _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
     assert list(temporary.glob("pipefit-*"))
     launcher.kill()
     launcher.wait()
-    _wait_until(lambda: not any(map(_is_alive, files)), 60)
+    _wait_until(lambda: not any(map(_is_alive, files)))
     assert not [path for path in temporary.iterdir() if path.name.startswith(("pipefit", "pymp"))]
 
 
-def _wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
+def _wait_until(condition):
+    """The test's own timeout ends a wait in vain."""
     while not condition():
-        assert time.monotonic() < deadline, f"not so after {seconds} s"
         time.sleep(0.05)

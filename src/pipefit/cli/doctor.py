@@ -22,6 +22,7 @@ from pipefit.cli.answer import FINDING, FINE, Answer
 from pipefit.cli.options import Count, Json
 from pipefit.cli.version import version_of
 from pipefit.errors import CommunicationError, PipefitError
+from pipefit.spec.host import usable_bytes
 from pipefit.units import columns, format_bytes, format_seconds
 
 _OPTIONAL = {"matplotlib": "plot", "scikit-learn": "data", "optuna": "search"}
@@ -157,9 +158,8 @@ def _machine() -> Iterator[_Check]:
     found = f"{usable} usable of {os.cpu_count()}, load {load:.1f}"
     fix = "other programs use the cores: times measured now will be too long"
     yield _unless(load > usable, "cores", found, fix, cores=usable, load=load)
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    free = page * os.sysconf("SC_AVPHYS_PAGES")
+    total = usable_bytes()
+    free = min(total, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
     yield _Check("memory", f"{format_bytes(total)}, {format_bytes(free)} unused", facts={"memory_bytes": total})
     if _SHM.exists():
         free = shutil.disk_usage(_SHM).free

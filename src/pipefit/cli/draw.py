@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import PICTURES, Count, Counts, Figures, Json, UnitCosts, ending, pairs, verb
+from pipefit.cli.options import Count, Counts, Figures, Json, Picture, UnitCosts, pairs, verb
 from pipefit.cli.programs import check_forwards
 from pipefit.errors import PipefitError, ScheduleError, nearest
 
@@ -42,7 +41,7 @@ def command(
     warmup: int | None = None,
     group: int | None = None,
     follow: int | None = None,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
+    output: Picture = None,
     json: Json = False,
 ) -> Answer:
     """Draw a schedule, or print its numbers.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import time
@@ -15,6 +14,7 @@ from typing import Any
 
 import pipefit
 from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.spec.host import usable_bytes
 from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
 
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
@@ -59,7 +59,6 @@ def _facts() -> dict[str, Any]:
 
     from pipefit.run.config import num_cores
 
-    page = os.sysconf("SC_PAGE_SIZE")
     return {
         "node": platform.node(),
         "pipefit": pipefit.__version__,
@@ -68,7 +67,7 @@ def _facts() -> dict[str, Any]:
         "cuda": torch.version.cuda if torch.cuda.is_available() else None,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cores": num_cores(),
-        "memory_bytes": page * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": usable_bytes(),
     }
 
 

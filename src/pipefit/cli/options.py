@@ -141,6 +141,7 @@ Time = Annotated[Number, Parameter(converter=_time)]
 Size = Annotated[float, Parameter(converter=_size, metavar="BYTES")]
 Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing else there.")]
 ProfileName = Annotated[str | None, Parameter(help="Profile of the model: seconds, bytes; or gpt:layers=24,….")]
+Picture = Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)]
 TopologyName = Annotated[str | None, Parameter(help="Links and devices: a TOML file, local:N, or a name.")]
 
 _TYPED: Mapping[str, Any] = {

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import PICTURES, Count, Counts, Json, ProfileName, TopologyName, UnitCosts, ending, verb
+from pipefit.cli.options import Count, Counts, Json, Picture, ProfileName, TopologyName, UnitCosts, verb
 from pipefit.cli.programs import check_forwards, figures, read_source, save_timeline, time_text
 from pipefit.units import columns, format_bytes
 
@@ -28,7 +26,7 @@ def command(
     steps: Count = 1,
     repeats: Count = 1,
     contention: bool = False,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
+    output: Picture = None,
     json: Json = False,
 ) -> Answer:
     """Predict the time and memory of a program or a plan.

@@ -9,18 +9,17 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import (
-    PICTURES,
     Count,
     Counts,
     Figures,
     Json,
+    Picture,
     ProfileName,
     Seed,
     Size,
     Time,
     TopologyName,
     UnitCosts,
-    ending,
     verb,
 )
 from pipefit.cli.programs import check_forwards, figures, save_timeline, source_of, time_text
@@ -52,7 +51,7 @@ def command(
     seconds: Time = 10,
     candidates: int = 20_000,
     seed: Seed = 0,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)] = None,
+    output: Picture = None,
     json: Json = False,
 ) -> Answer:
     """Search for the fastest schedule for given costs and memory.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipefit.cutting.own import Given
 from pipefit.cutting.shell import CutLayer
 
 
@@ -52,7 +53,7 @@ class CachedArguments:
     def __init__(self, past: Past) -> None:
         self.past, self.cache = past, copy.deepcopy(past.cache)
 
-    def __call__(self, batch: Mapping[str, Tensor]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def __call__(self, batch: Mapping[str, Tensor]) -> Given:
         """No positional arguments, and those by name."""
         count(self.cache, self.past.length)
         return (), {**batch, **self.past.options, self.past.name: self.cache}

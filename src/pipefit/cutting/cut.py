@@ -15,7 +15,7 @@ from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
 from pipefit.cutting.lasting import places_of, refuse_replaced, second_batch
 from pipefit.cutting.notice import noticed, traces
-from pipefit.cutting.own import Call, Routers, is_transformers, loss_of, random_batch, result
+from pipefit.cutting.own import Arguments, Call, Given, Routers, is_transformers, loss_of, random_batch, result
 from pipefit.cutting.proof import (
     Difference,
     borders,
@@ -38,7 +38,6 @@ from pipefit.stage.materialise import InitialiseLayer, is_meta, lent_weights
 from pipefit.stage.split import NamedLayer, is_sequence, named_layers
 from pipefit.units import columns, counted, format_bytes, format_count
 
-Arguments = Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
 _Batches = tuple[Any, Any]
 
 
@@ -120,7 +119,7 @@ def _rows(layers: Sequence[NamedLayer]) -> list[tuple[str, str]]:
     return [(layer.name, format_count(sum(p.numel() for p in layer.module.parameters()))) for layer in layers]
 
 
-def plain_arguments(batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def plain_arguments(batch: Any) -> Given:
     """The arguments of a batch: keyword arguments of a dict, positional ones of a tuple, else a single argument."""
     if isinstance(batch, Mapping):
         return (), dict(batch)

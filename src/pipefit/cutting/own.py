@@ -14,6 +14,12 @@ from torch._subclasses import FakeTensor
 
 from pipefit.errors import DataError, ModelError
 
+Given = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and keyword arguments of a forward."""
+
+Arguments = Callable[[Any], Given]
+"""From a batch to the arguments of a forward."""
+
 IGNORED = -100
 """The label of tokens that the loss ignores, as everywhere in transformers."""
 
@@ -46,7 +52,7 @@ class Call:
         caches = "use_cache" in names or (open_ended and getattr(config, "use_cache", None) is not None)
         return cls({"use_cache": False} if caches else {})
 
-    def __call__(self, batch: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def __call__(self, batch: Any) -> Given:
         """No positional arguments, and those by name."""
         if not isinstance(batch, Mapping):
             raise DataError(

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.own import Arguments
 from pipefit.cutting.stubs import nan_like
 from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.cutting.tracking import arrived, stood_in
@@ -50,6 +51,13 @@ class Payload(NamedTuple):
     batch: Any
     values: list[Any]
     carried: list[list[Any]]
+
+
+def entering(first: int, payload: Any) -> Payload:
+    """The payload of a layer, of which layer 0 gets the batch alone."""
+    if first == 0:
+        return Payload(payload, [], [])
+    return Payload(**payload)
 
 
 @dataclass
@@ -83,7 +91,7 @@ class Shell:
     bare: Sequence[tuple[nn.Module, frozenset[int]]]
     shared: Sequence[nn.Module]
     labels: Mapping[nn.Module, str]
-    arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
+    arguments: Arguments
     result: Callable[[Any], Any]
     stubs: Mapping[nn.Module, Callable[..., Any]]
     carried: Sequence[Sequence[nn.Module]] = ()
@@ -108,10 +116,7 @@ class Shell:
         Returns:
             The payload of the next layer; after the last layer the model's result.
         """
-        if first == 0:
-            begin = Payload(payload, [], [])
-        else:
-            begin = Payload(**payload)
+        begin = entering(first, payload)
         args, kwargs = self.arguments(begin.batch)
         passage = _Passage(self, first, last, begin, enter)
         with passage.replaced():

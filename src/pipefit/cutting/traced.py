@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
@@ -30,7 +30,8 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.exported import flow_of
 from pipefit.cutting.flow import Flow, modules_of, num_bytes
 from pipefit.cutting.lines import by_lines, by_weights, crossings, found_lines, named_lines, weighty
-from pipefit.cutting.shell import CutLayer, Enter, Payload, node_at
+from pipefit.cutting.own import Arguments
+from pipefit.cutting.shell import CutLayer, Enter, Payload, entering, node_at
 from pipefit.errors import ModelError
 from pipefit.stage.opened import Rest
 from pipefit.stage.split import NamedLayer
@@ -130,7 +131,7 @@ class Traced:
     """
 
     model: nn.Module
-    arguments: Callable[[Any], tuple[tuple[Any, ...], Mapping[str, Any]]]
+    arguments: Arguments
     result: Callable[[Any], Any]
     training: bool
     labels: list[str] = field(default_factory=list)
@@ -173,10 +174,7 @@ class Traced:
 
     def run(self, first: int, last: int, payload: Any, enter: Enter = lambda layer: None) -> Any:
         """Runs some consecutive layers; see `Shell.run`."""
-        if first == 0:
-            begin = Payload(payload, [], [])
-        else:
-            begin = Payload(**payload)
+        begin = entering(first, payload)
         args, kwargs = self.arguments(begin.batch)
         inputs, values = pytree.tree_leaves((args, kwargs)), begin.values
         trace = self._trace(args, kwargs, self._converted(first))

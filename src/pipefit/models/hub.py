@@ -104,7 +104,7 @@ def tokenizer_of(folder: str | Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as problem:
-        raise ModelError(f"{folder}: transformers finds no tokenizer in it: {problem}") from problem
+        raise ModelError(f"{folder}: transformers finds no tokenizer in it: {reason_of(problem)}") from problem
 
 
 def limits_of(folder: str | Path) -> tuple[int, int]:
@@ -128,7 +128,16 @@ def _configuration(folder: Path) -> Any:
     except ImportError:
         raise ModelError(f"{folder}: {_NEEDED}") from None
     except Exception as problem:
-        raise ModelError(f"{folder}: transformers cannot read its config.json: {problem}") from problem
+        raise ModelError(f"{folder}: transformers cannot read its config.json: {reason_of(problem)}") from problem
+
+
+def reason_of(problem: Exception) -> str:
+    """The message of an error of transformers, without its advice to run the code of a folder."""
+    if "trust_remote_code" in str(problem):
+        return (
+            "it needs Python code of the folder, which pipefit never runs; import it in a FILE.py:FACTORY of your own"
+        )
+    return str(problem)
 
 
 def _examples(model: nn.Module) -> Example:

@@ -39,7 +39,7 @@ class Piece:
 
 
 class Store(Protocol):
-    """Weights, gradients and the optimizer's parameters of a stage, wherever they are.
+    """Weights, gradients and the optimizer's parameters of a stage, wherever they are. By default it is stepped whole.
 
         WeightStore     resident and whole
         ShardedStore    resident; of each bucket of weights this replica steps one part
@@ -76,9 +76,11 @@ class Store(Protocol):
 
     def steps_whole(self, index: int) -> bool:
         """Returns whether the optimizer steps a parameter, by its place among the masters, as a whole."""
+        return True
 
     def groups(self, optimizer: Optimizer) -> list[list[int]]:
         """The places of the masters of each group of the optimizer."""
+        return places_of(self.masters, optimizer)
 
     def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
         """The buckets in which its gradients are reduced over replicas.
@@ -89,12 +91,14 @@ class Store(Protocol):
 
     def own_part(self, bucket: int) -> Tensor | None:
         """This replica's part of a bucket, into which the sum is written; None: each replica gets the whole sum."""
+        return None
 
     def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(the part that this replica has stepped, the whole) of each bucket of a version whose parts are gathered."""
+        return iter(())
 
 
-class WeightStore:
+class WeightStore(Store):
     """`at(version)` points the live parameters at the tensors of a version; nothing is copied to read one.
 
     The optimizer works on masters, separate parameters that share the newest version's memory. Autograd would treat a
@@ -160,25 +164,9 @@ class WeightStore:
     def take_optimizer(self, optimizer: Optimizer) -> None:
         """Does nothing: the optimizer steps the masters as they are."""
 
-    def steps_whole(self, index: int) -> bool:
-        """Every parameter is stepped whole."""
-        return True
-
-    def groups(self, optimizer: Optimizer) -> list[list[int]]:
-        """The places of the masters of each group of the optimizer."""
-        return places_of(self.masters, optimizer)
-
     def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
         """New buckets for the gradients."""
         return GradientBuckets(untied)
-
-    def own_part(self, bucket: int) -> Tensor | None:
-        """Each replica gets the whole sum."""
-        return None
-
-    def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Nothing is gathered."""
-        return iter(())
 
 
 def places_of(masters: Sequence[nn.Parameter], optimizer: Optimizer) -> list[list[int]]:

@@ -11,6 +11,7 @@ import torch
 
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.untouched import random_state_kept, with_threads
+from pipefit.spec.host import usable_bytes
 from pipefit.spec.topology import Device
 
 _COPIED_BYTES = 64 * 2**20
@@ -116,4 +117,4 @@ def _memory_bytes(device: torch.device) -> float:
         free, _ = torch.cuda.mem_get_info(device)
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return _USABLE * (free + unused)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return float(usable_bytes())

@@ -11,7 +11,7 @@ import torch
 from pipefit.data import sample
 from pipefit.errors import ModelError, PipefitError
 from pipefit.models import build, parse_options
-from pipefit.models.hub import tokenizer_of
+from pipefit.models.hub import reason_of, tokenizer_of
 from pipefit.models.registry import BUILT_IN
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.run.config import checkpoints_of
@@ -83,7 +83,7 @@ def _whole_model(place: Path) -> Any:
             warnings.simplefilter("ignore", FutureWarning)
             return AutoPeftModelForCausalLM.from_pretrained(place, **safe).eval()
     except Exception as problem:  # of any kind, for the files are the user's
-        raise ModelError(f"{place}: its language model cannot be read: {problem}") from None
+        raise ModelError(f"{place}: its language model cannot be read: {reason_of(problem)}") from None
 
 
 def _of_run(folder: Path, prompt: str, num_bytes: int, temperature: float, seed: int) -> str:

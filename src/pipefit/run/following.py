@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -59,9 +60,13 @@ def server_of(folder: Path, port: int) -> ThreadingHTTPServer:
     page = _cached(folder)
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):  # a client may leave at any time
+                super().handle()
+
         def do_GET(self) -> None:
             # A page of another site must not read the run through a name that resolves to this machine.
-            name = self.headers.get("Host", "").rpartition(":")[0]
+            name = self.headers.get("Host", "").partition(":")[0]
             if self.path != "/" or name not in (_HOST, "localhost"):
                 self.send_error(404)
                 return

@@ -5,18 +5,22 @@
     rank 1   the script ends ─► "leaving" ────┘
 
 They have a process group of their own, in which nothing else is sent. A rank that is in a pass meanwhile, because only
-the first `step` has a roll call, is found by its position (`pipefit.runtime.waits.missed_call`).
+the first `step` has a roll call, reads in the store of the run in which call the others wait
+(`pipefit.runtime.waits.missed_call`).
 """
 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+from torch.distributed.distributed_c10d import _get_default_store
+
 from pipefit.errors import CommunicationError, is_lost_peer
 from pipefit.parallel.alike import ranks_in_words
-from pipefit.runtime.progress import LEAVE
+from pipefit.runtime.progress import LEAVE, Position
 
 ORDER = ": all ranks must call the same methods in the same order, none only `if pipe.rank == 0`"
 """The end of a message about calls that differ."""
@@ -70,3 +74,19 @@ def _said(name: str, ranks: Sequence[int]) -> str:
     if name == LEAVE:
         return f"{ranks_in_words(ranks)} {'is' if one else 'are'} leaving the run"
     return f"{ranks_in_words(ranks)} {'waits' if one else 'wait'} in {name}, which all ranks must call"
+
+
+def meet_in_call(rank: int, here: Position) -> dict[int, Position]:
+    """Leaves the position of a rank that waits in a roll call in the store of the run, for all its machines.
+
+    Of a rank that does not wait in one: returns the last position that was left so in the next roll call.
+    """
+    store = _get_default_store()
+    if here.call:
+        store.set(f"pipefit/call/{here.calls}", json.dumps([rank, *here]))
+        return {}
+    key = f"pipefit/call/{here.calls + 1}"
+    if not store.check([key]):
+        return {}
+    other, *there = json.loads(store.get(key))
+    return {other: Position(*there)}

@@ -40,9 +40,9 @@ def outliving_folder(session: Session) -> Path | None:
     Raises:
         PipefitError: the folder is not private.
     """
-    if MEMORY in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
-        if MEMORY in os.environ:
-            return Path(os.environ[MEMORY])
+    if MEMORY in os.environ:
+        return Path(os.environ[MEMORY])
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     for other in SHARED.glob(f"{AGENT}*"):
         if not Path(f"/proc/{other.name.removeprefix(AGENT)}").exists():

@@ -207,20 +207,24 @@ def _verdict(culprit: int, place: str, position: Position, state: str) -> str:
     return f"rank {culprit} does not continue, though it waits for no other rank: {place}"
 
 
-def missed_call(rank: int, program: Program | None, positions: Mapping[int, Position]) -> str:
+def missed_call(rank: int, program: Program | None, here: Position, waiting: Mapping[int, Position]) -> str:
     """The message about a rank in a pass in which another one will never be; "": there is none.
 
     The other one waits for all in a method that this rank has not called, and has not begun the pass. `step` has no
     roll call but the first, so only positions show it.
+
+    Args:
+        rank: in the pass.
+        program: that it runs.
+        here: its position.
+        waiting: positions of ranks that wait in the next roll call of this rank.
     """
-    here = positions[rank]
-    if not (here.index >= 0 or here.index == LOSS):
+    called = {other: CALLS[position.call] for other, position in waiting.items() if position.passes < here.passes}
+    if not called or (here.index < 0 and here.index != LOSS):
         return ""
-    missing = {r: p for r, p in positions.items() if p.call and p.calls > here.calls and p.passes < here.passes}
-    if not missing:
-        return ""
-    called = different_calls({other: CALLS[position.call] for other, position in missing.items()})
-    return called.replace(ORDER, f"; rank {rank} trains or evaluates, {where(program, rank, here)}{ORDER}")
+    return different_calls(called).replace(
+        ORDER, f"; rank {rank} trains or evaluates, {where(program, rank, here)}{ORDER}"
+    )
 
 
 def hang_report(
@@ -247,7 +251,7 @@ def hang_report(
     places = {other: where(program, other, position) for other, position in positions.items()}
     culprit, chain = _culprit(program, rank, positions, states)
     missing = [other for other in range(num_ranks) if other not in positions]
-    if positions[rank].index == JOINING and missing:
+    if missing and culprit == rank and (positions[rank].waits or positions[rank].index in (JOINING, MEETING, LOSS)):
         culprit = missing[0]
     if culprit is None:
         verdict = f"the ranks wait for each other in a cycle (for {stood_s:.0f} s)"

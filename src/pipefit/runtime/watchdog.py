@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
+from pipefit.runtime.calls import meet_in_call
 from pipefit.runtime.progress import JOINING, OUTSIDE, Position, Progress, positions_of
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
 from pipefit.runtime.waits import hang_report, missed_call, patience
@@ -32,6 +33,7 @@ _FACTOR = 10.0
 _KEPT_PASSES = 31
 _ANSWER_S = 0.2
 _MISSED_S = 1.0
+"""A rank that stands as long publishes its call, or looks for the calls of others."""
 
 
 def deadline_from_environment() -> float | None:
@@ -85,6 +87,9 @@ class Watchdog:
         self._steps_s: deque[float] = deque(maxlen=_KEPT_PASSES)
         self._stop = threading.Event()
         threading.Thread(target=self._watch, name="pipefit-watchdog", daemon=True).start()
+        # A store that cannot be reached blocks this thread, but not the one above.
+        self._calls = threading.Thread(target=self._compare_calls, name="pipefit-calls", daemon=True)
+        self._calls.start()
 
     @property
     def deadline_s(self) -> float:
@@ -116,6 +121,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stops watching."""
         self._stop.set()
+        self._calls.join(_MISSED_S)
 
     def _watch(self) -> None:
         interval = min(1.0, (self._given_s or _FLOOR_S) / 10)
@@ -130,12 +136,22 @@ class Watchdog:
             else:
                 stood_s = 0.0
             seen, before = position, now
-            if stood_s >= _MISSED_S and (missed := missed_call(self._rank, self._program, self._positions(position))):
-                self._end(f"{missed}\n")
             if stood_s > self.deadline_s and self._is_watched(position):
                 positions = self._positions(position)
                 if stood_s > patience(self._rank, self._program, positions, self.deadline_s, now):
                     self._end(self._page(positions, stood_s))
+
+    def _compare_calls(self) -> None:
+        """Publishes the call in which this rank waits; ends a rank in a pass that others, in a call, never begin."""
+        seen = self._progress.position
+        with contextlib.suppress(RuntimeError, ValueError):  # the store is gone, and so is the run
+            while not self._stop.wait(_MISSED_S):
+                before, seen = seen, self._progress.position
+                if seen != before:
+                    continue
+                waiting = meet_in_call(self._rank, seen)
+                if missed := missed_call(self._rank, self._program, seen, waiting):
+                    self._end(f"{missed}\n")
 
     def _positions(self, own: Position) -> dict[int, Position]:
         """The positions that are known on this machine."""

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pipefit.errors import ModelError
 from pipefit.ir.program import Header
 from pipefit.parallel.buckets import GradientBuckets, record_layout
-from pipefit.parallel.weights import Piece, places_of
+from pipefit.parallel.weights import Piece, Store
 from pipefit.spill.arena import Arena, Slot, save_places
 from pipefit.spill.lanes import Copy
 from pipefit.spill.optimizer_states import MovedStates, StateRules, probe_states
@@ -24,7 +24,7 @@ from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import Training
 
 
-class SpilledStore:
+class SpilledStore(Store):
     """The store of a spilled stage, whose weights are on the device only while the stage is in a slot.
 
     Its parameters are views of a slot while the stage is there. Otherwise they have their shapes and no memory, and
@@ -323,27 +323,11 @@ class SpilledStore:
     def release(self) -> None:
         """Does nothing: the tier keeps the weights."""
 
-    def steps_whole(self, index: int) -> bool:
-        """Every parameter is stepped whole."""
-        return True
-
-    def groups(self, optimizer: Optimizer) -> list[list[int]]:
-        """The places of the masters of each group of the optimizer."""
-        return places_of(self.masters, optimizer)
-
     def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
         """Buckets in the slot next to the stage's weights, wherever that is."""
         buckets = GradientBuckets(self.summed, spilled=True)
         self._on_arrival = buckets.place_in
         return buckets
-
-    def own_part(self, bucket: int) -> Tensor | None:
-        """Each replica gets the whole sum."""
-        return None
-
-    def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Nothing is gathered."""
-        return iter(())
 
     @contextlib.contextmanager
     def present(self, optim: bool = False, change: bool = False) -> Iterator[None]:
