@@ -1,4 +1,4 @@
-"""What one GPU does with pipefit: rates, steps against plain torch, waits of the host, spilled runs, predictions.
+"""What one GPU does with pipefit: rates, steps against plain torch, waits of the host, spilled runs.
 
 Each part is a process of its own with a deadline, so a part that hangs or fails is a line of the report and no more.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import cProfile
 import faulthandler
+import gc
 import json
 import pstats
 import subprocess
@@ -219,6 +220,7 @@ def spilled() -> Figures:
     figures: Figures = {}
     x, y = model(MEDIUM).example(BATCH, 0)
     for name, cap in (("resident", None), ("spilled", 1 << 30)):
+        gc.collect()
         torch.cuda.empty_cache()
         options: dict[str, Any] = {"example": (x, y)}
         if cap:
@@ -302,36 +304,6 @@ def build_sizes() -> list[Tensor]:
         return list(build("gpt", layers=1, hidden=512, heads=8, context=128, vocab=256, tied=False).layers.parameters())
 
 
-def prediction() -> Figures:
-    """Seconds of a step that a profile and the simulator give, and those of the step."""
-    from pipefit.cost import of_plan
-    from pipefit.pipeline.request import decide
-    from pipefit.planner.simulated import update_s
-    from pipefit.profiling.workload import Workload
-    from pipefit.runtime.session import current
-    from pipefit.spec.options import Request
-    from pipefit.stage.split import named_layers
-
-    figures: Figures = {}
-    for name, sizes in (("small", SMALL), ("medium", MEDIUM)):
-        bundle = model(sizes)
-        x, y = bundle.example(BATCH, 0)
-        request = Request("1f1b", MICROBATCHES, 1, parallelism=Parallelism(device="cuda:0"))
-        work = Workload(named_layers(bundle.layers), bundle.loss, adam, DEVICE, (x, y), False, torch.bfloat16, "gpt")
-        made = decide(request, work, current(), measure=True)
-        assert made.profile is not None and made.topology is not None
-        profile = made.profile.at(BATCH // MICROBATCHES)
-        costs = of_plan(profile, made.plan, made.topology)
-        figures[f"{name}_predicted_ms"] = update_s(made.plan, costs)[1] * 1e3
-        pipe = pipeline(model(sizes))
-        pipe.step(x, y)
-        figures[f"{name}_measured_ms"] = seconds(partial(pipe.step, x, y)) * 1e3
-        pipe.close()
-        del pipe, made, bundle
-        torch.cuda.empty_cache()
-    return figures
-
-
 PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
     "facts": (facts, 30),
     "rates": (rates, 30),
@@ -341,7 +313,6 @@ PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
     "large": (lambda: steps(LARGE), 60),
     "peak": (peak, 45),
     "spilled": (spilled, 70),
-    "prediction": (prediction, 60),
 }
 
 

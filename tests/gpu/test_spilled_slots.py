@@ -148,12 +148,13 @@ def test_a_plan_for_a_cap_keeps_it():
     with torch.device("meta"):
         bundle = build("gpt", layers=16, hidden=512, heads=8, context=128, vocab=256, tied=False)
     moment = 3 * max(p.nbytes for p in bundle.layers.parameters())
+    rounding = 4 << 20  # up to 1 MiB for each of a few large blocks
     x, y = bundle.example(4, 0)
     pipe = capped_pipeline(cap)
     assert pipe.plan.spill is not None
     forget_peak()
     assert all(pipe.step(x, y) > 0 for _ in range(3))
-    assert peak_bytes() <= cap + moment
+    assert peak_bytes() <= cap + moment + rounding
     pipe.close()
 
 

@@ -272,17 +272,6 @@ def test_a_checkpoint_keeps_the_scale(tmp_path: Path) -> None:
     assert other.fit([example(8, 5)]) == pipe.fit([example(8, 5)])
 
 
-def test_tf32_keeps_the_type_and_lets_torch_round_products() -> None:
-    model, example = float_model()
-    try:
-        pipe = pipeline(model, stages=[3, 3], precision="tf32")
-        assert torch.get_float32_matmul_precision() == "high"
-        pipe.step(*example(8, 0))
-        assert all(p.dtype == torch.float32 for p in pipe.workers[0].stages[0].parameters())
-    finally:
-        torch.set_float32_matmul_precision("highest")
-
-
 def test_unknown_precisions_are_refused_by_name() -> None:
     with pytest.raises(PipefitError, match=r"dtype: expected one of .*bf16.*got 'bf61'"):
         pipeline(float_model()[0], precision="bf61")

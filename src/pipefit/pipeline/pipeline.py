@@ -49,7 +49,7 @@ from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updat
 from pipefit.stage.compiler import backend_of, compile_seconds
 from pipefit.stage.device import forget_peak, process_device
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
-from pipefit.stage.precision import LossScale, computing_type, first_scale
+from pipefit.stage.precision import LossScale, first_scale, half_of
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.ties import tied_groups
 from pipefit.stage.training import Loss, Training
@@ -81,7 +81,7 @@ class Pipeline:
             recompute and the tensor width are those of the plan.
         example: one batch, (input, target) or a dict, for measuring and for cutting.
         parallelism: distribution of the model over processes: ranks, chunks, replicas, tensor width and the like.
-        precision: "fp32" (the model's own type), "tf32", or "bf16" or "fp16": layers run under autocast, weights stay
+        precision: "fp32" (the model's own type), or "bf16" or "fp16": layers run under autocast, weights stay
             float32; or a `Precision`, with the first scale of the loss or `compile=True`: layers train compiled.
         updates: learning-rate schedule, clipping, weights of micro-batches, seed.
         spill: stages are kept on the host or on disk; a cap on the device's memory (with `example`) also determines
@@ -125,7 +125,7 @@ class Pipeline:
         self.device = process_device(parallelism.device)
         clip_norm = updates.clip_norm or None
         precision = Precision.of(precision)
-        half = computing_type(precision.dtype)
+        half = half_of(precision.dtype)
         compiler = backend_of(precision.compile, self.device)
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
         name = type(model).__name__

@@ -244,6 +244,7 @@ class TrainingLoop:
         losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
         header = runs[0].compiled.program.header
         updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
+        runs[0].norms.update(runs[0].known)  # the host need not wait for these again
         norms = [gradient_norm(runs[0], header.last_stage, update) for update in updates]
         return _Pass(first, runs, losses, norms, sizes, began)
 

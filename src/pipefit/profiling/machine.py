@@ -115,6 +115,5 @@ def _memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         # What torch holds but no tensor uses is free, too; a part is lost between blocks of different sizes.
         free, _ = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return _USABLE * (free + unused)
+        return _USABLE * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     return float(usable_bytes())

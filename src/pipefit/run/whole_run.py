@@ -44,7 +44,7 @@ from pipefit.spec import Plan
 from pipefit.spec.options import Parallelism
 from pipefit.stage.compiler import backend_of
 from pipefit.stage.device import process_device
-from pipefit.stage.precision import computing_type
+from pipefit.stage.precision import half_of
 from pipefit.stage.split import named_layers
 from pipefit.timeline.compare import compare
 from pipefit.units import counted
@@ -213,7 +213,7 @@ def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workloa
         place,
         example_of(bundle, source, config.batch),
         bool(config.updates.clip_norm),
-        computing_type(config.precision.dtype),
+        half_of(config.precision.dtype),
         bundle.name,
         backend_of(config.precision.compile, place),
     )

@@ -57,13 +57,12 @@ def is_taken(run: Execution, update: int) -> bool:
 def _decide(run: Execution, update: int) -> None:
     """Decides about an update from its norms, which come to the host with its losses: the one wait for a GPU's step."""
     header, norms = run.compiled.program.header, run.norms[update]
-    own = [index for index, (mb, _) in enumerate(run.losses) if header.update_of(header.last_stage, mb) == update]
-    losses = [run.losses[index][1].reshape(1).double().to(norms.device) for index in own]
-    numbers = torch.cat([norms, *losses]).cpu()
-    run.known[update] = numbers[: len(norms)]
+    own = {mb: loss for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update}
+    losses = [loss.reshape(1).double().to(norms.device) for loss in own.values()]
+    run.known[update], *losses = torch.cat([norms, *losses]).cpu().split([len(norms), *[1] * len(losses)])
     run.decided[update] = bool(run.known[update].isfinite().all())
-    for index, loss in zip(own, numbers[len(norms) :], strict=True):
-        run.losses[index] = (run.losses[index][0], loss)
+    own = dict(zip(own, losses, strict=True))
+    run.losses = [(mb, own.get(mb, loss)) for mb, loss in run.losses]
 
 
 def all_finite(run: Execution) -> bool:

@@ -138,14 +138,13 @@ class Precision(Checked):
     """How layers compute: in which type, while weights stay as they are, and whether they are compiled.
 
     Attributes:
-        dtype: type that layers compute in: fp32 (the model's own), tf32 (float32 whose products a GPU rounds), or bf16
-            or fp16, under autocast.
+        dtype: type that layers compute in: fp32 (the model's own), or bf16 or fp16, under autocast.
         loss_scale: first scale of the loss, which then follows the gradients; default: 65536 for fp16, else no scaling.
         compile: train layers by torch.compile, one compilation for each kind of layer. In Python also the name of a
             backend, such as "aot_eager"; True is "inductor".
     """
 
-    dtype: Literal["fp32", "tf32", "bf16", "fp16"] = setting("fp32", "--precision")
+    dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "--precision")
     loss_scale: float | None = setting(None, least=ABOVE_0, most=LARGEST_LOSS_SCALE)
     compile: bool | str = setting(False, typed=bool)
 

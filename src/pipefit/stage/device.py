@@ -64,8 +64,8 @@ def _own_index() -> int:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device; one of the host is pinned first, so that the host need not wait for a GPU's copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    """A tensor on a GPU; one of the host is pinned first, so that the host need not wait for the copy."""
+    if tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -93,7 +93,7 @@ def workspace_bytes(device: torch.device) -> int:
     """Bytes that products of matrices take of a GPU for themselves, from the first one on, both ways."""
     if device.type != "cuda":
         return 0
-    torch.cuda.synchronize(device)
+    settle(device)
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated(device)
     weight = torch.ones(64, 64, device=device, requires_grad=True)

@@ -19,26 +19,19 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.spec.options import LARGEST_LOSS_SCALE
 
-PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of a name; None: the model's own."""
 
 _FIRST_SCALE = 2.0**16
 
 
 def half_of(name: str) -> torch.dtype | None:
-    """The half type of a precision by name; None for "fp32" and "tf32".
+    """The half type of a precision by name; None for "fp32".
 
     Raises:
         PipefitError: another name; the nearest is suggested.
     """
     return look_up(name, PRECISIONS, "unknown precision")
-
-
-def computing_type(name: str) -> torch.dtype | None:
-    """The half type of a precision; for "tf32" it also sets how this process multiplies matrices of float32."""
-    if name == "tf32":
-        torch.set_float32_matmul_precision("high")
-    return half_of(name)
 
 
 def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
