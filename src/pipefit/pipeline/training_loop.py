@@ -202,7 +202,7 @@ class TrainingLoop:
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
-        losses: list[float] = []
+        losses = []
         first = self.num_updates
         pending: _Pass | None = None
         while steps is None or self.num_updates - first < steps:

@@ -127,7 +127,7 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     fitting = [each for each in whole if max(each.peak_bytes) <= cap.device_bytes]
     if fitting:
         return SearchResult((fitting[0],))
-    ranked: list[Estimate] = []
+    ranked = []
     winner: Estimate | None = None
     choices = [False, True]
     if cap.activations is not None:
