@@ -46,6 +46,7 @@ class Cap:
         clip: gradients are clipped by their global norm, which needs another visit of the stages that could not stay.
         ties: groups of layers that share a weight; their stages need a slot each, and are visited again for their step.
         sizes: exact bytes of the layers; None: those of the profile.
+        taken_bytes: that a GPU's libraries take in addition to the limit, for messages.
     """
 
     device_bytes: float
@@ -60,6 +61,7 @@ class Cap:
     clip: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
     sizes: ModelBytes | None = None
+    taken_bytes: float = 0.0
 
     @property
     def depth(self) -> int:
