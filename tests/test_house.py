@@ -61,12 +61,12 @@ TREES = {path: ast.parse(path.read_text()) for path in MODULES}
 
 def test_the_package_does_not_grow():
     """Nodes of the syntax tree. Lower the number with what you remove."""
-    assert sum(map(size, TREES.values())) <= 438_000
+    assert sum(map(size, TREES.values())) <= 437_700
 
 
 def test_statements_hold_one_thought():
     """Nodes per statement, of the whole package. Lower the number with what you spread."""
-    assert statistics.mean(nodes for tree in TREES.values() for nodes in statements(tree)) <= 11.6
+    assert statistics.mean(nodes for tree in TREES.values() for nodes in statements(tree)) <= 11.5
 
 
 def test_no_module_has_more_than_500_lines():

@@ -3,12 +3,19 @@
 from pathlib import Path
 
 import pytest
+import torch
 from tests.study.cases import GPT, MLP, SMALL, alone
 
 import pipefit as pf
-from pipefit.study.trial import Trial
+from pipefit.study.trial import StudyError, Trial
 
 pytestmark = pytest.mark.gpu
+
+
+def test_a_program_that_has_used_the_gpu_cannot_fork_workers(tmp_path: Path) -> None:
+    torch.ones(1, device="cuda:0")
+    with pytest.raises(StudyError, match="has used the GPU already"):
+        pf.Study([Trial(**SMALL, **MLP)], output=tmp_path / "study", threads=1, device="cuda:0").run()
 
 
 def test_two_trials_share_the_gpu_and_do_not_notice_each_other(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_processes_that_share_a_rank_do_not_make_its_bubble_smaller() -> None:
     compiled = SimpleNamespace(program=program, instructions=[Instruction(Op.LOAD, 0, 0)])
     worker = SimpleNamespace(device=torch.device("cpu"))
     idle = SimpleNamespace(compiled=compiled, worker=worker, starts=[0.0], ends=[1.0], rates={})
-    first, second = (own_figures(Session(process, 4, None, Progress()), [idle]) for process in (0, 2))
+    first, second = (own_figures(Session(process, 4, None, Progress()), [idle], [idle]) for process in (0, 2))
     assert first[0] + second[0] == 1.0
     assert [size > 0 for size in first[1:5]] == [True, False, False, False]
 

@@ -60,5 +60,5 @@ def prediction_of(timeline: Timeline, batch: int) -> Prediction:
         period_s=period,
         minibatch_s=period,
         throughput=batch / period if period else 0.0,
-        peak_bytes=tuple(timeline.peak_bytes(rank) for rank in range(len(timeline.program.ranks))),
+        peak_bytes=tuple(map(timeline.peak_bytes, range(len(timeline.program.ranks)))),
     )

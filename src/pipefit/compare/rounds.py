@@ -265,7 +265,7 @@ def _row(
         bubble_predicted=predicted[1] if predicted else None,
         predicted_step_s=predicted[0] if predicted else None,
         predicted_over_measured=predicted[0] / middle if predicted else None,
-        utilisation=tuple(statistics.median(shares) for shares in zip(*cell.busy, strict=True)),
+        utilisation=tuple(map(statistics.median, zip(*cell.busy, strict=True))),
         peak_bytes=tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else (),
         final_loss=statistics.mean(cell.losses[:updates][-_KEPT_LOSSES:]) if session.rank == 0 else None,
         spread=half_interquartile_range(cell.seconds) / middle,

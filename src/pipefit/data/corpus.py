@@ -39,7 +39,7 @@ def text(paths: Paths | None = None) -> bytes:
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("data: expected at least one text file, got an empty list; leave it out for the built-in text")
-    return b"\n\n".join(_read(file) for file in files)
+    return b"\n\n".join(map(_read, files))
 
 
 def _builtin_prose() -> bytes:

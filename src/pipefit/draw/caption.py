@@ -85,7 +85,7 @@ def peak_words(scene: Scene, rank: int) -> str:
 def measures(scene: Scene) -> str:
     """The line of results: bubble, makespan, peak."""
     facts = scene.facts
-    peaks = " ".join(label_number(value) for value in facts.peak_inflight)
+    peaks = " ".join(map(label_number, facts.peak_inflight))
     parts = [
         f"bubble {percent(facts.bubble_fraction)}",
         f"over ideal {percent(facts.bubble_over_ideal)}",

@@ -62,7 +62,7 @@ def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) ->
         wishes = _one_device(facts)
     else:
         wishes = _spilled_pipelines(facts)
-    found: list[tuple[str, Timeline]] = []
+    found = []
     left = _MOST_FORWARDS
     for wish in dict.fromkeys(wishes):
         cost = wish.stages * wish.microbatches * wish.chunks

@@ -76,7 +76,7 @@ class Drawing:
         """
         shape = _shape_key(self.timeline)
         facts = scene_of(self.timeline).facts
-        near: list[tuple[str, Timeline]] = []
+        near = []
         if not self._is_mixed:
             offered = others(facts, self.pricing, self.how, self._is_lecture)
             near = [(name, timeline) for name, timeline in offered if _shape_key(timeline) != shape]

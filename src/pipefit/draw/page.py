@@ -57,7 +57,7 @@ def html(
     context = {
         "title": title or "Pipeline schedules",
         "style": _asset("page.css") + _colours(sorted(chunks)),
-        "script": "".join(_asset(name) for name in _SCRIPTS),
+        "script": "".join(map(_asset, _SCRIPTS)),
         "data": "[" + ",\n".join(texts) + "]",
         "families": {letter: family.name for letter, family in FAMILIES.items()},
         # Readers without scripts still see the first one.

@@ -165,10 +165,10 @@ def scene_of(timeline: Timeline, seconds: bool | None = None, scale_s: float = 0
     """
     program = timeline.program
     zero = timeline.start_s
-    stages = tuple(program.header.stages_of(rank) for rank in range(len(program.ranks)))
+    stages = tuple(map(program.header.stages_of, range(len(program.ranks))))
     chunk_of = [{stage: chunk for chunk, stage in enumerate(held)} for held in stages]
-    boxes: list[Box] = []
-    bars: list[Box] = []
+    boxes = []
+    bars = []
     for event in timeline.events:
         i = timeline.instruction(event)
         rank = event.rank

@@ -26,7 +26,7 @@ def stays_of(scene: Scene) -> list[Stay]:
     """Every stay on every rank, by rank, kind and slot; times count from the start of the timeline."""
     timeline = scene.timeline
     zero = scene.timeline.start_s
-    found: list[Stay] = []
+    found = []
     held: dict[tuple[int, str, int], Stay] = {}
     newest: dict[tuple[int, int], int] = {}
     for event in sorted(timeline.events, key=attrgetter("rank", "repeat", "position")):

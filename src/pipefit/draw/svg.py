@@ -199,7 +199,7 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> str:
 
 def _spilled(scene: Scene, plan: Layout) -> list[str]:
     """The lanes of copies and of steps on the host."""
-    parts: list[str] = []
+    parts = []
     for rank, lane in product(range(scene.num_ranks), scene.lanes):
         y = plan.lane_y(rank, lane)
         name = _text("soft end", plan.left - 14, y + 9, lane, 9)

@@ -102,10 +102,10 @@ class Blocking:
 
     def cycles(self, among: Iterable[int]) -> list[list[int]]:
         """The cycles of stuck ranks that wait for each other and to which some ranks lead, each once."""
-        found: list[list[int]] = []
+        found = []
         seen: set[int] = set()
         for rank in among:
-            path: list[int] = []
+            path = []
             while rank >= 0 and rank not in seen and self._is_stuck(rank):
                 seen.add(rank)
                 path.append(rank)

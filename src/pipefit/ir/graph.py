@@ -90,7 +90,7 @@ def graph_of_messages(program: Program) -> Graph:
 def _graph_of_messages(program: Program) -> Graph:
     starts: list[int] = [0]
     flat: list[Instruction] = []
-    rank_of: list[int] = []
+    rank_of = []
     for rank, instructions in enumerate(program.ranks):
         flat += instructions
         rank_of += [rank] * len(instructions)

@@ -67,7 +67,7 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
         if not header.is_spilled(stage):
             value = Value(WEIGHTS, stage, 0)
             lives[value] = Lifetime(value, -1, -1)
-    ended: list[Lifetime] = []
+    ended = []
     step = Op.STEP
     drop = Op.DROP
     evict = Op.EVICT
@@ -107,7 +107,7 @@ def peak(lives: Sequence[Lifetime], size: Size) -> float:
 
 def peak_at(lives: Sequence[Lifetime], size: Size) -> tuple[float, int]:
     """The highest sum of sizes held at any instruction, and the first instruction where it is (−1: the start)."""
-    changes: list[tuple[int, int, float]] = []
+    changes = []
     for life in lives:
         amount = size(life.value)
         if amount:

@@ -230,7 +230,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
     ranks: tuple[tuple[Instruction, ...], ...]
 
     def __len__(self) -> int:
-        return sum(len(instructions) for instructions in self.ranks)
+        return sum(map(len, self.ranks))
 
     def __iter__(self) -> Iterator[tuple[int, int, Instruction]]:
         for rank, instructions in enumerate(self.ranks):

@@ -93,7 +93,7 @@ def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, tuple
     fetched = copies.fetched
     written = copies.written
     waits: dict[int, tuple[int, ...]] = {}
-    kept: list[int] = []
+    kept = []
     for index, i in enumerate(program.ranks[rank]):
         op = i.op
         kind = i.kind

@@ -41,7 +41,7 @@ def convnet(
     require_probability("convnet", dropout=dropout)
     if layers < 2:
         raise ModelError(f"convnet: expected at least 2 layers (one block and the head), got layers={layers}")
-    model: list[tuple[str, nn.Module]] = []
+    model = []
     size = image
     width = inputs
     for index in range(layers - 1):

@@ -108,7 +108,7 @@ def record_layout(parameters: Sequence[Tensor]) -> tuple[list[Field], Layout]:
     Args:
         parameters: of a stage that is spilled.
     """
-    flats: list[Field] = []
+    flats = []
     fields: dict[int, Field] = {}
     position = 0
     for bucket in layout(parameters):

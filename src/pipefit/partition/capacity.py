@@ -38,7 +38,7 @@ def hydra(
     if not capacity_bytes > 0:
         raise PlanError(f"capacity_bytes: expected more than 0, got {capacity_bytes}")
     needed, load = _needs(profile, optimizer_factor)
-    found: list[list[int]] = []
+    found = []
     for reserve in _reserves(load, double_buffer):
         fits = needed + reserve <= capacity_bytes
         if double_buffer:

@@ -144,7 +144,7 @@ def runs(problem: CutProblem, level: int, beyond: int, start: int, end: int, tim
     totals = problem.totals(level)
     fewest = min(counts[0, n] for n in totals)
     left = {n for n in totals if counts[0, n] == fewest}
-    found: list[Run] = []
+    found = []
     position = 0
     remaining = int(fewest)
     choices = _choices(problem, level, beyond)

@@ -228,7 +228,7 @@ def _divide(
 
 def _flatten(stages: tuple[LevelStage, ...], copies: int = 1) -> list[StageSpec]:
     """Stages of devices: replicas multiplied over the levels. Layers without cost go to a level's first stage."""
-    result: list[StageSpec] = []
+    result = []
     for stage in stages:
         if stage.stages:
             result += _flatten(stage.stages, copies * stage.replicas)

@@ -33,7 +33,7 @@ def build(
         ahead: compute instructions between posting a receive and needing it.
         prefetch: stages ahead that a spilled one is fetched (None: as soon as a slot is free).
     """
-    program = Program(header, tuple(tuple(rank) for rank in order))
+    program = Program(header, tuple(map(tuple, order)))
     program = with_frozen(program)
     program = with_recompute(program, recompute)
     program = with_versions(program)

@@ -16,7 +16,7 @@ def with_data(program: Program) -> Program:
     forward = Op.FWD
     ranks = []
     for instructions in program.ranks:
-        listed: list[Instruction] = []
+        listed = []
         for i in instructions:
             if i.op is forward and i.stage == 0:
                 listed.append(Instruction(Op.LOAD, 0, i.mb))

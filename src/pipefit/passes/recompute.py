@@ -19,7 +19,7 @@ def with_recompute(program: Program, stages: Collection[int] | None = None) -> P
     """
     ranks = []
     for instructions in program.ranks:
-        listed: list[Instruction] = []
+        listed = []
         before = None
         for i in instructions:
             wanted = i.op in GRADIENT_OPS and (stages is None or i.stage in stages)

@@ -29,9 +29,9 @@ def with_scatter_gather(program: Program) -> Program:
     """
     if not program.header.pieces:
         return program
-    ranks: list[list[Instruction]] = []
+    ranks = []
     for instructions in program.ranks:
-        listed: list[Instruction] = []
+        listed = []
         arriving: set[tuple[str, int, int]] = set()
         for i in instructions:
             if i.op in MESSAGE_OPS and i.kind in PIECE_OF:

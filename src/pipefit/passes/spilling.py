@@ -52,7 +52,7 @@ def with_spilling(program: Program, prefetch: int | None = None) -> Program:
             f"{program.header.schedule}: spilling needs a schedule that flushes: with several versions of the weights "
             "alive every one of them would need a slot; use a synchronous schedule, such as 1f1b or interleaved"
         )
-    if any(program.header.is_sharded(stage) for stage in spill.stages):
+    if any(map(program.header.is_sharded, spill.stages)):
         raise ScheduleError(
             f"{program.header.schedule}: a spilled stage steps as a whole: spilling and a sharded optimizer do not go "
             "together"
@@ -130,7 +130,7 @@ def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Inst
         if stay.stage not in header.spill.keeps
     }
     kept: dict[tuple[int, int], int] = {}
-    result: list[Instruction] = []
+    result = []
     for index, i in enumerate(listed):
         stay = stay_of.get((index, i.stage), -1)
         if i.op in FORWARD_OPS:
@@ -162,7 +162,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
         moved.append((states, Kind.OPTIM.value))
     # Freeing a slot comes before filling it. Fetches come in the order in which they are needed, and the evictions that
     # free their slots likewise: where copies bind, the one that is waited for is written back first.
-    placed: list[tuple[int, int, int, Instruction]] = []
+    placed = []
     ahead: list[tuple[int, int]] = []
     for found, kind in moved:
         starts = _starts(listed, found, prefetch, ahead)
@@ -193,7 +193,7 @@ def _parked(
     assert header.spill is not None
     stay_of = {(index, stay.stage): number for number, stay in enumerate(found) for index in stay.visits}
     forward: dict[tuple[int, int], int] = {}
-    placed: list[tuple[int, int, int, Instruction]] = []
+    placed = []
     for index, i in enumerate(listed):
         if i.op is Op.FWD:
             forward[i.stage, i.mb] = index

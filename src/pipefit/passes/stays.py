@@ -73,7 +73,7 @@ def stays(
         for stage in stages:
             coming[stage].append(index)
     here: dict[int, Stay] = {}
-    found: list[Stay] = []
+    found = []
     free: list[tuple[int, Stay | None]] = [(slot, None) for slot in range(min(num_slots, len(coming)))]
 
     def urgency(stage: int, index: int) -> tuple[int, int]:

@@ -40,7 +40,7 @@ def with_steps(program: Program) -> Program:
     for instructions in program.ranks:
         due = {index: key for key, index in last_backwards(program.header, instructions).items()}
         waiting: dict[tuple[int, int], Instruction] = {}
-        listed: list[Instruction] = []
+        listed = []
         for index, i in enumerate(instructions):
             if waiting:
                 listed += [waiting.pop(key) for key in sorted(waiting) if _must_precede(key, i, program)]

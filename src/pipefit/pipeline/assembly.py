@@ -86,7 +86,7 @@ def assemble(
             _read_shared(part, _shared(part, ties), device, initialise)
         stages = RankStages(rank, part, _shared(part, ties), initialise, run)
         spillings.append(None)
-        if any(header.is_spilled(stage) for stage in part):
+        if any(map(header.is_spilled, part)):
             where = spill or Spilled()
             if where.host_bytes is not None:
                 share = _host_share(rank, header, plan.partition, layers, session)

@@ -42,7 +42,7 @@ def fitting(
     is_searched = request.plan is None and (request.schedule == AUTO or (request.spill and request.spill.cap_bytes))
     if not session.start.restart or not session.is_distributed or is_searched:
         return request
-    proved: list[tuple[float, str, Request]] = []
+    proved = []
     refused = []
     for what, other in _nearest(request, count, plan_of(request, full)):
         try:

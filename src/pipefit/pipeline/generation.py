@@ -173,7 +173,7 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
     if past is None:
         raise ModelError(own_way)
     program = forward_only(header, 1)
-    logits: list[Tensor] = []
+    logits = []
 
     def take(output: Mapping[str, Tensor], target: Any) -> Tensor:
         logits.append(output["logits"])

@@ -51,7 +51,7 @@ class PendingLosses:
             logged = {mb: metrics for run in runs for mb, metrics in run.logged.items()}
             rows = [torch.stack(list(losses.values()))]
             rows += [torch.stack([logged[mb][name] for mb in losses]) for name in self._names]
-            figures.view(len(rows), -1)[:, list(losses)] = torch.stack(rows).cpu()
+            figures.view(len(rows), -1)[:, list(losses)] = torch.stack([row.cpu() for row in rows])
         self._table = torch.cat([figures.view(-1), torch.tensor(extra, dtype=torch.float64)])
         self._figures = self._table[: figures.numel()].view_as(figures)
         self._session = engine.session

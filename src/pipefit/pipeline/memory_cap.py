@@ -30,6 +30,7 @@ from pipefit.schedules.shape import Shape
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, KEEP, STEP_ON, Request, Spilled
 from pipefit.spec.topology import Device, Tier
+from pipefit.stage.device import workspace_bytes
 from pipefit.stage.ties import tied_layers
 
 _NUM_STEPPED = 1 << 20
@@ -54,16 +55,18 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
         num_ranks = session.num_ranks
     else:
         num_ranks = request.parallelism.ranks or copies
-    links = links_of(session, num_ranks)
+    taken = workspace_bytes(work.device)
+    left = max(spill.cap_bytes - taken, 1.0)
+    links = links_of(session, num_ranks, work.device)
     meet(session)
     device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32))
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=device, devices=())
     state = state_per_weight(work.layers, work.optimizer)
     size = largest_part(example[0], request.num_microbatches)
-    profile = agreed(session, lambda: profile_kinds(work, size, device, state, spill.cap_bytes or 0.0))
+    profile = agreed(session, lambda: profile_kinds(work, size, device, state, left))
     cap = Cap(
-        spill.cap_bytes,
+        left,
         tier=tier.name,
         host_bytes=spill.host_bytes if tier.name == "host" else None,
         step_on=_step_on(spill, tier),
@@ -75,6 +78,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
         clip=work.clips,
         ties=tuple(map(tuple, tied_layers(work.layers))),
         sizes=sizes_of(work.layers, work.optimizer, copies),
+        taken_bytes=taken,
     )
     search = partial(
         plan,

@@ -67,7 +67,7 @@ def _begin(folder: Path, source: Path | None) -> None:
             stale.unlink()
         if source is not None and source.resolve() != folder.resolve():
             for path in source.iterdir():
-                if path.is_file() and not any(path.match(pattern) for pattern in _NOT_COPIED):
+                if path.is_file() and not any(map(path.match, _NOT_COPIED)):
                     shutil.copy(path, folder)
 
 

@@ -26,9 +26,15 @@ _ALIKE = 0.95
 """Measurements of a device's speed, and the ratio of two that agree."""
 
 
-def own_figures(session: Session, runs: Sequence[Execution]) -> list[float]:
-    """This process's summand of a step's bubble, and of the peak memories and learning rates of all processes."""
-    bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in runs]
+def own_figures(session: Session, runs: Sequence[Execution], timed: Sequence[Execution]) -> list[float]:
+    """This process's summand of a step's bubble, and of the peak memories and learning rates of all processes.
+
+    Args:
+        session: the ranks of the run.
+        runs: the ranks of this process in the step.
+        timed: the same, or in the step before.
+    """
+    bubbles = [_bubble(run.compiled.instructions, run.starts, run.ends) for run in timed]
     memory = [0.0] * session.num_ranks
     memory[session.rank] = peak_bytes(runs[0].worker.device)
     rates = [0.0] * session.num_ranks

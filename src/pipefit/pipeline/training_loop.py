@@ -104,6 +104,7 @@ class TrainingLoop:
         self.metrics: dict[str, float] = {}
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
+        self._newest_runs: Sequence[Execution] = ()
         self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
         self.moved_bytes = (0.0, 0.0)
@@ -201,7 +202,7 @@ class TrainingLoop:
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
-        losses: list[float] = []
+        losses = []
         first = self.num_updates
         pending: _Pass | None = None
         while steps is None or self.num_updates - first < steps:
@@ -239,12 +240,24 @@ class TrainingLoop:
     def _start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
         first = self.num_updates
         runs = self._run(num_steps, feed)
-        figures = own_figures(self._engine.session, runs)
+        figures = own_figures(self._engine.session, runs, self._timed(runs, num_steps))
         losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
         header = runs[0].compiled.program.header
         updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
+        runs[0].norms.update(runs[0].known)  # the host need not wait for these again
         norms = [gradient_norm(runs[0], header.last_stage, update) for update in updates]
         return _Pass(first, runs, losses, norms, sizes, began)
+
+    def _timed(self, runs: Sequence[Execution], num_steps: int) -> Sequence[Execution]:
+        """The runs whose times are read now: on a GPU those of the step before, which has ended, without a wait."""
+        earlier, self._newest_runs = self._newest_runs, runs
+        if num_steps > 1 or self._engine.device.type == "cpu":
+            timed = runs
+        else:
+            timed = earlier
+        for run in timed:
+            run.read_times()
+        return timed
 
     def _read(self, done: _Pass, ended: float | None = None) -> list[float]:
         """Waits for the losses of a pass, and calls the callbacks.
@@ -339,6 +352,8 @@ class TrainingLoop:
         """
         if self._newest is None:
             raise PipefitError("nothing has run yet: there is no timeline")
+        for run in self._newest_runs:
+            run.read_times()
         passes = [sorted(times.items()) for times in list(self._passes)[-last:]]
         # Processes that share a rank hold the times of the same instructions: those of its first one count.
         of_processes = exchange(self._engine.session, passes if self._engine.mesh.is_first else [[]] * len(passes))

@@ -467,9 +467,6 @@ def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> floa
 def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
     """Bytes of weights, gradients and optimizer states of all ranks of a pipeline."""
     total = _totals(problem, config)
-    state = problem.state
-    if config.sharded:
-        state /= config.data
     versions = 1
     if config.schedule == "pipedream-2bw":
         versions = 2
@@ -477,7 +474,7 @@ def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> flo
     if at_least and config.chunks > 1 and is_short:
         # When the most is held, only the last chunk has gradients.
         versions = 0
-    return total.weight_bytes + total.wgrad_bytes * (versions + state)
+    return total.weight_bytes + total.wgrad_bytes * (versions + problem.state_of(config))
 
 
 def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple[float, float]]:

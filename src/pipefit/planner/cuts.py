@@ -189,10 +189,7 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
     cuts = np.array([0.0, *profile.cut_bytes, layers[-1].output_bytes])
     entering = cuts[:, None] + 0 * weights
     leaving = cuts[None, :] + 0 * weights
-    state = problem.state
-    if config.sharded:
-        state /= config.data
-    always = state * weights + frozen
+    always = problem.state_of(config) * weights + frozen
     if config.inside != "none":
         always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
     # Between the halves of a backward the first stage keeps the gradient of its output, any other what its layers keep.

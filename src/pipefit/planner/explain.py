@@ -8,7 +8,7 @@ from typing import Any
 
 from pipefit.cost import speeds_of
 from pipefit.planner.computed_profile import gpt_of
-from pipefit.planner.plan_figures import replays_of
+from pipefit.planner.plan_figures import at_size_of, replays_of
 from pipefit.planner.ptdp import mfu, num_parameters, training_days
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
@@ -46,7 +46,7 @@ def explain(
     lines += spill_lines(plan)
     if any(candidate.why_lost for candidate in plan.candidates):
         lines += ["", *compared_lines(plan.candidates, width, every)]
-    parts: list[str] = []
+    parts = []
     for line in lines:
         if len(line) > width:
             parts += wrapped(line, width, "  ")
@@ -226,12 +226,11 @@ def _counts(plan: Plan) -> str:
 
 def _stages(plan: Plan, profile: Profile | None, topology: Topology | None) -> list[list[str]]:
     head = ["stage", "layers", "ranks", "replay", "memory"]
+    figures = None
     if profile:
         head += ["forward", "backward", "weights"]
+        figures = at_size_of(plan, profile)
     rows = [head]
-    figures = profile
-    if profile and plan.microbatch_size:
-        figures = profile.at(plan.microbatch_size)
     speeds: tuple[float, ...] = ()
     if topology:
         speeds = speeds_of(topology, plan.tensor)

@@ -13,6 +13,7 @@ from pipefit.errors import PipefitError
 from pipefit.planner.candidate import Estimate
 from pipefit.planner.estimate import estimate
 from pipefit.planner.methods import problem_of, space_of
+from pipefit.planner.plan_figures import at_size_of
 from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, StageSpec, Topology
 from pipefit.units import counted, format_bytes, format_seconds
@@ -144,9 +145,7 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
     Raises:
         PipefitError: matplotlib is not installed.
     """
-    figures = profile
-    if plan.microbatch_size:
-        figures = profile.at(plan.microbatch_size)
+    figures = at_size_of(plan, profile)
     stages = plan.partition.stages
     places_of_stages = range(len(stages))
     peaks: tuple[float, ...] = ()

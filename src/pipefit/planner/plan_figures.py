@@ -39,6 +39,13 @@ def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[
     return found
 
 
+def at_size_of(plan: Plan, profile: Profile) -> Profile:
+    """The profile at the micro-batch size of a plan, where the plan has one."""
+    if plan.microbatch_size:
+        return profile.at(plan.microbatch_size)
+    return profile
+
+
 def plan_costs(plan: Plan, profile: Profile, topology: Topology) -> CostModel:
     """Costs of a plan's stages by the profile at its micro-batch size and tensor width; the executor costs nothing."""
     size = plan.microbatch_size or profile.microbatch_size

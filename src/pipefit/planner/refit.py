@@ -8,6 +8,7 @@ import msgspec
 
 from pipefit.errors import PlanError
 from pipefit.ir.op import Op
+from pipefit.planner.plan_figures import at_size_of
 from pipefit.spec import Plan, Profile
 from pipefit.timeline import Timeline, by_kind
 
@@ -31,9 +32,7 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             f"refit: the trace has {num_stages} stages, the plan {len(stages)} with {num_layers} layers, the profile "
             f"{len(profile)} layers; they must belong together"
         )
-    figures = profile
-    if plan.microbatch_size:
-        figures = profile.at(plan.microbatch_size)
+    figures = at_size_of(plan, profile)
     times = {key: item.median_s for key, item in by_kind(measured).items()}
     if not any(op == Op.FWD.value for op, _ in times):
         raise PlanError("refit: the trace holds no forward")

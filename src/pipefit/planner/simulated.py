@@ -44,7 +44,7 @@ def simulate_best(
         least: number of candidates that are simulated regardless of their sizes.
     """
     done: list[Estimate] = []
-    rest: list[Estimate] = []
+    rest = []
     spent = tried = 0
     for each in ranked:
         ahead = 0
@@ -151,8 +151,8 @@ def _counts(config: Config) -> tuple[int, int]:
 
 def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]:
     """Seconds of each stage's reduction; with those that leave through the same port, where there are such."""
-    alone: list[float] = []
-    ports: list[tuple[object, ...]] = []
+    alone = []
+    ports = []
     busy_s: Counter[object] = Counter()
     for stage, ranks in enumerate(placement):
         reduction = reduction_of(stage)

@@ -16,7 +16,7 @@ import msgspec
 from pipefit.cost import ModelBytes, speeds_of
 from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
-from pipefit.spec import Device, Level, Partition, Placement, Profile, SpillSpec, Tier, Topology
+from pipefit.spec import Device, Partition, Placement, Profile, SpillSpec, Tier, Topology
 from pipefit.spec.plan import INSIDE
 
 T = TypeVar("T")
@@ -46,6 +46,7 @@ class Cap:
         clip: gradients are clipped by their global norm, which needs another visit of the stages that could not stay.
         ties: groups of layers that share a weight; their stages need a slot each, and are visited again for their step.
         sizes: exact bytes of the layers; None: those of the profile.
+        taken_bytes: that a GPU's libraries take in addition to the limit, for messages.
     """
 
     device_bytes: float
@@ -60,6 +61,7 @@ class Cap:
     clip: bool = False
     ties: tuple[tuple[int, ...], ...] = ()
     sizes: ModelBytes | None = None
+    taken_bytes: float = 0.0
 
     @property
     def depth(self) -> int:
@@ -277,6 +279,12 @@ class Problem:
         """The topology of groups of `tensor` devices, each group one rank."""
         return self.once(("ranks", tensor), lambda: grouped(self.topology, tensor))
 
+    def state_of(self, config: Config) -> float:
+        """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded."""
+        if config.sharded:
+            return self.state / config.data
+        return self.state
+
     def memory_of(self, config: Config) -> list[float]:
         """Bytes of each rank of one pipeline: the least among its copies."""
         topology = self.ranks(config.tensor)
@@ -363,7 +371,7 @@ def groups_fit(topology: Topology, tensor: int) -> bool:
 
 def grouped(topology: Topology, tensor: int) -> Topology:
     """The topology of groups of `tensor` neighbours, each of which is one rank."""
-    levels: list[Level] = []
+    levels = []
     rest = tensor
     for level in topology.levels:
         cores = level.cores and level.cores / tensor

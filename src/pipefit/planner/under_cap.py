@@ -127,7 +127,7 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     fitting = [each for each in whole if max(each.peak_bytes) <= cap.device_bytes]
     if fitting:
         return SearchResult((fitting[0],))
-    ranked: list[Estimate] = []
+    ranked = []
     winner: Estimate | None = None
     choices = [False, True]
     if cap.activations is not None:
@@ -226,9 +226,10 @@ def _nothing_fits(problem: Problem, smallest: Estimate) -> str:
     if cap.num_ranks > 1:
         on_each = f" on each of {cap.num_ranks} ranks"
         per_rank = " per rank"
+    given, needed = cap.device_bytes + cap.taken_bytes, least + cap.taken_bytes
     return (
-        f"{profile.model} cannot be trained within {format_bytes(cap.device_bytes)} of device memory{on_each}: "
-        f"the smallest cap that works is {format_bytes(least, up=True)}, with {stages}, "
+        f"{profile.model} cannot be trained within {format_bytes(given)} of device memory{on_each}: "
+        f"the smallest cap that works is {format_bytes(needed, up=True)}, with {stages}, "
         f"one slot{per_rank} and {config.num_microbatches} micro-batches per update; its largest layer, "
         f"{largest.name}, has {format_bytes(largest.weight_bytes)} of weights, whose gradients need "
         f"{format_bytes(largest.wgrad_bytes)}"

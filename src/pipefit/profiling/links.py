@@ -26,6 +26,7 @@ from pipefit.runtime.collectives import exchange_in_group, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
+from pipefit.stage.device import settle
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
@@ -93,7 +94,7 @@ def measure_links(
     times = {}
     for a, b in _pairs(world, per_host):
         if rank in (a, b):
-            mine = _time_pair(rank, a, b, sizes, repeats)
+            mine = _time_pair(rank, a, b, sizes, repeats, torch.device(device))
         else:
             mine = []
         # Every rank gets the figures of rank a, and no rank disturbs the next pair.
@@ -185,15 +186,20 @@ def ping_pong(
     return [sorted(kept)[len(kept) // 4] for kept in trips]
 
 
-def _time_pair(rank: int, a: int, b: int, sizes: Sequence[int], repeats: int) -> list[float]:
-    buffers = {size: torch.zeros(max(size, 1), dtype=torch.uint8) for size in sizes}
+def _time_pair(rank: int, a: int, b: int, sizes: Sequence[int], repeats: int, device: torch.device) -> list[float]:
+    buffers = {size: torch.zeros(max(size, 1), dtype=torch.uint8, device=device) for size in sizes}
     if rank == a:
         peer = b
     else:
         peer = a
+
+    def receive(size: int) -> None:
+        dist.recv(buffers[size], peer)
+        settle(device)
+
     return ping_pong(
         lambda size: dist.send(buffers[size], peer),
-        lambda size: dist.recv(buffers[size], peer),
+        receive,
         rank == a,
         sizes,
         repeats,

@@ -16,6 +16,7 @@ from pipefit.spec.topology import Device
 
 _COPIED_BYTES = 64 * 2**20
 _KERNELS = 100
+_USABLE = 0.95
 _FREE_CORES = 0.5
 """Mean number of idle cores at which programs do not slow each other down."""
 
@@ -112,5 +113,7 @@ def cores_of_others(before: CpuUse, after: CpuUse, own_s: float) -> float:
 
 def _memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[1])
+        # What torch holds but no tensor uses is free, too; a part is lost between blocks of different sizes.
+        free, _ = torch.cuda.mem_get_info(device)
+        return _USABLE * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     return float(usable_bytes())

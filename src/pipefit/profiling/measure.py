@@ -172,7 +172,7 @@ class _Turn(NamedTuple):
 
 def _turns(step: Step, repeats: int, warmup: int, limit_s: float | None) -> list[_Turn]:
     """Runs the passes alternating; their order changes every time, so that none always follows the same one."""
-    turns: list[_Turn] = []
+    turns = []
     start = time.perf_counter()
     # A core that was idle is slow at first.
     while warmup and time.perf_counter() - start < _WARM_UP_S:

@@ -93,7 +93,7 @@ class Step:
         """
         clock = self.clock
         payload = self.payload
-        borders: list[tuple[Saved, list[Tensor]]] = []
+        borders = []
         for layer in self.chain:
             payload = map_tensors(cut_off, payload)
             # Edges of the graph as it is now: the layer may change its input in place.
@@ -143,7 +143,7 @@ class Step:
         calls: list[tuple[Any, Any]] = []
         reached: list[tuple[int, Any]] = []
         # Edges of the graph, not tensors: an output is freed as early as in the plain pass.
-        edges: list[GradientEdge] = []
+        edges = []
         nodes: set[Any] = set()
 
         def watch(index: int, output: Any) -> None:

@@ -67,7 +67,7 @@ def measure_tier(
         tier.close()
         for file in Path(folder or os.devnull).glob(f"{name}.*"):
             file.unlink()
-    read_s, write_s, both_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
+    read_s, write_s, both_s = map(median_of, zip(*turns[1:], strict=True))
     if capacity_bytes is None:
         if folder is None:
             capacity_bytes = math.inf

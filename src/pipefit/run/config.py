@@ -229,7 +229,7 @@ def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:
     ranks = config.request.parallelism.ranks
     is_own = request.plan is not None or config.spill.cap_bytes is not None
     is_auto = config.request.schedule == AUTO
-    found: list[tuple[str, str]] = []
+    found = []
     if request.parallelism.ranks is None and not is_own:
         if num_gpus():
             machine = counted(num_gpus(), "GPU")

@@ -111,7 +111,7 @@ def _attempt(config: RunConfig, work: Workload, observer: Observer, book: KeptMe
     assert made.profile is not None and made.topology is not None
     if known is None:
         book.add("layers", Measured(made.profile, made.topology))
-    flop: list[ModelFlop] = []
+    flop = []
     if config.spill.cap_bytes is None:
         flop = kept(session, "flop", list[ModelFlop], lambda: _flop(work, made.plan.num_processes, book))
     observer.doing("measuring the machine, and predicting the run")

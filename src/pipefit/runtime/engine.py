@@ -29,6 +29,7 @@ from pipefit.runtime.reducing import make_buckets
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
+from pipefit.stage.moments import Moments
 
 
 class Engine:
@@ -55,6 +56,7 @@ class Engine:
             rank = self.workers[0].rank
             self._between = DistributedTransport(rank, num_stages, device, self.mesh, has_link_groups)
             session.before_leaving.append(self._between.finish)
+        self._moments = Moments(device) if device.type == "cuda" else None
         mailbox = Mailbox()
         self.transports = [self._between or LocalTransport(worker.rank, mailbox) for worker in workers]
 
@@ -102,6 +104,8 @@ class Engine:
             self._prepare(program)
         if self.mesh.region is not None:
             self.mesh.region.moved_bytes = 0.0
+        if self._moments is not None:
+            self._moments.begin()
         self.executions = []
         for worker, transport in zip(self.workers, self.transports, strict=True):
             transport.begin(feed)
@@ -112,7 +116,8 @@ class Engine:
                 progress = Progress()
             if worker.scale is not None:
                 worker.scale.begin()
-            self.executions.append(Execution(compiled, worker, transport, feed, progress, metric, loss=loss, look=look))
+            given = (compiled, worker, transport, feed, progress, metric)
+            self.executions.append(Execution(*given, loss=loss, look=look, moments=self._moments))
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:

@@ -19,6 +19,7 @@ from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
+from pipefit.stage.moments import Moments
 
 Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
@@ -44,13 +45,15 @@ class Execution:
         logged: metrics that the loss returned, of each of these micro-batches, weighted like its loss.
         metric, metrics: a further number computed from each output, and its weighted values.
         norms: of each update, the sum of squares of every rank's gradients.
+        known: those of them that the host has read.
         decided: whether an update is made, where the loss and all gradients must be finite.
         rates: learning rates of each update of a stage, by (stage, update).
         index: of the instruction that is running or waiting.
         at_end: called at the end of the list.
         loss: of the model's output, in place of the training's; None: the training's.
         look: called after each instruction, before values are freed.
-        starts, ends: times of each instruction, in seconds of `time.perf_counter`.
+        moments: of the rank's GPU; None: it computes on the CPU.
+        starts, ends: times of each instruction, in seconds of `time.perf_counter`; on a GPU after `read_times`.
     """
 
     compiled: CompiledRank
@@ -65,12 +68,14 @@ class Execution:
     logged: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     metrics: list[float] = field(default_factory=list)
     norms: dict[int, Tensor] = field(default_factory=dict)
+    known: dict[int, Tensor] = field(default_factory=dict)
     decided: dict[int, bool] = field(default_factory=dict)
     rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
     at_end: list[Callable[[], object]] = field(default_factory=list)
     index: int = 0
     loss: Callable[[Any, Any], Tensor] | None = None
     look: Callable[[], None] | None = None
+    moments: Moments | None = None
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
@@ -81,7 +86,7 @@ class Execution:
             handlers: of the operations; see `pipefit.runtime.handlers`.
         """
         compiled = self.compiled
-        clock = time.perf_counter
+        clock = self._clock
         progress = self.progress
         progress.passes += 1
         instructions = compiled.instructions
@@ -117,4 +122,16 @@ class Execution:
             if end is not None:
                 while not end():
                     yield self.compiled.instructions[self.index]
-                self.ends[index] = time.perf_counter()
+                self.ends[index] = self._clock()
+
+    @property
+    def _clock(self) -> Callable[[], Any]:
+        if self.moments is None:
+            return time.perf_counter
+        return self.moments.mark
+
+    def read_times(self) -> None:
+        """Reads when a GPU reached the instructions, after a wait for it: the host only launches them."""
+        if self.moments is not None:
+            for times in (self.starts, self.ends):
+                times[:] = map(self.moments.seconds, times)

@@ -45,7 +45,7 @@ def is_taken(run: Execution, update: int) -> bool:
     if policy not in (STOP, SKIP) or update not in run.norms:
         return True
     if update not in run.decided:
-        run.decided[update] = bool(torch.isfinite(run.norms[update]).all())
+        _decide(run, update)
         if not run.decided[update] and policy == STOP and run.compiled.program.header.num_steps > 1:
             raise NonFiniteLossError(
                 f"the loss or a gradient of update {update} of this segment is not finite; no rank has made it, but "
@@ -54,12 +54,25 @@ def is_taken(run: Execution, update: int) -> bool:
     return run.decided[update]
 
 
+def _decide(run: Execution, update: int) -> None:
+    """Decides about an update from its norms, which come to the host with its losses: the one wait for a GPU's step."""
+    header, norms = run.compiled.program.header, run.norms[update]
+    own = {mb: loss for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update}
+    losses = [loss.reshape(1).double().to(norms.device) for loss in own.values()]
+    run.known[update], *losses = torch.cat([norms, *losses]).cpu().split([len(norms), *[1] * len(losses)])
+    run.decided[update] = bool(run.known[update].isfinite().all())
+    own = dict(zip(own, losses, strict=True))
+    run.losses = [(mb, own.get(mb, loss)) for mb, loss in run.losses]
+
+
 def all_finite(run: Execution) -> bool:
     """Returns whether all updates of a pass were finite, where all ranks know it; True where nobody looks."""
     training = run.worker.training
     if training.loss_scale is not None or training.nonfinite not in (STOP, SKIP):
         return True
-    return all(bool(torch.isfinite(norm).all()) for norm in run.norms.values())
+    for update in run.norms.keys() - run.decided.keys():
+        _decide(run, update)
+    return all(run.decided[update] for update in run.norms)
 
 
 def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor]) -> bool:
@@ -71,7 +84,7 @@ def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor
     policy = run.worker.training.nonfinite
     if policy not in (STOP, SKIP) or update in run.norms or not gradients:
         return True
-    if torch.stack([norm.double() for norm in torch._foreach_norm(list(gradients))]).isfinite().all():
+    if torch.stack(torch._foreach_norm(list(gradients))).isfinite().all():
         return True
     if policy == STOP:
         raise NonFiniteLossError(

@@ -21,6 +21,7 @@ from pipefit.runtime.finite import is_taken, may_step, with_losses
 from pipefit.runtime.halves import Saved, WeightRun, accumulate_backward, input_half, run_backward, weight_half
 from pipefit.runtime.transport import Message
 from pipefit.stage import batchnorm
+from pipefit.stage.device import to_device
 from pipefit.stage.opened import Rest
 from pipefit.stage.payload import Structure, carries_gradient, check_values, flatten, flatten_any, sent, unflatten
 from pipefit.stage.precision import in_float32, narrowed, widened
@@ -45,7 +46,7 @@ def _on(payload: Any, device: torch.device, what: str) -> Any:
     if device.type == "cpu":
         return payload
     leaves, structure = flatten_any(payload, what)
-    return unflatten([leaf.to(device, non_blocking=True) for leaf in leaves], structure)
+    return unflatten([to_device(leaf, device) for leaf in leaves], structure)
 
 
 def _forward(run: Execution, i: Instruction) -> None:
@@ -422,7 +423,8 @@ def _norm_part(run: Execution, i: Instruction) -> None:
 def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """The norm of each gradient, as a scalar in double precision."""
     if gradients:
-        return [norm.double() for norm in torch._foreach_norm(gradients)]
+        # In one tensor: a conversion for each of them would be as many operations.
+        return list(torch.stack(torch._foreach_norm(gradients)).double())
     return []
 
 

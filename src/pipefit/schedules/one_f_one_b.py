@@ -25,7 +25,7 @@ def num_warmup(header: Header, stage: int) -> int:
     Source: PipeDream (SOSP 2019) §3.2.
     """
     before = sum(len(header.placement[earlier]) for earlier in range(stage))
-    workers = sum(len(ranks) for ranks in header.placement)
+    workers = sum(map(len, header.placement))
     return (workers - 1 - before) // len(header.placement[stage])
 
 

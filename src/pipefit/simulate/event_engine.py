@@ -241,7 +241,7 @@ class EventEngine:
         one. So the channel is never idle while a transfer is ready.
         """
         taken = self.taken.setdefault(channel, [])
-        pieces: list[tuple[float, float]] = []
+        pieces = []
         now = begin
         left = seconds
         for start, end in taken[bisect_right(taken, begin, key=_end) :]:

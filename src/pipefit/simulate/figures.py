@@ -87,4 +87,4 @@ def steady_period_s(program: Program, cost: CostModel, *, contention: bool = Fal
     if is_synchronous or timeline.is_steady:
         return timeline.period_s
     timeline = simulate(program, cost, **options)
-    return max(timeline.busy_s(rank) for rank in range(len(program.ranks))) / header.num_steps
+    return max(map(timeline.busy_s, range(len(program.ranks)))) / header.num_steps

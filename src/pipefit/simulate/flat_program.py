@@ -61,9 +61,9 @@ def _build(graph: Graph) -> FlatProgram:
     computes = [i.op in WORK_OPS for i in graph.instructions]
     waits = [tuple([p for p in preds if not computes[p]]) if preds else () for preds in graph.preds]
     work, wait, message, pending = map(int, Code)
-    codes: list[int] = []
+    codes = []
     users: dict[int, list[int]] = {}
-    costs: list[int] = []
+    costs = []
     kinds: list[tuple[Instruction, int]] = []
     index: dict[tuple[object, ...], int] = {}
     for number, (i, rank, needed) in enumerate(zip(graph.instructions, graph.ranks, waits, strict=True)):

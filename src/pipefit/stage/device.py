@@ -7,6 +7,7 @@ import resource
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipefit.errors import PipefitError
 
@@ -62,6 +63,13 @@ def _own_index() -> int:
     return index
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a GPU; one of the host is pinned first, so that the host need not wait for the copy."""
+    if tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def settle(device: torch.device) -> None:
     """Waits until a device has done all that it was given; a CPU has done it already."""
     if device.type == "cuda":
@@ -79,3 +87,16 @@ def peak_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Bytes that products of matrices take of a GPU for themselves, from the first one on, both ways."""
+    if device.type != "cuda":
+        return 0
+    settle(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated(device)
+    weight = torch.ones(64, 64, device=device, requires_grad=True)
+    torch.nn.functional.linear(weight, weight, weight[0]).sum().backward()
+    del weight
+    return torch.cuda.memory_allocated(device) - before

@@ -247,7 +247,7 @@ def simulate_study(costs: Sequence[TrialCost], num_devices: int, policy: str = "
     ready = {number for number, run in enumerate(runs) if run.turns}
     idle = list(range(num_devices))
     busy: list[tuple[float, int, int, float]] = []  # (end, device, trial, start)
-    turns: list[TimedTurn] = []
+    turns = []
     now = 0.0
     count = 0
     while ready or busy:

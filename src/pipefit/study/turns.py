@@ -81,7 +81,7 @@ def _is_arrival(i: Instruction) -> bool:
 
 def _split(instructions: Iterable[Instruction]) -> list[list[Instruction]]:
     """Splits a list before each fetch of a shard's weights; with one slot nothing is on the device then."""
-    turns: list[list[Instruction]] = []
+    turns = []
     waiting: list[Instruction] = []
     for i in instructions:
         if _is_arrival(i):

@@ -8,7 +8,7 @@ from random import Random
 
 from pipefit.cost import CostModel, unit
 from pipefit.errors import InfeasibleError, PipefitError, ScheduleError
-from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.ir.instruction import bwd, fwd
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program, WeightRule
@@ -202,7 +202,7 @@ def _one_by_one(header: Header) -> Program:
     ranks = []
     for rank in range(header.num_ranks):
         stages = header.stages_of(rank)
-        order: list[Instruction] = []
+        order = []
         for mb in range(header.num_microbatches):
             order += [fwd(stage, mb) for stage in stages]
             order += [bwd(stage, mb) for stage in reversed(stages)]

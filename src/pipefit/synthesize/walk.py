@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 
-from pipefit.synthesize.greedy import Policy, listed, nearby, policies
+from pipefit.synthesize.greedy import listed, nearby, policies
 from pipefit.synthesize.order_problem import BACKWARD, INPUT, WEIGHT, Order, OrderProblem
 from pipefit.synthesize.order_times import Times, timed
 
@@ -63,7 +63,7 @@ class Walk:
         return [order for _, order in self.best]
 
     def _list_schedules(self, random: Random, deadline: float) -> None:
-        known: list[tuple[float, Policy]] = []
+        known = []
         for policy in policies(self.problem):
             known.append((self._look(listed(self.problem, policy)), policy))
             if self._is_over(deadline):

@@ -89,7 +89,7 @@ class MiniBatchAverages:
             if norm not in self._calls or (names is not None and f"{path}.running_mean" not in names):
                 continue
             micro_batches = self._calls.pop(norm)
-            for number in range(max(len(calls) for calls in micro_batches)):
+            for number in range(max(map(len, micro_batches))):
                 calls = [calls[number] for calls in micro_batches if number < len(calls)]
                 together = torch.cat([call.values for call in calls], 1).T
                 F.batch_norm(together, norm.running_mean, norm.running_var, None, None, True, calls[-1].share)

@@ -197,7 +197,7 @@ def _differences(
         wanted: under every name; tied weights have several.
         names: that some rank must have.
     """
-    floor = max((_largest(tensor) for tensor in wanted.values()), default=0.0) / 100
+    floor = max(map(_largest, wanted.values()), default=0.0) / 100
     for name, tensor in wanted.items():
         holders = [rank for rank in sorted(got) if name in got[rank]]
         if not holders and name in names:

@@ -273,7 +273,7 @@ class _Draws:
 
     def _layers(self, batch: Any) -> list[int]:
         """For each draw of a forward its layer in the graph."""
-        found: list[int] = []
+        found = []
         now = 0
 
         def enter(layer: int) -> None:

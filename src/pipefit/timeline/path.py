@@ -153,7 +153,7 @@ def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
     graph = dependency_graph(timeline.program)
     if i.op in COPY_OPS:
         return [(event.rank, i.op, i.tier)]
-    hops: list[tuple[int, int]] = []
+    hops = []
     if i.op is Op.SEND or i.op is Op.RECV:
         hops = [(event.rank, i.peer) if i.op is Op.SEND else (i.peer, event.rank)]
     elif i.op is Op.REDUCE and i.kind != Reduction.NORM:

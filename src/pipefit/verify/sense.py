@@ -28,7 +28,7 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
         aside); and the findings.
     """
     header = program.header
-    findings: list[Finding] = []
+    findings = []
     for rank, instructions in enumerate(program.ranks):
         known: dict[tuple[object, ...], tuple[range, range]] = {}
         for index, i in enumerate(instructions):
@@ -159,7 +159,7 @@ def _version(header: Header, i: Instruction) -> Problems:
 def _updates(header: Header, i: Instruction) -> int:
     """Number of updates that a stage makes, or for the norm of all gradients any stage."""
     stages = range(header.num_stages) if i.kind == Reduction.NORM else (i.stage,)
-    return max(header.num_updates(stage) for stage in stages)
+    return max(map(header.num_updates, stages))
 
 
 def _tier(header: Header, i: Instruction) -> Problems:

@@ -50,7 +50,7 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
     last_use: dict[tuple[int, int], int] = {}
     gone: dict[tuple[int, int], int] = {}
     newest = {stage: 0 for stage in s.header.stages_of(rank) if not s.header.is_spilled(stage)}
-    busy: list[int] = []
+    busy = []
     for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
         if i.op in _WAITED_FOR:
             busy.append(number)

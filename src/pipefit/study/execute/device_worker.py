@@ -144,7 +144,7 @@ class _OpenTrials:
         """Does a job; turns end early where `is_called`, because a job that comes meanwhile can only be the end."""
         for number in self._trials.keys() - job.alive - {job.trial}:
             self._drop(number)
-        turns: list[TimedTurn] = []
+        turns = []
         start_s = time.monotonic()
         try:
             self._make_room(job.trial)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -324,5 +323,4 @@ def _has_used_cuda() -> bool:
         with contextlib.suppress(OSError):
             if str(handle.readlink()).startswith("/dev/nvidia"):
                 return True
-    torch = sys.modules.get("torch")
-    return torch is not None and torch.cuda.is_initialized()
+    return False

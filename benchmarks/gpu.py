@@ -1,0 +1,356 @@
+"""What one GPU does with pipefit: rates, steps against plain torch, waits of the host, spilled runs.
+
+Each part is a process of its own with a deadline, so a part that hangs or fails is a line of the report and no more.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import faulthandler
+import gc
+import json
+import pstats
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipefit.models import ModelBundle, build
+from pipefit.pipeline.pipeline import Pipeline
+from pipefit.runtime.microbatches import feed_of
+from pipefit.spec.options import Parallelism, Spilled, Updates
+
+MIB = 2**20
+DEVICE = torch.device("cuda", 0)
+SMALL = {"layers": 8, "hidden": 512, "heads": 8, "context": 256, "vocab": 4096, "tied": False}
+LARGE = {"layers": 12, "hidden": 2048, "heads": 16, "context": 1024, "vocab": 16384, "tied": False}
+MEDIUM = {"layers": 12, "hidden": 1024, "heads": 16, "context": 512, "vocab": 4096, "tied": False}
+BATCH, MICROBATCHES = 8, 4
+Figures = dict[str, Any]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-4, fused=True)
+
+
+def seconds(work: Callable[[], object], repeats: int = 5, warmup: int = 2) -> float:
+    """The median of some repetitions, each from an idle device to an idle device."""
+    found = []
+    for turn in range(warmup + repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        if turn >= warmup:
+            found.append(time.perf_counter() - start)
+    return median(found)
+
+
+def facts() -> Figures:
+    before, whole = torch.cuda.mem_get_info(DEVICE)
+    torch.mm(torch.ones(64, 64, device=DEVICE), torch.ones(64, 64, device=DEVICE))
+    nn.Linear(64, 64, device=DEVICE)(torch.ones(64, 64, device=DEVICE)).sum().backward()
+    torch.cuda.synchronize()
+    return {
+        "gpu": torch.cuda.get_device_name(DEVICE),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "memory_mib": whole / MIB,
+        "free_mib": before / MIB,
+        "workspaces_mib": torch.cuda.memory_allocated(DEVICE) / MIB,
+    }
+
+
+def rates() -> Figures:
+    figures: Figures = {}
+    size = 8192
+    for name, dtype, precision in (
+        ("fp32", torch.float32, "highest"),
+        ("tf32", torch.float32, "high"),
+        ("bf16", torch.bfloat16, "highest"),
+    ):
+        torch.set_float32_matmul_precision(precision)
+        matrix = torch.randn(size, size, device=DEVICE).to(dtype)
+        figures[f"{name}_tflops"] = 2 * size**3 / seconds(lambda matrix=matrix: torch.mm(matrix, matrix)) / 1e12
+    num_bytes = 256 * MIB
+    there, pageable = (
+        torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE),
+        torch.zeros(num_bytes, dtype=torch.uint8),
+    )
+    pinned, other = pageable.pin_memory(), torch.empty_like(there)
+    figures["copy_gb_per_s"] = 2 * num_bytes / seconds(lambda: other.copy_(there)) / 1e9
+    for name, host in (("pinned", pinned), ("pageable", pageable)):
+        figures[f"to_device_{name}_gb_per_s"] = (
+            num_bytes / seconds(lambda h=host: there.copy_(h, non_blocking=True)) / 1e9
+        )
+        figures[f"to_host_{name}_gb_per_s"] = (
+            num_bytes / seconds(lambda h=host: h.copy_(there, non_blocking=True)) / 1e9
+        )
+    tiny = torch.zeros(1, device=DEVICE)
+
+    def many() -> None:
+        for _ in range(1000):
+            tiny.add_(1)
+
+    figures["launch_us"] = seconds(many) * 1e3
+    return figures
+
+
+def model(sizes: dict[str, Any]) -> ModelBundle:
+    torch.manual_seed(0)
+    return build("gpt", **sizes)
+
+
+def plainly(bundle: ModelBundle, x: Tensor, y: Tensor) -> Callable[[], float]:
+    """A step of plain torch with the same micro-batches."""
+    layers = bundle.layers.to(DEVICE)
+    optimizer = adam(layers.parameters())
+
+    def step() -> float:
+        total = torch.zeros((), device=DEVICE)
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+            part, target = part.to(DEVICE), target.to(DEVICE)
+            with torch.autocast("cuda", torch.bfloat16):
+                output = layers(part)
+            loss = bundle.loss(output.float(), target) / MICROBATCHES
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total.item()
+
+    return step
+
+
+def pipeline(bundle: ModelBundle, **options: Any) -> Pipeline:
+    settings: dict[str, Any] = {"optimizer": adam, "microbatches": MICROBATCHES, "precision": "bf16"}
+    settings |= {"parallelism": Parallelism(device="cuda:0"), "updates": Updates(), "stages": 1}
+    return Pipeline(bundle.layers, loss=bundle.loss, **settings | options)
+
+
+def steps(sizes: dict[str, Any]) -> Figures:
+    figures: Figures = {}
+    x, y = model(sizes).example(BATCH, 0)
+    bundle = model(sizes)
+    figures["parameters_m"] = sum(p.numel() for p in bundle.layers.parameters()) / 1e6
+    torch_step = plainly(bundle, x, y)
+    figures["torch_loss"] = torch_step()
+    figures["torch_ms"] = seconds(torch_step) * 1e3
+    del torch_step, bundle
+    for name, options in (("one_stage", {}), ("four_stages", {"stages": 4})):
+        torch.cuda.empty_cache()
+        pipe = pipeline(model(sizes), **options)
+        figures[f"{name}_loss"] = pipe.step(x, y)
+        figures[f"{name}_step_ms"] = seconds(lambda pipe=pipe: pipe.step(x, y)) * 1e3
+        figures[f"{name}_fit_ms"] = seconds(lambda pipe=pipe: pipe.fit([(x, y)] * 5), repeats=2, warmup=1) * 1e3 / 5
+        records: list[Any] = []
+        pipe.fit([(x, y)] * 4, callbacks=[records.append])
+        figures[f"{name}_bubble"] = records[-1].bubble
+        pipe.close()
+        del pipe
+    return figures
+
+
+def profile() -> Figures:
+    """Functions in which the host spends its time in steps of the small model, in ms per step."""
+    x, y = model(SMALL).example(BATCH, 0)
+    figures: Figures = {}
+    pipe = pipeline(model(SMALL))
+    for name, step in (("torch", plainly(model(SMALL), x, y)), ("pipefit", partial(pipe.step, x, y))):
+        for _ in range(3):
+            step()
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(10):
+            step()
+        profiler.disable()
+        rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])[:24]
+        figures[name] = {
+            f"{Path(file).name}:{line} {function}": [round(own * 100, 3), calls // 10]
+            for (file, line, function), (_, calls, own, _, _) in rows
+        }
+    pipe.close()
+    return figures
+
+
+def waits() -> Figures:
+    """Lines at which the host waits for the device in a step, with how often."""
+    x, y = model(SMALL).example(BATCH, 0)
+    figures: Figures = {}
+    for name, options in (
+        ("resident", {}),
+        ("four_stages", {"stages": 4}),
+        ("spilled", {"stages": 4, "spill": Spilled(), "parallelism": Parallelism(chunks=4, device="cuda:0")}),
+    ):
+        pipe = pipeline(model(SMALL), **options)
+        for _ in range(3):
+            pipe.step(x, y)
+        found: Counter[str] = Counter()
+
+        def note(message: Any, *_: Any, found: Counter[str] = found, **__: Any) -> None:
+            frames = traceback.extract_stack()
+            own = [frame for frame in frames if "/pipefit/" in frame.filename]
+            frame = own[-1] if own else frames[-2]
+            found[f"{frame.filename.split('/pipefit/')[-1]}:{frame.lineno}"] += 1
+
+        shown, warnings.showwarning = warnings.showwarning, note
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        pipe.step(x, y)
+        torch.cuda.set_sync_debug_mode("default")
+        warnings.showwarning = shown
+        figures[name] = dict(found)
+        pipe.close()
+    return figures
+
+
+def spilled() -> Figures:
+    """A model larger than a cap against the same one without: seconds, and the peak against the cap."""
+    figures: Figures = {}
+    x, y = model(MEDIUM).example(BATCH, 0)
+    for name, cap in (("resident", None), ("spilled", 1 << 30)):
+        gc.collect()
+        torch.cuda.empty_cache()
+        options: dict[str, Any] = {"example": (x, y)}
+        if cap:
+            options |= {"spill": Spilled(cap), "stages": None}
+        start = time.perf_counter()
+        pipe = pipeline(model(MEDIUM), **options)
+        figures[f"{name}_planned_in_s"] = time.perf_counter() - start
+        torch.cuda.reset_peak_memory_stats()
+        figures[f"{name}_loss"] = pipe.step(x, y)
+        figures[f"{name}_ms"] = seconds(lambda pipe=pipe: pipe.step(x, y), repeats=3, warmup=1) * 1e3
+        figures[f"{name}_peak_mib"] = torch.cuda.max_memory_allocated() / MIB
+        figures[f"{name}_held_mib"] = (pipe.held_bytes or 0) / MIB
+        if cap:
+            figures["cap_mib"] = cap / MIB
+            figures["schedule"] = pipe.plan.schedule
+            figures["stages"] = len(pipe.plan.partition.stages)
+        pipe.close()
+        del pipe
+    return figures
+
+
+def peak() -> Figures:
+    """What is held at the peak of a run under a small cap, by the line that asked for it."""
+    cap = 192 << 20
+    bundle = model({"layers": 16, "hidden": 512, "heads": 8, "context": 128, "vocab": 256, "tied": False})
+    x, y = bundle.example(4, 0)
+    options = {"example": (x, y), "spill": Spilled(cap, step_on="device"), "stages": None, "precision": "fp32"}
+    pipe = pipeline(bundle, **options)
+    for _ in range(2):
+        pipe.step(x, y)
+    before = torch.cuda.memory_allocated()
+    moments: list[tuple[int, int]] = []
+
+    def look() -> None:
+        moments.append((torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
+        torch.cuda.reset_peak_memory_stats()
+
+    torch.cuda.reset_peak_memory_stats()
+    pipe._engine.run(pipe.program, feed_of((x, y), MICROBATCHES, 0, "train"), look=look)
+    listed = sorted(zip(moments, map(str, pipe.program.ranks[0]), strict=True), reverse=True)
+    by_instruction = [f"{what}: {top / MIB:.1f} MiB inside, {after / MIB:.1f} after" for (top, after), what in listed]
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
+    for _ in range(3):
+        pipe.step(x, y)
+    torch.cuda.synchronize()
+    trace = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    held: dict[int, tuple[int, str]] = {}
+    now = highest = 0
+    at_highest: Counter[str] = Counter()
+    for event in trace:
+        if event["action"] == "alloc":
+            own = [f for f in event["frames"] if "/pipefit/" in f["filename"] or "benchmarks" in f["filename"]]
+            frame = own[0] if own else (event["frames"] or [{"filename": "?", "line": 0}])[0]
+            held[event["addr"]] = event["size"], f"{frame['filename'].split('/pipefit/')[-1]}:{frame['line']}"
+            now += event["size"]
+        elif event["action"] == "free_completed" and event["addr"] in held:
+            now -= held.pop(event["addr"])[0]
+        if now > highest:
+            highest = now
+            at_highest = Counter()
+            for size, line in held.values():
+                at_highest[line] += size
+    return {
+        "cap_mib": cap / MIB,
+        "planned_mib": pipe.plan.spill.peak_bytes / MIB,
+        "plan": f"{pipe.plan.spill} {[len(stage.layers) for stage in pipe.plan.partition.stages]}",
+        "held_mib": (pipe.held_bytes or 0) / MIB,
+        "highest": by_instruction[:8],
+        "before_mib": before / MIB,
+        "peak_mib": torch.cuda.max_memory_allocated() / MIB,
+        "beyond_before_mib": highest / MIB,
+        "largest_parameter_mib": max(p.nbytes for p in build_sizes()) / MIB,
+        "at_peak_mib": {line: round(size / MIB, 3) for line, size in at_highest.most_common(14)},
+    }
+
+
+def build_sizes() -> list[Tensor]:
+    with torch.device("meta"):
+        return list(build("gpt", layers=1, hidden=512, heads=8, context=128, vocab=256, tied=False).layers.parameters())
+
+
+PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
+    "facts": (facts, 30),
+    "rates": (rates, 30),
+    "waits": (waits, 40),
+    "profile": (profile, 40),
+    "small": (lambda: steps(SMALL), 45),
+    "large": (lambda: steps(LARGE), 60),
+    "peak": (peak, 45),
+    "spilled": (spilled, 70),
+}
+
+
+def run_part(name: str) -> Figures:
+    """The figures of a part, from a process of its own; where it fails, the last lines of its error."""
+    _, deadline_s = PARTS[name]
+    command = [sys.executable, "-m", "benchmarks", "gpu", "--part", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    except subprocess.TimeoutExpired as hung:
+        where = (hung.stderr or b"").decode(errors="replace")
+        return {"failed": f"not done after {deadline_s:g} s", "output": where[-3000:]}
+    if done.returncode:
+        return {"failed": f"exit code {done.returncode}", "output": done.stderr[-1500:]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(part: str = "", output: Path = Path("gpu-report.json"), only: str = "") -> int:
+    """Runs all parts and writes a report.
+
+    Args:
+        part: Only this part, in this process; its figures go to standard output as JSON.
+        output: File of the report.
+        only: Names of the parts, separated by commas; default: all.
+    """
+    if not torch.cuda.is_available():
+        print("gpu: needs a CUDA device, and torch sees none here", file=sys.stderr)
+        return 2
+    if part:
+        work, deadline_s = PARTS[part]
+        faulthandler.dump_traceback_later(deadline_s - 3)  # where a part that takes too long is
+        print(json.dumps(work()))
+        return 0
+    report: Figures = {}
+    for name in only.split(",") if only else PARTS:
+        start = time.monotonic()
+        report[name] = run_part(name)
+        report[name]["took_s"] = time.monotonic() - start
+        print(name, json.dumps(report[name], default=str), flush=True)
+        output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return int(any("failed" in figures for figures in report.values()))

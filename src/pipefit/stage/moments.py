@@ -1,0 +1,47 @@
+"""When a device reached its work, in seconds of `time.perf_counter`."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+
+class Moments:
+    """Marks moments of a GPU as events of its stream, without a wait, and reads them once they have come.
+
+    The clocks of host and GPU differ by some microseconds per second, so they are compared again every minute.
+
+    Args:
+        device: a GPU.
+    """
+
+    _FRESH_S = 60.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start: Any = None
+        self._start_s = 0.0
+
+    def begin(self) -> None:
+        """Begins a pass."""
+        if self._start is None or time.perf_counter() - self._start_s > self._FRESH_S:
+            torch.cuda.synchronize(self._device)
+            self._start = self.mark()
+            self._start.synchronize()
+            self._start_s = time.perf_counter()
+
+    def mark(self) -> Any:
+        """The moment at which the GPU will have done what it was given so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark: Any) -> float:
+        """The time of a moment, after a wait for it; a time stays as it is."""
+        if isinstance(mark, float):
+            return mark
+        mark.synchronize()
+        elapsed_ms: float = self._start.elapsed_time(mark)
+        return self._start_s + elapsed_ms * 1e-3
