@@ -55,7 +55,7 @@ faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes
 	@$(PYTEST) -n 2 --dist worksteal -m faults tests/faults
 
 # A run that was stopped resumes from runs/zoo.jsonl; remove that file to try all of them again.
-zoo: .venv-zoo/stamp ## models of libraries and hand-written tricks against plain torch: docs/zoo.md, in about an hour; ZOO=hand/state: a part
+zoo: .venv-zoo/stamp ## models of libraries and hand-written tricks against plain torch: docs/zoo.md, in more than an hour; ZOO=hand/state: a part
 	@status=0; PYTHONPATH=src:. nice .venv-zoo/bin/python -m tests.zoo $(ZOO) || status=$$?; \
 	  [ -n "$(ZOO)" ] || .venv-zoo/bin/python -m tests.zoo.table; exit $$status
 
