@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipefit as pf
-from pipefit.cutting import notice
+from pipefit.cutting import as_layers, notice
 
 
 class Blocks(nn.Module):
@@ -42,7 +42,7 @@ def said(caplog):
 @pytest.mark.parametrize(
     ("kind", "line"),
     [
-        (Blocks, "proving the cut of Blocks: layer 1 of 5"),
+        (Blocks, "proving the layers of Blocks with the example: layer 1 of 5 (fewer samples take less time)"),
         (Repeated, "tracing the graph of Repeated to cut it"),
     ],
 )
@@ -50,6 +50,14 @@ def test_a_long_cut_says_once_what_it_does(kind, line, monkeypatch, caplog):
     monkeypatch.setattr(notice, "AFTER_S", 0.0)
     pf.cut(kind(), torch.randn(2, 4))
     assert said(caplog) == [line]
+
+
+def test_a_sequence_that_takes_long_says_so_too(monkeypatch, caplog):
+    monkeypatch.setattr(notice, "AFTER_S", 0.0)
+    as_layers(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(2, 4), None))
+    assert said(caplog) == [
+        "proving the layers of Sequential with the example: layer 1 of 2 (fewer samples take less time)"
+    ]
 
 
 @pytest.mark.parametrize("kind", [Blocks, Repeated])

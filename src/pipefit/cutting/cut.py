@@ -199,7 +199,8 @@ def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
         layers = named_layers(model)
         for layer in layers:
             _refuse_sparse(layer.module, layer.dotted)
-        is_proved = example is not None and not is_meta(layers) and refuse_channels(layers, example[0])
+        with noticed(model):
+            is_proved = example is not None and not is_meta(layers) and refuse_channels(layers, example[0])
         return Layers(layers, is_proved=is_proved)
     return as_layers(cut(model, None if example is None else example[0]))
 

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-
-from torch import nn
+from typing import Any
 
 _log = logging.getLogger("pipefit.cut")
 
@@ -40,8 +39,8 @@ _running: ContextVar[_Cutting | None] = ContextVar("running", default=None)
 
 
 @contextlib.contextmanager
-def noticed(model: nn.Module) -> Iterator[None]:
-    """The context of a cut, which the first rank reports if it takes long."""
+def noticed(model: Any) -> Iterator[None]:
+    """The context of a cut, or of the proof of a sequence of layers, which the first rank reports if it takes long."""
     is_other = int(os.environ.get("RANK", 0)) != 0
     token = _running.set(_Cutting(type(model).__name__, time.monotonic(), is_other))
     try:
@@ -55,7 +54,8 @@ def proves(layer: int, num_layers: int) -> None:
     cutting = _running.get()
     if cutting is not None:
         passed = time.monotonic() - cutting.begin
-        cutting.say(f"proving the cut of {cutting.kind}: layer {layer + 1} of {num_layers}", passed)
+        text = f"proving the layers of {cutting.kind} with the example: layer {layer + 1} of {num_layers}"
+        cutting.say(f"{text} (fewer samples take less time)", passed)
 
 
 def traces() -> None:

@@ -388,6 +388,7 @@ def _run_of_layers(layers: Sequence[NamedLayer], batch: Any, channels: Channels)
     found = []
     payload = batch
     for number, layer in enumerate(layers):
+        proves(number, len(layers))
         _seed(number)
         given = own_copy(payload)
         with channels.inside(layer.name, number, payload):
@@ -406,6 +407,7 @@ def _seed(number: int) -> None:
 def _refuse_other_alone(layers: Sequence[NamedLayer], states: States, runs: Sequence[list[tuple[Any, Any]]]) -> None:
     """Refuses layers of which one gives another output where the others have not run: in a state of its own."""
     for number, layer in enumerate(layers):
+        proves(number, len(layers))
         with states.used(states.fresh(set(layer.module.modules()))):
             for run in runs:
                 given, wanted = run[number]
