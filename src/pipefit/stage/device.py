@@ -21,7 +21,7 @@ def process_device(name: Any = None) -> torch.device:
     Raises:
         PipefitError: there is no such device, or there are GPUs, but fewer than ranks on this machine.
     """
-    if name:
+    if name is not None:
         device = usable_device(name)
     elif torch.cuda.is_available():
         device = torch.device("cuda", _own_index())
