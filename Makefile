@@ -49,7 +49,7 @@ long: .venv/stamp ## the tests that take more than ten seconds each: benchmarks,
 	@$(PYTEST) $(BY_FILE) -m "long and not faults"
 
 gpu: .venv/stamp ## the tests that need a CUDA device
-	@$(PYTEST) -m gpu tests/gpu
+	@$(PYTEST) -rs -m gpu tests/gpu
 
 faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes, random input; prints a table (PIPEFIT_TRIALS=all: every one)
 	@$(PYTEST) -n 2 --dist worksteal -m faults tests/faults
