@@ -39,8 +39,8 @@ CONVOLUTIONAL: dict[str, dict[str, Any]] = {
     "legacy_seresnet18": {}, "resnet10t": {}, "resnet18d": {}, "resnetblur18": {}, "ecaresnet26t": {},
     "resnetrs50": LEVELS, "res2net50_26w_4s": LEVELS, "res2next50": LEVELS, "resnest14d": {}, "selecsls42": {},
     "resnet50": LEVELS, "wide_resnet50_2": LEVELS, "resnext50_32x4d": LEVELS, "gernet_s": {}, "nf_regnet_b0": {},
-    "nf_resnet26": {}, "inception_next_atto": {}, "rdnet_tiny": {}, "convmixer_768_32": {"depth": 4, "dim": 48},
-    "legacy_xception": {}, "xception41": {}, "tresnet_m": {}, "mambaout_femto": {}, "csatv2": {},
+    "nf_resnet26": {}, "inception_next_atto": {}, "rdnet_tiny": {},
+    "legacy_xception": {}, "xception41": {}, "tresnet_m": {}, "mambaout_femto": {},
     "nextvit_small": {"size": 64},
 }  # fmt: skip
 
@@ -48,8 +48,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
     # and convolutions
     "mobilevit_xxs": {}, "mobilevitv2_050": {}, "coatnet_pico_rw_224": {}, "coatnet_nano_cc_224": {},
     "maxvit_pico_rw_256": {}, "maxxvit_rmlp_nano_rw_256": {}, "edgenext_xx_small": {}, "fastvit_t8": {},
-    "poolformer_s12": {}, "poolformerv2_s12": {}, "botnet26t_256": {}, "lambda_resnet26t": {}, "halonet26t": {},
-    "levit_128s": {}, "levit_conv_128s": {}, "visformer_tiny": {}, "efficientformer_l1": {},
+    "poolformer_s12": {}, "poolformerv2_s12": {}, "botnet26t_256": {}, "lambda_resnet26t": {},
+    "levit_128s": {}, "levit_conv_128s": {}, "visformer_tiny": {},
     "efficientformerv2_s0": {}, "swiftformer_xs": {}, "vit_tiny_r_s16_p8_224": {},
     # without
     "pvt_v2_b0": {}, "swin_tiny_patch4_window7_224": WINDOWS, "swinv2_tiny_window8_256": WINDOWS,
@@ -62,7 +62,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "vit_base_patch16_rope_reg1_gap_256": SHORT | {"embed_dim": 96}, "cait_xxs24_224": {"depth": 4},
     "xcit_nano_12_p16_224": {"depth": 4}, "tnt_s_patch16_224": {"depth": 4}, "twins_svt_small": {},
     "mixer_s32_224": {}, "gmixer_12_224": {}, "gmlp_ti16_224": {}, "resmlp_12_224": {}, "pit_ti_224": {},
-    "pit_ti_distilled_224": {}, "focalnet_tiny_srf": {"depths": (1, 1, 2, 1), "embed_dim": 24},
+    "pit_ti_distilled_224": {},
     "davit_tiny": {"embed_dims": (24, 48, 48, 48), "depths": (1, 1, 1, 1), "num_heads": (3, 3, 3, 3)},
     "nest_tiny": {}, "tiny_vit_5m_224": {}, "hiera_tiny_224": {}, "convit_tiny": {"depth": 4}, "gcvit_xxtiny": {},
     "sequencer2d_s": {"layers": (1, 1, 1, 1)},
