@@ -166,6 +166,7 @@ def test_figures_of_a_run_that_are_text_or_missing_are_named(tmp_path, capsys):
     for line, says in (
         ('{"step": 1, "loss": "x"}', "loss: expected"),
         ("[" * 9999, "metrics.jsonl:1: "),
+        ('{"step": 1, "loss": 1' + "0" * 400 + "}", "not those that a run wrote (OverflowError"),
         ("", "got none"),
     ):
         metrics.write_text(f"{line}\n" if line else "")

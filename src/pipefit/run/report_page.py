@@ -72,7 +72,15 @@ def page_of(place: Path, *, follows: bool = False) -> str:
         raise PipefitError(f'{place / RESULT}: expected "format": "pipefit.run/1"; is this the folder of a run?')
     try:
         return _render(place, data, follows)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, jinja2.UndefinedError) as problem:
+    except (
+        KeyError,
+        IndexError,
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        jinja2.UndefinedError,
+    ) as problem:
         why = f"{type(problem).__name__}: {problem}"
         raise PipefitError(f"{place}: its files are not those that a run wrote ({why}); train again") from None
 
