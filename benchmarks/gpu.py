@@ -1,23 +1,17 @@
-"""What one GPU does with pipefit: rates, steps against plain torch, waits of the host, spilled runs.
+"""Measures pipefit on one GPU: rates, steps next to plain torch, memory under a cap, and a spilled run.
 
 Each part is a process of its own with a deadline, so a part that hangs or fails is a line of the report and no more.
 """
 
 from __future__ import annotations
 
-import cProfile
 import faulthandler
 import gc
 import json
-import pstats
 import subprocess
 import sys
 import time
-import traceback
-import warnings
-from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +21,6 @@ from torch import Tensor, nn
 
 from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.runtime.microbatches import feed_of
 from pipefit.spec.options import Parallelism, Spilled, Updates
 
 MIB = 2**20
@@ -162,59 +155,6 @@ def steps(sizes: dict[str, Any]) -> Figures:
     return figures
 
 
-def profile() -> Figures:
-    """Functions in which the host spends its time in steps of the small model, in ms per step."""
-    x, y = model(SMALL).example(BATCH, 0)
-    figures: Figures = {}
-    pipe = pipeline(model(SMALL))
-    for name, step in (("torch", plainly(model(SMALL), x, y)), ("pipefit", partial(pipe.step, x, y))):
-        for _ in range(3):
-            step()
-        profiler = cProfile.Profile()
-        profiler.enable()
-        for _ in range(10):
-            step()
-        profiler.disable()
-        rows = sorted(pstats.Stats(profiler).stats.items(), key=lambda row: -row[1][2])[:24]
-        figures[name] = {
-            f"{Path(file).name}:{line} {function}": [round(own * 100, 3), calls // 10]
-            for (file, line, function), (_, calls, own, _, _) in rows
-        }
-    pipe.close()
-    return figures
-
-
-def waits() -> Figures:
-    """Lines at which the host waits for the device in a step, with how often."""
-    x, y = model(SMALL).example(BATCH, 0)
-    figures: Figures = {}
-    for name, options in (
-        ("resident", {}),
-        ("four_stages", {"stages": 4}),
-        ("spilled", {"stages": 4, "spill": Spilled(), "parallelism": Parallelism(chunks=4, device="cuda:0")}),
-    ):
-        pipe = pipeline(model(SMALL), **options)
-        for _ in range(3):
-            pipe.step(x, y)
-        found: Counter[str] = Counter()
-
-        def note(message: Any, *_: Any, found: Counter[str] = found, **__: Any) -> None:
-            frames = traceback.extract_stack()
-            own = [frame for frame in frames if "/pipefit/" in frame.filename]
-            frame = own[-1] if own else frames[-2]
-            found[f"{frame.filename.split('/pipefit/')[-1]}:{frame.lineno}"] += 1
-
-        shown, warnings.showwarning = warnings.showwarning, note
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        pipe.step(x, y)
-        torch.cuda.set_sync_debug_mode("default")
-        warnings.showwarning = shown
-        figures[name] = dict(found)
-        pipe.close()
-    return figures
-
-
 def spilled() -> Figures:
     """A model larger than a cap against the same one without: seconds, and the peak against the cap."""
     figures: Figures = {}
@@ -243,72 +183,27 @@ def spilled() -> Figures:
 
 
 def peak() -> Figures:
-    """What is held at the peak of a run under a small cap, by the line that asked for it."""
+    """Memory under a small cap: planned, held between instructions, and the peak of torch's allocator."""
     cap = 192 << 20
     bundle = model({"layers": 16, "hidden": 512, "heads": 8, "context": 128, "vocab": 256, "tied": False})
     x, y = bundle.example(4, 0)
     options = {"example": (x, y), "spill": Spilled(cap, step_on="device"), "stages": None, "precision": "fp32"}
     pipe = pipeline(bundle, **options)
-    for _ in range(2):
-        pipe.step(x, y)
-    before = torch.cuda.memory_allocated()
-    moments: list[tuple[int, int]] = []
-
-    def look() -> None:
-        moments.append((torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()))
-        torch.cuda.reset_peak_memory_stats()
-
-    torch.cuda.reset_peak_memory_stats()
-    pipe._engine.run(pipe.program, feed_of((x, y), MICROBATCHES, 0, "train"), look=look)
-    listed = sorted(zip(moments, map(str, pipe.program.ranks[0]), strict=True), reverse=True)
-    by_instruction = [f"{what}: {top / MIB:.1f} MiB inside, {after / MIB:.1f} after" for (top, after), what in listed]
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
     for _ in range(3):
         pipe.step(x, y)
-    torch.cuda.synchronize()
-    trace = torch.cuda.memory._snapshot()["device_traces"][0]
-    torch.cuda.memory._record_memory_history(enabled=None)
-    held: dict[int, tuple[int, str]] = {}
-    now = highest = 0
-    at_highest: Counter[str] = Counter()
-    for event in trace:
-        if event["action"] == "alloc":
-            own = [f for f in event["frames"] if "/pipefit/" in f["filename"] or "benchmarks" in f["filename"]]
-            frame = own[0] if own else (event["frames"] or [{"filename": "?", "line": 0}])[0]
-            held[event["addr"]] = event["size"], f"{frame['filename'].split('/pipefit/')[-1]}:{frame['line']}"
-            now += event["size"]
-        elif event["action"] == "free_completed" and event["addr"] in held:
-            now -= held.pop(event["addr"])[0]
-        if now > highest:
-            highest = now
-            at_highest = Counter()
-            for size, line in held.values():
-                at_highest[line] += size
+    spill = pipe.plan.spill
+    assert spill is not None and spill.peak_bytes is not None
     return {
         "cap_mib": cap / MIB,
-        "planned_mib": pipe.plan.spill.peak_bytes / MIB,
-        "plan": f"{pipe.plan.spill} {[len(stage.layers) for stage in pipe.plan.partition.stages]}",
+        "planned_mib": spill.peak_bytes / MIB,
         "held_mib": (pipe.held_bytes or 0) / MIB,
-        "highest": by_instruction[:8],
-        "before_mib": before / MIB,
-        "peak_mib": torch.cuda.max_memory_allocated() / MIB,
-        "beyond_before_mib": highest / MIB,
-        "largest_parameter_mib": max(p.nbytes for p in build_sizes()) / MIB,
-        "at_peak_mib": {line: round(size / MIB, 3) for line, size in at_highest.most_common(14)},
+        "allocator_mib": torch.cuda.max_memory_allocated() / MIB,
     }
-
-
-def build_sizes() -> list[Tensor]:
-    with torch.device("meta"):
-        return list(build("gpt", layers=1, hidden=512, heads=8, context=128, vocab=256, tied=False).layers.parameters())
 
 
 PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
     "facts": (facts, 30),
     "rates": (rates, 30),
-    "waits": (waits, 40),
-    "profile": (profile, 40),
     "small": (lambda: steps(SMALL), 45),
     "large": (lambda: steps(LARGE), 60),
     "peak": (peak, 45),

@@ -59,7 +59,7 @@ def edit(path: Path, **fields: object) -> None:
 
 @pytest.fixture
 def folder(plain, mark, tmp_path) -> Path:
-    """The same folder with code in it, and a configuration that asks for this code."""
+    """Adds code to the folder, and names it in the configuration."""
     made = tmp_path / "model"
     shutil.copytree(plain, made)
     (made / "planted.py").write_text(PLANTED.format(mark=str(mark)))

@@ -1,4 +1,4 @@
-"""What ranks on one GPU run in tests: functions that a rank can import by name."""
+"""Functions that the ranks of tests on one GPU run; a rank imports them by name."""
 
 from typing import Any
 

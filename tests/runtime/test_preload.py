@@ -1,4 +1,4 @@
-"""What a fork server loads leaves the GPU alone: a fork of a process that has opened it, or runs backwards, cannot."""
+"""A fork server loads nothing that opens the GPU or runs a backward: its forks could not use the GPU then."""
 
 import subprocess
 import sys

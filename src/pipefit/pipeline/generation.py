@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -150,7 +150,7 @@ def _generator(layers: Sequence[NamedLayer]) -> Any:
 def _stages(engine: Engine) -> list[list[CutLayer]]:
     """The layers of each stage of this process."""
     stages = [stage for worker in engine.workers for stage in worker.stages.values()]
-    return [[layer.module for layer in stage.layers if isinstance(layer.module, CutLayer)] for stage in stages]
+    return [[cast(CutLayer, layer.module) for layer in stage.layers] for stage in stages]
 
 
 @contextlib.contextmanager

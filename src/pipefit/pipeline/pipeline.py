@@ -81,8 +81,8 @@ class Pipeline:
             recompute and the tensor width are those of the plan.
         example: one batch, (input, target) or a dict, for measuring and for cutting.
         parallelism: distribution of the model over processes: ranks, chunks, replicas, tensor width and the like.
-        precision: "fp32" (the model's own type), or "bf16" or "fp16": layers run under autocast, weights stay
-            float32; or a `Precision`, with the first scale of the loss or `compile=True`: layers train compiled.
+        precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32;
+            or a `Precision`, with the first scale of the loss, or with `compile=True`: layers train by torch.compile.
         updates: learning-rate schedule, clipping, weights of micro-batches, seed.
         spill: stages are kept on the host or on disk; a cap on the device's memory (with `example`) also determines
             the stages.

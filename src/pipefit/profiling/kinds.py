@@ -91,7 +91,7 @@ def profile_kinds(
         The profile with measured seconds, and with the memory in use in addition to tensors in `saved_bytes`. Layers
         are unchanged.
     """
-    (x, y) = work.batch("measuring the layers")
+    x, y = work.batch("measuring the layers")
     place = work.device
     # Tensors without data are on the CPU: under autocast saved half-size tensors and cast weights are counted.
     with torch.autocast("cpu", work.half, enabled=work.half is not None):

@@ -116,8 +116,10 @@ class Engine:
                 progress = Progress()
             if worker.scale is not None:
                 worker.scale.begin()
-            given = (compiled, worker, transport, feed, progress, metric)
-            self.executions.append(Execution(*given, loss=loss, look=look, moments=self._moments))
+            run = Execution(
+                compiled, worker, transport, feed, progress, metric, loss=loss, look=look, moments=self._moments
+            )
+            self.executions.append(run)
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:

@@ -11,7 +11,8 @@ import torch
 class Moments:
     """Marks moments of a GPU as events of its stream, without a wait, and reads them once they have come.
 
-    The clocks of host and GPU differ by some microseconds per second, so they are compared again every minute.
+    The clocks of host and GPU differ by some microseconds per second, so they are compared again every minute; an
+    earlier moment counts back from the newest comparison.
 
     Args:
         device: a GPU.
