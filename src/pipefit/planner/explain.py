@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipefit.cost import speeds_of
-from pipefit.planner.computed_profile import gpt_of
 from pipefit.planner.plan_figures import at_size_of, replays_of
-from pipefit.planner.ptdp import mfu, num_parameters, training_days
+from pipefit.planner.transformer import is_transformer, mfu, num_parameters, training_days, transformer_of
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
 
@@ -130,13 +129,13 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     """FLOP/s, fraction of the peak and days of training a GPT, as predicted.
 
     Args:
-        plan: for a model named "gpt:layers=…".
+        plan: for a model named "gpt:layers=…" or "llama:layers=…".
         topology: with the device's peak.
         tokens: to train on.
     """
-    if not plan.model.startswith("gpt:") or plan.prediction is None:
+    if not is_transformer(plan.model) or plan.prediction is None:
         return {}
-    gpt = gpt_of(plan.model)
+    gpt = transformer_of(plan.model)
     rate = plan.prediction.throughput
     found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
     # Where devices differ, the fraction is that of their peaks together.
@@ -150,7 +149,8 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
             "mfu": used,
             "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
         }
-        attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
+        scores = 2 * gpt.hidden * gpt.sequence
+        attention = scores / (gpt.matrices + scores)
         replays = replays_of(plan, inside=1.0, attention=attention)
         again = sum(replays) / len(replays)
         if again:
@@ -192,8 +192,10 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
         return ""
     model = "MODEL"
     if plan.model.startswith("gpt:"):
-        words = [f"{name}={size}" for name, size in vars(gpt_of(plan.model)).items()]
-        model = "gpt --option " + ",".join(words).replace("sequence=", "context=")
+        gpt = transformer_of(plan.model)
+        sizes = {"layers": gpt.layers, "hidden": gpt.hidden, "heads": gpt.heads, "vocab": gpt.vocab}
+        words = [f"{name}={size}" for name, size in (sizes | {"context": gpt.sequence}).items()]
+        model = "gpt --option " + ",".join(words)
     batch = ""
     if plan.microbatch_size:
         batch = f" --batch {plan.num_microbatches * plan.microbatch_size}"

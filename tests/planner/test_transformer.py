@@ -3,7 +3,7 @@
 import pytest
 
 from pipefit.planner import gpt_profile
-from pipefit.planner.ptdp import Gpt, flops_per_iteration, mfu, num_parameters
+from pipefit.planner.transformer import Transformer, flops_per_iteration, mfu, num_parameters
 from pipefit.spec import Device
 
 # Parameters in billions, heads, hidden, layers: Narayanan et al., table 1.
@@ -23,11 +23,11 @@ TABLE = [
 
 @pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE)
 def test_the_published_parameters_come_out(billions, heads, hidden, layers):
-    assert num_parameters(Gpt(layers, hidden, heads)) / 1e9 == pytest.approx(billions, abs=0.06)
+    assert num_parameters(Transformer(layers, hidden, heads)) / 1e9 == pytest.approx(billions, abs=0.06)
 
 
 def test_the_formula_with_recompute_is_the_papers_in_one_piece():
-    gpt = Gpt(96, 12288, 96)
+    gpt = Transformer(96, 12288, 96)
     s, h, v = gpt.sequence, gpt.hidden, gpt.vocab
     papers = 96 * 7 * s * gpt.layers * h * h * (1 + s / (6 * h) + v / (16 * gpt.layers * h))
     assert flops_per_iteration(gpt, 7, recompute=True) == pytest.approx(papers, rel=1e-12)
@@ -35,7 +35,7 @@ def test_the_formula_with_recompute_is_the_papers_in_one_piece():
 
 def test_a_computed_profile_has_the_parameters_and_flop_of_the_formulas():
     device = Device(flops=100e12, efficiency=1.0)
-    gpt = Gpt(12, 1024, 16)
+    gpt = Transformer(12, 1024, 16)
     profile = gpt_profile(12, 1024, 16, device=device, microbatch=4)
     # The projection shares the embedding's weights and so counts once in the formula.
     weights = sum(layer.weight_bytes for layer in profile.layers[:-1]) / 2
