@@ -268,7 +268,7 @@ def _kept_of_scores(model: Transformer, tokens: int) -> float:
     if model.attention in _FLASH:
         return 4 * model.heads * tokens  # a sum for each row
     scores = model.heads * model.sequence * tokens
-    kept = e
+    kept = float(e)
     if model.dropout:
         kept += 1.5 * e
     if model.attention == "eager":
@@ -287,6 +287,9 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     stream = e * tokens * h
     logits = tokens * own
     weights = e * vocab * h / ring.size
+    kept_bytes = 4.0 * logits
+    if not model.fused_loss:
+        kept_bytes = (e + 4 + 4 + 4) * tokens * vocab  # the logits, in 4 bytes, their softmax, and its gradient
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
     # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
     forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
@@ -297,7 +300,7 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         input_s + all_reduce_s(ring, stream),
         weight_s + pass_s(device, 3 * weights),
         output_bytes=4 * logits,
-        saved_bytes=stream + 4 * logits,
+        saved_bytes=stream + kept_bytes,
         weight_bytes=weights,
         grad_bytes=stream,
         half_bytes=4 * logits,

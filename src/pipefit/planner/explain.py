@@ -137,7 +137,9 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
         return {}
     gpt = transformer_of(plan.model)
     rate = plan.prediction.throughput
-    found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
+    tokens_per_s = rate * gpt.sequence
+    found: dict[str, float | str] = {"parameters": num_parameters(gpt), "tokens_per_s": tokens_per_s}
+    found["tokens_per_s_per_device"] = tokens_per_s / plan.num_processes
     # Where devices differ, the fraction is that of their peaks together.
     devices = topology.devices[: plan.num_processes] or (topology.device,)
     peak = sum(device.flops for device in devices) / len(devices)
@@ -147,7 +149,7 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
         found |= {
             "model_flops_per_device": used * peak,
             "mfu": used,
-            "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
+            "mfu_convention": "forward and backward once: 6 a weight and token, 12·l·h·s attention; no replay",
         }
         scores = 2 * gpt.hidden * gpt.sequence
         attention = scores / (gpt.matrices + scores)
@@ -156,8 +158,9 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
         if again:
             found["hfu"] = used + again * (every - used)
     if tokens is not None:
-        seconds = tokens / (rate * gpt.sequence)
-        found |= {"tokens": tokens, "training_days": seconds / 86400}
+        seconds = tokens / tokens_per_s
+        hours = seconds / 3600 * plan.num_processes
+        found |= {"tokens": tokens, "training_days": seconds / 86400, "device_hours": hours}
         if peak:
             found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, plan.num_processes, used * peak)
     return found
@@ -172,9 +175,11 @@ def training_lines(found: Mapping[str, Any]) -> list[str]:
         words += f"; {found['model_flops_per_device'] / 1e12:.4g} TFLOP/s per device, {found['mfu']:.1%} of its peak"
         if "hfu" in found:
             words += f" ({found['hfu']:.1%} with replays)"
-    lines = [words]
+    each = format_count(found["tokens_per_s_per_device"])
+    lines = [words, f"{format_count(found['tokens_per_s'])} tokens/s, {each} per device"]
     if "tokens" in found:
-        lines.append(f"{format_count(found['tokens'])} tokens: {found['training_days']:.4g} days")
+        hours = format_count(found["device_hours"])
+        lines.append(f"{format_count(found['tokens'])} tokens: {found['training_days']:.4g} days, {hours} device hours")
     return lines
 
 

@@ -17,7 +17,7 @@ from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.planning import plan
-from pipefit.planner.transformer import is_transformer, settings_of
+from pipefit.planner.transformer import is_transformer, settings_of, transformer_of
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import format_bytes, parse_quantity, table
 
@@ -269,7 +269,7 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
     if method in ("ptdp", "pipedream") or options.get("cap") is not None:
         raise PlanError("largest: expected --method auto, 2bw, gpipe or uniform, and no cap")
     question = Question(model, topology, options)
-    sizes = settings_of(model)
+    sizes = vars(transformer_of(model))
     step = 1
     if by == "hidden":
         step = sizes["heads"]

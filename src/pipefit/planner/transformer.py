@@ -37,6 +37,8 @@ class Transformer:
         dropout: 1: dropout after attention, its scores and the feed-forward.
         attention: one of `ATTENTION`.
         fused_norms: 1: a norm is one kernel; 0: one for each of its operations.
+        fused_loss: 1: the loss works in place on each device's own logits, as Megatron-LM's; 0: it works on all
+            logits, also where the vocabulary is split over devices, and each of its operations makes another copy.
         sequence_parallel: 1: what is between the products is split over a rank's devices, too.
         bytes: of an element of weights and activations: 2 (Adam then has a master copy), or 4.
     """
@@ -54,6 +56,7 @@ class Transformer:
     dropout: int = 1
     attention: str = "softmax"
     fused_norms: int = 1
+    fused_loss: int = 1
     sequence_parallel: int = 0
     bytes: int = 2
 
@@ -140,6 +143,8 @@ def transformer_of(text: str) -> Transformer:
     Raises:
         ProfileError: it is malformed, or a size makes no sense.
     """
+    if not is_transformer(text):
+        raise ProfileError(f"{text}: expected gpt:layers=… or llama:layers=…, with the sizes of a transformer")
     given: dict[str, Any] = {**FAMILIES[text.partition(":")[0]], **settings_of(text)}
     return Transformer(**given)
 
