@@ -18,7 +18,7 @@ OPTIONS = {one.name: one for one in fields(PlanOptions)}
 GIVEN = {
     "method": "uniform", "cost": "paper", "straight": True, "global_batch": 64, "microbatch_sizes": [64],
     "num_microbatches": 4, "schedules": ["1f1b"], "depths": [1], "chunks": [1], "recompute": "none",
-    "memory": "64 GiB", "state_per_weight": 1.0, "tensors": [1], "sharded": True, "whole_messages": True,
+    "memory": "64 GiB", "state_per_weight": 1.0, "tensors": [2], "sharded": True, "whole_messages": True,
     "blocking": True, "cap": Cap(8 * 2.0**30),
 }  # fmt: skip
 
@@ -82,3 +82,14 @@ def test_memory_in_python_is_that_of_every_device():
 def test_an_unknown_option_gets_the_nearest():
     with pytest.raises(PlanError, match="unknown option 'depth'; did you mean depths"):
         pf.plan("vgg16", topology="local:2", depth=[2])
+
+
+def test_a_tensor_width_of_1_is_no_wish():
+    assert PlanOptions(method="uniform", tensors=[1]) == PlanOptions(method="uniform")
+    assert PlanOptions(method="auto", tensors=[1]).tensors == [1]
+
+
+@pytest.mark.parametrize("wrong", [[[1]], ["1"], 1, "1", [1.5]])
+def test_a_choice_of_another_type_is_refused(wrong):
+    with pytest.raises(PlanError, match="tensors: expected a list of whole numbers or None"):
+        PlanOptions(method="uniform", tensors=wrong)

@@ -128,10 +128,11 @@ def command(
     """
     from pipefit.planner import plan
     from pipefit.planner.machines import load_topology, read_profile
+    from pipefit.planner.transformer import is_transformer
 
     machine = options.machine(load_topology(topology))
     tokens = wanted.tokens
-    if tokens is not None and not (tokens > 0 and profile.startswith("gpt:")):
+    if tokens is not None and not (tokens > 0 and is_transformer(profile)):
         raise PipefitError(f"--tokens: expected more than 0, for --profile gpt:layers=…; got {tokens:g} for {profile}")
     options = capped.applied(options)
     _refuse_unused(options, wanted)

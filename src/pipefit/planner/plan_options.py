@@ -23,6 +23,9 @@ CAPPED: Final = "spilled"
 _SEARCH: Final = ("auto", "gpipe", "2bw", "ptdp", "uniform")
 """Methods that search over configurations; "pipedream" has a recurrence of its own."""
 
+_WIDE: Final = ("auto", "ptdp")
+"""Methods with tensor parallelism; a width of 1 is what all others have."""
+
 _BATCHED: Final = (*_SEARCH, CAPPED)
 
 
@@ -83,7 +86,7 @@ class PlanOptions(Checked):
         None, "Optimizer bytes per weight byte: 0 SGD, 1 momentum, 2 Adam.", "--state", least=0.0
     )
     tensors: Sequence[int] | None = setting(
-        None, "Tensor widths to choose from, such as 1,2.", "--tensor", "-t", typed="numbers", only=("auto", "ptdp")
+        None, "Tensor widths to choose from, such as 1,2.", "--tensor", "-t", typed="numbers", only=_WIDE
     )
     sharded: bool | None = setting(
         None, "The optimizer is sharded over the copies always or never.", hidden=True, only=["auto"]
@@ -108,6 +111,8 @@ class PlanOptions(Checked):
         if self.recompute != AUTO:
             object.__setattr__(self, "recompute", recompute_kind(self.recompute))
         super().__post_init__()
+        if self.method not in _WIDE and set(self.tensors or ()) == {1}:
+            object.__setattr__(self, "tensors", None)
 
     @property
     def way(self) -> str:
