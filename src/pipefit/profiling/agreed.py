@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -45,26 +44,29 @@ def agreed_profile(
     if is_meta(work.layers):
         return agreed(session, lambda: _by_kinds(work, microbatch_sizes))
     x, y = work.batch("measuring the layers")
-    measure = partial(
-        profile_sizes,
-        work.layers,
-        x,
-        work.loss,
-        y,
-        microbatch_sizes=microbatch_sizes,
-        repeats=repeats,
-        warmup=warmup,
-        limit_s=_LIMIT_S,
-        threads=None,
-        optimizer=work.optimizer,
-        clips=work.clips,
-    )
+
+    def measure() -> Profile:
+        return profile_sizes(
+            work.layers,
+            x,
+            work.loss,
+            y,
+            microbatch_sizes=microbatch_sizes,
+            repeats=repeats,
+            warmup=warmup,
+            limit_s=_LIMIT_S,
+            threads=None,
+            optimizer=work.optimizer,
+            clips=work.clips,
+        )
+
     with replaced_forwards(compiled_forwards(work.layers, work.compiler)):
         return agreed(session, measure)
 
 
 def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
-    device = measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32)
+    dtype = work.half or torch.float32
+    device = measure_device(work.device, threads=None, repeats=3, dtype=dtype)
     first, *others = (profile_kinds(work, size, device) for size in microbatch_sizes)
     return first.with_others(others)
 
@@ -72,7 +74,13 @@ def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
 def median_profile(profiles: Sequence[Profile]) -> Profile:
     """Combines measurements of the same layers: each figure is the median of theirs."""
     trees: list[Any] = [msgspec.to_builtins(profile) for profile in profiles]
-    merged = tree_map(lambda one, *more: median([one, *more]) if isinstance(one, float) else one, *trees)
+
+    def middle(*figures: Any) -> Any:
+        if isinstance(figures[0], float):
+            return median(figures)
+        return figures[0]
+
+    merged = tree_map(middle, *trees)
     return msgspec.convert(merged, Profile)
 
 
