@@ -98,16 +98,13 @@ class Logger:
         if isinstance(problem, PipefitError):
             reason = str(problem)
         else:
-            reason = f"{self.place}: cannot be written: {_reason(problem)}"
+            why = getattr(problem, "strerror", None) or problem
+            reason = f"{self.place}: cannot be written: {why}"
         if step == 1:
             raise PipefitError(reason) from None
         if not self._is_failing:
             _log.warning("%s; training goes on, and the figures wait until it can be written", reason)
         self._is_failing = True
-
-
-def _reason(problem: Exception) -> str:
-    return getattr(problem, "strerror", None) or str(problem)
 
 
 @checked()
