@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from pipefit.cutting import as_layers
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
@@ -15,7 +17,7 @@ from pipefit.stage.compiler import backend_of
 from pipefit.stage.device import process_device
 from pipefit.stage.materialise import InitialiseLayer
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
-from pipefit.stage.precision import first_scale, half_of
+from pipefit.stage.precision import TF32, first_scale, half_of
 from pipefit.stage.training import Loss, Training
 
 
@@ -71,6 +73,8 @@ class GivenModel:
         place = process_device(device)
         precision = Precision.of(precision)
         half = half_of(precision.dtype)
+        if precision.dtype == TF32 and place.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         work = Workload(
             layers,
             loss,
