@@ -31,7 +31,7 @@ class Channel(NamedTuple):
     Attributes:
         writer: number of the layer that leaves it.
         reader: number of the layer that takes it.
-        why: for people.
+        why: the reason, in words.
     """
 
     writer: int
@@ -52,7 +52,7 @@ class Channels:
         reads: places of the code between layers where Python reads data, with the values read.
         varied: a place of `reads`, and what is read there instead.
         homes: the paths of blocks and other modules with weights, by the ids of their parameters.
-        users: of each of these modules, the layers that use its weights.
+        users: the layers that use the weights of each of these modules.
         direct: such a module, and the module in whose forward its weights are used; empty: the code between them.
     """
 
@@ -108,7 +108,7 @@ class Channels:
         """The context of a block or another module with weights.
 
         Args:
-            path: of the module.
+            path: the module's path in the model.
             layer: the number of its layer.
             given: its arguments.
         """

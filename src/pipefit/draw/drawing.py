@@ -33,8 +33,8 @@ class Drawing:
     """A simulated schedule. Notebooks display it; `print` gives its grid.
 
     Attributes:
-        timeline: of the schedule.
-        cost: of its simulation.
+        timeline: the schedule's times.
+        cost: the costs of its simulation.
         steady: the same schedule with enough updates for a steady state, where one pass does not give its period.
         forward: time of a micro-batch's forward on a rank.
         backward: likewise of its backward.
@@ -72,7 +72,7 @@ class Drawing:
         """The interactive page, also with schedules and shapes around this one, at the same costs.
 
         Args:
-            options: as for `pipefit.draw.html`.
+            options: the options of `pipefit.draw.html`.
         """
         shape = _shape_key(self.timeline)
         facts = scene_of(self.timeline).facts
@@ -171,7 +171,7 @@ def draw(
         slots: stages that fit on a rank at once, while all are kept on another tier; None: no spilling, or 2 slots for
             a schedule made for spilling.
         optim_slots: likewise for the states of the optimizer; 0: those stay.
-        tier: of the spilled stages: "host" or "disk".
+        tier: the place of the spilled stages: "host" or "disk".
         prefetch: stages ahead that the next is fetched; None: as soon as a slot is free; 0: when it is needed.
         activations: inputs of stages wait on the tier too, from the forward to the replay.
         step_on: place of the step of stages on the host: "device" or "host".
@@ -205,7 +205,7 @@ def draw(
 
     def pricing(header: Header) -> CostModel:
         plain = unit(header, forward, backward, input=input, weight=weight, latency=latency, copy=copy)
-        # The costs are those of one copy of a stage.
+        # The costs are for one copy of a stage.
         share = header.num_stages / header.num_chunks / header.num_ranks
         return weighted(plain, [share * work for work in stage_work])
 

@@ -28,9 +28,9 @@ class Graph:
     Attributes:
         program: its source.
         starts: number of each rank's first instruction, and at the end the number of all instructions.
-        instructions: of all ranks, one rank after the other.
+        instructions: the instructions of all ranks, one rank after the other.
         ranks: the rank of each.
-        preds: for each, the earlier instructions of its rank that made the values it needs (of several on the compute
+        preds: the earlier instructions of each one's rank that made the values it needs (of several on the compute
             lane that add to one gradient, the newest); for a fetch, also those
             that wrote the value it reads and that free its slot; for a forward of a frozen stage, also the send that
             makes room for another.
@@ -172,11 +172,15 @@ def collective_members(header: Header, instruction: Instruction) -> tuple[int, .
 
     A tied weight is summed over every rank that holds a stage of its group, replicas included.
     """
-    if instruction.op is Op.BARRIER or (instruction.kind == Reduction.NORM and instruction.stage < 0):
-        return tuple(range(header.num_ranks))
+    stage = instruction.stage
+    everyone = tuple(range(header.num_ranks))
+    if instruction.op is Op.BARRIER:
+        return everyone
+    if instruction.kind == Reduction.NORM and stage < 0:
+        return everyone
     if instruction.kind == Reduction.TIED:
-        return tuple(r for r in range(header.num_ranks) if tied_stages(header, instruction.stage, r))
-    return tuple(sorted(header.placement[instruction.stage]))
+        return tuple(rank for rank in everyone if tied_stages(header, stage, rank))
+    return tuple(sorted(header.placement[stage]))
 
 
 def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 import msgspec
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instructions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
@@ -37,7 +37,7 @@ class Lifetime(msgspec.Struct, gc=False):
     dies: int
 
 
-def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
+def is_in_place(instructions: Instructions, index: int) -> bool:
     """Returns whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
     if index + 1 == len(instructions):
         return False

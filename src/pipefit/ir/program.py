@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, StageAt
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
 
@@ -238,7 +238,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
                 yield rank, index, instruction
 
     @cached_property
-    def recomputed(self) -> frozenset[tuple[int, int]]:
+    def recomputed(self) -> frozenset[StageAt]:
         """The (stage, micro-batch) pairs whose forward saves nothing because a recompute follows."""
         replay = Op.RECOMPUTE
         return frozenset((i.stage, i.mb) for _, _, i in self if i.op is replay)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipefit.ir.instruction import ValueKey
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 
 _WEIGHTS = Kind.WEIGHTS.value
 _WGRAD = Kind.WGRAD.value
-_Value = tuple[str, int, int]
+_Value = ValueKey
 
 
 @dataclass

@@ -31,8 +31,8 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         tier: "host" or "disk".
-        weights_slots: of each rank that has spilled stages.
-        optim_slots: of each such rank for the states of the optimizer; 0 when they are not moved.
+        weights_slots: the number of slots on each rank that has spilled stages.
+        optim_slots: the number of slots there for the states of the optimizer; 0 when they are not moved.
         stages: the spilled stages, in increasing order; all others stay on their device.
         activations: whether the input of a spilled stage waits on the tier too, from its forward to its replay.
         on_host: the spilled stages that step on the host, in increasing order: their gradients are written back, and

@@ -14,7 +14,10 @@ from pipefit.passes.places import inserted
 def with_frozen(program: Program) -> Program:
     """Leaves out the backwards of frozen stages, and so their replays, gradient messages, reductions and steps."""
     first = program.header.frozen
-    return program.with_ranks([[i for i in own if i.op is Op.FWD or i.stage >= first] for own in program.ranks])
+    ranks = []
+    for own in program.ranks:
+        ranks.append([i for i in own if i.op is Op.FWD or i.stage >= first])
+    return program.with_ranks(ranks)
 
 
 def with_norms_everywhere(program: Program) -> Program:

@@ -50,4 +50,6 @@ def _gpipe(task: Task) -> Iterator[list[Instruction]]:
     Source: GPipe (NeurIPS 2019) §2.2, figure 2c.
     """
     for stage, mbs in task.one_stage_each():
-        yield [fwd(stage, mb) for mb in mbs] + [bwd(stage, mb) for mb in reversed(mbs)]
+        forwards = [fwd(stage, mb) for mb in mbs]
+        backwards = [bwd(stage, mb) for mb in reversed(mbs)]
+        yield forwards + backwards

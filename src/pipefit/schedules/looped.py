@@ -13,16 +13,15 @@ from pipefit.schedules.shape import Shape
 
 def _interleavable(shape: Shape) -> None:
     group = shape.options.get("group", 0)
-    most = max(shape.depth, shape.num_microbatches)
-    if group and not shape.depth <= group <= most:
-        least = shape.depth
+    least = shape.depth
+    most = max(least, shape.num_microbatches)
+    if group and not least <= group <= most:
+        wanted = f"{least} to {most}"
         if least == most:
             wanted = f"{least}"
-        else:
-            wanted = f"{least} to {most}"
         raise ScheduleError(
             f"interleaved: group: expected {wanted} micro-batches (with fewer than the "
-            f"{shape.depth} ranks of the pipeline they would wait for each other), or 0 for {least}; got {group}"
+            f"{least} ranks of the pipeline they would wait for each other), or 0 for {least}; got {group}"
         )
     if len(set(shape.replicas)) > 1:
         raise ScheduleError(
@@ -45,16 +44,21 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
     size = task.options["group"] or task.depth
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
-        mbs = task.microbatches_of(stages[0], rank)
+        slots = task.microbatches_of(stages[0], rank)
         # The order of a full last group without its missing micro-batches: fewer cannot cause a cycle of waits.
-        lacking = range(-1, -1 - (-len(mbs) % size), -1)
-        slots = [*mbs, *lacking]
-        groups = [slots[start : start + size] for start in range(0, len(slots), size)]
-        forwards = [fwd(stage, mb) for group in groups for stage in stages for mb in group]
-        backwards = [bwd(stage, mb) for group in groups for stage in reversed(stages) for mb in group]
-        warmup = 2 * (task.depth - 1 - stages[0] % task.depth) + (len(stages) - 1) * size
+        while len(slots) % size:
+            slots.append(-1)
+        forwards = []
+        backwards = []
+        for start in range(0, len(slots), size):
+            group = slots[start : start + size]
+            forwards += [fwd(stage, mb) for stage in stages for mb in group]
+            backwards += [bwd(stage, mb) for stage in reversed(stages) for mb in group]
         if task.header.num_chunks == 1:
             warmup = num_warmup(task.header, stages[0])
+        else:
+            position = stages[0] % task.depth
+            warmup = 2 * (task.depth - 1 - position) + (len(stages) - 1) * size
         yield [i for i in alternate(forwards, backwards, warmup) if i.mb >= 0]
 
 
@@ -74,8 +78,12 @@ def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
         mbs = task.microbatches_of(stages[0], rank)
-        turn = [stage for stage in stages if task.options["turn"] and stage == task.num_stages - 1]
-        others = [stage for stage in stages if stage not in turn]
-        order = [fwd(stage, mb) for stage in others for mb in mbs]
-        order += [op(stage, mb) for stage in turn for mb in mbs for op in (fwd, bwd)]
-        yield order + [bwd(stage, mb) for stage in reversed(others) for mb in mbs]
+        order = []
+        left = []
+        for stage in stages:
+            if task.options["turn"] and stage == task.num_stages - 1:
+                order += [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+            else:
+                order += [fwd(stage, mb) for mb in mbs]
+                left.append(stage)
+        yield order + [bwd(stage, mb) for stage in reversed(left) for mb in mbs]

@@ -13,9 +13,11 @@ from pipefit.schedules.shape import Shape
 
 def alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> list[Instruction]:
     """Some forwards first, then one forward and one backward alternating, then the backwards that are left."""
-    warmup = min(warmup, len(forwards))
-    steady = [i for pair in zip(forwards[warmup:], backwards, strict=False) for i in pair]
-    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+    order = forwards[:warmup]
+    ahead = forwards[warmup:]
+    for forward, backward in zip(ahead, backwards, strict=False):
+        order += (forward, backward)
+    return order + backwards[len(ahead) :]
 
 
 def num_warmup(header: Header, stage: int) -> int:
@@ -42,7 +44,9 @@ def _warmup_in_reach(shape: Shape) -> None:
 def _one_f_one_b(task: Task) -> Iterator[list[Instruction]]:
     for stage, mbs in task.one_stage_each():
         warmup = task.options["warmup"] * num_warmup(task.header, stage)
-        yield alternate([fwd(stage, mb) for mb in mbs], [bwd(stage, mb) for mb in mbs], warmup)
+        forwards = [fwd(stage, mb) for mb in mbs]
+        backwards = [bwd(stage, mb) for mb in mbs]
+        yield alternate(forwards, backwards, warmup)
 
 
 @schedule(name="1f1b", options={"warmup": 1}, check=_warmup_in_reach)

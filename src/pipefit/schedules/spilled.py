@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from pipefit.ir.instruction import Instruction, bwd, fwd
 from pipefit.schedules.registry import Task, schedule
@@ -21,11 +22,17 @@ def _spilled(task: Task) -> Iterator[list[Instruction]]:
     and once for their backwards, so the bytes moved do not grow with their number; at the turn the stage stays.
     Source: Nagrecha and Kumar, Hydra (VLDB 2022) §4.
     """
+    turn = task.num_stages - 1
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
-        mbs = {stage: task.microbatches_of(stage, rank) for stage in stages}
-        turn = task.num_stages - 1
-        order = [fwd(stage, mb) for stage in stages if stage != turn for mb in mbs[stage]]
-        # At the turn each backward follows its own forward: one micro-batch of activations, and nothing to replay.
-        order += [op(turn, mb) for mb in mbs.get(turn, ()) for op in (fwd, bwd)]
-        yield order + [bwd(stage, mb) for stage in reversed(stages) if stage != turn for mb in mbs[stage]]
+        order = []
+        backwards = []
+        for stage in stages:
+            mbs = task.microbatches_of(stage, rank)
+            if stage == turn:
+                # Each backward follows its own forward: one micro-batch of activations, and nothing to replay.
+                order += [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+            else:
+                order += [fwd(stage, mb) for mb in mbs]
+                backwards.append([bwd(stage, mb) for mb in mbs])
+        yield [*order, *chain.from_iterable(reversed(backwards))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from itertools import count
 
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction, bwd_input, bwd_weight, fwd
@@ -21,16 +20,20 @@ def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
     """
     most = depth * num_warmup(task.header, 0)
     for stage, mbs in task.one_stage_each():
-        warmup = min(depth * num_warmup(task.header, stage), len(mbs))
+        in_flight = depth * num_warmup(task.header, stage)
+        warmup = min(in_flight, len(mbs))
         # A stage with fewer replicas than the first has more micro-batches in flight: nothing is delayed.
-        late = min(max(most - depth * num_warmup(task.header, stage), 0), len(mbs))
-        order = [fwd(stage, mb) for mb in mbs[:warmup]]
+        late = min(max(most - in_flight, 0), len(mbs))
+        ahead = [fwd(stage, mb) for mb in mbs]
+        weights = [bwd_weight(stage, mb) for mb in mbs]
+        order = ahead[:warmup]
         for done, mb in enumerate(mbs):
-            order += [fwd(stage, ahead) for ahead in mbs[warmup + done : warmup + done + 1]]
+            if warmup + done < len(mbs):
+                order.append(ahead[warmup + done])
             order.append(bwd_input(stage, mb))
             if done >= late:
-                order.append(bwd_weight(stage, mbs[done - late]))
-        yield order + [bwd_weight(stage, mb) for mb in mbs[len(mbs) - late :]]
+                order.append(weights[done - late])
+        yield order + weights[len(mbs) - late :]
 
 
 @schedule(name="zb-h1")
@@ -107,17 +110,21 @@ def _v(task: Task) -> Iterator[list[Instruction]]:
 @cache
 def _found_work(depth: int, num_microbatches: int) -> list[list[tuple[Op, int, int]]]:
     """For each rank of a V, its instructions in order: operation, stage and micro-batch."""
-    ops = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
-    ended: _Ended = {op: [[] for _ in range(2 * depth)] for op in ops}
+    ended: _Ended = {}
+    for op in (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT):
+        ended[op] = [[] for _ in range(2 * depth)]
     orders: list[list[tuple[Op, int, int]]] = [[] for _ in range(depth)]
-    for now in count():
-        if all(len(order) == 6 * num_microbatches for order in orders):
-            break
+    left = 6 * num_microbatches * depth
+    now = 0
+    while left:
         for position, order in enumerate(orders):
-            if (found := _next(ended, depth, num_microbatches, position, now)) is not None:
+            found = _next(ended, depth, num_microbatches, position, now)
+            if found is not None:
                 op, stage = found
                 order.append((op, stage, len(ended[op][stage])))
                 ended[op][stage].append(now + 1)
+                left -= 1
+        now += 1
     return orders
 
 
@@ -130,19 +137,22 @@ def _next(ended: _Ended, depth: int, num_microbatches: int, position: int, now: 
     forwards, inputs, weights = ended.values()
     last = 2 * depth - 1
     stages = (position, last - position)
-    weight = next(((Op.BWD_WEIGHT, s) for s in stages if len(weights[s]) < len(inputs[s])), None)
+    weight = None
+    for stage in reversed(stages):
+        if len(weights[stage]) < len(inputs[stage]):
+            weight = Op.BWD_WEIGHT, stage
     for stage in reversed(stages):
         index = len(forwards[stage])
-        if index < num_microbatches and (stage == 0 or _is_there(forwards[stage - 1], index, now)):
+        is_fed = stage == 0 or _is_there(forwards[stage - 1], index, now)
+        if is_fed and index < num_microbatches:
             held = sum(len(forwards[s]) - len(weights[s]) for s in stages)
             if held < 2 * depth:
                 return Op.FWD, stage
             if weight:
                 return weight
     for stage in stages:
-        if stage == last:
-            before = forwards[last]
-        else:
+        before = forwards[last]
+        if stage < last:
             before = inputs[stage + 1]
         index = len(inputs[stage])
         if index < len(forwards[stage]) and _is_there(before, index, now):

@@ -30,10 +30,10 @@ class Case:
         batches: (input, target) of each step, all of one program.
         counts: layers of each stage.
         request: schedule, micro-batches and parallelism of the pipeline, with its number of processes.
-        precision: in which both sides compute.
+        precision: the precision in which both sides compute.
         updates: clipping, learning rates, weights of micro-batches and seed of both sides.
-        loss: from output and target to their mean.
-        optimizer: from parameters to an optimizer.
+        loss: gives the mean from output and target.
+        optimizer: makes an optimizer of parameters.
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -90,10 +90,10 @@ class Outcome:
     """The losses, gradients and weights of a training run, with each rank's copy of a weight on several ranks.
 
     Attributes:
-        losses: of each step.
-        gradients: of the first update at the optimizer, by rank and the user's names.
+        losses: one for each step.
+        gradients: the optimizer's gradients at the first update, by rank and the user's names.
         weights: weights and buffers at the end, by rank and the user's names.
-        names: for the reference: of every parameter that trains, each once, in the model's order.
+        names: every parameter that trains, each once, in the model's order; only the reference has them.
     """
 
     losses: list[float]
@@ -103,7 +103,7 @@ class Outcome:
 
     @staticmethod
     def joined(parts: Sequence[Outcome]) -> Outcome:
-        """The outcome of all ranks from those of each process; every process has all losses."""
+        """The outcome of all ranks from the outcome of each process; every process has all losses."""
         gradients = {rank: table for part in parts for rank, table in part.gradients.items()}
         weights = {rank: table for part in parts for rank, table in part.weights.items()}
         return Outcome(parts[0].losses, gradients, weights)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
+from pipefit.ir.instruction import StageAt
 from pipefit.ir.liveness import is_in_place
 from pipefit.ir.op import COMPUTE_OPS, Kind, Op
 from pipefit.ir.program import WeightRule
@@ -13,7 +15,6 @@ from pipefit.verify.subject import Finding, Subject
 
 _WAITED_FOR = COMPUTE_OPS | {Op.STEP}
 _MAKE_OR_DROP = {Op.STEP, Op.DROP}
-_DROP_OR_EVICT = {Op.DROP, Op.EVICT}
 _MOST = {WeightRule.FLUSH: 1, WeightRule.DOUBLE: 2}
 _ASKS = {
     WeightRule.FLUSH: "a flush asks for the version its update starts from",
@@ -47,25 +48,26 @@ def _used(s: Subject) -> Iterator[Finding]:
 
 def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
     """Checks that each version is dropped after its last use and before the next computation."""
-    last_use: dict[tuple[int, int], int] = {}
-    gone: dict[tuple[int, int], int] = {}
-    newest = {stage: 0 for stage in s.header.stages_of(rank) if not s.header.is_spilled(stage)}
+    last_use: dict[StageAt, int] = {}
+    gone: dict[StageAt, int] = {}
+    newest: dict[int, int] = defaultdict(int)
     busy = []
     for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
-        if i.op in _WAITED_FOR:
+        is_use = i.op in _WAITED_FOR
+        if is_use:
             busy.append(number)
         if s.header.is_spilled(i.stage):
             continue
-        if i.op in _WAITED_FOR:
+        if is_use:
             last_use[i.stage, i.version] = number
             if i.op is Op.STEP:
-                newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
-        elif i.op in _DROP_OR_EVICT and (i.op is Op.DROP or i.kind == Kind.WEIGHTS):
+                newest[i.stage] = max(newest[i.stage], i.version + 1)
+        elif i.op is Op.DROP or (i.op is Op.EVICT and i.kind == Kind.WEIGHTS):
             gone[i.stage, i.version] = number
     next_busy = dict(pairwise(busy))
     for (stage, version), number in gone.items():
         used = last_use.get((stage, version), -1)
-        if version >= newest.get(stage, 0):
+        if version >= newest[stage]:
             yield s.at("versions", number, f"w{version} is the newest of stage {stage} and must stay")
         elif number < used:
             yield s.at("versions", number, f"drops a version that is used later: {s.where(used)}")
@@ -83,14 +85,16 @@ def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
     if most is None:
         return
     instructions = s.program.ranks[rank]
-    alive = {stage: 1 for stage in s.header.stages_of(rank)}
+    alive: dict[int, int] = dict.fromkeys(s.header.stages_of(rank), 1)
     for index, i in enumerate(instructions):
         if i.op not in _MAKE_OR_DROP or s.header.is_spilled(i.stage):
             continue
-        if i.op is Op.STEP:
-            alive[i.stage] = alive.get(i.stage, 0) + 1
-            if alive[i.stage] > most + is_in_place(instructions, index):
-                held = f"{alive[i.stage]} versions of stage {i.stage} alive, at most {most} allowed"
-                yield s.at("versions", s.graph.starts[rank] + index, held)
-        else:
-            alive[i.stage] = alive.get(i.stage, 0) - 1
+        alive.setdefault(i.stage, 0)
+        if i.op is Op.DROP:
+            alive[i.stage] -= 1
+            continue
+        alive[i.stage] += 1
+        if alive[i.stage] > most + is_in_place(instructions, index):
+            held = f"{alive[i.stage]} versions of stage {i.stage} alive, at most {most} allowed"
+            number = s.graph.starts[rank] + index
+            yield s.at("versions", number, held)
