@@ -19,6 +19,7 @@ from pipefit.draw.save import save
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import shelf
 from pipefit.draw.svg import svg
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import Header, Program
 from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
@@ -248,7 +249,7 @@ def _shape_key(timeline: Timeline) -> tuple[object, ...]:
     return header.schedule, header.placement, header.num_microbatches, header.num_steps, header.spill
 
 
-def _replayed(recompute: bool | Sequence[int]) -> tuple[int, ...] | None:
+def _replayed(recompute: bool | Sequence[int]) -> Indices | None:
     """The stages that replay; None: all."""
     if isinstance(recompute, bool):
         if recompute:

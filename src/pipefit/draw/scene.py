@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Header, WeightRule
@@ -79,8 +79,8 @@ class Facts:
     bubble_fraction: float
     bubble_over_ideal: float
     peak_inflight: tuple[float, ...]
-    weight_versions: tuple[int, ...]
-    kept_inputs: tuple[int, ...]
+    weight_versions: Indices
+    kept_inputs: Indices
     peak_bytes: tuple[float, ...] = ()
     spill: str = ""
     slots: int = 0
@@ -105,8 +105,8 @@ class Scene:
     timeline: Timeline
     boxes: tuple[Box, ...]
     bars: tuple[Box, ...]
-    first: tuple[int, ...]
-    stages: tuple[tuple[int, ...], ...]
+    first: Indices
+    stages: tuple[Indices, ...]
     facts: Facts
     unit: str
     letters: tuple[str, ...]

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import OP_SPEC, WORK_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
@@ -45,11 +45,11 @@ class Graph:
     starts: list[int]
     instructions: list[Instruction]
     ranks: list[int]
-    preds: list[tuple[int, ...]]
+    preds: list[Indices]
     missing: list[tuple[int, Value]]
     partner: dict[int, int]
     unmatched: list[int]
-    collectives: list[tuple[int, ...]]
+    collectives: list[Indices]
     collective_of: dict[int, int]
 
     def place(self, number: int) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class Graph:
         rank = self.ranks[number]
         return rank, number - self.starts[rank]
 
-    def sides(self, number: int) -> tuple[int, ...]:
+    def sides(self, number: int) -> Indices:
         """All sides of a message or collective; anything else has one."""
         if number in self.partner:
             return number, self.partner[number]
@@ -105,7 +105,7 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
     start = graph.starts[rank]
     waits = copy_waits(program, rank)
     header = program.header
-    makers: dict[Value, tuple[int, ...]] = {}
+    makers: dict[Value, Indices] = {}
     for stage in header.stages_of(rank):
         if not header.is_spilled(stage):
             makers[Value(WEIGHTS, stage, 0)] = ()
@@ -115,7 +115,7 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
     frozen = header.frozen
     for number, instruction in enumerate(instructions, start):
         op = instruction.op
-        found: tuple[int, ...] = ()
+        found: Indices = ()
         if waits:
             found = tuple(start + earlier for earlier in waits.get(number - start, ()))
         if 0 <= instruction.stage < frozen:
@@ -143,8 +143,11 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
                 makers[value] = (number,)
 
 
+_Key = tuple[object, ...]
+
+
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:
-    waiting: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    waiting: dict[_Key, list[int]] = defaultdict(list)
     partner: dict[int, int] = {}
     unmatched = []
     send_op = Op.SEND
@@ -167,7 +170,7 @@ def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[i
     return partner, sorted(unmatched)
 
 
-def collective_members(header: Header, instruction: Instruction) -> tuple[int, ...]:
+def collective_members(header: Header, instruction: Instruction) -> Indices:
     """The ranks that must take part in a reduce or barrier, in increasing order.
 
     A tied weight is summed over every rank that holds a stage of its group, replicas included.
@@ -183,10 +186,10 @@ def collective_members(header: Header, instruction: Instruction) -> tuple[int, .
     return tuple(sorted(header.placement[stage]))
 
 
-def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[tuple[int, ...]]:
+def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[Indices]:
     """Groups the k-th occurrence of each collective on every rank."""
-    seen: Counter[tuple[object, ...]] = Counter()
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    seen: Counter[_Key] = Counter()
+    groups: dict[_Key, list[int]] = defaultdict(list)
     for number, i in enumerate(flat):
         if OP_SPEC[i.op].is_collective:
             what = (i.op, i.kind, i.stage, i.version)

@@ -20,7 +20,7 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
         op: the operation.
         stage: global stage index, from 0 at the input.
         mb: global micro-batch index within the program.
-        version: the stage's version of the weights; for `reduce` and `step` also the index of the update whose gradients
+        version: a version of the stage's weights; for `reduce` and `step` also the index of the update whose gradients
             are meant.
         kind: the kind of the value moved, or of the reduction.
         peer: the other rank of a message.
@@ -98,3 +98,6 @@ StageAt = tuple[int, int]
 
 ValueKey = tuple[str, int, int]
 """The kind, the stage and the micro-batch of a value."""
+
+Indices = tuple[int, ...]
+"""Stages, ranks, micro-batches or instructions, by their numbers."""

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Kind
 
 GRAIN_BYTES: Final = 4096
@@ -44,10 +45,10 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier: str
     weights_slots: int
     optim_slots: int
-    stages: tuple[int, ...]
+    stages: Indices
     activations: bool = False
-    on_host: tuple[int, ...] = ()
-    keeps: tuple[int, ...] = ()
+    on_host: Indices = ()
+    keeps: Indices = ()
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:

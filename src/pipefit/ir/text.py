@@ -9,7 +9,7 @@ from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError, nearest
 from pipefit.ir.collector import collector_paused
-from pipefit.ir.instruction import PREFIX, Instruction, arrow
+from pipefit.ir.instruction import PREFIX, Indices, Instruction, arrow
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule, check_size
 from pipefit.ir.spill import Spill
@@ -103,7 +103,7 @@ def _whole(word: str) -> int:
     return int(word)
 
 
-def _numbers(words: Iterable[str]) -> tuple[int, ...]:
+def _numbers(words: Iterable[str]) -> Indices:
     return tuple(map(_whole, words))
 
 
@@ -138,7 +138,7 @@ def _spill(words: list[str]) -> Spill:
     return Spill(tier, _whole(weights_slots), _whole(optim_slots), _numbers(stages), activations, on_host, keeps)
 
 
-def _cut_off(word: str, words: list[str]) -> tuple[list[str], tuple[int, ...]]:
+def _cut_off(word: str, words: list[str]) -> tuple[list[str], Indices]:
     """The words before one, and the numbers after it."""
     if word not in words:
         return words, ()

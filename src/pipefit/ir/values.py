@@ -13,7 +13,7 @@ from functools import reduce
 
 import msgspec
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import OP_SPEC, PIECE_OF, WHOLE_OF, Kind, Reduction
 from pipefit.ir.program import Header, Program
 
@@ -61,7 +61,7 @@ def consumes(instruction: Instruction, program: Program, rank: int) -> Values:
     return CONSUMES[instruction.op](instruction, program, rank)
 
 
-def tied_stages(header: Header, stage: int, rank: int) -> tuple[int, ...]:
+def tied_stages(header: Header, stage: int, rank: int) -> Indices:
     """The stages of a rank that belong to the tie group whose first stage is `stage`."""
     for tie in header.ties:
         if tie[0] == stage:
@@ -69,7 +69,7 @@ def tied_stages(header: Header, stage: int, rank: int) -> tuple[int, ...]:
     return ()
 
 
-def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[int, ...]:
+def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> Indices:
     """The stages of a rank whose gradients a reduction takes."""
     if kind == Reduction.NORM and stage < 0:
         return header.stages_of(rank)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction, Instructions, StageAt
+from pipefit.ir.instruction import Indices, Instruction, Instructions, StageAt
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
@@ -107,7 +107,7 @@ def _past_messages(listed: Instructions, index: int) -> int:
     return index
 
 
-def _visited(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
+def _visited(header: Header, rank: int, i: Instruction) -> Indices:
     """The spilled stages that must be in slots for an instruction."""
     stages: Iterable[int] = ()
     if i.op is Op.REDUCE and i.stage >= 0:

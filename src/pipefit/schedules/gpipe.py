@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pipefit.ir.instruction import Instruction, bwd, fwd
-from pipefit.schedules.registry import Task, schedule
+from pipefit.ir.instruction import bwd, fwd
+from pipefit.schedules.registry import Orders, Task, schedule
 
 
 @schedule(name="naive")
-def _naive(task: Task) -> Iterator[list[Instruction]]:
+def _naive(task: Task) -> Orders:
     """Naive model parallelism: one micro-batch at a time, one rank at a time.
 
         F0 .  .  .  .  B0 F1 .  .  .  .  B1   rank 0
@@ -24,7 +22,7 @@ def _naive(task: Task) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="data-parallel", layout="replicas")
-def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
+def _data_parallel(task: Task) -> Orders:
     """Data parallelism: the whole model on every rank, micro-batches round-robin, gradients averaged.
 
         F0 B0 F3 B3   rank 0
@@ -38,7 +36,7 @@ def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="gpipe")
-def _gpipe(task: Task) -> Iterator[list[Instruction]]:
+def _gpipe(task: Task) -> Orders:
     """GPipe: all forwards, then all backwards in reverse.
 
         F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0   rank 0

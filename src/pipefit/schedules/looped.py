@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.ir.instruction import bwd, fwd
 from pipefit.schedules.one_f_one_b import alternate, num_warmup
-from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
 
 
@@ -30,7 +28,7 @@ def _interleavable(shape: Shape) -> None:
 
 
 @schedule(name="interleaved", chunks=True, options={"group": 0}, check=_interleavable)
-def _interleaved(task: Task) -> Iterator[list[Instruction]]:
+def _interleaved(task: Task) -> Orders:
     """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks; the bubble shrinks by v.
 
         F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 .    B2.2 .    B2.3 B0.2 B0.3   rank 0
@@ -63,7 +61,7 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="breadth-first", chunks=True, options={"turn": 0})
-def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
+def _breadth_first(task: Task) -> Orders:
     """Breadth-first: all micro-batches through one chunk, then through the next; backwards likewise.
 
         F0.0 F0.1 F0.2 F0.3 F2.0 F2.1 F2.2 F2.3 .    .    B2.0 B2.1 B2.2 B2.3 B0.0 B0.1 B0.2 B0.3   rank 0

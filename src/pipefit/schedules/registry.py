@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack, overload
 
 from pipefit.errors import ScheduleError, look_up
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes.build import build
@@ -42,7 +42,7 @@ class Task:
         """Number of stages."""
         return self.header.num_stages
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> Indices:
         """The stages of a rank, starting from the input."""
         return self.header.stages_of(rank)
 
@@ -56,6 +56,9 @@ class Task:
             (stage,) = self.stages_of(rank)
             yield stage, self.microbatches_of(stage, rank)
 
+
+Orders = Iterator[list[Instruction]]
+"""The forwards and backwards of each rank."""
 
 Order = Callable[[Task], Iterable[Iterable[Instruction]]]
 

@@ -7,6 +7,7 @@ from itertools import count as count_from
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
@@ -44,11 +45,11 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     num_microbatches: int
     num_chunks: int = 1
     num_steps: int = 1
-    replicas: tuple[int, ...] = ()
-    placement: tuple[tuple[int, ...], ...] = ()
-    recompute: tuple[int, ...] | None = ()
+    replicas: Indices = ()
+    placement: tuple[Indices, ...] = ()
+    recompute: Indices | None = ()
     inside: dict[int, str] = {}
-    ties: tuple[tuple[int, ...], ...] = ()
+    ties: tuple[Indices, ...] = ()
     clip: bool = False
     sharded: bool = False
     ahead: int = 1
@@ -128,9 +129,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
                 )
 
 
-def placement_of(
-    depth: int, num_chunks: int, layout: str, replicas: tuple[int, ...] = ()
-) -> tuple[tuple[int, ...], ...]:
+def placement_of(depth: int, num_chunks: int, layout: str, replicas: Indices = ()) -> tuple[Indices, ...]:
     """The ranks of each stage.
 
     Layouts: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up again, a V for
@@ -167,7 +166,7 @@ def placement_of(
             ranks = range(start, start + count)
             start += count
         positions.append(tuple(ranks))
-    result: list[tuple[int, ...]] = []
+    result: list[Indices] = []
     for lap in range(num_chunks):
         if layout == "wave" and lap % 2 == 1:
             result += reversed(positions)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 
-from pipefit.ir.instruction import Instruction, bwd, fwd
-from pipefit.schedules.registry import Task, schedule
+from pipefit.ir.instruction import bwd, fwd
+from pipefit.schedules.registry import Orders, Task, schedule
 
 
 @schedule(name="spilled", layout="single", chunks=True, spills=True)
-def _spilled(task: Task) -> Iterator[list[Instruction]]:
+def _spilled(task: Task) -> Orders:
     """Spilled execution (Hydra): stages fetched one after the other to one device, all micro-batches at each visit.
 
         .    F0.0 F0.1 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 S2   B1.0 B1.1 S1   B0.0 B0.1 S0   .    compute

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from msgspec.structs import replace
 
 from pipefit.errors import ScheduleError
 from pipefit.ir import text
-from pipefit.ir.instruction import Instruction, Instructions
+from pipefit.ir.instruction import Instructions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, WeightRule
-from pipefit.schedules.registry import Schedule, Task
+from pipefit.schedules.registry import Orders, Schedule, Task
 from pipefit.schedules.shape import Shape, placement_of
 
 SUFFIX = ".pipe"
@@ -90,7 +90,7 @@ def written(name: str, header: Header, orders: Sequence[Instructions]) -> Schedu
         _refuse_foreign(name, header, rank, orders[rank])
         by_stages[header.stages_of(rank)] = tuple(orders[rank])
 
-    def order(task: Task) -> Iterator[list[Instruction]]:
+    def order(task: Task) -> Orders:
         for rank in range(task.num_ranks):
             stages = task.stages_of(rank)
             if stages not in by_stages:

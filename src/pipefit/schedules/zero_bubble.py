@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction, bwd_input, bwd_weight, fwd
+from pipefit.ir.instruction import bwd_input, bwd_weight, fwd
 from pipefit.ir.op import Op
 from pipefit.schedules.one_f_one_b import num_warmup
-from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
 
 
-def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
+def _late_weights(task: Task, depth: int) -> Orders:
     """1F1B with `depth` times its warm-up; weight halves are delayed until all stages hold as much as the first.
 
     A later stage has fewer micro-batches in flight than the first; it has as many pending weight halves instead.
@@ -37,7 +36,7 @@ def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="zb-h1")
-def _h1(task: Task) -> Iterator[list[Instruction]]:
+def _h1(task: Task) -> Orders:
     """Zero-bubble H1: 1F1B whose weight gradients fill gaps; no rank holds more activations than 1F1B's first.
 
         F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3   rank 0
@@ -53,7 +52,7 @@ def _h1(task: Task) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="zb-h2", flushes=False)
-def _h2(task: Task) -> Iterator[list[Instruction]]:
+def _h2(task: Task) -> Orders:
     """Zero-bubble H2: H1 with twice the warm-up; ranks are idle only before the first update and after the last.
 
         F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .    rank 0
@@ -79,7 +78,7 @@ def _two_chunks(shape: Shape) -> None:
 
 
 @schedule(name="zb-v", flushes=False, layout="wave", chunks=True, check=_two_chunks)
-def _v(task: Task) -> Iterator[list[Instruction]]:
+def _v(task: Task) -> Orders:
     """Zero-bubble V: stages go down the ranks and up again, so that all ranks hold equally much and none is idle.
 
         F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 I0.1 W0.1 I0.2 W0.2 W3.2 .      rank 0

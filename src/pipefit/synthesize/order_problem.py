@@ -14,7 +14,7 @@ from operator import sub
 from typing import Final
 
 from pipefit.cost.model import CostModel
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
@@ -150,13 +150,13 @@ class OrderProblem:
         return self.header.num_microbatches
 
     @cached_property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
+    def stages(self) -> tuple[Indices, ...]:
         """The stages of each rank."""
         header = self.header
         return tuple(map(header.stages_of, range(header.num_ranks)))
 
     @cached_property
-    def home(self) -> tuple[int, ...]:
+    def home(self) -> Indices:
         """The rank of each stage."""
         return tuple(ranks[0] for ranks in self.header.placement)
 

@@ -23,6 +23,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
+from pipefit.testing.case import Tensors
+
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 _FUNCTIONAL = inspect.signature(F.batch_norm)
 _OF_TORCH = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
@@ -158,5 +160,5 @@ class _Notes(TorchFunctionMode):
         )
 
 
-def _copies(table: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _copies(table: Mapping[str, Tensor | None]) -> Tensors:
     return {name: value.clone() for name, value in table.items() if value is not None and name in _TRACKED}

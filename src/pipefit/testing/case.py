@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.ir.instruction import Indices
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.planner import ranks_of
 from pipefit.spec.options import Precision, Request, Updates
@@ -19,6 +20,10 @@ from pipefit.stage.precision import first_scale, half_of
 def descend(parameters: list[nn.Parameter]) -> Optimizer:
     """SGD with momentum, the optimizer of a check: unlike Adam it does not hide a wrongly scaled gradient."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+Tensors = dict[str, Tensor]
+"""Tensors by their names."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Case:
 
     model: nn.Module | Sequence[nn.Module]
     batches: Sequence[tuple[Any, Any]]
-    counts: tuple[int, ...]
+    counts: Indices
     request: Request
     precision: Precision = Precision()
     updates: Updates = Updates()
@@ -66,7 +71,7 @@ class Case:
         return self.request.parallelism.device or "cpu"
 
     @property
-    def copies(self) -> tuple[int, ...]:
+    def copies(self) -> Indices:
         """Copies of each stage."""
         depth = len(self.counts)
         copies = self.request.parallelism.copies or (1,)
@@ -97,8 +102,8 @@ class Outcome:
     """
 
     losses: list[float]
-    gradients: dict[int, dict[str, Tensor]]
-    weights: dict[int, dict[str, Tensor]]
+    gradients: dict[int, Tensors]
+    weights: dict[int, Tensors]
     names: tuple[str, ...] = ()
 
     @staticmethod

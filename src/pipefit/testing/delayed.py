@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from pipefit.errors import PipefitError
 from pipefit.testing.averages import MiniBatchAverages
-from pipefit.testing.case import Case, Outcome
+from pipefit.testing.case import Case, Outcome, Tensors
 from pipefit.testing.reference import MicroBatch, micro_batches, optimizer_of
 from pipefit.testing.users_model import Whole, first_layers, whole
 
@@ -87,7 +87,7 @@ class _Part:
             if parameter.requires_grad and not self.held.isdisjoint(aliases[name]):
                 self.names[name] = aliases[name]
                 self.masters[name] = nn.Parameter(parameter.detach().clone())
-        self.versions: list[dict[str, Tensor]] = []
+        self.versions: list[Tensors] = []
         self._keep_version()
         self.optimizer: torch.optim.Optimizer | None = None
         self.scheduler: Any = None
@@ -167,7 +167,7 @@ def delayed_reference(case: Case) -> Outcome:
     changing = [stage for stage, part in enumerate(parts) if part.masters or averages.are_in(part.held)]
     warmup = case.request.parallelism.options.get("warmup", 1)
     version = version_rule(case.schedule, case.copies, m, warmup, min(changing, default=depth - 1))
-    first: dict[str, Tensor] = {}
+    first: Tensors = {}
     losses = [0.0] * len(case.batches)
     data: list[MicroBatch] = []
     for batch in case.batches:
@@ -222,7 +222,7 @@ def _require_one_version(model: Whole, parts: Sequence[_Part]) -> None:
     """
     if model.begins_layers:
         return
-    seen: dict[str, Tensor] = {}
+    seen: Tensors = {}
     for part in parts:
         for name, leaf in part.leaves.items():
             if not torch.equal(seen.setdefault(name, leaf), leaf):
@@ -244,7 +244,7 @@ def _shown(part: _Part, gradients: Gradients) -> Iterable[tuple[str, Tensor]]:
         yield from dict.fromkeys(names, shown).items()
 
 
-def _newest(model: Whole, parts: Sequence[_Part]) -> dict[str, Tensor]:
+def _newest(model: Whole, parts: Sequence[_Part]) -> Tensors:
     """The newest weights and buffers."""
     weights = model.state()
     for part in parts:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting import Cut
 from pipefit.errors import ModelError, PipefitError
+from pipefit.ir.instruction import Indices
 from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.planner import by_hand, ranks_of
 from pipefit.runtime.launch import launch
@@ -254,7 +255,7 @@ def layer_counts(
     num_chunks: int = 1,
     replicas: Sequence[int] = (),
     stages: Sequence[int] | None = None,
-) -> tuple[int, ...]:
+) -> Indices:
     """Layers of each stage: as given, else as even as possible, with one more in the first stages."""
     made = by_hand(
         num_layers,

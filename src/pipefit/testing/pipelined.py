@@ -14,7 +14,7 @@ from torch import Tensor
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
-from pipefit.testing.case import Case, Outcome
+from pipefit.testing.case import Case, Outcome, Tensors
 
 
 def make_pipeline(case: Case) -> Pipeline:
@@ -56,7 +56,7 @@ def run_pipeline(case: Case) -> Outcome:
     return Outcome(losses, gradients, weights)
 
 
-def _whole(worker: Worker, table: dict[str, Tensor]) -> dict[str, Tensor]:
+def _whole(worker: Worker, table: Tensors) -> Tensors:
     """Whole tensors from the shards of the processes that share a rank; all of them call it."""
     found = {}
     for name in sorted(table):
@@ -65,9 +65,9 @@ def _whole(worker: Worker, table: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _recorded(worker: Worker) -> dict[str, Tensor]:
+def _recorded(worker: Worker) -> Tensors:
     """A table that is filled with a rank's gradients just before the first step of its optimizers."""
-    table: dict[str, Tensor] = {}
+    table: Tensors = {}
 
     def record(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for name, master in named.items():
@@ -84,8 +84,8 @@ def _recorded(worker: Worker) -> dict[str, Tensor]:
     return table
 
 
-def _state(worker: Worker) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _state(worker: Worker) -> Tensors:
+    found: Tensors = {}
     for index, stage in worker.stages.items():
         with worker.presence(index):
             for name, value in stage.state_dict().items():

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pipefit.testing.averages import MiniBatchAverages
-from pipefit.testing.case import Case, Outcome
+from pipefit.testing.case import Case, Outcome, Tensors
 from pipefit.testing.users_model import Whole, whole
 
 
@@ -37,7 +37,7 @@ def reference(case: Case) -> Outcome:
             scheduler = case.updates.scheduler(optimizer)
     is_scaled = case.first_scale is not None and optimizer is not None
     scaler = torch.amp.GradScaler(case.device, case.first_scale or 1.0, enabled=is_scaled)
-    first: dict[str, Tensor] = {}
+    first: Tensors = {}
     losses = []
     for step, batch in enumerate(case.batches):
         number = step * case.request.num_microbatches
@@ -79,7 +79,7 @@ def _taken(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     return not scaler.is_enabled() or scaler.get_scale() >= before
 
 
-def _gradients(model: Whole) -> dict[str, Tensor]:
+def _gradients(model: Whole) -> Tensors:
     """A copy of every gradient under every name; zeros where there is none."""
     found = {}
     for name, parameter in model.root.named_parameters(remove_duplicate=False):

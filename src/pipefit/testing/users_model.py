@@ -27,7 +27,7 @@ from pipefit.cutting import Cut
 from pipefit.cutting.traced import Traced
 from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
-from pipefit.testing.case import Case
+from pipefit.testing.case import Case, Tensors
 
 Begin = Callable[[int], None]
 """Called with the number of a layer before the layer computes."""
@@ -104,7 +104,7 @@ class Whole:
         weighted: Tensor = loss * share
         return weighted
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Tensors:
         """A copy of weights and buffers, without the buffers that no layer holds and nothing has changed."""
         state = self.root.state_dict()
         unchanged = [name for name, value in self.others.items() if torch.equal(state[name], value)]

@@ -11,7 +11,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Header
 from pipefit.ir.values import reduced_stages, tied_stages
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 _RULE = "collectives"
 _MOST_NAMED = 16
@@ -24,7 +24,7 @@ Positions = dict[tuple[int, Key], int]
 """Number of the instruction by rank and reduction."""
 
 
-def collectives(s: Subject) -> Iterator[Finding]:
+def collectives(s: Subject) -> Findings:
     """Each due reduction once on each member, between the gradients it sums and the steps that use them."""
     due = _due(s.header)
     found = _found(s)
@@ -110,7 +110,7 @@ def _norms(header: Header) -> dict[Key, Ranks]:
     return due
 
 
-def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
+def _misplaced(s: Subject, positions: Positions) -> Findings:
     """Reductions before gradients they must contain, before other reductions they must contain, or after a step."""
     last_gradient = _last_gradients(s)
     steps = _first_steps(s)
@@ -153,7 +153,7 @@ def _first_steps(s: Subject) -> Places:
     return found
 
 
-def _norms_too_early(s: Subject, positions: Positions) -> Iterator[Finding]:
+def _norms_too_early(s: Subject, positions: Positions) -> Findings:
     """Norms that come before a reduction of the same gradients."""
     reduced: dict[tuple[int, int], list[tuple[int, set[int]]]] = defaultdict(list)
     norms = []
@@ -169,7 +169,7 @@ def _norms_too_early(s: Subject, positions: Positions) -> Iterator[Finding]:
                 yield s.at(_RULE, number, f"the norm is of reduced gradients: {s.where(other)} comes later")
 
 
-def _barriers(s: Subject) -> Iterator[Finding]:
+def _barriers(s: Subject) -> Findings:
     counts = [0] * s.header.num_ranks
     for _, _, number in s.each(Op.BARRIER):
         counts[s.graph.ranks[number]] += 1
@@ -179,7 +179,7 @@ def _barriers(s: Subject) -> Iterator[Finding]:
             yield Finding(_RULE, rank, -1, f"has {count} barriers, other ranks have {most}")
 
 
-def _out_of_order(s: Subject) -> Iterator[Finding]:
+def _out_of_order(s: Subject) -> Findings:
     """Any two ranks issue the collectives they share in the same order.
 
     Ranks can differ only where two sets of members overlap, so one sequence for each pair of sets is compared.
@@ -194,8 +194,9 @@ def _out_of_order(s: Subject) -> Iterator[Finding]:
             first, reference = expected.setdefault(pair, (rank, order))
             for number, mine, theirs in zip(numbers, order, reference, strict=True):
                 if mine != theirs:
-                    there = [n for n in graph.collectives[theirs] if graph.ranks[n] == first]
-                    yield s.at(_RULE, number, f"out of order: here rank {first} has {s.where(there[0])}")
+                    sides = graph.collectives[theirs]
+                    there = [s.where(side) for side in sides if graph.ranks[side] == first]
+                    yield s.at(_RULE, number, f"out of order: here rank {first} has {there[0]}")
                     break
 
 
@@ -206,6 +207,7 @@ def _by_members(s: Subject, rank: int) -> dict[Ranks, list[int]]:
     for number in range(graph.starts[rank], graph.starts[rank + 1]):
         collective = graph.collective_of.get(number)
         if collective is not None:
-            members = sorted(graph.ranks[one] for one in graph.collectives[collective])
+            sides = graph.collectives[collective]
+            members = sorted(graph.ranks[side] for side in sides)
             found[tuple(members)].append(number)
     return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 from pipefit.ir.instruction import StageAt
 from pipefit.ir.op import BACKWARD_OPS, OP_SPEC, STEP_OPS, WEIGHT_GRADIENT_OPS, WORK_OPS, Kind, Op
 from pipefit.ir.program import Header
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 _RULE = "complete"
 _OWNED = [op for op in Op if op in WORK_OPS and "mb" in OP_SPEC[op].fields]
@@ -17,7 +17,7 @@ _TRAVELS = Kind.ACT.value
 _HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)
 
 
-def ownership(s: Subject) -> Iterator[Finding]:
+def ownership(s: Subject) -> Findings:
     """Instructions of a micro-batch are on the rank of the round-robin rule, others on a rank of their stage."""
     placement = s.header.placement
     ranks = s.graph.ranks
@@ -37,7 +37,7 @@ def ownership(s: Subject) -> Iterator[Finding]:
             yield s.at("ownership", number, f"the weights of stage {stage} are on rank {holders}")
 
 
-def complete(s: Subject) -> Iterator[Finding]:
+def complete(s: Subject) -> Findings:
     """One of each for every stage, micro-batch and update."""
     header = s.header
     split = s.places[Op.BWD_INPUT].keys() | s.places[Op.BWD_WEIGHT].keys()
@@ -57,7 +57,8 @@ def complete(s: Subject) -> Iterator[Finding]:
             yield s.at(_RULE, number, f"stage {stage} is frozen: it has forwards only")
     for (stage, mb), numbers in s.places[Op.RECOMPUTE].items():
         for number in numbers[1:]:
-            yield s.at(_RULE, number, f"s{stage} m{mb} is already replayed: {s.where(numbers[0])}")
+            first = s.where(numbers[0])
+            yield s.at(_RULE, number, f"s{stage} m{mb} is already replayed: {first}")
     for stage, _, number in s.each(Op.LOAD):
         if stage not in (0, header.last_stage):
             yield s.at(_RULE, number, f"only stages 0 and {header.last_stage} take data, not stage {stage}")
@@ -83,7 +84,7 @@ def _backward(header: Header, stage: int, is_split: bool) -> tuple[Op, ...]:
     return (Op.BWD,)
 
 
-def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) -> Iterator[Finding]:
+def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) -> Findings:
     what = f"{op.value} s{stage} m{mb}"
     if op is Op.LOSS:
         what = f"{op.value} m{mb}"
@@ -91,29 +92,33 @@ def _not_one(s: Subject, op: Op, stage: int, mb: int, numbers: Sequence[int]) ->
         rank = s.header.rank_of(stage, mb)
         yield Finding(_RULE, rank, -1, f"{what} is missing")
         return
-    times = f"{what} is there {len(numbers)} times; first: {s.where(numbers[0])}"
+    first = s.where(numbers[0])
+    times = f"{what} is there {len(numbers)} times; first: {first}"
     for number in numbers[1:]:
         yield s.at(_RULE, number, times)
 
 
-def _steps(s: Subject) -> Iterator[Finding]:
+def _steps(s: Subject) -> Findings:
     header = s.header
     steps = s.places[Op.STEP]
     for stage in range(header.num_stages):
         updates = range(header.num_updates(stage))
         for update, rank in product(updates, header.placement[stage]):
-            there = [number for number in steps.get((stage, update), ()) if s.graph.ranks[number] == rank]
+            everywhere = steps.get((stage, update), ())
+            there = [number for number in everywhere if s.graph.ranks[number] == rank]
             if not there:
                 yield Finding(_RULE, rank, -1, f"step s{stage} w{update} is missing")
             for number in there[1:]:
-                yield s.at(_RULE, number, f"this update is already stepped: {s.where(there[0])}")
+                first = s.where(there[0])
+                yield s.at(_RULE, number, f"this update is already stepped: {first}")
 
 
-def _accumulated(s: Subject) -> Iterator[Finding]:
+def _accumulated(s: Subject) -> Findings:
     """Gradients of a stage accumulate for one update at a time, between the step before and the step that uses them."""
     steps: dict[StageAt, list[int]] = defaultdict(list)
     for number, i in enumerate(s.graph.instructions):
-        done = steps[s.graph.ranks[number], i.stage]
+        rank = s.graph.ranks[number]
+        done = steps[rank, i.stage]
         if i.op in STEP_OPS:
             done.append(number)
         elif i.op in WEIGHT_GRADIENT_OPS:

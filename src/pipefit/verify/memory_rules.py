@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
 from pipefit.ir.liveness import Size, arena_bytes, device_peak_bytes, lies_in_slot, lifetimes, tier_peak_bytes
 from pipefit.units import format_bytes
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 
 def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[float]:
@@ -30,7 +30,7 @@ def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[
     return given
 
 
-def memory(s: Subject, given: Sequence[float], size: Size) -> Iterator[Finding]:
+def memory(s: Subject, given: Sequence[float], size: Size) -> Findings:
     """The highest sum of sizes on each rank is at most its capacity."""
     for rank, capacity in enumerate(given):
         highest, index = device_peak_bytes(s.program, rank, size)
@@ -44,7 +44,8 @@ def memory(s: Subject, given: Sequence[float], size: Size) -> Iterator[Finding]:
         if last < 0:
             yield Finding("memory", rank, -1, message)
         else:
-            number = s.graph.starts[rank] + min(max(index, 0), last)
+            place = min(max(index, 0), last)
+            number = s.graph.starts[rank] + place
             yield s.at("memory", number, message)
 
 
@@ -61,14 +62,15 @@ def _held(s: Subject, rank: int, index: int, size: Size) -> str:
             times[life.value.kind] += 1
     parts = []
     for kind in reversed(sorted(totals, key=totals.__getitem__)):
-        parts.append(f"{times[kind]} {kind} {format_bytes(totals[kind])}")
+        size_of_kind = format_bytes(totals[kind])
+        parts.append(f"{times[kind]} {kind} {size_of_kind}")
     slots = arena_bytes(s.header, rank, size)
     if slots:
         parts.append(f"slots {format_bytes(slots)}")
     return ", ".join(parts)
 
 
-def tiers(s: Subject, limit_bytes: float, size: Size) -> Iterator[Finding]:
+def tiers(s: Subject, limit_bytes: float, size: Size) -> Findings:
     """The bytes of all ranks on the tier at their peak, one copy of each value, are at most its capacity."""
     spill = s.header.spill
     if spill is None:

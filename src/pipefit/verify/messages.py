@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pipefit.ir.instruction import Instruction, ValueKey
 from pipefit.ir.op import MESSAGE_OPS, WHOLE_OF, Op
 from pipefit.ir.program import Header
 from pipefit.ir.values import ACT, GRAD
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 Link = tuple[int, int]
 """The ranks that send and receive a value."""
 
 
-def messages(s: Subject) -> Iterator[Finding]:
+def messages(s: Subject) -> Findings:
     """Each value that another rank needs is sent once, whole or in pieces, from its maker to its user."""
     links = _owed(s.header)
     crossed: dict[ValueKey, int] = {}
@@ -23,7 +21,8 @@ def messages(s: Subject) -> Iterator[Finding]:
         i = s.graph.instructions[number]
         whole = WHOLE_OF.get(i.kind, i.kind)
         key = whole, i.stage, i.mb
-        problem = _wrong_link(i, s.graph.ranks[number], links.get(key))
+        rank = s.graph.ranks[number]
+        problem = _wrong_link(i, rank, links.get(key))
         if problem:
             yield s.at("messages", number, problem)
         elif number in unmatched:
@@ -34,7 +33,8 @@ def messages(s: Subject) -> Iterator[Finding]:
             yield s.at("messages", number, f"rank {i.peer} has no {other} for it")
         elif i.op is Op.SEND:
             if key in crossed:
-                yield s.at("messages", number, f"is already sent: {s.where(crossed[key])}")
+                first = s.where(crossed[key])
+                yield s.at("messages", number, f"is already sent: {first}")
             crossed.setdefault(key, number)
     yield from _gathers(s)
     for key, (source, target) in links.items():
@@ -44,7 +44,7 @@ def messages(s: Subject) -> Iterator[Finding]:
             yield Finding("messages", source, -1, message)
 
 
-def _gathers(s: Subject) -> Iterator[Finding]:
+def _gathers(s: Subject) -> Findings:
     """A value that came in pieces is gathered once; the rule of dependencies checks that its pieces are there."""
     seen: dict[ValueKey, int] = {}
     for stage, mb, number in s.each(Op.GATHER):
@@ -83,7 +83,7 @@ def _wrong_link(i: Instruction, rank: int, link: Link | None) -> str:
     return f"{i.kind} s{i.stage} m{i.mb} goes from rank {source} to rank {target}"
 
 
-def fifo(s: Subject) -> Iterator[Finding]:
+def fifo(s: Subject) -> Findings:
     """On each link, receives in the order of their sends."""
     newest: dict[Link, int] = {}
     receive = Op.RECV

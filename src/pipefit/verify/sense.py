@@ -109,7 +109,8 @@ def _problems(header: Header, i: Instruction, rank: int) -> Problems:
     if i.op in MESSAGE_OPS or i.op is Op.GATHER:
         yield from _message(header, i, rank)
     has_stage = 0 <= i.stage < header.num_stages
-    if i.op is Op.REDUCE and i.kind == Reduction.NORM:
+    is_reduce = i.op is Op.REDUCE
+    if is_reduce and i.kind == Reduction.NORM:
         gives_part = has_stage and header.clip and header.is_spilled(i.stage)
         if i.stage != -1 and not gives_part:
             yield "collectives", "the norm is of all stages: it takes s*; only a spilled stage gives its part of it"
@@ -118,11 +119,12 @@ def _problems(header: Header, i: Instruction, rank: int) -> Problems:
     if "mb" in fields and not 0 <= i.mb < header.total_microbatches:
         yield "ownership", f"there is no micro-batch {i.mb}: the program has {header.total_microbatches}"
     firsts = [tie[0] for tie in header.ties]
-    if i.op is Op.REDUCE and i.kind == Reduction.TIED and i.stage not in firsts:
+    if is_reduce and i.kind == Reduction.TIED and i.stage not in firsts:
         yield "collectives", f"no group of tied stages starts with stage {i.stage}: the header has {header.ties}"
     if "tier" in fields:
         yield from _moved(header, i)
-    if "version" in fields and ("tier" not in fields or i.kind in SLOTTED):
+    is_parked = "tier" in fields and i.kind not in SLOTTED
+    if "version" in fields and not is_parked:
         yield from _version(header, i)
     if "slot" in fields:
         yield from _slot(header, i)
@@ -153,7 +155,8 @@ def _message(header: Header, i: Instruction, rank: int) -> Problems:
         yield "messages", f"{i.kind} travels only between ranks of several tensor-parallel processes: the header has 1"
     if i.peer == rank:
         yield "messages", "a rank cannot send to itself: what it made is already there"
-    if i.op in MESSAGE_OPS and not 0 <= i.peer < header.num_ranks:
+    exists = 0 <= i.peer < header.num_ranks
+    if i.op in MESSAGE_OPS and not exists:
         yield "messages", f"there is no rank {i.peer}: the placement names {header.num_ranks} ranks"
 
 

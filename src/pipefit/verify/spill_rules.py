@@ -13,7 +13,7 @@ from pipefit.ir.instruction import Instruction, StageAt, ValueKey
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header
 from pipefit.ir.spill import SLOTTED
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 _WEIGHTS = Kind.WEIGHTS.value
 _WGRAD = Kind.WGRAD.value
@@ -51,7 +51,7 @@ class _Rank:
         return slot
 
 
-def residency(s: Subject) -> Iterator[Finding]:
+def residency(s: Subject) -> Findings:
     """Fetches read existing values into free slots; no change is lost; everything is on its tier at the end."""
     spill = s.header.spill
     if spill is None:
@@ -82,7 +82,8 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
         there = "none"
         if held is not None:
             there = _name(i.kind, held)
-        yield f"fetches {_name(i.kind, i.version)}, but the {i.tier} holds {there} of {noun}"
+        wanted = _name(i.kind, i.version)
+        yield f"fetches {wanted}, but the {i.tier} holds {there} of {noun}"
     here = state.slot(i.kind, i.stage)
     if here is not None:
         yield f"{noun} are already on the device, in slot @{here}"
@@ -191,9 +192,10 @@ def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
     state.tier.pop((_WGRAD, i.stage), None)
 
 
-def _at_home(state: _Rank, rank: int) -> Iterator[Finding]:
+def _at_home(state: _Rank, rank: int) -> Findings:
     for (kind, stage), (_, at) in sorted(state.here.items()):
-        held = f"the {_NOUN[kind]} of stage {stage} ({_name(kind, at)}) are still on the device at the end"
+        what = _name(kind, at)
+        held = f"the {_NOUN[kind]} of stage {stage} ({what}) are still on the device at the end"
         yield Finding("residency", rank, -1, f"{held}: evict them, or drop them if they are unchanged")
     for (kind, stage), at in sorted(state.tier.items()):
         last = state.header.num_updates(stage)

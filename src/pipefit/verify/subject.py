@@ -38,6 +38,9 @@ class Finding(NamedTuple):
     message: str
 
 
+Findings = Iterator[Finding]
+
+
 @dataclass(frozen=True)
 class Subject:
     """A program under proof.

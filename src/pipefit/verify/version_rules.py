@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from itertools import pairwise
 
 from pipefit.ir.instruction import StageAt
@@ -11,7 +10,7 @@ from pipefit.ir.liveness import is_in_place
 from pipefit.ir.op import COMPUTE_OPS, Kind, Op
 from pipefit.ir.program import WeightRule
 from pipefit.ir.versions import required_versions
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 _WAITED_FOR = COMPUTE_OPS | {Op.STEP}
 _MAKE_OR_DROP = {Op.STEP, Op.DROP}
@@ -24,7 +23,7 @@ _ASKS = {
 }
 
 
-def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
+def versions(s: Subject, max_versions: int | None = None) -> Findings:
     """The header's weight rule; at most k versions of a stage alive; each dropped right after its last use."""
     yield from _used(s)
     if max_versions is None:
@@ -36,7 +35,7 @@ def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
         yield from _alive(s, rank, most)
 
 
-def _used(s: Subject) -> Iterator[Finding]:
+def _used(s: Subject) -> Findings:
     required = required_versions(s.header, s.program.ranks)
     why = _ASKS[s.header.weights]
     for stage, mb, number in s.each(*COMPUTE_OPS):
@@ -46,7 +45,7 @@ def _used(s: Subject) -> Iterator[Finding]:
             yield s.at("versions", number, f"uses w{version}, expected w{expected}: {why}")
 
 
-def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
+def _dropped(s: Subject, rank: int) -> Findings:
     """Checks that each version is dropped after its last use and before the next computation."""
     last_use: dict[StageAt, int] = {}
     gone: dict[StageAt, int] = {}
@@ -80,7 +79,7 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
                 yield Finding("versions", rank, -1, message)
 
 
-def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
+def _alive(s: Subject, rank: int, most: int | None) -> Findings:
     """Checks the number of versions alive after each step; a step in place overwrites its weights and adds none."""
     if most is None:
         return
@@ -95,6 +94,7 @@ def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
             continue
         alive[i.stage] += 1
         if alive[i.stage] > most + is_in_place(instructions, index):
-            held = f"{alive[i.stage]} versions of stage {i.stage} alive, at most {most} allowed"
+            count = alive[i.stage]
+            held = f"{count} versions of stage {i.stage} alive, at most {most} allowed"
             number = s.graph.starts[rank] + index
             yield s.at("versions", number, held)
