@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.channels import Channels
-from pipefit.cutting.own import Given
+from pipefit.cutting.own import Given, Leaves, Paths
 from pipefit.cutting.states import seed_torch
 from pipefit.errors import ModelError
 from pipefit.stage.stage import replaced_forwards
@@ -99,7 +99,7 @@ _FEW = 3
 """Children of a model that are too few to be its blocks when there are lists."""
 
 
-def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None = None) -> Iterator[Anatomy]:
+def anatomies(model: nn.Module, calls: Paths, cuts: Paths | None = None) -> Iterator[Anatomy]:
     """The possible choices of blocks in a model, the most promising first.
 
     Args:
@@ -126,7 +126,7 @@ def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None
             yield _anatomy(model, found, calls)
 
 
-def _choices(model: nn.Module, order: Sequence[str]) -> Iterator[list[str]]:
+def _choices(model: nn.Module, order: Paths) -> Iterator[list[str]]:
     """Paths that may be the blocks of a model, among those that are called once."""
     modules = dict(model.named_modules())
     kinds = [path for path in order if _parent_class(modules[path]) == "GradientCheckpointingLayer"]
@@ -150,7 +150,7 @@ def _parent_class(module: nn.Module) -> str:
     return type(module).__mro__[1].__name__
 
 
-def called_again(model: nn.Module, calls: Sequence[str]) -> tuple[str, int] | None:
+def called_again(model: nn.Module, calls: Paths) -> tuple[str, int] | None:
     """The largest module with weights that one forward calls several times, with the number; None: there is none."""
     times = Counter(calls)
     sizes = {path: num_weights(model.get_submodule(path)) for path in times if times[path] > 1}
@@ -169,11 +169,11 @@ def _is_listed(modules: Mapping[str, nn.Module], path: str) -> bool:
     return len(with_weights) > 1
 
 
-def _outermost(paths: Sequence[str]) -> list[str]:
+def _outermost(paths: Paths) -> list[str]:
     return [path for path in paths if not any(_is_inside(path, other) for other in paths)]
 
 
-def _finest(paths: Sequence[str]) -> list[str]:
+def _finest(paths: Paths) -> list[str]:
     return [path for path in paths if not any(_is_inside(other, path) for other in paths)]
 
 
@@ -181,7 +181,7 @@ def _is_inside(path: str, other: str) -> bool:
     return path.startswith(f"{other}.")
 
 
-def _anatomy(model: nn.Module, blocks: Sequence[str], calls: Sequence[str]) -> Anatomy:
+def _anatomy(model: nn.Module, blocks: Paths, calls: Paths) -> Anatomy:
     held = _holders(blocks)
     bare = _holders(calls).difference(calls)
     spine = []
@@ -232,9 +232,10 @@ def observe(model: nn.Module, parts: Anatomy, given: Given, channels: Channels |
             given = pytree.tree_leaves((args, kwargs))
             if path in numbers:
                 now = numbers[path]
+                seen.entries.append(list(map(_copy, given)))
+                # After the copies, which make a tensor that code between the blocks only passes on one of this code.
                 made = {place for place, leaf in enumerate(given) if channels.is_made(leaf)}
                 seen.made.append(made)
-                seen.entries.append(list(map(_copy, given)))
                 seed_torch(now)
             else:
                 owners[path].add(now)
@@ -280,7 +281,7 @@ def _copy(leaf: Any) -> Any:
     return leaf
 
 
-def _alike(given: Sequence[Any], leaves: Sequence[Any]) -> list[int | None]:
+def _alike(given: Leaves, leaves: Leaves) -> list[int | None]:
     forms = [(one.shape, one.dtype) for one in given if isinstance(one, Tensor)]
     found: list[int | None] = []
     for leaf in leaves:

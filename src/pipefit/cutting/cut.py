@@ -16,7 +16,18 @@ from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
 from pipefit.cutting.lasting import places_of, refuse_replaced, second_batch
 from pipefit.cutting.notice import noticed, traces
-from pipefit.cutting.own import Arguments, Call, Given, Routers, is_transformers, loss_of, random_batch, result
+from pipefit.cutting.own import (
+    Arguments,
+    Call,
+    Given,
+    Paths,
+    Result,
+    Routers,
+    is_transformers,
+    loss_of,
+    random_batch,
+    result,
+)
 from pipefit.cutting.proof import (
     Difference,
     borders,
@@ -50,7 +61,7 @@ class _Ways(NamedTuple):
     """
 
     arguments: Arguments
-    result: Callable[[Any], Any]
+    result: Result
     carries: Callable[[nn.Module], bool] | None
 
 
@@ -145,7 +156,7 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
-def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+def _found(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> Cut:
     """The cut, found and proved with states of its own; nothing of them remains."""
     kind = type(model).__name__
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
@@ -192,7 +203,7 @@ def _refuse_sparse(model: nn.Module, prefix: str = "") -> None:
             )
 
 
-def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+def _cut(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> Cut:
     problems: list[str] = []
     calls: list[str] = []
     found = None
@@ -235,7 +246,7 @@ def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways
     raise _refusal(model, f"{causes}. {_ADVICE}")
 
 
-def _is_good(found: Cut, cuts: Sequence[str] | None) -> bool:
+def _is_good(found: Cut, cuts: Paths | None) -> bool:
     """Returns whether all borders were possible and, unless given by hand, no layer has most of the weights."""
     if found.merged:
         return False
@@ -247,7 +258,7 @@ def _largest(found: Cut) -> int:
     return max(num_weights(layer.module) for layer in found.layers)
 
 
-def _traced(model: nn.Module, batches: _Batches, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+def _traced(model: nn.Module, batches: _Batches, cuts: Paths | None, ways: _Ways) -> Cut:
     """The cut of a model's traced graph."""
     traces()
     hollow = copied(model, lambda tensor: tensor.to("meta"))
@@ -433,7 +444,7 @@ def _layers(model: nn.Module, shell: Shell) -> tuple[NamedLayer, ...]:
     return tuple(layers)
 
 
-def _holder(model: nn.Module, paths: Sequence[str], spine: Sequence[str]) -> tuple[str, nn.Module]:
+def _holder(model: nn.Module, paths: Paths, spine: Paths) -> tuple[str, nn.Module]:
     """A module with some modules of the model under their own names below a common prefix."""
     root = nn.Module()
     is_bare = True

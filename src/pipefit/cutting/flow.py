@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.own import Leaves
 from pipefit.cutting.tracking import writes_of
 from pipefit.stage.batchnorm import normalised
 from pipefit.stage.opened import Rest
@@ -44,9 +45,9 @@ class Flow:
     state: Mapping[fx.Node, tuple[str, ...]]
     constants: Mapping[fx.Node, Any]
     parameters: list[fx.Node]
-    outputs: Sequence[Any]
+    outputs: Leaves
     structure: pytree.TreeSpec | Rest
-    accepts: Callable[[Sequence[Any]], bool]
+    accepts: Callable[[Leaves], bool]
     overwrites: bool = False
 
     @cached_property

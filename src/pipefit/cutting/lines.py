@@ -18,6 +18,7 @@ from itertools import pairwise
 from torch import fx
 
 from pipefit.cutting.flow import Flow, modules_of, num_bytes
+from pipefit.cutting.own import Paths
 from pipefit.errors import ModelError
 
 MOST = 64
@@ -59,7 +60,7 @@ def _is_less(prices: Sequence[float], others: Sequence[int], line: int) -> bool:
     return not others or any(prices[other] < prices[line] for other in others)
 
 
-def named_lines(flow: Flow, paths: Sequence[str]) -> dict[int, str]:
+def named_lines(flow: Flow, paths: Paths) -> dict[int, str]:
     """The places before modules that are given by hand: each where the least crosses after the weights before it.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,15 @@ Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 Arguments = Callable[[Any], Given]
 """From a batch to the arguments of a forward."""
+
+Result = Callable[[Any], Any]
+"""From the output of a model to the input of the loss."""
+
+Leaves = Sequence[Any]
+"""The leaves of a tree, such as arguments."""
+
+Paths = Sequence[str]
+"""Paths of modules."""
 
 IGNORED = -100
 """The label of tokens that the loss ignores, as everywhere in transformers."""

@@ -26,6 +26,7 @@ from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
 from pipefit.cutting.differences import Sums, compared_sums, sums_of_gradients, worst_difference
 from pipefit.cutting.notice import proves
+from pipefit.cutting.own import Paths
 from pipefit.cutting.shell import Payload, Shell
 from pipefit.cutting.states import Buffers, States, buffers_of, kept_outside, own_copy, seed_torch
 from pipefit.cutting.tracking import Foreign, Origin, Tracker, described, place_in_code, place_of, storages_of
@@ -336,7 +337,7 @@ def branches(parts: Anatomy, example: Any, shell: Shell, whole: Reference) -> li
     return []
 
 
-def _first_elsewhere(shell: Shell, parts: Anatomy, calls: Sequence[str]) -> str | None:
+def _first_elsewhere(shell: Shell, parts: Anatomy, calls: Paths) -> str | None:
     """The first block that is not in its place among some calls, or the first unit in a layer without its weights."""
     owners = {shell.labels[unit]: own for unit, own in shell.units if unit in shell.stubs}
     last = len(parts.blocks)

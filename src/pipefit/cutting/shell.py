@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cutting.own import Arguments
+from pipefit.cutting.own import Arguments, Result
 from pipefit.cutting.stubs import nan_like
 from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.cutting.tracking import arrived, stood_in
@@ -97,7 +97,7 @@ class Shell:
     shared: Sequence[nn.Module]
     labels: Mapping[nn.Module, str]
     arguments: Arguments
-    result: Callable[[Any], Any]
+    result: Result
     stubs: Mapping[nn.Module, Forward]
     carried: Sequence[Sequence[nn.Module]] = ()
     crossing: Mapping[int, Sequence[int]] = field(default_factory=dict)

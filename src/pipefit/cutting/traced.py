@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.exported import flow_of
 from pipefit.cutting.flow import Flow, modules_of, num_bytes
 from pipefit.cutting.lines import Layers, by_lines, by_weights, crossings, found_lines, named_lines, weighty
-from pipefit.cutting.own import Arguments
+from pipefit.cutting.own import Arguments, Leaves, Paths, Result
 from pipefit.cutting.shell import CutLayer, Enter, Payload, entering, node_at, share_tensors
 from pipefit.errors import ModelError
 from pipefit.stage.opened import Rest
@@ -122,7 +122,7 @@ class Trace(NamedTuple):
 
     segments: list[Segment]
     structure: pytree.TreeSpec | Rest
-    accepts: Callable[[Sequence[Any]], bool]
+    accepts: Callable[[Leaves], bool]
     overwrites: bool = False
 
 
@@ -154,7 +154,7 @@ class Traced:
 
     model: nn.Module
     arguments: Arguments
-    result: Callable[[Any], Any]
+    result: Result
     training: bool
     labels: list[str] = field(default_factory=list)
     weights: list[set[str]] = field(default_factory=list)
@@ -271,7 +271,7 @@ class Traced:
             training = self.training
         return flow_of(self.model, args, kwargs, training, dtype)
 
-    def choose(self, example: Any, cuts: Sequence[str] | None) -> tuple[tuple[float, int], ...]:
+    def choose(self, example: Any, cuts: Paths | None) -> tuple[tuple[float, int], ...]:
         """Chooses the lines, and with them which layer has which weights.
 
         Args:
@@ -345,7 +345,7 @@ class Traced:
         return tuple(layers)
 
 
-def _labels(flow: Flow, layers: Layers, given: Sequence[str]) -> list[str]:
+def _labels(flow: Flow, layers: Layers, given: Paths) -> list[str]:
     """Names of the layers: those given, else the modules, or weights, of the first operation with weights.
 
     Args:

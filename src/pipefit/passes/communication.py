@@ -12,7 +12,7 @@ from pipefit.ir.instruction import Instruction, Instructions, ValueKey
 from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import ACT, GRAD
-from pipefit.passes.places import computes_back, entering, inserted
+from pipefit.passes.places import Added, computes_back, entering, inserted
 
 
 def with_communication(program: Program, ahead: int = 1) -> Program:
@@ -33,7 +33,7 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
             links[rank, send.peer].append(send)
         sends.append(after)
         needed.append(_first_uses(own))
-    posts: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in program.ranks]
+    posts: list[Added] = [defaultdict(list) for _ in program.ranks]
     for (source, target), messages in links.items():
         own = program.ranks[target]
         limit = len(own)
@@ -79,7 +79,7 @@ def _without_deadlock(program: Program) -> Program:
             run.post(send)
     if not run.posted_early:
         return program
-    early: dict[int, list[Instruction]] = defaultdict(list)
+    early: Added = defaultdict(list)
     for receive, number in run.posted_early.items():
         early[number].append(graph.instructions[receive])
     ranks: list[list[Instruction]] = [[] for _ in program.ranks]

@@ -8,7 +8,7 @@ from itertools import accumulate
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
-from pipefit.passes.places import inserted
+from pipefit.passes.places import Added, inserted
 
 
 def with_frozen(program: Program) -> Program:
@@ -41,7 +41,7 @@ def with_norms_everywhere(program: Program) -> Program:
     updates = sorted(before)
     ranks = []
     for rank, own in enumerate(program.ranks):
-        added: dict[int, list[Instruction]] = {}
+        added: Added = {}
         if header.stages_of(rank)[-1] < header.frozen:
             needed = {s: [max(before[update][s + 1 :]) for update in updates] for s in header.stages_of(rank)}
             places = [0] * (len(updates) + 1)

@@ -9,6 +9,9 @@ from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WEIGHT_GRADIENT_OPS
 from pipefit.ir.program import Header
 from pipefit.ir.values import ACT, GRAD
 
+Added = dict[int, list[Instruction]]
+"""Instructions to be inserted before others, by the index of these."""
+
 
 def inserted(listed: Instructions, before: Mapping[int, Instructions]) -> list[Instruction]:
     """The list with instructions inserted before some indices."""

@@ -14,7 +14,7 @@ from pipefit.ir.liveness import is_in_place
 from pipefit.ir.op import STEP_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import tied_stages
-from pipefit.passes.places import inserted, last_backwards
+from pipefit.passes.places import Added, inserted, last_backwards
 
 
 def with_reductions(program: Program) -> Program:
@@ -30,7 +30,7 @@ def with_reductions(program: Program) -> Program:
     ends = [last_backwards(header, own) for own in program.ranks]
     ranks = []
     for rank, own in enumerate(program.ranks):
-        added: _Added = defaultdict(list)
+        added: Added = defaultdict(list)
         _reduce_replicas(header, rank, ends, added)
         _reduce_ties(header, rank, ends[rank], added)
         _add_norms_and_gathers(header, own, added)
@@ -41,10 +41,8 @@ def with_reductions(program: Program) -> Program:
 _Ends = Mapping[StageAt, int]
 """The index of the last backward of each (stage, update) of a rank."""
 
-_Added = dict[int, list[Instruction]]
 
-
-def _reduce_replicas(header: Header, rank: int, ends: Sequence[_Ends], added: _Added) -> None:
+def _reduce_replicas(header: Header, rank: int, ends: Sequence[_Ends], added: Added) -> None:
     """Adds the reductions over the replicas of each stage of a rank."""
 
     def end_on_first(key: StageAt) -> int:
@@ -64,7 +62,7 @@ def _reduce_replicas(header: Header, rank: int, ends: Sequence[_Ends], added: _A
             added[complete[members] + 1].append(_reduce(kind, stage, update))
 
 
-def _reduce_ties(header: Header, rank: int, last: _Ends, added: _Added) -> None:
+def _reduce_ties(header: Header, rank: int, last: _Ends, added: Added) -> None:
     """Adds the reductions of the weights that several stages share."""
     for tie in header.ties:
         own = tied_stages(header, tie[0], rank)
@@ -75,7 +73,7 @@ def _reduce_ties(header: Header, rank: int, last: _Ends, added: _Added) -> None:
                 added[ready + 1].append(_reduce(Reduction.TIED, tie[0], update))
 
 
-def _add_norms_and_gathers(header: Header, instructions: Instructions, added: _Added) -> None:
+def _add_norms_and_gathers(header: Header, instructions: Instructions, added: Added) -> None:
     """Adds the norms before the first steps, and after the steps what gathers sharded weights."""
     normed: set[int] = set()
     for index, i in enumerate(instructions):

@@ -24,7 +24,7 @@ from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, GRADIENT_OPS, MESSAGE_OPS, W
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import reduced_stages
-from pipefit.passes.places import computes_back, inserted, last_backwards
+from pipefit.passes.places import Added, computes_back, inserted, last_backwards
 from pipefit.passes.stays import Stay, stays
 from pipefit.passes.versions import step_of, steps_at_once
 
@@ -84,7 +84,7 @@ def _finished_at_once(header: Header, rank: int, listed: Instructions) -> list[I
     for (stage, version), index in first_uses.items():
         if version and steps_at_once(header, stage):
             begins.add(index)
-    after: dict[int, list[Instruction]] = defaultdict(list)
+    after: Added = defaultdict(list)
     for (stage, update), index in ready.items():
         if header.is_spilled(stage):
             if steps_at_once(header, stage):
@@ -205,7 +205,7 @@ def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch:
     if header.spill.activations:
         placed += _parked(header.spill, listed, weights, prefetch)
     placed.sort(key=itemgetter(0, 1, 2))
-    at: dict[int, list[Instruction]] = defaultdict(list)
+    at: Added = defaultdict(list)
     for one in placed:
         at[one.place].append(one.instruction)
     return inserted(listed, at)

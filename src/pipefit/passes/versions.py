@@ -11,7 +11,7 @@ from pipefit.ir.instruction import Instruction, StageAt
 from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.versions import required_versions
-from pipefit.passes.places import inserted, last_backwards
+from pipefit.passes.places import Added, inserted, last_backwards
 
 
 def with_versions(program: Program) -> Program:
@@ -100,7 +100,7 @@ def with_drops(program: Program) -> Program:
                 last_use[i.stage, i.version] = index
             if i.op is step:
                 newest[i.stage] = max(newest[i.stage], i.version + 1)
-        dead: dict[int, list[Instruction]] = defaultdict(list)
+        dead: Added = defaultdict(list)
         for (stage, version), index in sorted(last_use.items()):
             if version < newest[stage] and not program.header.is_spilled(stage):
                 drop = Instruction(Op.DROP, stage, version=version)
