@@ -51,7 +51,8 @@ class CachedArguments:
     """
 
     def __init__(self, past: Past) -> None:
-        self.past, self.cache = past, copy.deepcopy(past.cache)
+        self.past = past
+        self.cache = copy.deepcopy(past.cache)
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Given:
         """No positional arguments, and those by name."""
@@ -94,7 +95,9 @@ def count(cache: Any, length: int) -> None:
     """
     from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-    for layer in cache.layers if length else ():
+    if length == 0:
+        return
+    for layer in cache.layers:
         if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() < length:
             token = torch.zeros(1, 1, length - layer.get_seq_length(), 1, dtype=torch.int8)
             layer.update(token, token)

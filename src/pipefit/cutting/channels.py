@@ -96,7 +96,8 @@ class Channels:
         self.tracker.mark(batch, self.tracker.now)
         self._parameters = _keys(parameters) | _keys([parameter.data for parameter in parameters])
         self._batch = _keys(batch)
-        self._given, self._handed = [], set()
+        self._given = []
+        self._handed = set()
         with contextlib.ExitStack() as contexts:
             for module in self._carried:
                 contexts.enter_context(module.register_forward_hook(lambda _, given, output: self.hand(output)))
@@ -227,7 +228,8 @@ class Channels:
 
     def _look(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Compares who wrote an attribute last, or had a container when its content changed, with who reads it."""
-        now, key = self.tracker.now, (id(module), name)
+        now = self.tracker.now
+        key = id(module), name
         if isinstance(value, list | dict | set | deque):
             content = _content(value)
         else:
@@ -238,7 +240,8 @@ class Channels:
         if writer is None or not writer.inside or writer.layer == now.layer:
             return
         if before is None or content != before:
-            self._add(writer, f"reads {path}.{name} of" if path else f"reads {name} of")
+            attribute = f"{path}.{name}".removeprefix(".")
+            self._add(writer, f"reads {attribute} of")
 
 
 def _keys(tree: Any) -> frozenset[int]:

@@ -116,9 +116,8 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
         own = _layers(model, found.shell)
     if is_known:
         loss, weigh = loss_of(model)
-    else:
-        loss, weigh = None, None
-    return replace(found, layers=own, loss=loss, weigh=weigh)
+        found = replace(found, loss=loss, weigh=weigh)
+    return replace(found, layers=own)
 
 
 class Layers(NamedTuple):
@@ -346,7 +345,8 @@ def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -
 
 def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
     """The shell of a model, without the values that cross its borders."""
-    called, expected = len(seen.entries), len(parts.blocks)
+    called = len(seen.entries)
+    expected = len(parts.blocks)
     if called != expected:
         raise ModelError(
             f"{called} of {expected} blocks were called in a second forward: which layers run must not depend on "

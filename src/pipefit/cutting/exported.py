@@ -215,7 +215,8 @@ def _hand_out_tensors(model: nn.Module) -> list[Rest]:
     Returns:
         Gets the rest of the output, when the forward has run.
     """
-    forward, rests = model.forward, list[Rest]()
+    forward = model.forward
+    rests: list[Rest] = []
 
     @functools.wraps(forward)
     def handing_out(*args: Any, **kwargs: Any) -> Any:

@@ -166,7 +166,8 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
     Raises:
         ModelError: something of a forward remains for the next one; the message names it.
     """
-    states, channels = States(model), Channels(model)
+    states = States(model)
+    channels = Channels(model)
 
     # A graph writes into a copy of the batch; weights that a forward writes are found elsewhere.
     channels.tracker.on_write = lambda storage: None
@@ -183,7 +184,8 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
 
     with states.used(states.fresh()), kept_buffers(model) as restore:
         first = run(example)
-        left, buffers = _facts(model), buffers_of(model.modules())
+        left = _facts(model)
+        buffers = buffers_of(model.modules())
         batch, alone = _other_run(run, states, example, first, buffers)
         second = run(batch)
         found = _changed(left, _facts(model))

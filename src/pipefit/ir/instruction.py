@@ -90,6 +90,11 @@ def recompute(stage: int, mb: int) -> Instruction:
     return Instruction(Op.RECOMPUTE, stage, mb)
 
 
+def forward_backward(stage: int, mbs: Sequence[int]) -> list[Instruction]:
+    """A forward and its backward for each micro-batch."""
+    return [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+
+
 Instructions = Sequence[Instruction]
 """The instructions of a rank, in order."""
 

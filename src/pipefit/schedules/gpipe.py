@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipefit.ir.instruction import bwd, fwd
+from pipefit.ir.instruction import bwd, forward_backward, fwd
 from pipefit.schedules.registry import Orders, Task, schedule
 
 
@@ -18,7 +18,7 @@ def _naive(task: Task) -> Orders:
     Time m·[p(f+b) + 2(p−1)c]; utilisation 1/p; one micro-batch of activations.
     """
     for stage, mbs in task.one_stage_each():
-        yield [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+        yield forward_backward(stage, mbs)
 
 
 @schedule(name="data-parallel", layout="replicas")
@@ -32,7 +32,7 @@ def _data_parallel(task: Task) -> Orders:
     F forward, B backward of the whole model, digits micro-batches; drawn for f = b.
     """
     for stage, mbs in task.one_stage_each():
-        yield [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+        yield forward_backward(stage, mbs)
 
 
 @schedule(name="gpipe")

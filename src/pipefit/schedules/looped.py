@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import bwd, fwd
+from pipefit.ir.instruction import bwd, forward_backward, fwd
 from pipefit.schedules.one_f_one_b import alternate, num_warmup
 from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
@@ -80,7 +80,7 @@ def _breadth_first(task: Task) -> Orders:
         left = []
         for stage in stages:
             if task.options["turn"] and stage == task.num_stages - 1:
-                order += [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+                order += forward_backward(stage, mbs)
             else:
                 order += [fwd(stage, mb) for mb in mbs]
                 left.append(stage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from pipefit.ir.instruction import bwd, fwd
+from pipefit.ir.instruction import bwd, forward_backward, fwd
 from pipefit.schedules.registry import Orders, Task, schedule
 
 
@@ -30,7 +30,7 @@ def _spilled(task: Task) -> Orders:
             mbs = task.microbatches_of(stage, rank)
             if stage == turn:
                 # Each backward follows its own forward: one micro-batch of activations, and nothing to replay.
-                order += [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+                order += forward_backward(stage, mbs)
             else:
                 order += [fwd(stage, mb) for mb in mbs]
                 backwards.append([bwd(stage, mb) for mb in mbs])
