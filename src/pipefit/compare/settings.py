@@ -54,9 +54,9 @@ class CompareConfig(Checked):
         limit: minutes after which no further row or repetition begins, once there is a row; 0: no limit.
         stages: layers of each stage, like 3,3; default: balanced by a profile.
         chunks: stages per rank of the looped schedules.
-        optimizer: of every strategy.
+        optimizer: the optimizer of every strategy.
         lr: learning rate.
-        seed: of weights, the order of the data, and dropout.
+        seed: the seed of weights, the order of the data, and dropout.
     """
 
     model: str = "gpt"

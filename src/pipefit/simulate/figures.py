@@ -28,11 +28,11 @@ def metrics(
     """Figures of a program and its timeline; times in the unit of forward and backward.
 
     Args:
-        program: of the timeline.
-        timeline: of the program.
+        program: the program of the timeline.
+        timeline: the timeline of the program.
         forward: f, the forward time of one micro-batch on a rank, all its chunks together.
         backward: b, likewise.
-        cost: of the simulation, for the period; None: unit costs without latency.
+        cost: the cost of the simulation, for the period; None: unit costs without latency.
         steady: the same schedule with more steps, for the period of an asynchronous one; see `steady_period_s`.
     """
     header = program.header
