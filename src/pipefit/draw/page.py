@@ -85,9 +85,10 @@ def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
 
 def _colours(chunks: list[int]) -> str:
     """The palette: variables for the page, rules for cells of pictures with 1, 2, … chunks."""
-    light, dark = (_palette(chunks, is_dark) for is_dark in (False, True))
+    day, day_rules = _palette(chunks, is_dark=False)
+    night, night_rules = _palette(chunks, is_dark=True)
     media = "@media (prefers-color-scheme:dark)"
-    return f"{light[0]}{media}{{{dark[0]}}}{light[1]}{media}{{{dark[1]}}}"
+    return f"{day}{media}{{{night}}}{day_rules}{media}{{{night_rules}}}"
 
 
 def _palette(chunks: list[int], is_dark: bool) -> tuple[str, str]:
