@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -169,6 +170,11 @@ class Pipeline:
     def rank(self) -> int:
         """This process's number; 0 when all ranks run in one process."""
         return self.session.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._engine.device
 
     @property
     def workers(self) -> tuple[Worker, ...]:
