@@ -11,6 +11,8 @@ the cut is known, layers are divided as finely as is best.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import lru_cache
 from itertools import accumulate
 from operator import add
 from typing import NamedTuple
@@ -21,7 +23,8 @@ from pipefit.cost import CostModel, speeds_of
 from pipefit.cost.rings import Ring, all_reduce_s, over, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.planner.holdings import holds_all, least_in_flight, least_replayed
+from pipefit.ir.program import WeightRule
+from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
 from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile
@@ -152,6 +155,7 @@ def _stages(
 ) -> Iterator[_Stage]:
     placement = placement_for(config).ranks
     last = cost.num_stages - 1
+    is_whole = fills(config)
     for stage, rank in enumerate(pipeline):
         ranks = placement[stage]
         speed = _speed(cost, rank)
@@ -160,7 +164,7 @@ def _stages(
             forward_s += cost.loss_s
         back_s = cost.backward_input_s[stage]
         whole_s = back_s + cost.backward_weight_s[stage]
-        if config.schedule not in _HALVED:
+        if is_whole:
             back_s = whole_s
         out_s = in_s = 0.0
         if stage < last and rank != pipeline[stage + 1]:
@@ -187,16 +191,13 @@ def _stages(
         )
 
 
-_HALVED = ("zb-h1", "zb-h2", "zb-v")
-"""Schedules that delay the second half of a backward."""
-
-
 def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) -> Iterator[float]:
     """Of each rank, and of each link where messages queue, seconds from update to update.
 
     A rank that does not train begins the next update while the others are still at this one.
     """
     schedule = find(config.schedule)
+    is_filled = fills(config)
     way_s = 0.0
     before_s = float("-inf")
     for rank in range(config.depth):
@@ -207,29 +208,16 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
         if queued:
             yield sum(stage.num * stage.out_s for stage in own)
             yield sum(stage.num * stage.in_s for stage in own)
-        if not schedule.is_synchronous and not config.replicas:
-            # A micro-batch enters when another one returns, without an end.
-            yield first.num / (config.depth - rank) * _trip_s(stages, rank)
-        if rank < frozen or not schedule.is_synchronous:
-            continue
-        if not schedule.flushes:
+        if rank < frozen or not (schedule.is_synchronous and schedule.flushes):
             continue
         yield work_s + first.reduce_s + first.step_s
         before_s = max(before_s, first.reduce_s + first.step_s - way_s)
         begins_s = way_s + before_s
-        if config.schedule in _HALVED:
+        if is_filled:
+            yield begins_s + work_s + _wait_s(config, stages, rank)
+        else:
             later_s = sum(stage.num * (stage.backward_s - stage.back_s) for stage in own)
             yield begins_s + (work_s - later_s)
-        else:
-            yield begins_s + work_s + _wait_s(config, stages, rank)
-        if config.schedule == "1f1b" and not config.replicas:
-            in_flight = min(config.depth - rank, first.num)
-            trips = -(-first.num // in_flight)
-            yield begins_s + trips * _trip_s(stages, rank)
-        if queued and config.chunks == 1 and rank + 1 < config.depth:
-            after = stages[rank + 1]
-            messages_s = (first.num - 1) * first.out_s
-            yield begins_s + first.way_s + messages_s + after.forward_s + after.back_s
         way_s += first.way_s
 
 
@@ -240,49 +228,37 @@ def _below_s(stages: list[_Stage], first: int, last: int) -> float:
     return stages[first].out_s + down_s + stages[last].in_s + up_s
 
 
-def _trip_s(stages: list[_Stage], rank: int) -> float:
-    """Seconds of a micro-batch from the beginning of its forward on a rank to the end of its backward there."""
-    own = stages[rank]
-    return own.forward_s + _below_s(stages, rank, rank) + own.backward_s
-
-
 def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
-    """Seconds that a rank waits for the return of its first micro-batch, and of its last one."""
-    own = stages[rank :: config.depth]
-    m = stages[rank].num
-    if config.replicas:
+    """Seconds that a rank waits for the return of micro-batches, by the number of forwards ahead of its backwards."""
+    known = ahead_of(config)
+    if not known:
         return 0.0
-    last = len(stages) - config.depth + rank
-    if holds_all(config.schedule, config.chunks):
-        again_s = 0.0
+    own = [stage for stage in stages if stage.rank == rank]
+    last = max(index for index, stage in enumerate(stages) if stage.rank == rank)
+    m = own[0].num
+    waits = [0.0]
+    if config.chunks == 1:
+        # Another micro-batch enters when one has returned.
+        trips = -(-m // known[rank][0])
+        trip_s = own[0].forward_s + _below_s(stages, rank, rank) + own[0].backward_s
+        waits.append(trips * trip_s - own[0].work_s)
+    if min(map(min, known)) == m:
+        # All forwards come before all backwards, on the ranks below too.
+        turn_s = _below_s(stages, last, last)
         if own[-1].replay_s:
-            again_s = own[-1].forward_s
-        return max(_below_s(stages, last, last) - again_s, 0.0)
-    ahead = _ahead(config, rank)
-    forwards_s = 0.0
-    backwards_s = 0.0
-    for count, stage in zip(ahead, own, strict=True):
-        forwards_s += count * stage.forward_s
-        backwards_s += count * (stage.backward_s + stage.replay_s)
-    first_s = own[0].forward_s + _below_s(stages, rank, last) - forwards_s - own[-1].replay_s
-    last_s = own[0].backward_s + _below_s(stages, last, rank) - backwards_s
-    if sum(ahead) == m * len(own):
-        return max(first_s, last_s, 0.0)
-    return max(first_s, 0.0) + max(last_s, 0.0)
-
-
-def _ahead(config: Config, rank: int) -> list[int]:
-    """Forwards of each stage of a rank before its first backward: as many backwards follow its last forward."""
-    p = config.depth
-    v = config.chunks
-    m = config.per_pipeline
-    if config.schedule in ("1f1b", "interleaved") and v == 1:
-        return [min(p - rank, m)]
-    if config.schedule != "interleaved" or m % p:
-        return [m] * v
-    more = 2 * (p - rank) - 1
-    first = min(max(more, p), m)
-    return [first, *[p] * (v - 2), min(more, p)]
+            turn_s -= own[-1].forward_s
+        waits.append(turn_s)
+    # For the first micro-batch, and for the last one.
+    first_s = own[0].forward_s + _below_s(stages, rank, last) - own[-1].replay_s
+    last_s = own[0].backward_s + _below_s(stages, last, rank)
+    for count, stage in zip(known[rank], own, strict=True):
+        first_s -= count * stage.forward_s
+        last_s -= count * (stage.backward_s + stage.replay_s)
+    if sum(known[rank]) == m * len(own):
+        waits += [first_s, last_s]
+    else:
+        waits.append(max(first_s, 0.0) + max(last_s, 0.0))
+    return max(waits)
 
 
 # ------------------------------------------------------------------------------ seconds and bytes before the cut
@@ -299,8 +275,9 @@ def quick_s(problem: Problem, config: Config) -> float:
     step_s = total.step_s
     if config.sharded:
         step_s /= config.data
-    # A schedule that fills and drains; a rank that does not train is a part of the next update meanwhile.
-    is_filled = config.schedule in ("1f1b", "gpipe") and p > 1 and not config.replicas and not total.is_frozen
+    # A rank that does not train is a part of the next update meanwhile.
+    has_way = p > 1 and config.chunks == 1 and not (config.replicas or total.is_frozen)
+    is_filled = has_way and fills(config)
     bounds = []
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
@@ -313,14 +290,37 @@ def quick_s(problem: Problem, config: Config) -> float:
         bounds.append((together_s + reducing_s) / (sum(speeds) + saved))
         if not config.replicas:
             bounds.append(m * total.largest_s / max(speeds))
-        if is_filled and (config.schedule == "gpipe" or m > p):
-            used = _used(speeds, m * p / (m + p - 1))
-            bounds.append(m * total.work_s / used)
-        elif is_filled:
-            # Each rank takes the way to it, and m times its work.
-            share = 1 - (1 - 1 / m) ** p
-            bounds.append(total.work_s / max(speeds) / share)
+        if is_filled:
+            counts = tuple(count for each in ahead_of(config) for count in each)
+            bounds.append(_fill(p, m, counts) * total.work_s / max(speeds))
     return max(bounds)
+
+
+@lru_cache(maxsize=4096)
+def _fill(p: int, m: int, ahead: tuple[int, ...]) -> float:
+    """Seconds of an update of p ranks with a stage each, per second of work on a micro-batch, for any cut at least.
+
+    Rank r takes at least Σ c[r, s]·w[s], w the work of each stage on a micro-batch: the way to it and back, m times its
+    own work, and its waits (`_wait_s`; half of the work is taken for forwards). Of the ranks with the weights u the
+    mean is at least that, too. Where these weights give every stage the same factor, no cut is better:
+    with GPipe's and 1F1B's waits (m > p) it is (m + p − 1)/p.
+    """
+    way = np.tril(np.ones((p, p)), -1)
+    waits = np.zeros((p, p))
+    for rank, count in enumerate(ahead):
+        if min(ahead) == m:
+            waits[rank, rank + 1 :] = 1
+        elif count < m:
+            waits[rank, rank] = 1 - count
+            waits[rank, rank + 1 :] = 2
+    busy = way + m * np.eye(p)
+    found = 1.0
+    for factors in (busy + waits, busy):
+        with suppress(np.linalg.LinAlgError):
+            weights = np.linalg.solve(factors.T, np.ones(p))
+            if min(weights) >= 0:
+                found = max(found, float(1 / sum(weights)))
+    return found
 
 
 def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, ...]]:
@@ -337,7 +337,8 @@ def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, .
 
 def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
     """Seconds of replays of one micro-batch, on whichever rank replays them."""
-    share = least_replayed(config)[0]
+    # That of all stages but one, which may replay nothing.
+    share = sorted(least_replayed(config))[:2][-1]
     if config.recompute == "stage":
         return share * total.replayed_s
     if config.recompute != "some" or not share:
@@ -347,20 +348,6 @@ def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
     room = min(limit * ranks - fixed for fixed, ranks in _room(problem, config))
     lacking = total.saved_bytes - room
     return share * float(np.interp(lacking, total.freed_bytes, total.freed_s))
-
-
-def _used(speeds: Sequence[float], count: float) -> float:
-    """The sum of the fastest speeds, of so many ranks or a part of one.
-
-    Of 1F1B and GPipe seconds per update are at least (m + p − 1)/p · Σ w over ranks, and at least m·w of each: so the
-    most work of a micro-batch within T seconds is that of m·p/(m + p − 1) ranks that take T/m each.
-    """
-    found = 0.0
-    left = count
-    for speed in sorted(speeds, reverse=True):
-        found += speed * min(left, 1.0)
-        left = max(left - 1.0, 0.0)
-    return found
 
 
 class _Totals(NamedTuple):
@@ -454,7 +441,7 @@ def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> floa
     kept = 0.0
     if not is_replayed:
         kept = total.saved_bytes
-    if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
+    if min(least_in_flight(config)) == config.per_pipeline > 1:
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages)
     needs = [(kept + fixed) / ranks for fixed, ranks in _room(problem, config, at_least)]
@@ -468,11 +455,10 @@ def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> flo
     """Bytes of weights, gradients and optimizer states of all ranks of a pipeline."""
     total = _totals(problem, config)
     versions = 1
-    if config.schedule == "pipedream-2bw":
+    if find(config.schedule).weights is WeightRule.DOUBLE:
         versions = 2
-    is_short = config.schedule != "interleaved" or config.per_pipeline < 2 * config.depth
-    if at_least and config.chunks > 1 and is_short:
-        # When the most is held, only the last chunk has gradients.
+    if at_least and config.chunks > 1:
+        # When the most is held, there may be no gradients yet.
         versions = 0
     return total.weight_bytes + total.wgrad_bytes * (versions + problem.state_of(config))
 
@@ -484,13 +470,5 @@ def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple
     the weights 1 and 1/k(r).
     """
     fixed = _fixed_bytes(problem, config, at_least)
-    p = config.depth
-    m = config.per_pipeline
-    if config.replicas or p == 1:
-        return [(fixed, p)]
-    if holds_all(config.schedule, config.chunks):
-        return [(fixed / m, p / m)]
-    if config.schedule not in ("1f1b", "interleaved"):
-        return [(fixed, p)]
-    each = [1 / k for k in least_in_flight(config)]
-    return [(fixed, p), (fixed * min(each), sum(each))]
+    each = [1 / count for count in least_in_flight(config)]
+    return [(fixed, config.depth), (fixed * min(each), sum(each))]

@@ -12,7 +12,7 @@ import numpy as np
 from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
-from pipefit.planner.holdings import Holding, holdings_of, least_replayed
+from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed
 from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition, StageSpec
 
@@ -88,39 +88,32 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
     Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
     """
     m = config.per_pipeline
-    is_looped = config.schedule in ("interleaved", "breadth-first")
-    speeds = speeds_of(problem.ranks(config.tensor))
-    if len(set(speeds)) > 1 or m == 1 or config.replicas or (config.chunks > 1 and not is_looped):
+    if len(set(speeds_of(problem.ranks(config.tensor)))) > 1 or m == 1 or config.replicas:
         return 0.0
     slow = problem.slowness_of(config)
     by_time = replace(config, partitioner="minmax")
-    work = _time_spans(problem, by_time, recomputed, slow)
     plain = _time_spans(problem, by_time, (), slow)
-    # Ranks that do not train are a part of the next update meanwhile, as all are without a flush.
-    is_filled = is_looped or config.schedule in ("1f1b", "gpipe")
-    is_filled = is_filled and problem.profile.layers[0].trained_bytes != 0
+    work = _time_spans(problem, by_time, recomputed, slow)
+    # Ranks that do not train are a part of the next update meanwhile.
+    way = np.zeros(len(problem.profile) + 1)
+    if fills(config) and problem.profile.layers[0].trained_bytes != 0:
+        way = plain[0][0]
+    loads: dict[tuple[int, float], Array] = {}
+    of_stage = []
+    for own, whole, share in zip(plain, work, least_replayed(config), strict=True):
+        key = (id(whole), share)
+        if key not in loads:
+            loads[key] = m * (own + share * (whole - own))
+        of_stage.append(loads[key])
     if config.chunks == 1:
-        way: Array | float = 0.0
-        if is_filled:
-            way = plain[0][:1].T
-        # GPipe's ranks replay all forwards but one.
-        saved: Array | float = 0.0
-        if config.schedule == "gpipe":
-            saved = plain[0] - work[0]
-        of_rank = {id(own): allowed(m * own + saved + way) for own in work}
-        return least_maximum([of_rank[id(own)] for own in work])
+        with_way = {id(load): allowed(load + way[:, None]) for load in loads.values()}
+        return least_maximum([with_way[id(load)] for load in of_stage])
     chosen = _divided(problem, config, recomputed, None)
     assert chosen is not None
-    starts = [stage.layers[0] for stage in chosen.stages]
-    ends = [stage.layers[-1] + 1 for stage in chosen.stages]
-    each = [float(times[start, end]) for times, start, end in zip(work, starts, ends, strict=True)]
-    bounds = []
-    for rank in range(config.depth):
-        way_s = 0.0
-        if is_filled:
-            way_s = float(plain[0][0, starts[rank]])
-        bounds.append(way_s + m * sum(each[rank :: config.depth]))
-    return max(bounds)
+    busy_s = [float(way[stage.layers[0]]) for stage in chosen.stages[: config.depth]]
+    for rank, load, stage in zip(positions(config), of_stage, chosen.stages, strict=True):
+        busy_s[rank] += float(load[stage.layers[0], stage.layers[-1] + 1])
+    return max(busy_s)
 
 
 def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], slow: list[float]) -> list[Array]:

@@ -10,7 +10,7 @@ from pipefit.ir.op import Kind
 from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.cuts import Within, busiest_s, cut, least_bytes
-from pipefit.planner.holdings import Holding, holdings_of, least_holdings, peaks
+from pipefit.planner.holdings import holdings_of, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.schedules.registry import NO_HALVES
@@ -133,29 +133,16 @@ def _measure(
     limits: list[float],
 ) -> Estimate:
     _, sizes = costs_of(problem, config, partition)
-    frozen = problem.profile.num_frozen(partition)
-    stages_of = _stages_of(config)
-
-    def lacking(holdings: tuple[Holding, ...]) -> tuple[float, tuple[float, ...], int]:
-        needed = peaks(holdings, sizes, stages_of)
-        shares = list(map(truediv, needed, limits))
-        overflow = max(shares)
-        return overflow, needed, shares.index(overflow)
-
-    is_looped = config.schedule in ("interleaved", "breadth-first") and config.chunks > 1 and not frozen
-    # What the ranks of a looped schedule hold at least is known without its program.
-    overflow = 0.0
-    if is_looped:
-        overflow, needed, worst = lacking(least_holdings(config))
-    least = "at least "
-    if overflow <= 1:
-        least = ""
-        overflow, needed, worst = lacking(holdings_of(config, recomputed, frozen))
-    where = "rank"
-    if config.chunks == 1:
-        where = "stage"
+    held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
+    needed = peaks(held, sizes, _stages_of(config))
+    shares = list(map(truediv, needed, limits))
+    overflow = max(shares)
     why = ""
     if overflow > 1:
-        why = f"{where} {worst} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
+        where = "rank"
+        if config.chunks == 1:
+            where = "stage"
+        worst = shares.index(overflow)
+        why = f"{where} {worst} needs {format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
     step_s = _least_s(problem, config, partition)
     return Estimate(config, partition, needed, overflow, step_s, step_s, why)

@@ -20,7 +20,7 @@ from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.bounds import crowded, reduction_of
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
-from pipefit.planner.holdings import filling, small_program
+from pipefit.planner.holdings import Small, filling, small_program
 from pipefit.planner.space import Config, Problem, least_of_copies, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
 from pipefit.schedules import find, program_of
@@ -144,7 +144,7 @@ def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
 
 def _counts(config: Config) -> tuple[int, int]:
     """Micro-batches of the two programs from which the time is extrapolated."""
-    few = filling(config.schedule, config.depth, config.chunks)
+    few = filling(config)
     many = few + config.depth
     return min(few, config.per_pipeline), min(many, config.per_pipeline)
 
@@ -170,12 +170,13 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
         pace = least_of_copies(config, timing.speed)
         one_copy = replace(one_copy, speed=tuple(pace))
     recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
-    is_synchronous = find(config.schedule).is_synchronous
+    schedule = find(config.schedule)
+    small = Small(schedule, config.depth, 0, config.chunks, recompute, frozen=plan.frozen)
 
     def time_s(count: int) -> float:
-        program = small_program(config.schedule, config.depth, count, config.chunks, recompute, (), plan.frozen)
+        program = small_program(small._replace(microbatches=count))
         timeline = simulate(program, one_copy, steps_only=True, contention=crowded(one_copy))
-        return float(timeline.makespan_s if is_synchronous else timeline.period_s)
+        return float(timeline.makespan_s if schedule.is_synchronous else timeline.period_s)
 
     few, many = _counts(config)
     few_s = time_s(few)

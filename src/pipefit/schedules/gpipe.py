@@ -37,7 +37,7 @@ def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
         yield [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
 
 
-@schedule(name="gpipe")
+@schedule(name="gpipe", ahead=lambda p, m, v, rank: (m,))
 def _gpipe(task: Task) -> Iterator[list[Instruction]]:
     """GPipe: all forwards, then all backwards in reverse.
 
