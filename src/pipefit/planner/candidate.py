@@ -28,7 +28,7 @@ class Estimate:
         step_s: seconds of one update in isolation.
         why: the reason why it does not fit, in words.
         limit: of a candidate that spills, the lane that binds; then no simulated time is below the estimate.
-        size: number of simulated forwards (under a cap: instructions); 0: its times are estimated.
+        size: number of simulated forwards; 0: its times are estimated.
     """
 
     config: Config

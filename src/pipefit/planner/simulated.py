@@ -9,9 +9,8 @@ stage's optimizer step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from operator import add
 
 import msgspec
@@ -29,42 +28,6 @@ from pipefit.spec import Plan
 
 # Forwards of a program that is still simulated whole, with all its copies.
 _WHOLE = 1500
-
-
-def simulate_best(
-    problem: Problem, ranked: Iterable[Estimate], close: float, budget: int, least: int
-) -> tuple[list[Estimate], list[Estimate]]:
-    """Simulates the best of some candidates; returns these and the others.
-
-    Args:
-        problem: that they solve.
-        ranked: the candidates, by their estimates.
-        close: candidates whose estimate is at least this multiple of the best simulated time are not simulated.
-        budget: limit of the sum of simulated sizes.
-        least: number of candidates that are simulated regardless of their sizes.
-    """
-    done: list[Estimate] = []
-    rest = []
-    spent = tried = 0
-    for each in ranked:
-        ahead = 0
-        if problem.cap is None:
-            ahead = size_of(each.config)
-        found = None
-        if done:
-            best_s = min(other.period_s for other in done)
-            is_close = round(each.period_s, 9) <= round(close * best_s, 9)
-        else:
-            is_close = tried < 2 * least
-        if is_close and (tried < least or spent + ahead <= budget):
-            tried += 1
-            found = problem.once(("simulated", each.config, each.partition), partial(simulated, problem, each))
-        if found is None:
-            rest.append(each)
-        else:
-            done.append(found)
-            spent += found.size
-    return done, rest
 
 
 def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
@@ -112,6 +75,7 @@ def size_of(config: Config) -> int:
 
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
     cap = problem.capped
+    config = estimated.config
     program = program_for(problem, plan)
     several = cap.num_ranks > 1
     once = simulate(program, cost, steps_only=not several)
@@ -120,7 +84,7 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
     if several:
         # A sent value is held until its simulated arrival.
         peaks = [max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks)]
-    found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=len(program))
+    found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=_whole_size(config))
     if plan.spill is None:
         return found
     if max(peaks) > cap.device_bytes:
