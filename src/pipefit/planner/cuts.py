@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
-from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed
+from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed, most_bytes
 from pipefit.planner.space import Config, Problem, placement_for, positions
 from pipefit.spec import Partition, StageSpec
 
@@ -185,28 +186,21 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
     always = problem.state_of(config) * weights + frozen
     if config.inside != "none":
         always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
-    # Between the halves of a backward the first stage keeps the gradient of its output, any other what its layers keep.
-    first = np.stack([leaving, entering, weights, saved, leaving])
-    others = np.stack([leaving, entering, weights, saved, kept])
-    result = []
-    for stage, (keys, rows) in enumerate(holdings):
-        sizes = others
-        if stage == 0:
-            sizes = first
-        counts = np.zeros((len(rows), len(sizes)))
-        for column, (kind, owner) in enumerate(keys):
-            if kind not in _SIZED:
-                continue
-            place = _SIZED[kind]
-            if kind in ("act", "grad") and owner != stage:
-                place += 1
-            counts[:, place] += rows[:, column]
-        result.append(always + np.tensordot(counts, sizes, axes=1).max(axis=0))
-    return result
+    figures = {"act": leaving, "grad": leaving, "weights": weights, "wgrad": weights, "saved": saved, "half": kept}
+    return [
+        always + most_bytes(holding, partial(_spans_of, figures, entering, stage))
+        for stage, holding in enumerate(holdings)
+    ]
 
 
-_SIZED: Final = {"act": 0, "grad": 0, "weights": 2, "wgrad": 2, "saved": 3, "half": 4}
-"""The place, among the sizes of `_needs`, of each kind of value; that of another stage's is the next."""
+def _spans_of(figures: Mapping[str, Array], entering: Array, stage: int, kind: str, owner: int) -> Array:
+    """The array [a, b]: bytes of a value that a stage holds, if it has the layers a…b−1; `owner` makes the value."""
+    if kind in ("act", "grad") and owner != stage:
+        return entering
+    if kind == "half" and stage == 0:
+        # Between the halves of a backward the first stage keeps the gradient of its output.
+        return figures["grad"]
+    return figures.get(kind, np.zeros_like(entering))
 
 
 def _largest(figures: list[float]) -> Array:

@@ -8,7 +8,7 @@ recompute) and multiplied by the sizes of every cut that is tried.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -258,12 +258,27 @@ def _growth(small: Small) -> tuple[Array, ...]:
     return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
 
 
+def most_bytes(holding: Holding, size_of: Callable[[str, int], float | Array]) -> Array:
+    """Peak bytes of a rank's live values: the moment at which the sum of counts times sizes is highest.
+
+    Args:
+        holding: the counts.
+        size_of: bytes of a value by its kind and stage: of a cut, or, in arrays, of all stages that could be cut.
+    """
+    sizes = np.array([size_of(kind, stage) for kind, stage in holding.keys])
+    found: Array = np.tensordot(holding.rows, sizes, axes=1).max(axis=0)
+    return found
+
+
 def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:
     """Peak bytes of each rank, optimizer state included; every stage stays on its device."""
+
+    def size_of(kind: str, stage: int) -> float:
+        return cost.held_bytes(Value(kind, stage, 0))
+
     result = []
-    for (keys, rows), stages in zip(holdings, stages_of, strict=True):
-        sizes = np.array([cost.held_bytes(Value(kind, stage, 0)) for kind, stage in keys])
-        live = float((rows @ sizes).max())
+    for holding, stages in zip(holdings, stages_of, strict=True):
+        live = float(most_bytes(holding, size_of))
         frozen = sum(map(cost.frozen_bytes, stages))
         result.append(live + cost.resident_bytes(stages) + cost.room_bytes(stages) + frozen)
     return tuple(result)
