@@ -1,6 +1,7 @@
 """Live values that the planner counts in a small program, compared with those of the whole one."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.estimate import estimate
-from pipefit.planner.holdings import holdings_of, least_in_flight, least_replayed, replayed
+from pipefit.planner.holdings import first_holdings, holdings_of, least_in_flight, least_replayed, replayed
 from pipefit.planner.space import Config, Problem
 from pipefit.schedules import Shape, find, generate, names
 from pipefit.spec import Layer, Profile, Topology
@@ -71,6 +72,11 @@ def test_a_rank_holds_and_replays_what_the_bounds_say_and_more(schedule, depth, 
         each = config(schedule, depth, chunks, microbatches)
         for count, held in zip(least_in_flight(each), highest(holdings_of(each, ())), strict=True):
             assert all(most >= count for (kind, _), most in held.items() if kind == "saved")
+        for replays in ("none", "stage"):
+            both = first_holdings(replace(each, recompute=replays)), holdings_of(replace(each, recompute=replays), ())
+            for (least_keys, first), (keys, rows) in zip(*both, strict=True):
+                columns = rows[:, [keys.index(key) for key in least_keys]]
+                assert (columns >= first).all(axis=1).any()
         for least, share in zip(least_replayed(each), replayed(each), strict=True):
             assert least <= share
 

@@ -10,7 +10,7 @@ from pipefit.ir.op import Kind
 from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.cuts import Within, busiest_s, cut, least_bytes
-from pipefit.planner.holdings import holdings_of, peaks
+from pipefit.planner.holdings import ahead_of, first_holdings, holdings_of, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.schedules.registry import NO_HALVES
@@ -133,16 +133,25 @@ def _measure(
     limits: list[float],
 ) -> Estimate:
     _, sizes = costs_of(problem, config, partition)
-    held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
-    needed = peaks(held, sizes, _stages_of(config))
-    shares = list(map(truediv, needed, limits))
+    frozen = problem.profile.num_frozen(partition)
+    shares = [0.0]
+    where = "stage"
+    least = ""
+    if config.chunks > 1:
+        where = "rank"
+    if config.chunks > 1 and not frozen and ahead_of(config):
+        # Enough to see that a candidate does not fit, without its program.
+        needed = peaks(first_holdings(config), sizes, _stages_of(config))
+        shares = list(map(truediv, needed, limits))
+        least = "at least "
+    if max(shares) <= 1:
+        needed = peaks(holdings_of(config, recomputed, frozen), sizes, _stages_of(config))
+        shares = list(map(truediv, needed, limits))
+        least = ""
     overflow = max(shares)
     why = ""
     if overflow > 1:
-        where = "rank"
-        if config.chunks == 1:
-            where = "stage"
         worst = shares.index(overflow)
-        why = f"{where} {worst} needs {format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
+        why = f"{where} {worst} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
     step_s = _least_s(problem, config, partition)
     return Estimate(config, partition, needed, overflow, step_s, step_s, why)

@@ -22,7 +22,7 @@ from pipefit.ir.collector import collector_paused
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
-from pipefit.ir.values import Value
+from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Schedule, Shape, find
@@ -152,6 +152,26 @@ def least_in_flight(config: Config) -> list[int]:
     if not known:
         return [1] * config.depth
     return list(map(min, known))
+
+
+def first_holdings(config: Config) -> tuple[Holding, ...]:
+    """Values that each rank holds at its first backward, of a schedule that knows its forwards before it.
+
+    Where stages are replayed, the input of the newest micro-batch may be gone.
+    """
+    found = []
+    replays = config.recompute == "stage"
+    for rank, counts in enumerate(ahead_of(config)):
+        held = {}
+        for chunk, count in enumerate(counts):
+            stage = rank + chunk * config.depth
+            held[WEIGHTS, stage] = 1
+            if not replays:
+                held[SAVED, stage] = count
+            elif stage:
+                held[ACT, stage - 1] = count - 1
+        found.append(Holding(tuple(held), np.array([list(held.values())])))
+    return tuple(found)
 
 
 @lru_cache(maxsize=8)
