@@ -59,7 +59,8 @@ _AT_MOST = {"hydra", "pipedream"}
 
 def partitioner_names() -> tuple[str, ...]:
     """All names that `partition` knows, those of installed packages included."""
-    return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=_GROUP))}))
+    installed = {point.name for point in entry_points(group=_GROUP)}
+    return tuple(sorted(installed.union(_BUILT_IN)))
 
 
 def partition(profile: Profile, num_stages: int | None = None, method: str = "minmax", **options: Any) -> Partition:
@@ -86,7 +87,7 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
     try:
         inspect.signature(found).bind(profile, num_stages, **options)
     except TypeError as problem:
-        known = [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]
+        known = list(inspect.signature(found).parameters)[2:]
         raise PlanError(f"{method}: {problem}; its options: {', '.join(known) or 'none'}") from None
     made = found(profile, num_stages, **options)
     count = len(made.stages)

@@ -13,19 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
 from pipefit.cost import CostModel, speeds_of
-from pipefit.cost.rings import Ring, all_reduce_s, over, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
-from pipefit.planner.space import Config, Problem, placement_for
+from pipefit.planner.space import Config, Problem, num_frozen_layers, placement_for
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile
 
@@ -48,7 +46,8 @@ def crowded(cost: CostModel) -> bool:
     if cost.topology:
         farthest = cost.topology.num_devices - 1
     bandwidth, latency = cost.link(0, farthest)
-    largest = max([*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0])
+    sizes = (*cost.act_bytes[:-1], *cost.grad_bytes[:-1])
+    largest = max(sizes, default=0.0)
     return latency + largest / bandwidth > work_s
 
 
@@ -123,7 +122,7 @@ def _shared_s(config: Config, cost: CostModel) -> float:
     machine, cores = cost.machine_of(0)
     if cost.machine_of(num_ranks - 1)[0] != machine:
         return 0.0
-    each_s = sum(map(sum, (cost.forward_s, cost.backward_input_s, cost.backward_weight_s)))
+    each_s = sum(cost.forward_s) + sum(cost.backward_input_s) + sum(cost.backward_weight_s)
     return config.num_microbatches * each_s / max(cost.speed, default=1.0) / cores
 
 
@@ -138,7 +137,10 @@ def _pipelines(config: Config, cost: CostModel) -> list[tuple[int, ...]]:
     speed = cost.speed.__getitem__
     if config.replicas:
         return [tuple(max(ranks, key=speed) for ranks in placement)]
-    by_speed = {tuple(map(speed, ranks)): ranks for ranks in zip(*placement, strict=True)}
+    by_speed = {}
+    for ranks in zip(*placement, strict=True):
+        own = tuple(map(speed, ranks))
+        by_speed[own] = ranks
     return list(by_speed.values())
 
 
@@ -147,7 +149,10 @@ def _replays(config: Config, partition: Partition) -> list[float]:
     stages = partition.stages
     if not any(stage.is_replayed for stage in stages):
         return [0.0] * len(stages)
-    return [share * stage.is_replayed for share, stage in zip(least_replayed(config), stages, strict=True)]
+    shares = []
+    for share, stage in zip(least_replayed(config), stages, strict=True):
+        shares.append(share * stage.is_replayed)
+    return shares
 
 
 def _stages(
@@ -216,16 +221,21 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
         if is_filled:
             yield begins_s + work_s + _wait_s(config, stages, rank)
         else:
-            later_s = sum(stage.num * (stage.backward_s - stage.back_s) for stage in own)
-            yield begins_s + (work_s - later_s)
+            for stage in own:
+                work_s -= stage.num * (stage.backward_s - stage.back_s)
+            yield begins_s + work_s
         way_s += first.way_s
 
 
 def _below_s(stages: list[_Stage], first: int, last: int) -> float:
     """Seconds from the end of a stage's forward to the beginning of a stage's backward of the same micro-batch."""
-    down_s = sum(stage.forward_s + stage.out_s for stage in stages[first + 1 :])
-    up_s = sum(stage.back_s + stage.in_s for stage in stages[last + 1 :])
-    return stages[first].out_s + down_s + stages[last].in_s + up_s
+    seconds = stages[first].out_s
+    for stage in stages[first + 1 :]:
+        seconds += stage.forward_s + stage.out_s
+    seconds += stages[last].in_s
+    for stage in stages[last + 1 :]:
+        seconds += stage.back_s + stage.in_s
+    return seconds
 
 
 def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
@@ -234,7 +244,8 @@ def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
     if not known:
         return 0.0
     own = [stage for stage in stages if stage.rank == rank]
-    last = max(index for index, stage in enumerate(stages) if stage.rank == rank)
+    places = [index for index, stage in enumerate(stages) if stage.rank == rank]
+    last = places[-1]
     m = own[0].num
     waits = [0.0]
     if config.chunks == 1:
@@ -269,9 +280,6 @@ def quick_s(problem: Problem, config: Config) -> float:
     total = _totals(problem, config)
     m = config.per_pipeline
     p = config.depth
-    reduced_s = 0.0
-    if find(config.schedule).is_synchronous:
-        reduced_s = _reduced_s(problem, config, total.wgrad_bytes)
     step_s = total.step_s
     if config.sharded:
         step_s /= config.data
@@ -286,10 +294,7 @@ def quick_s(problem: Problem, config: Config) -> float:
         if again_s:
             saved = total.forward_share * max(speeds)
         together_s = m * (total.work_s + again_s) + step_s
-        reducing_s = min(speeds) * reduced_s
-        bounds.append((together_s + reducing_s) / (sum(speeds) + saved))
-        if not config.replicas:
-            bounds.append(m * total.largest_s / max(speeds))
+        bounds.append(together_s / (sum(speeds) + saved))
         if is_filled:
             counts = tuple(count for each in ahead_of(config) for count in each)
             bounds.append(_fill(p, m, counts) * total.work_s / max(speeds))
@@ -332,7 +337,10 @@ def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, .
         return {speeds or (1.0,) * topology.num_devices}
     if not speeds:
         return {(1.0,) * p}
-    return {speeds[first : first + p] for first in range(0, p * config.data, p)}
+    found = set()
+    for first in range(0, p * config.data, p):
+        found.add(speeds[first : first + p])
+    return found
 
 
 def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
@@ -345,8 +353,8 @@ def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
         return 0.0
     # Replays where needed: of the layers that save the most memory for their time, as many as the memory lacks.
     limit = max(problem.memory_of(config))
-    room = min(limit * ranks - fixed for fixed, ranks in _room(problem, config))
-    lacking = total.saved_bytes - room
+    rooms = [limit * ranks - fixed for fixed, ranks in _room(problem, config)]
+    lacking = total.saved_bytes - min(rooms)
     return share * float(np.interp(lacking, total.freed_bytes, total.freed_s))
 
 
@@ -357,7 +365,6 @@ class _Totals(NamedTuple):
         work_s: of forwards, loss and backwards.
         replayed_s: of the forwards that may be replayed.
         forward_share: the largest share of the forward in a layer's time.
-        largest_s: of the slowest layer.
         step_s: of the optimizer.
         is_frozen: the first layer does not train.
         cut_bytes: the least across a boundary.
@@ -371,7 +378,6 @@ class _Totals(NamedTuple):
     work_s: float
     replayed_s: float
     forward_share: float
-    largest_s: float
     step_s: float
     is_frozen: bool
     cut_bytes: float
@@ -390,8 +396,7 @@ def _totals(problem: Problem, config: Config) -> _Totals:
 def _summed(profile: Profile) -> _Totals:
     layers = profile.layers
     # Frozen layers at the beginning have no backward.
-    trained = (index for index, layer in enumerate(layers) if layer.trained_bytes != 0)
-    frozen = next(trained, len(layers) - 1)
+    frozen = min(num_frozen_layers(profile), len(layers) - 1)
     forward = [layer.forward_s for layer in layers]
     forward[-1] += profile.loss_s
     backward = [layer.backward_s for layer in layers]
@@ -400,42 +405,28 @@ def _summed(profile: Profile) -> _Totals:
     shares = [own / whole for own, whole in zip(forward, both, strict=True) if whole]
     savers = [layer for layer in layers if layer.saved_bytes]
     savers.sort(key=lambda layer: layer.forward_s / layer.saved_bytes)
+    freed_bytes = [0.0]
+    freed_s = [0.0]
+    for layer in savers:
+        freed_bytes.append(freed_bytes[-1] + layer.saved_bytes)
+        freed_s.append(freed_s[-1] + layer.forward_s)
     return _Totals(
-        sum(both),
-        sum(layer.forward_s for layer in layers[frozen:]),
-        max(shares, default=0.0),
-        max(both),
-        profile.optimizer_of(range(len(layers))),
-        frozen > 0,
-        min(profile.cut_bytes, default=0.0),
-        sum(layer.weight_bytes for layer in layers),
-        sum(layer.wgrad_bytes for layer in layers),
-        sum(layer.saved_bytes for layer in layers),
-        tuple(accumulate((layer.saved_bytes for layer in savers), initial=0.0)),
-        tuple(accumulate((layer.forward_s for layer in savers), initial=0.0)),
+        work_s=sum(both),
+        replayed_s=sum(layer.forward_s for layer in layers[frozen:]),
+        forward_share=max(shares, default=0.0),
+        step_s=profile.optimizer_of(range(len(layers))),
+        is_frozen=frozen > 0,
+        cut_bytes=min(profile.cut_bytes, default=0.0),
+        weight_bytes=sum(layer.weight_bytes for layer in layers),
+        wgrad_bytes=sum(layer.wgrad_bytes for layer in layers),
+        saved_bytes=freed_bytes[-1],
+        freed_bytes=tuple(freed_bytes),
+        freed_s=tuple(freed_s),
     )
 
 
-def _reduced_s(problem: Problem, config: Config, num_bytes: float) -> float:
-    """Seconds of the sums of gradients, of all stages together; those of several stages of a rank may overlap."""
-    if config.data < 2 or config.chunks > 1:
-        return 0.0
-    topology = problem.ranks(config.tensor)
-    depth = config.depth
-    end = config.data * depth
-
-    def rings_of_stages() -> list[Ring]:
-        return [ring_of(topology, range(rank, end, depth)) for rank in range(depth)]
-
-    rings = problem.once(("rings", config.tensor, depth), rings_of_stages)
-    if depth == 1:
-        return all_reduce_s(rings[0], num_bytes)
-    bandwidth = max(ring.bandwidth_bytes_per_s for ring in rings)
-    return 2 * over(num_bytes, bandwidth) * (config.data - 1) / config.data
-
-
-def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
-    """Bytes that some rank needs at least, for any cut of the layers; or about as many, to compare candidates."""
+def quick_bytes(problem: Problem, config: Config) -> float:
+    """Bytes that some rank needs at least, for any cut of the layers."""
     total = _totals(problem, config)
     is_replayed = config.recompute in ("stage", "some")
     kept = 0.0
@@ -444,31 +435,33 @@ def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> floa
     if min(least_in_flight(config)) == config.per_pipeline > 1:
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages)
-    needs = [(kept + fixed) / ranks for fixed, ranks in _room(problem, config, at_least)]
+    needs = []
+    for fixed, ranks in _room(problem, config):
+        needs.append((kept + fixed) / ranks)
     if is_replayed and config.chunks == 1 and not config.replicas:
         # A backward needs all that its stage saves, of one micro-batch.
         needs.append((total.saved_bytes + _fixed_bytes(problem, config)) / config.depth)
     return max(needs)
 
 
-def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
+def _fixed_bytes(problem: Problem, config: Config) -> float:
     """Bytes of weights, gradients and optimizer states of all ranks of a pipeline."""
     total = _totals(problem, config)
     versions = 1
     if find(config.schedule).weights is WeightRule.DOUBLE:
         versions = 2
-    if at_least and config.chunks > 1:
+    if config.chunks > 1:
         # When the most is held, there may be no gradients yet.
         versions = 0
     return total.weight_bytes + total.wgrad_bytes * (versions + problem.state_of(config))
 
 
-def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple[float, float]]:
+def _room(problem: Problem, config: Config) -> list[tuple[float, float]]:
     """Pairs (x, y): what the ranks keep of one micro-batch, in sum, and x are at most y times the memory of one.
 
     Rank r keeps k(r) micro-batches. The largest of its bytes over all r is at least any weighted mean of them: with
     the weights 1 and 1/k(r).
     """
-    fixed = _fixed_bytes(problem, config, at_least)
+    fixed = _fixed_bytes(problem, config)
     each = [1 / count for count in least_in_flight(config)]
     return [(fixed, config.depth), (fixed * min(each), sum(each))]

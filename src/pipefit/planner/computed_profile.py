@@ -87,7 +87,10 @@ def gpt_profile(
     else:
         ring = even(tensor, float("inf"), 0.0)
         pace = device
-    found = [msgspec.structs.replace(_at(sizes, b, pace, bytes, ring), computed_for=made_for) for b in many]
+    found = []
+    for b in many:
+        made = _at(sizes, b, pace, bytes, ring)
+        found.append(msgspec.structs.replace(made, computed_for=made_for))
     if len(found) > 1:
         return found[0].with_others(found[1:])
     return found[0]
@@ -148,7 +151,8 @@ def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -
     products_s, input_s, weight_s = _products_s(device, shapes, e)
     # Each of the two products of the core has two gradients, which are products of the same sizes.
     scores = b * heads * s * s
-    back_s = 2 * product_s(device, s, width, s, b * heads, e) + 2 * product_s(device, s, s, width, b * heads, e)
+    back_s = 2 * product_s(device, s, width, s, b * heads, e)
+    back_s += 2 * product_s(device, s, s, width, b * heads, e)
     forward = [
         *(2 * e * stream,) * 2,  # norms
         2 * e * 3 * stream / t,  # bias of queries, keys and values
@@ -222,12 +226,13 @@ def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Pr
     stream = e * s * b * h
     table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
-    looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
+    looked_s = _passes_s(device, [2 * stream, 2 * stream]) + all_reduce_s(ring, stream)
     added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)
     ids = 4 * b * s
     made = [Layer("embedding", looked_s, added_s, 0.0, stream, ids, table + e * s * h)]
     block = _block(device, b, s, h, a, e, ring)
-    made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(num)]
+    for index in range(num):
+        made.append(msgspec.structs.replace(block, name=f"block{index}"))
     made.append(_head(device, b, s, h, vocab, e, ring))
     weights = sum(layer.weight_bytes for layer in made)
     named = [f"{key}={value}" for key, value in sizes.items() if _DEFAULTS.get(key) != value]

@@ -14,7 +14,7 @@ from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
 from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed, most_bytes
-from pipefit.planner.space import Config, Problem, placement_for, positions
+from pipefit.planner.space import Config, Problem, num_frozen_layers, placement_for, positions
 from pipefit.spec import Partition, StageSpec
 
 
@@ -66,8 +66,10 @@ def _divided(problem: Problem, config: Config, recomputed: set[int], within: Wit
     if within is not None:
         times = _time_spans(problem, config, recomputed, slow)
         needs = _needs(problem, config, within.holdings)
-        each = zip(needs, within.limits, times, strict=True)
-        counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
+        fitting = []
+        for need, limit, time in zip(needs, within.limits, times, strict=True):
+            fitting.append(np.where(need <= limit, time, np.inf))
+        counts = divide(fitting)
     else:
         # The key holds only the settings that determine the cut: many candidates share one.
         again = least_replayed(config)
@@ -89,7 +91,8 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
     Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
     """
     m = config.per_pipeline
-    if len(set(speeds_of(problem.ranks(config.tensor)))) > 1 or m == 1 or config.replicas:
+    speeds = set(speeds_of(problem.ranks(config.tensor)))
+    if len(speeds) > 1 or m == 1 or config.replicas:
         return 0.0
     slow = problem.slowness_of(config)
     by_time = replace(config, partitioner="minmax")
@@ -107,14 +110,19 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
             loads[key] = m * (own + share * (whole - own))
         of_stage.append(loads[key])
     if config.chunks == 1:
-        with_way = {id(load): allowed(load + way[:, None]) for load in loads.values()}
+        with_way = {}
+        for load in loads.values():
+            with_way[id(load)] = allowed(load + way[:, None])
         return least_maximum([with_way[id(load)] for load in of_stage])
     chosen = _divided(problem, config, recomputed, None)
     assert chosen is not None
-    busy_s = [float(way[stage.layers[0]]) for stage in chosen.stages[: config.depth]]
+    busy_s: dict[int, float] = {}
     for rank, load, stage in zip(positions(config), of_stage, chosen.stages, strict=True):
-        busy_s[rank] += float(load[stage.layers[0], stage.layers[-1] + 1])
-    return max(busy_s)
+        start = stage.layers[0]
+        end = stage.layers[-1] + 1
+        way_s = float(way[start])
+        busy_s[rank] = busy_s.get(rank, way_s) + float(load[start, end])
+    return max(busy_s.values())
 
 
 def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], slow: list[float]) -> list[Array]:
@@ -123,8 +131,7 @@ def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], s
     def make() -> tuple[Array, Array]:
         forward = spans([layer.forward_s for layer in profile.layers])
         # A stage that ends with a frozen layer of the beginning has no backward, so it replays nothing.
-        trains = (index for index, layer in enumerate(profile.layers) if layer.trained_bytes != 0)
-        forward[:, : next(trains, len(profile)) + 1] = 0.0
+        forward[:, : num_frozen_layers(profile) + 1] = 0.0
         return spans(layer_times(profile)), forward
 
     whole, replay = problem.once(("spans", config.microbatch_size, config.tensor, config.inside), make)
@@ -152,7 +159,8 @@ def _link_spans(problem: Problem, config: Config) -> Array:
     """Seconds of a stage's messages, over the slowest of the links between stages."""
     topology = problem.ranks(config.tensor)
     ranks = placement_for(config).ranks
-    joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
+    firsts = [copies[0] for copies in ranks]
+    joints = [topology.level_between(a, b) for a, b in pairwise(firsts)]
     pieces = problem.pieces(config.tensor)
     cut_bytes = problem.at(config.microbatch_size, config.tensor).cut_bytes
     sizes = [size / pieces for size in cut_bytes]
@@ -167,8 +175,10 @@ def least_bytes(problem: Problem, config: Config) -> float:
     counts = divide(needs)
     if counts is None:
         return float("inf")
-    places = pairwise(accumulate(counts, initial=0))
-    return max(float(need[place]) for need, place in zip(needs, places, strict=True))
+    least = 0.0
+    for need, place in zip(needs, pairwise(accumulate(counts, initial=0)), strict=True):
+        least = max(least, float(need[place]))
+    return least
 
 
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
@@ -185,12 +195,14 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
     leaving = cuts[None, :] + 0 * weights
     always = problem.state_of(config) * weights + frozen
     if config.inside != "none":
-        always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
+        replays = [layer.replay_bytes(config.inside) for layer in plain.layers]
+        always = always + _largest(replays)
     figures = {"act": leaving, "grad": leaving, "weights": weights, "wgrad": weights, "saved": saved, "half": kept}
-    return [
-        always + most_bytes(holding, partial(_spans_of, figures, entering, stage))
-        for stage, holding in enumerate(holdings)
-    ]
+    needs = []
+    for stage, holding in enumerate(holdings):
+        spans_of = partial(_spans_of, figures, entering, stage)
+        needs.append(always + most_bytes(holding, spans_of))
+    return needs
 
 
 def _spans_of(figures: Mapping[str, Array], entering: Array, stage: int, kind: str, owner: int) -> Array:

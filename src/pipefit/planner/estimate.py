@@ -67,7 +67,10 @@ def _is_refused(config: Config) -> bool:
     """Returns whether layers would be replayed in each half of a backward."""
     if config.inside != "layer":
         return False
-    return any(kind == Kind.HALF for held in holdings_of(config, ()) for kind, _ in held.keys)
+    kinds = set()
+    for held in holdings_of(config, ()):
+        kinds |= {kind for kind, _ in held.keys}
+    return Kind.HALF in kinds
 
 
 def _has_choice(config: Config) -> bool:
@@ -88,8 +91,10 @@ def _least_s(problem: Problem, config: Config, partition: Partition) -> float:
 
 
 def _stages_of(config: Config) -> list[tuple[int, ...]]:
-    owner = positions(config)
-    return [tuple(stage for stage, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
+    found: list[tuple[int, ...]] = [()] * config.depth
+    for stage, rank in enumerate(positions(config)):
+        found[rank] += (stage,)
+    return found
 
 
 def _estimate(problem: Problem, config: Config) -> Estimate:
@@ -109,7 +114,8 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
     if config.recompute == "some":
         # Replays on the ranks that lack memory make these slower, so they get fewer layers, and the loop tries again.
         for _ in range(3):
-            short = {r for r, (need, limit) in enumerate(zip(found.peak_bytes, limits, strict=True)) if need > limit}
+            needs = enumerate(found.peak_bytes)
+            short = {rank for rank, need in needs if need > limits[rank]}
             if short <= recomputed:
                 break
             recomputed = recomputed | short

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,7 +92,10 @@ def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...
     if not more or config.replicas or not holds_all(config):
         return found
     growth = _growth(small)
-    return tuple(Holding(keys, rows + more * grows) for (keys, rows), grows in zip(found, growth, strict=True))
+    grown = []
+    for (keys, rows), grows in zip(found, growth, strict=True):
+        grown.append(Holding(keys, rows + more * grows))
+    return tuple(grown)
 
 
 def replayed(config: Config) -> tuple[float, ...]:
@@ -106,7 +110,8 @@ def replayed(config: Config) -> tuple[float, ...]:
     of = small.microbatches
     if holds_all(config):
         of = config.per_pipeline
-    return tuple(1 - once / of for once in _run_once(small._replace(recompute=None)))
+    run_once = _run_once(small._replace(recompute=None))
+    return tuple(1 - once / of for once in run_once)
 
 
 def least_replayed(config: Config) -> tuple[float, ...]:
@@ -227,7 +232,8 @@ def _has_whole_backwards(schedule: Schedule, chunks: int) -> bool:
     program = _shown(schedule, chunks)
     if program is None:
         return False
-    return all(i.op is not Op.BWD_INPUT for rank in program.ranks for i in rank)
+    instructions = chain.from_iterable(program.ranks)
+    return all(i.op is not Op.BWD_INPUT for i in instructions)
 
 
 def filling(config: Config) -> int:
@@ -258,7 +264,11 @@ def _run_once(small: Small) -> tuple[float, ...]:
     program = small_program(small)
     header = program.header
     count = Counter(stage for stage, _ in program.recomputed)
-    return tuple((header.total_microbatches - count[stage]) / header.num_steps for stage in range(header.num_stages))
+    found = []
+    for stage in range(header.num_stages):
+        once = header.total_microbatches - count[stage]
+        found.append(once / header.num_steps)
+    return tuple(found)
 
 
 @lru_cache(maxsize=512)
@@ -275,7 +285,10 @@ def _growth(small: Small) -> tuple[Array, ...]:
     """For each rank, the additional values of each key with one micro-batch more than are counted."""
     few = _held(small)
     many = _held(small._replace(microbatches=small.microbatches + 1))
-    return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
+    growth = []
+    for before, after in zip(few, many, strict=True):
+        growth.append(after.rows.max(axis=0) - before.rows.max(axis=0))
+    return tuple(growth)
 
 
 def most_bytes(holding: Holding, size_of: Callable[[str, int], float | Array]) -> Array:

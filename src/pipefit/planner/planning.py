@@ -109,7 +109,7 @@ def plan(
             profile = profile.at(microbatch_sizes[0])
         made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
-        has_wide = method not in ("auto", "ptdp") and any(width > 1 for width in tensors or ())
+        has_wide = method not in ("auto", "ptdp") and max(tensors or [1]) > 1
         useless = {"cost": cost != "ring", "straight": straight, "tensors": has_wide}
         _refuse(useless | {"sharded": bool(sharded) and method != "auto"}, method)
         problem = problem_of(profile, topology, global_batch, state_per_weight)
@@ -135,7 +135,9 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
     made = plan_of(problem, winner.config, winner.partition, method)
     if len(peaks) < made.placement.num_ranks:
         # Copies hold the same values as the first pipeline.
-        of_rank = {rank: peak for ranks, peak in zip(made.placement.ranks, peaks, strict=False) for rank in ranks}
+        of_rank: dict[int, float] = {}
+        for ranks, peak in zip(made.placement.ranks, peaks, strict=False):
+            of_rank |= dict.fromkeys(ranks, peak)
         peaks = tuple(of_rank[rank] for rank in sorted(of_rank))
     period_s = winner.period_s
     rate = math.inf

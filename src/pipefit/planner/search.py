@@ -234,11 +234,12 @@ def some_fit(problem: Problem, listed: list[Config]) -> bool:
 
 
 def _frugality(problem: Problem, config: Config) -> tuple[float, int, Config]:
-    return quick_bytes(problem, config, at_least=False), config.microbatch_size, config
+    return quick_bytes(problem, config), config.microbatch_size, config
 
 
 def _most_memory(problem: Problem) -> float:
-    return max(device.memory_bytes for device in problem.topology.devices or (problem.topology.device,))
+    devices = problem.topology.devices or (problem.topology.device,)
+    return max(device.memory_bytes for device in devices)
 
 
 # ----------------------------------------------------------------------------------------------------- why others lost

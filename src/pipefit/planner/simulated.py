@@ -83,7 +83,8 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
     step_s = once.makespan_s
     if several:
         # A sent value is held until its simulated arrival.
-        peaks = [max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks)]
+        arrived = map(once.peak_bytes, range(cap.num_ranks))
+        peaks = list(map(max, peaks, arrived))
     found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=_whole_size(config))
     if plan.spill is None:
         return found
@@ -123,7 +124,11 @@ def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]
         alone.append(cost.reduce_s(reduction, ranks))
         ports.append(cost.reduction_ports(reduction, ranks))
         busy_s.update(dict.fromkeys(ports[-1], alone[-1]))
-    return [max((busy_s[port] for port in used), default=own_s) for used, own_s in zip(ports, alone, strict=True)]
+    tails = []
+    for used, own_s in zip(ports, alone, strict=True):
+        shared = [busy_s[port] for port in used]
+        tails.append(max(shared, default=own_s))
+    return tails
 
 
 def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -13,13 +13,13 @@ import msgspec
 from pipefit.draw.chart import chart
 from pipefit.errors import InfeasibleError, PlanError, nearest
 from pipefit.planner.computed_profile import gpt_settings
-from pipefit.planner.explain import training
+from pipefit.planner.explain import training, used_columns
 from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.planning import plan
 from pipefit.spec import Plan, Profile, Topology
-from pipefit.units import format_bytes, parse_quantity, table
+from pipefit.units import format_bytes, parse_quantity
 
 SIZES = ("layers", "hidden")
 """Sizes of a GPT by arithmetic that `largest` and `sweep` change."""
@@ -60,7 +60,8 @@ class Question:
         if not model.startswith("gpt:"):
             raise PlanError(f"{name}: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
         sizes = gpt_settings(model) | {name: value}
-        return replace(self, model="gpt:" + ",".join(f"{key}={size}" for key, size in sizes.items()))
+        words = [f"{key}={size}" for key, size in sizes.items()]
+        return replace(self, model="gpt:" + ",".join(words))
 
     def with_option(self, name: str, value: Any) -> Question:
         """The question with another option of `plan`."""
@@ -84,22 +85,25 @@ class Question:
         return plan(self.profile, self.topology, **self.options)
 
 
-_CHANGES: Mapping[str, Callable[[Question, Any], Question]] = {
-    "tensor": lambda question, value: question.with_option("tensors", [value]),
-    "depth": lambda question, value: question.with_option("depths", [value]),
-    "microbatch-size": lambda question, value: question.with_option("microbatch_sizes", [value]),
-    "microbatches": lambda question, value: question.with_option("num_microbatches", value),
-    "batch": lambda question, value: question.with_option("global_batch", value),
-    "schedule": lambda question, value: question.with_option("schedules", [value]),
-    "bandwidth": lambda question, value: question.outermost(bandwidth_bytes_per_s=parse_quantity(value, "bytes/s")),
-    "machines": lambda question, value: question.outermost(width=value),
-    "layers": lambda question, value: question.sized("layers", value),
-    "hidden": lambda question, value: question.sized("hidden", value),
-}
-"""The changes that a sweep makes, by name; bandwidth and machines are those of the topology's outermost level."""
+_CHOICES = {"tensor": "tensors", "depth": "depths", "microbatch-size": "microbatch_sizes", "schedule": "schedules"}
+"""Options of `plan` that take several values."""
+_COUNTS = {"microbatches": "num_microbatches", "batch": "global_batch"}
+"""Options that take one."""
 
-SWEPT = tuple(_CHANGES)
-"""Names that `sweep` takes."""
+SWEPT = (*_CHOICES, *_COUNTS, "bandwidth", "machines", *SIZES)
+"""Names that `sweep` takes; bandwidth and machines are those of the topology's outermost level."""
+
+
+def _changed(question: Question, name: str, value: Any) -> Question:
+    if name in _CHOICES:
+        return question.with_option(_CHOICES[name], [value])
+    if name in _COUNTS:
+        return question.with_option(_COUNTS[name], value)
+    if name == "bandwidth":
+        return question.outermost(bandwidth_bytes_per_s=parse_quantity(value, "bytes/s"))
+    if name == "machines":
+        return question.outermost(width=value)
+    return question.sized(name, value)
 
 
 @dataclass(frozen=True)
@@ -136,10 +140,9 @@ class Sweep:
 
     def lines(self, width: int | None = None) -> list[str]:
         """A table of at most so many characters per line; None: those of the terminal, or 100."""
-        rows = [["plan", "samples/s", "TFLOP/s each", "idle", "sent/sample", "memory"], *map(_row, self.cells)]
-        used = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        head = ["plan", "samples/s", "TFLOP/s each", "idle", "sent/sample", "memory"]
         width = width or shutil.get_terminal_size((100, 24)).columns
-        return table(list(zip(*used, strict=True)), width)
+        return used_columns(head, map(_row, self.cells), width)
 
     def svg(self, title: str = "") -> str:
         """A chart over the first name, a line for each value of the others; of a GPT, TFLOP/s per device.
@@ -154,29 +157,34 @@ class Sweep:
         is_gpt = all("flops_per_device" in cell.figures for cell in fitting)
         series: dict[str, list[tuple[float | str, float]]] = {}
         for cell in fitting:
-            line = ", ".join(f"{name} {cell.values[name]}" for name in others) or "fastest plan"
+            words = [f"{name} {cell.values[name]}" for name in others]
+            line = ", ".join(words) or "fastest plan"
             rate = cell.figures["samples_per_s"]
             if is_gpt:
                 rate = cell.figures["flops_per_device"] / 1e12
             series.setdefault(line, []).append((cell.values[first], rate))
         places = [cell.values[first] for cell in fitting]
-        wide = not isinstance(places[0], str) and max(places) >= 8 * min(places)
-        words = {"tensor": "tensor width", "batch": "samples per update", "bandwidth": "bandwidth, outermost level"}
+        wide = False
+        if not isinstance(places[0], str):
+            wide = max(places) >= 8 * min(places)
+        labels = {"tensor": "tensor width", "batch": "samples per update", "bandwidth": "bandwidth, outermost level"}
         label = "samples/s"
         if is_gpt:
             label = "TFLOP/s per device"
-        return chart(series, title=title, x_label=words.get(first, first), y_label=label, log_x=wide)
+        return chart(series, title=title, x_label=labels.get(first, first), y_label=label, log_x=wide)
 
 
 def _row(cell: Cell) -> list[str]:
-    values = ", ".join(f"{name} {value}" for name, value in cell.values.items())
+    words = [f"{name} {value}" for name, value in cell.values.items()]
+    values = ", ".join(words)
     found = cell.figures
     if cell.plan is None:
         return [f"{values}: {cell.why}", *[""] * 5]
     speed = ""
     if found.get("flops_per_device"):
         speed = f"{found['flops_per_device'] / 1e12:.4g}"
-    winner = next((one.summary for one in cell.plan.candidates if not one.why_lost), cell.plan.schedule)
+    winners = [one.summary for one in cell.plan.candidates if not one.why_lost]
+    winner = (*winners, cell.plan.schedule)[0]
     return [
         f"{values}: {winner}",
         f"{found['samples_per_s']:.4g}",
@@ -206,7 +214,7 @@ def sweep(model: Profile | str, topology: Topology, over: Mapping[str, Sequence[
     """
     over = {name.replace("_", "-"): values for name, values in over.items()}
     for name, values in over.items():
-        if name not in _CHANGES:
+        if name not in SWEPT:
             raise PlanError(f"sweep: unknown name {name!r}; {nearest(name, SWEPT)}")
         are_counts = all(isinstance(one, int) and one >= 1 for one in values)
         if name not in ("schedule", "bandwidth") and not are_counts:
@@ -216,7 +224,7 @@ def sweep(model: Profile | str, topology: Topology, over: Mapping[str, Sequence[
         question = Question(model, topology, options)
         named = dict(zip(over, chosen, strict=True))
         for name, value in named.items():
-            question = _CHANGES[name](question, value)
+            question = _changed(question, name, value)
         cells.append(_cell(question, named))
     return Sweep(tuple(over), tuple(cells))
 

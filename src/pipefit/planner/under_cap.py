@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import attrgetter
 
-from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import minmax
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.cuts import cut
 from pipefit.planner.estimate import estimate
+from pipefit.planner.methods import problem_of
 from pipefit.planner.search import SIMULATION, Frontier, SearchResult
 from pipefit.planner.simulated import simulated
 from pipefit.planner.space import NOT_FROM_DISK, Cap, Config, Problem
@@ -50,8 +50,7 @@ def problem_under_cap(
     """
     if not cap.device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {cap.device_bytes}")
-    if state_per_weight is None:
-        state_per_weight = usual_state(profile)
+    problem = problem_of(profile, topology, microbatch_size * num_microbatches, state_per_weight)
     tier = _tier(topology, cap.tier)
     if cap.step_on not in STEP_ON:
         raise PlanError(f"step_on: expected one of {', '.join(STEP_ON)}, got {cap.step_on!r}")
@@ -66,11 +65,11 @@ def problem_under_cap(
     known = replace(cap, tier=tier.name)
     if cap.host_bytes is None:
         known = replace(known, host_bytes=tier.capacity_bytes)
-    if not state_per_weight:
+    if not problem.state:
         known = replace(known, step_on="device")
     if not order.chunks:
         known = replace(known, num_chunks=1)
-    problem = Problem(profile, topology, microbatch_size * num_microbatches, state_per_weight, known)
+    problem.cap = known
     return problem, Config(order.name, cap.copies, cap.depth, 1, 1, microbatch_size, num_microbatches)
 
 
