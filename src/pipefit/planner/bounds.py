@@ -289,7 +289,7 @@ def quick_s(problem: Problem, config: Config) -> float:
     bounds = []
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
-        again_s = _again_s(problem, config, total)
+        again_s = _again_s(config, total)
         saved = 0.0
         if again_s:
             saved = total.forward_share * max(speeds)
@@ -343,19 +343,13 @@ def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, .
     return found
 
 
-def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
+def _again_s(config: Config, total: _Totals) -> float:
     """Seconds of replays of one micro-batch, on whichever rank replays them."""
-    # That of all stages but one, which may replay nothing.
-    share = sorted(least_replayed(config))[:2][-1]
-    if config.recompute == "stage":
-        return share * total.replayed_s
-    if config.recompute != "some" or not share:
+    if config.recompute != "stage":
         return 0.0
-    # Replays where needed: of the layers that save the most memory for their time, as many as the memory lacks.
-    limit = max(problem.memory_of(config))
-    rooms = [limit * ranks - fixed for fixed, ranks in _room(problem, config)]
-    lacking = total.saved_bytes - min(rooms)
-    return share * float(np.interp(lacking, total.freed_bytes, total.freed_s))
+    # The share of all stages but one, which may replay nothing.
+    share = sorted(least_replayed(config))[:2][-1]
+    return share * total.replayed_s
 
 
 class _Totals(NamedTuple):
@@ -371,8 +365,6 @@ class _Totals(NamedTuple):
         weight_bytes: of all weights.
         wgrad_bytes: of those that train.
         saved_bytes: kept for the backward.
-        freed_bytes: the part of these that replays free, of the first layers in the order of their seconds per byte.
-        freed_s: seconds of these replays.
     """
 
     work_s: float
@@ -384,8 +376,6 @@ class _Totals(NamedTuple):
     weight_bytes: float
     wgrad_bytes: float
     saved_bytes: float
-    freed_bytes: tuple[float, ...]
-    freed_s: tuple[float, ...]
 
 
 def _totals(problem: Problem, config: Config) -> _Totals:
@@ -403,13 +393,6 @@ def _summed(profile: Profile) -> _Totals:
     backward[:frozen] = [0.0] * frozen
     both = list(map(add, forward, backward))
     shares = [own / whole for own, whole in zip(forward, both, strict=True) if whole]
-    savers = [layer for layer in layers if layer.saved_bytes]
-    savers.sort(key=lambda layer: layer.forward_s / layer.saved_bytes)
-    freed_bytes = [0.0]
-    freed_s = [0.0]
-    for layer in savers:
-        freed_bytes.append(freed_bytes[-1] + layer.saved_bytes)
-        freed_s.append(freed_s[-1] + layer.forward_s)
     return _Totals(
         work_s=sum(both),
         replayed_s=sum(layer.forward_s for layer in layers[frozen:]),
@@ -419,9 +402,7 @@ def _summed(profile: Profile) -> _Totals:
         cut_bytes=min(profile.cut_bytes, default=0.0),
         weight_bytes=sum(layer.weight_bytes for layer in layers),
         wgrad_bytes=sum(layer.wgrad_bytes for layer in layers),
-        saved_bytes=freed_bytes[-1],
-        freed_bytes=tuple(freed_bytes),
-        freed_s=tuple(freed_s),
+        saved_bytes=sum(layer.saved_bytes for layer in layers),
     )
 
 
