@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
@@ -16,9 +16,11 @@ from pipefit.planner.explain import training, used_columns
 from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
 from pipefit.planner.plan_figures import idle_share, sent_bytes
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.planning import plan
 from pipefit.planner.transformer import is_transformer, settings_of, transformer_of
 from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.options import flag_of, with_fields
 from pipefit.units import format_bytes, parse_quantity
 
 SIZES = ("layers", "hidden")
@@ -64,10 +66,6 @@ class Question:
         words = [f"{key}={size}" for key, size in sizes.items()]
         return replace(self, model=f"{family}:" + ",".join(words))
 
-    def with_option(self, name: str, value: Any) -> Question:
-        """The question with another option of `plan`."""
-        return replace(self, options={**self.options, name: value})
-
     def outermost(self, **figures: Any) -> Question:
         """The question for a machine whose outermost level has other figures."""
         *inner, last = self.topology.levels
@@ -86,25 +84,28 @@ class Question:
         return plan(self.profile, self.topology, **self.options)
 
 
-_CHOICES = {"tensor": "tensors", "depth": "depths", "microbatch-size": "microbatch_sizes", "schedule": "schedules"}
-"""Options of `plan` that take several values."""
-_COUNTS = {"microbatches": "num_microbatches", "batch": "global_batch"}
-"""Options that take one."""
+SWEPT = (
+    "tensor", "depth", "microbatch-size", "microbatches", "batch", "schedule", "bandwidth", "machines", "layers",
+    "hidden",
+)  # fmt: skip
+"""Names that `sweep` takes: options of a plan, figures of the topology's outermost level, and sizes of a GPT."""
 
-SWEPT = (*_CHOICES, *_COUNTS, "bandwidth", "machines", *SIZES)
-"""Names that `sweep` takes; bandwidth and machines are those of the topology's outermost level."""
+_OPTIONS = {flag_of(one).removeprefix("--"): one for one in fields(PlanOptions)}
+_OPTIONS["batch"] = _OPTIONS["global-batch"]
 
 
 def _changed(question: Question, name: str, value: Any) -> Question:
-    if name in _CHOICES:
-        return question.with_option(_CHOICES[name], [value])
-    if name in _COUNTS:
-        return question.with_option(_COUNTS[name], value)
-    if name == "bandwidth":
-        return question.outermost(bandwidth_bytes_per_s=parse_quantity(value, "bytes/s"))
+    """The question with another value of one of `SWEPT`."""
+    if name in SIZES:
+        return question.sized(name, value)
     if name == "machines":
         return question.outermost(width=value)
-    return question.sized(name, value)
+    if name == "bandwidth":
+        return question.outermost(bandwidth_bytes_per_s=parse_quantity(value, "bytes/s"))
+    option = _OPTIONS[name]
+    if option.metadata["typed"]:
+        value = [value]  # the one to choose from
+    return replace(question, options={**question.options, option.name: value})
 
 
 @dataclass(frozen=True)
@@ -269,12 +270,13 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
     """
     if by not in SIZES:
         raise PlanError(f"largest: expected one of {', '.join(SIZES)}, got {by!r}")
+    asked = with_fields(PlanOptions, options)
+    topology = asked.machine(topology)
     if topology.device.memory_bytes == float("inf"):
         raise PlanError("largest: expected devices with limited memory; the topology has none")
     if not is_transformer(model):
         raise PlanError(f"largest: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
-    method = options.get("method", "auto")
-    if method in ("ptdp", "pipedream") or options.get("cap") is not None:
+    if asked.method in ("ptdp", "pipedream") or asked.cap is not None:
         raise PlanError("largest: expected --method auto, 2bw, gpipe or uniform, and no cap")
     question = Question(model, topology, options)
     sizes = vars(transformer_of(model))
@@ -298,15 +300,9 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
 
 
 def _fits(question: Question) -> bool:
-    options = dict(question.options)
-    # Memory does not depend on how messages travel.
-    method = options.pop("method", "auto")
-    unused = ("cost", "straight", "cap", "whole_messages", "blocking")
-    batch = options.pop("global_batch", None)
-    state = options.pop("state_per_weight", None)
-    problem = problem_of(question.profile, question.topology, batch, state)
-    wanted = {name: value for name, value in options.items() if name not in unused}
+    asked = with_fields(PlanOptions, question.options)
+    problem = problem_of(question.profile, question.topology, asked.global_batch, asked.state_per_weight)
     try:
-        return fits_by(method, problem, space_of(problem, method, **wanted))
+        return fits_by(asked.method, problem, space_of(problem, asked))
     except PlanError:  # too few layers for the depths asked for, for example
         return False
