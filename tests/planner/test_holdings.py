@@ -1,12 +1,19 @@
 """Live values that the planner counts in a small program, compared with those of the whole one."""
 
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from pipefit.ir.liveness import peak_inflight
+from pipefit.ir.op import Op
+from pipefit.ir.program import WeightRule
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.estimate import estimate
-from pipefit.planner.holdings import holdings_of, least_holdings, least_in_flight
+from pipefit.planner.holdings import first_holdings, holdings_of, least_in_flight, least_replayed, replayed
 from pipefit.planner.space import Config, Problem
+from pipefit.schedules import Shape, find, generate, names
 from pipefit.spec import Layer, Profile, Topology
 
 
@@ -32,25 +39,46 @@ def test_where_all_are_held_a_few_microbatches_give_the_values_of_many(monkeypat
             assert (counted @ sizes).max() >= (held @ sizes).max() * (1 - 1e-12)
 
 
-@pytest.mark.parametrize("recompute", ["none", "stage"])
-@pytest.mark.parametrize("schedule", ["interleaved", "breadth-first"])
 @pytest.mark.parametrize("depth", [2, 3, 4, 6])
-@pytest.mark.parametrize("chunks", [2, 3, 4])
-def test_a_rank_with_several_stages_holds_what_the_bound_says_and_more(schedule, depth, chunks, recompute):
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", [name for name in names() if find(name).ahead])
+def test_the_formula_of_a_schedule_gives_the_order_of_its_program(schedule, depth, chunks):
+    own = find(schedule)
+    if chunks > 1 and not own.chunks:
+        return
+    for microbatches in range(1, 3 * depth + 2):
+        if own.weights is WeightRule.DOUBLE and microbatches < depth - 1:
+            continue
+        program = generate(schedule, Shape(depth, microbatches, chunks, 1 if own.is_synchronous else 3 * depth))
+        for rank, instructions in enumerate(program.ranks):
+            work = [i for i in instructions if i.op in (Op.FWD, Op.BWD)]
+            first_backward = next(place for place, i in enumerate(work) if i.op is Op.BWD)
+            last_forward = max(place for place, i in enumerate(work) if i.op is Op.FWD)
+            ahead = Counter(i.stage for i in work[:first_backward])
+            after = Counter(i.stage for i in work[last_forward + 1 :])
+            stages = program.header.stages_of(rank)
+            assert own.ahead(depth, microbatches, chunks, rank) == tuple(ahead[stage] for stage in stages)
+            assert all(after[stage] <= ahead[stage] for stage in stages)
+            if chunks == 1:
+                assert peak_inflight(program, rank) <= ahead[stages[0]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "breadth-first", "pipedream-2bw"])
+@pytest.mark.parametrize("depth, chunks", [(3, 1), (4, 1), (3, 2), (2, 3)])
+def test_a_rank_holds_and_replays_what_the_bounds_say_and_more(schedule, depth, chunks):
+    if chunks > 1 and not find(schedule).chunks:
+        return
     for microbatches in (depth, 2 * depth, 3 * depth):
-        each = config(schedule, depth, chunks, microbatches, recompute)
-        for (least_keys, least), (keys, rows) in zip(least_holdings(each), holdings_of(each, ()), strict=True):
-            columns = rows[:, [keys.index(key) for key in least_keys]]
-            assert (columns >= least).all(axis=1).any()
-
-
-@pytest.mark.parametrize("depth", [2, 4, 7])
-def test_1f1b_holds_as_many_as_there_are_ranks_below(depth):
-    each = config("1f1b", depth, 1, 3 * depth)
-    saved = [
-        max(count for (kind, _), count in held.items() if kind == "saved") for held in highest(holdings_of(each, ()))
-    ]
-    assert saved == least_in_flight(each) == list(range(depth, 0, -1))
+        each = config(schedule, depth, chunks, microbatches)
+        for count, held in zip(least_in_flight(each), highest(holdings_of(each, ())), strict=True):
+            assert all(most >= count for (kind, _), most in held.items() if kind == "saved")
+        for replays in ("none", "stage"):
+            both = first_holdings(replace(each, recompute=replays)), holdings_of(replace(each, recompute=replays), ())
+            for (least_keys, first), (keys, rows) in zip(*both, strict=True):
+                columns = rows[:, [keys.index(key) for key in least_keys]]
+                assert (columns >= first).all(axis=1).any()
+        for least, share in zip(least_replayed(each), replayed(each), strict=True):
+            assert least <= share
 
 
 @pytest.mark.parametrize("recompute", ["none", "stage"])

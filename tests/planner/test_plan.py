@@ -143,7 +143,8 @@ def test_whether_a_schedule_holds_every_microbatch_is_the_same_on_two_ranks_as_o
             peak_inflight(generate(name, Shape(4, count, chunks, num_steps=1 if made.is_synchronous else 3)), 0)
             for count in (12, 16)
         )
-        assert holds_all(name, chunks) == (many == pytest.approx(few + 4)) == (name in ("gpipe", "breadth-first"))
+        config = Config(name, 1, 4, 1, chunks, 1, 16)
+        assert holds_all(config) == (many == pytest.approx(few + 4)) == (name in ("gpipe", "breadth-first"))
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])

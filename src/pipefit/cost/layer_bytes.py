@@ -62,7 +62,11 @@ class ModelBytes:
         depth = num_stages // plan.num_chunks
 
         def total(which: int) -> list[float]:
-            return [sum(self.layers[layer][which] for layer in stage.layers) for stage in stages]
+            found = []
+            for stage in stages:
+                figures = [self.layers[layer][which] for layer in stage.layers]
+                found.append(sum(figures))
+            return found
 
         weights, states, fixed, tensors, gradients = map(total, range(5))
         # The first slot begins at a block, at any address from the allocator.
@@ -73,13 +77,14 @@ class ModelBytes:
             fixed[first] += GRAIN_BYTES + present * _TENSOR_BYTES
             if depth > 1:
                 fixed[first] += _LINKS_BYTES
-        owner = {layer: index for index, stage in enumerate(stages) for layer in stage.layers}
+        owner = plan.partition.stage_of
         shared = dict(cost.tied_bytes)
         for group, tie in self.ties:
             users = sorted({owner[layer] for layer in group})
             if len(users) == 1:
                 continue
-            shared[users[0]] = shared.get(users[0], 0) + tie.weights
+            first_user = users[0]
+            shared[first_user] = shared.get(first_user, 0) + tie.weights
             for user in users:
                 weights[user] -= tie.weights
                 gradients[user] -= tie.gradients

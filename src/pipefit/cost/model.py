@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Final
 
@@ -149,7 +149,9 @@ class CostModel:
     @property
     def has_ports(self) -> bool:
         """Returns whether some ranks share ports."""
-        return self.topology is not None and any(level.one_port for level in self.topology.levels)
+        if self.topology is None:
+            return False
+        return any(level.one_port for level in self.topology.levels)
 
     @property
     def port_unit(self) -> int:
@@ -168,14 +170,18 @@ class CostModel:
         """The ports of a message, out of one unit and into another; none where links share nothing."""
         if self.topology is None or source == target:
             return ()
-        return self.topology.ports(source * self.tensor, target * self.tensor)
+        t = self.tensor
+        return self.topology.ports(source * t, target * t)
 
     def reduction_ports(self, instruction: Instruction, members: Sequence[int]) -> tuple[tuple[object, ...], ...]:
         """The ports that a reduction keeps busy: those of the ring of its members. One without bytes needs none."""
         if not self._reduced_bytes(instruction):
             return ()
-        ring = zip(members, [*members[1:], *members[:1]], strict=True)
-        return tuple(dict.fromkeys(port for a, b in ring for port in self.ports(a, b)))
+        found: dict[tuple[object, ...], None] = {}
+        after = [*members[1:], *members[:1]]
+        for source, target in zip(members, after, strict=True):
+            found |= dict.fromkeys(self.ports(source, target))
+        return tuple(found)
 
     def machine_of(self, rank: int) -> tuple[int, float]:
         """The machine of a rank, and the number of ranks that can compute there at once: cores / processes per rank."""
@@ -256,7 +262,17 @@ class CostModel:
 
     def size_bytes(self, value: Value | Instruction) -> float:
         """Bytes of a value, or of that of a message or copy: one law for liveness, memory over time and messages."""
-        return _SIZE[value.kind](self, value.stage)
+        kind = value.kind
+        if kind in _WITHOUT_BYTES:
+            return 0
+        if kind == Kind.INPUT and value.stage > 0:
+            return self.target_bytes
+        if kind == Kind.INPUT:
+            return self.input_bytes
+        size: float = getattr(self, _SIZE[kind])[value.stage]
+        if kind in _PIECES:
+            return size / self.tensor
+        return size
 
     def held_bytes(self, value: Value) -> float:
         """Bytes of a value on a device where weights stay: of each version what trains; `frozen_bytes` is the rest."""
@@ -315,18 +331,17 @@ _LIKE = {
 """Figures that replace those that are not given."""
 _HALVES = (Reduction.SCATTER.value, Reduction.SHARDS.value)
 
-_SIZE: Final[dict[str, Callable[[CostModel, int], float]]] = {
-    Kind.INPUT.value: lambda cost, s: cost.target_bytes if s > 0 else cost.input_bytes,
-    Kind.ACT.value: lambda cost, s: cost.act_bytes[s],
-    Kind.PIECE.value: lambda cost, s: cost.act_bytes[s] / cost.tensor,
-    Kind.GRAD.value: lambda cost, s: cost.grad_bytes[s],
-    Kind.GRAD_PIECE.value: lambda cost, s: cost.grad_bytes[s] / cost.tensor,
-    Kind.SAVED.value: lambda cost, s: cost.saved_bytes[s],
-    Kind.HALF.value: lambda cost, s: cost.half_bytes[s],
-    Kind.WGRAD.value: lambda cost, s: cost.wgrad_bytes[s],
-    Kind.WEIGHTS.value: lambda cost, s: cost.weight_bytes[s],
-    Kind.OPTIM.value: lambda cost, s: cost.optim_bytes[s],
-    Kind.NORM.value: lambda cost, s: 0,
-    # Parts of weights that are stored in the memory of the whole.
-    Kind.SHARDS.value: lambda cost, s: 0,
+_SIZE: Final = {
+    Kind.ACT.value: "act_bytes",
+    Kind.PIECE.value: "act_bytes",
+    Kind.GRAD.value: "grad_bytes",
+    Kind.GRAD_PIECE.value: "grad_bytes",
+    Kind.SAVED.value: "saved_bytes",
+    Kind.HALF.value: "half_bytes",
+    Kind.WGRAD.value: "wgrad_bytes",
+    Kind.WEIGHTS.value: "weight_bytes",
+    Kind.OPTIM.value: "optim_bytes",
 }
+_PIECES: Final = (Kind.PIECE.value, Kind.GRAD_PIECE.value)
+_WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.SHARDS.value)
+"""Shards are parts of weights that are stored in the memory of the whole."""

@@ -90,18 +90,25 @@ def of_plan(
     for stage in partition.stages:
         plain = [profile.layers[index] for index in stage.layers]
         stages.append([layer.replaying(stage.replays) for layer in plain])
-        replays_bytes.append(max(layer.replay_bytes(stage.replays) for layer in plain))
+        sizes_bytes = [layer.replay_bytes(stage.replays) for layer in plain]
+        replays_bytes.append(max(sizes_bytes))
 
     def total(figure: Callable[[Layer], float]) -> tuple[float, ...]:
         return tuple(sum(map(figure, layers)) for layers in stages)
 
     # Each replica steps its part and keeps the states of it.
-    parts = [len(ranks) if plan.sharded_optimizer else 1 for ranks in plan.placement.ranks]
-    steps_s = tuple(profile.optimizer_of(s.layers) / num for s, num in zip(partition.stages, parts, strict=True))
+    parts = [1] * len(stages)
+    if plan.sharded_optimizer:
+        parts = list(map(len, plan.placement.ranks))
+    trained = total(lambda layer: layer.wgrad_bytes)
+    steps_s: tuple[float, ...] = ()
+    optim_bytes: tuple[float, ...] = ()
+    for stage, size, num in zip(partition.stages, trained, parts, strict=True):
+        steps_s += (profile.optimizer_of(stage.layers) / num,)
+        optim_bytes += (size * state_per_weight / num,)
     inputs_s = total(lambda layer: layer.backward_input_s)
     weights_s = total(lambda layer: layer.backward_weight_s)
-    grads = _crossing(profile, partition, lambda x: x.output_bytes if x.grad_bytes is None else x.grad_bytes)
-    trained = total(lambda layer: layer.wgrad_bytes)
+    grads = _crossing(profile, partition, _grad_bytes)
     first = plan.frozen
     none = (0.0,) * first
     tiers = topology.tiers_among(num_ranks)
@@ -126,7 +133,7 @@ def of_plan(
         half_bytes=(*none, grads[first], *total(lambda layer: layer.kept_bytes)[first + 1 :]),
         weight_bytes=total(lambda layer: layer.weight_bytes),
         wgrad_bytes=trained,
-        optim_bytes=tuple(size * state_per_weight / num for size, num in zip(trained, parts, strict=True)),
+        optim_bytes=optim_bytes,
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,
@@ -138,12 +145,18 @@ def of_plan(
     return replace(cost, **sizes.figures(cost, plan))
 
 
+def _grad_bytes(layer: Layer) -> float:
+    if layer.grad_bytes is None:
+        return layer.output_bytes
+    return layer.grad_bytes
+
+
 def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], float]) -> tuple[float, ...]:
     """For each stage, the bytes that cross the cut after it: every output used beyond it, counted once.
 
     After the last stage: its outputs that nothing uses, which the loss reads.
     """
-    owner = {layer: stage for stage, spec in enumerate(partition.stages) for layer in spec.layers}
+    owner = partition.stage_of
     reach = dict(owner)
     used = set()
     for tail, head in profile.links:
@@ -166,11 +179,16 @@ def _crossing(profile: Profile, partition: Partition, figure: Callable[[Layer], 
 
 def speeds_of(topology: Topology, tensor: int = 1) -> tuple[float, ...]:
     """Speed of each rank over the device of the profile; (): all alike. The slowest of t devices sets a rank's."""
-    if not topology.devices or not all(device.flops for device in topology.devices):
+    have_flops = all(device.flops for device in topology.devices)
+    if not topology.devices or not have_flops:
         return ()
     reference = topology.device
     if not reference.flops:
         reference = topology.devices[0]
     usable = reference.flops * reference.efficiency
     speeds = [device.flops * device.efficiency / usable for device in topology.devices]
-    return tuple(min(speeds[first : first + tensor]) for first in range(0, len(speeds), tensor))
+    slowest = []
+    for first in range(0, len(speeds), tensor):
+        group = speeds[first : first + tensor]
+        slowest.append(min(group))
+    return tuple(slowest)

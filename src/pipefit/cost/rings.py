@@ -87,7 +87,8 @@ def all_reduce_s(ring: Ring, num_bytes: float) -> float:
 
 def all_gather_s(ring: Ring, num_bytes: float) -> float:
     """Seconds of an all-gather to `num_bytes`, or of a reduce-scatter of as many."""
-    return ring.ring_s + over(num_bytes, ring.bandwidth_bytes_per_s) * (ring.size - 1) / ring.size
+    whole_s = over(num_bytes, ring.bandwidth_bytes_per_s)
+    return ring.ring_s + whole_s * (ring.size - 1) / ring.size
 
 
 def over(num_bytes: float, bandwidth_bytes_per_s: float) -> float:

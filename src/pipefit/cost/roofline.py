@@ -49,8 +49,10 @@ def product_s(device: Device, m: int, n: int, k: int, count: int = 1, element_by
     read = count * (m * k + k * n) * element_bytes
     written = count * m * n * element_bytes
     if not device.cores:
-        return flops_s(device, 2 * count * m * n * k, read + written)
-    compute_s = min(_waves_s(device, m, n, k, count, element_bytes, tile) for tile in _tiles(device.tile))
+        flops = 2 * count * m * n * k
+        return flops_s(device, flops, read + written)
+    by_tile = [_waves_s(device, m, n, k, count, element_bytes, tile) for tile in _tiles(device.tile)]
+    compute_s = min(by_tile)
     read_s = pass_s(device, read, kernel=False)
     return max(compute_s, read_s) + pass_s(device, written)
 
@@ -86,8 +88,10 @@ def slowest_of(device: Device, count: int) -> Device:
     """
     if not device.spread or count < 2:
         return device
-    below = NormalDist().inv_cdf((count - 3 / 8) / (count + 1 / 4))
-    return replace(device, efficiency=device.efficiency * (1 - device.spread * below))
+    quantile = (count - 3 / 8) / (count + 1 / 4)
+    below = NormalDist().inv_cdf(quantile)
+    pace = 1 - device.spread * below
+    return replace(device, efficiency=device.efficiency * pace)
 
 
 def flops_s(device: Device, flops: float, num_bytes: float) -> float:
@@ -99,8 +103,11 @@ def flops_s(device: Device, flops: float, num_bytes: float) -> float:
 
 def _waves_s(device: Device, m: int, n: int, k: int, count: int, element_bytes: int, tile: tuple[int, int]) -> float:
     rows, columns = tile
-    tiles = count * -(-m // rows) * -(-n // columns)
-    compute_s = 2 * rows * columns * device.cores / (device.flops * device.efficiency)
+    tiles_down = -(-m // rows)
+    tiles_across = -(-n // columns)
+    tiles = count * tiles_down * tiles_across
+    usable_flops = device.flops * device.efficiency
+    compute_s = 2 * rows * columns * device.cores / usable_flops
     cache = device.cache_bandwidth_bytes_per_s or inf
     load_s = (rows + columns) * element_bytes * device.cores / cache
     # The last wave runs at the pace of a core; cores without a tile are idle.

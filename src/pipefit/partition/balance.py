@@ -56,7 +56,9 @@ def gpipe(
         raise PlanError(f"speeds: expected {num_stages} above 0, one for each stage, got {list(speeds)}")
     total = cost[0, -1]
     mean = total / sum(speeds)
-    away = {speed: allowed((cost / speed - mean) ** 2) for speed in speeds}
+    away = {}
+    for speed in speeds:
+        away[speed] = allowed((cost / speed - mean) ** 2)
     scale = (total / min(speeds)) ** 2
     return Partition.from_counts(_least_sum([away[speed] for speed in speeds], scale))
 
@@ -149,7 +151,9 @@ def divide(costs: Sequence[Array]) -> list[int] | None:
     if not np.isfinite(worst):
         return None
     limit = worst * (1 + TIE)
-    squares = {key: np.where(cost <= limit, cost**2, np.inf) for key, cost in ready.items()}
+    squares = {}
+    for key, cost in ready.items():
+        squares[key] = np.where(cost <= limit, cost**2, np.inf)
     return _least_sum([squares[id(cost)] for cost in costs], worst**2)
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition.balance import Array, allowed, spans
+from pipefit.partition.stage_costs import Memory
 from pipefit.spec import Partition, Profile
 from pipefit.units import format_bytes
 
@@ -89,7 +90,9 @@ def _needs(profile: Profile, optimizer_factor: float) -> tuple[Array, Array]:
     cuts = np.array([0.0, *profile.cut_bytes, layers[-1].output_bytes])
     entering = cuts[:, None]
     leaving = cuts[None, :]
-    needed = weights + trained * (1 + optimizer_factor) + saved + entering + leaving
+    frozen = spans([layer.frozen_bytes for layer in layers])
+    law = Memory(versions=0.0, state=2 + optimizer_factor)
+    needed = law.needed_bytes(1, trained, frozen, saved) + entering + leaving
     loaded = weights + trained * optimizer_factor + entering
     return allowed(needed), allowed(loaded)
 

@@ -177,7 +177,8 @@ def _along_order(start: int, end: int, feeds: list[int]) -> list[int]:
     mask = start
     found = []
     while rest:
-        layer = next(index for index in rest if feeds[index] & ~mask == 0)
+        ready = [index for index in rest if feeds[index] & ~mask == 0]
+        layer = ready[0]
         rest.remove(layer)
         mask |= 1 << layer
         found.append(mask)

@@ -51,7 +51,9 @@ def _choices(problem: CutProblem, level: int, beyond: int) -> list[_Choice]:
     width = problem.levels[level - 1][0]
     result = []
     for replicas in problem.replica_counts(width):
-        contexts = {n: problem.context(level, beyond, n, replicas) for n in range(replicas, width + 1)}
+        contexts = {}
+        for components in range(replicas, width + 1):
+            contexts[components] = problem.context(level, beyond, components, replicas)
         for child, group in groupby(contexts, contexts.__getitem__):
             left = list(group)
             result.append(_Choice(replicas, left[0], left[-1], child))
@@ -186,7 +188,8 @@ def _states_on_the_way(problem: CutProblem, start: int, end: int) -> list[int]:
 
 
 def _fastest(problem: CutProblem, level: int, table: Array) -> float:
-    return min(float(table[0, n]) for n in problem.totals(level))
+    times = [float(table[0, n]) for n in problem.totals(level)]
+    return min(times)
 
 
 def _rows(
@@ -202,7 +205,10 @@ def _rows(
         beyond = np.array([[child] for child in children])
         base = problem.device_s(beyond, row, columns)
     else:
-        base = np.stack([base_s(problem, level - 1, child)[row, columns] for child in children])
+        each = []
+        for child in children:
+            each.append(base_s(problem, level - 1, child)[row, columns])
+        base = np.stack(each)
     base = base[[bases[choice.child] for choice in choices]]
     middle = problem.stage_s(level, base[..., :-1], replicas, row, columns[:-1], first, last=False)
     last = problem.stage_s(level, base[..., -1:], replicas, row, columns[-1:], first, last=True)

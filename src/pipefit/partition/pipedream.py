@@ -134,7 +134,8 @@ def pipedream(
     if margin is not None and margin < 0:
         raise PlanError(f"margin: expected 0 or more, got {margin}")
     if memory_bytes is None:
-        memory_bytes = min(topology.device_of(rank).memory_bytes for rank in range(topology.num_devices))
+        devices = map(topology.device_of, range(topology.num_devices))
+        memory_bytes = min(device.memory_bytes for device in devices)
     memory = Memory(memory_bytes, 0.0, state_factor + 1.0)
     if weight_versions:
         memory = Memory(memory_bytes, 1.0, state_factor)
@@ -142,7 +143,9 @@ def pipedream(
     states = find_states(profile, _affordable(levels, searches))
     slowest = min(bandwidth for _, bandwidth in levels)
     widths = {"flat": [(topology.num_devices, slowest)], "hierarchical": levels}
-    problems = {name: CutProblem(states, widths[name], rule, memory, straight) for name in searches}
+    problems = {}
+    for name in searches:
+        problems[name] = CutProblem(states, widths[name], rule, memory, straight)
     found_s = {name: _fastest(problem) for name, problem in problems.items()}
     shape = min(searches, key=found_s.__getitem__)
     problem = problems[shape]
@@ -155,6 +158,7 @@ def pipedream(
     single_s = _total(profile, "total_s") + profile.loss_s
     trained_bytes = _total(profile, "wgrad_bytes")
     whole_bytes = _data_parallel_bytes(problem)
+    plain_s = [data_parallel_s(rule, single_s, trained_bytes, widths[name]) for name in searches]
     result = PipeDreamResult(
         shape,
         rule.name,
@@ -163,7 +167,7 @@ def pipedream(
         flat_s=found_s.get("flat"),
         hierarchical_s=found_s.get("hierarchical"),
         straight_s=straight_s,
-        data_parallel_s=min(data_parallel_s(rule, single_s, trained_bytes, widths[name]) for name in searches),
+        data_parallel_s=min(plain_s),
         data_parallel_bytes=whole_bytes,
         data_parallel_fits=whole_bytes <= memory.limit_bytes,
         exact=states.complete,
@@ -192,7 +196,8 @@ def _searches(search: str | None, rule: Convention, topology: Topology) -> list[
 
 def _affordable(levels: list[tuple[int, float]], searches: list[str]) -> int:
     """The number of states for a few seconds of search, which grows on inner levels as states³ · width²."""
-    widest = max((width for width, _ in levels[:-1]), default=1)
+    inner = [width for width, _ in levels[:-1]]
+    widest = max(inner, default=1)
     if "hierarchical" not in searches or widest == 1:
         return 2000
     affordable = (1.5e10 / widest**2) ** (1 / 3)
@@ -248,7 +253,10 @@ def _with_stages(
         behind = sum(after.replicas for after in stages[index:])
         count = math.ceil(behind / stage.replicas)
         in_flight.append(count)
-        held = (sum(getattr(layers[layer], name) for layer in stage.layers) for name in HELD)
+        held = []
+        for name in HELD:
+            figures = [getattr(layers[layer], name) for layer in stage.layers]
+            held.append(sum(figures))
         needed.append(problem.memory.needed_bytes(count, *held))
     return replace(
         result,
@@ -287,7 +295,10 @@ def _why_nothing_fits(problem: CutProblem) -> str:
     layers = problem.states.profile.layers
     if not memory.is_limited:
         return "no partition uses every device: there are fewer layers than stages would be needed"
-    needed = [memory.needed_bytes(1, layer.wgrad_bytes, layer.frozen_bytes, layer.saved_bytes) for layer in layers]
+    needed = []
+    for layer in layers:
+        held = [getattr(layer, name) for name in HELD]
+        needed.append(memory.needed_bytes(1, *held))
     most = max(needed)
     largest = needed.index(most)
     every = format_bytes(_data_parallel_bytes(problem))

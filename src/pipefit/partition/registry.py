@@ -86,7 +86,7 @@ def partition(profile: Profile, num_stages: int | None = None, method: str = "mi
     try:
         inspect.signature(found).bind(profile, num_stages, **options)
     except TypeError as problem:
-        known = [name for name in inspect.signature(found).parameters if name not in ("profile", "num_stages")]
+        known = list(inspect.signature(found).parameters)[2:]
         raise PlanError(f"{method}: {problem}; its options: {', '.join(known) or 'none'}") from None
     made = found(profile, num_stages, **options)
     count = len(made.stages)

@@ -85,7 +85,8 @@ class CutProblem:
         """
         if not self.memory.is_limited:
             return 0
-        size = math.prod(width for width, _ in self.levels[: level - 1])
+        inner = [width for width, _ in self.levels[: level - 1]]
+        size = math.prod(inner)
         behind = (components - replicas) * size + beyond
         return -(-behind // replicas)
 
@@ -109,8 +110,9 @@ class CutProblem:
     def held_bytes(self) -> tuple[Array, Array, Array]:
         """Arrays [a, b]: bytes of the weights that train, of the others, and saved for the backward; 0: no stage."""
         states = self.states
-        trained, frozen, saved = (np.where(states.inside, states.between(name), 0.0) for name in HELD)
-        return trained, frozen, saved
+        trained, frozen, saved = map(states.between, HELD)
+        inside = states.inside
+        return np.where(inside, trained, 0.0), np.where(inside, frozen, 0.0), np.where(inside, saved, 0.0)
 
     def device_s(self, beyond: NDArray[np.intp] | int, row: slice | int, columns: slice | NDArray[np.intp]) -> Array:
         """Part of `compute_s`, infinite where memory does not suffice with 1 + `beyond` mini-batches in flight.

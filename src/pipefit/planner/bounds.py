@@ -11,18 +11,19 @@ the cut is known, layers are divided as finely as is best.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from contextlib import suppress
+from functools import lru_cache
 from operator import add
 from typing import NamedTuple
 
 import numpy as np
 
 from pipefit.cost import CostModel, speeds_of
-from pipefit.cost.rings import Ring, all_reduce_s, over, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.planner.holdings import holds_all, least_in_flight, least_replayed
-from pipefit.planner.space import Config, Problem, placement_for
+from pipefit.ir.program import WeightRule
+from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
+from pipefit.planner.space import Config, Problem, num_frozen_layers, placement_for
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile
 
@@ -45,7 +46,8 @@ def crowded(cost: CostModel) -> bool:
     if cost.topology:
         farthest = cost.topology.num_devices - 1
     bandwidth, latency = cost.link(0, farthest)
-    largest = max([*cost.act_bytes[:-1], *cost.grad_bytes[:-1], 0.0])
+    sizes = (*cost.act_bytes[:-1], *cost.grad_bytes[:-1])
+    largest = max(sizes, default=0.0)
     return latency + largest / bandwidth > work_s
 
 
@@ -120,7 +122,7 @@ def _shared_s(config: Config, cost: CostModel) -> float:
     machine, cores = cost.machine_of(0)
     if cost.machine_of(num_ranks - 1)[0] != machine:
         return 0.0
-    each_s = sum(map(sum, (cost.forward_s, cost.backward_input_s, cost.backward_weight_s)))
+    each_s = sum(cost.forward_s) + sum(cost.backward_input_s) + sum(cost.backward_weight_s)
     return config.num_microbatches * each_s / max(cost.speed, default=1.0) / cores
 
 
@@ -135,7 +137,10 @@ def _pipelines(config: Config, cost: CostModel) -> list[tuple[int, ...]]:
     speed = cost.speed.__getitem__
     if config.replicas:
         return [tuple(max(ranks, key=speed) for ranks in placement)]
-    by_speed = {tuple(map(speed, ranks)): ranks for ranks in zip(*placement, strict=True)}
+    by_speed = {}
+    for ranks in zip(*placement, strict=True):
+        own = tuple(map(speed, ranks))
+        by_speed[own] = ranks
     return list(by_speed.values())
 
 
@@ -144,7 +149,10 @@ def _replays(config: Config, partition: Partition) -> list[float]:
     stages = partition.stages
     if not any(stage.is_replayed for stage in stages):
         return [0.0] * len(stages)
-    return [share * stage.is_replayed for share, stage in zip(least_replayed(config), stages, strict=True)]
+    shares = []
+    for share, stage in zip(least_replayed(config), stages, strict=True):
+        shares.append(share * stage.is_replayed)
+    return shares
 
 
 def _stages(
@@ -152,6 +160,7 @@ def _stages(
 ) -> Iterator[_Stage]:
     placement = placement_for(config).ranks
     last = cost.num_stages - 1
+    is_whole = fills(config)
     for stage, rank in enumerate(pipeline):
         ranks = placement[stage]
         speed = _speed(cost, rank)
@@ -160,7 +169,7 @@ def _stages(
             forward_s += cost.loss_s
         back_s = cost.backward_input_s[stage]
         whole_s = back_s + cost.backward_weight_s[stage]
-        if config.schedule not in _HALVED:
+        if is_whole:
             back_s = whole_s
         out_s = in_s = 0.0
         if stage < last and rank != pipeline[stage + 1]:
@@ -187,16 +196,13 @@ def _stages(
         )
 
 
-_HALVED = ("zb-h1", "zb-h2", "zb-v")
-"""Schedules that delay the second half of a backward."""
-
-
 def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) -> Iterator[float]:
     """Of each rank, and of each link where messages queue, seconds from update to update.
 
     A rank that does not train begins the next update while the others are still at this one.
     """
     schedule = find(config.schedule)
+    is_filled = fills(config)
     way_s = 0.0
     before_s = float("-inf")
     for rank in range(config.depth):
@@ -207,82 +213,63 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
         if queued:
             yield sum(stage.num * stage.out_s for stage in own)
             yield sum(stage.num * stage.in_s for stage in own)
-        if not schedule.is_synchronous and not config.replicas:
-            # A micro-batch enters when another one returns, without an end.
-            yield first.num / (config.depth - rank) * _trip_s(stages, rank)
-        if rank < frozen or not schedule.is_synchronous:
-            continue
-        if not schedule.flushes:
+        if rank < frozen or not (schedule.is_synchronous and schedule.flushes):
             continue
         yield work_s + first.reduce_s + first.step_s
         before_s = max(before_s, first.reduce_s + first.step_s - way_s)
         begins_s = way_s + before_s
-        if config.schedule in _HALVED:
-            later_s = sum(stage.num * (stage.backward_s - stage.back_s) for stage in own)
-            yield begins_s + (work_s - later_s)
-        else:
+        if is_filled:
             yield begins_s + work_s + _wait_s(config, stages, rank)
-        if config.schedule == "1f1b" and not config.replicas:
-            in_flight = min(config.depth - rank, first.num)
-            trips = -(-first.num // in_flight)
-            yield begins_s + trips * _trip_s(stages, rank)
-        if queued and config.chunks == 1 and rank + 1 < config.depth:
-            after = stages[rank + 1]
-            messages_s = (first.num - 1) * first.out_s
-            yield begins_s + first.way_s + messages_s + after.forward_s + after.back_s
+        else:
+            for stage in own:
+                work_s -= stage.num * (stage.backward_s - stage.back_s)
+            yield begins_s + work_s
         way_s += first.way_s
 
 
 def _below_s(stages: list[_Stage], first: int, last: int) -> float:
     """Seconds from the end of a stage's forward to the beginning of a stage's backward of the same micro-batch."""
-    down_s = sum(stage.forward_s + stage.out_s for stage in stages[first + 1 :])
-    up_s = sum(stage.back_s + stage.in_s for stage in stages[last + 1 :])
-    return stages[first].out_s + down_s + stages[last].in_s + up_s
-
-
-def _trip_s(stages: list[_Stage], rank: int) -> float:
-    """Seconds of a micro-batch from the beginning of its forward on a rank to the end of its backward there."""
-    own = stages[rank]
-    return own.forward_s + _below_s(stages, rank, rank) + own.backward_s
+    seconds = stages[first].out_s
+    for stage in stages[first + 1 :]:
+        seconds += stage.forward_s + stage.out_s
+    seconds += stages[last].in_s
+    for stage in stages[last + 1 :]:
+        seconds += stage.back_s + stage.in_s
+    return seconds
 
 
 def _wait_s(config: Config, stages: list[_Stage], rank: int) -> float:
-    """Seconds that a rank waits for the return of its first micro-batch, and of its last one."""
-    own = stages[rank :: config.depth]
-    m = stages[rank].num
-    if config.replicas:
+    """Seconds that a rank waits for the return of micro-batches, by the number of forwards ahead of its backwards."""
+    known = ahead_of(config)
+    if not known:
         return 0.0
-    last = len(stages) - config.depth + rank
-    if holds_all(config.schedule, config.chunks):
-        again_s = 0.0
+    own = [stage for stage in stages if stage.rank == rank]
+    places = [index for index, stage in enumerate(stages) if stage.rank == rank]
+    last = places[-1]
+    m = own[0].num
+    waits = [0.0]
+    if config.chunks == 1:
+        # Another micro-batch enters when one has returned.
+        trips = -(-m // known[rank][0])
+        trip_s = own[0].forward_s + _below_s(stages, rank, rank) + own[0].backward_s
+        waits.append(trips * trip_s - own[0].work_s)
+    if min(map(min, known)) == m:
+        # All forwards come before all backwards, on the ranks below too.
+        turn_s = _below_s(stages, last, last)
         if own[-1].replay_s:
-            again_s = own[-1].forward_s
-        return max(_below_s(stages, last, last) - again_s, 0.0)
-    ahead = _ahead(config, rank)
-    forwards_s = 0.0
-    backwards_s = 0.0
-    for count, stage in zip(ahead, own, strict=True):
-        forwards_s += count * stage.forward_s
-        backwards_s += count * (stage.backward_s + stage.replay_s)
-    first_s = own[0].forward_s + _below_s(stages, rank, last) - forwards_s - own[-1].replay_s
-    last_s = own[0].backward_s + _below_s(stages, last, rank) - backwards_s
-    if sum(ahead) == m * len(own):
-        return max(first_s, last_s, 0.0)
-    return max(first_s, 0.0) + max(last_s, 0.0)
-
-
-def _ahead(config: Config, rank: int) -> list[int]:
-    """Forwards of each stage of a rank before its first backward: as many backwards follow its last forward."""
-    p = config.depth
-    v = config.chunks
-    m = config.per_pipeline
-    if config.schedule in ("1f1b", "interleaved") and v == 1:
-        return [min(p - rank, m)]
-    if config.schedule != "interleaved" or m % p:
-        return [m] * v
-    more = 2 * (p - rank) - 1
-    first = min(max(more, p), m)
-    return [first, *[p] * (v - 2), min(more, p)]
+            turn_s -= own[-1].forward_s
+        waits.append(turn_s)
+    # For the first micro-batch, and for the last one.
+    first_s = own[0].forward_s + _below_s(stages, rank, last) - own[-1].replay_s
+    last_s = own[0].backward_s + _below_s(stages, last, rank)
+    for count, stage in zip(known[rank], own, strict=True):
+        first_s -= count * stage.forward_s
+        last_s -= count * (stage.backward_s + stage.replay_s)
+    if sum(known[rank]) == m * len(own):
+        waits += [first_s, last_s]
+    else:
+        waits.append(max(first_s, 0.0) + max(last_s, 0.0))
+    return max(waits)
 
 
 # ------------------------------------------------------------------------------ seconds and bytes before the cut
@@ -293,34 +280,52 @@ def quick_s(problem: Problem, config: Config) -> float:
     total = _totals(problem, config)
     m = config.per_pipeline
     p = config.depth
-    reduced_s = 0.0
-    if find(config.schedule).is_synchronous:
-        reduced_s = _reduced_s(problem, config, total.wgrad_bytes)
     step_s = total.step_s
     if config.sharded:
         step_s /= config.data
-    # A schedule that fills and drains; a rank that does not train is a part of the next update meanwhile.
-    is_filled = config.schedule in ("1f1b", "gpipe") and p > 1 and not config.replicas and not total.is_frozen
+    # A rank that does not train is a part of the next update meanwhile.
+    has_way = p > 1 and config.chunks == 1 and not (config.replicas or total.is_frozen)
+    is_filled = has_way and fills(config)
     bounds = []
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
-        again_s = _again_s(problem, config, total)
+        again_s = _again_s(config, total)
         saved = 0.0
         if again_s:
             saved = total.forward_share * max(speeds)
         together_s = m * (total.work_s + again_s) + step_s
-        reducing_s = min(speeds) * reduced_s
-        bounds.append((together_s + reducing_s) / (sum(speeds) + saved))
-        if not config.replicas:
-            bounds.append(m * total.largest_s / max(speeds))
-        if is_filled and (config.schedule == "gpipe" or m > p):
-            used = _used(speeds, m * p / (m + p - 1))
-            bounds.append(m * total.work_s / used)
-        elif is_filled:
-            # Each rank takes the way to it, and m times its work.
-            share = 1 - (1 - 1 / m) ** p
-            bounds.append(total.work_s / max(speeds) / share)
+        bounds.append(together_s / (sum(speeds) + saved))
+        if is_filled:
+            counts = tuple(count for each in ahead_of(config) for count in each)
+            bounds.append(_fill(p, m, counts) * total.work_s / max(speeds))
     return max(bounds)
+
+
+@lru_cache(maxsize=4096)
+def _fill(p: int, m: int, ahead: tuple[int, ...]) -> float:
+    """Seconds of an update of p ranks with a stage each, per second of work on a micro-batch, for any cut at least.
+
+    Rank r takes at least Σ c[r, s]·w[s], w the work of each stage on a micro-batch: the way to it and back, m times its
+    own work, and its waits (`_wait_s`; half of the work is taken for forwards). Of the ranks with the weights u the
+    mean is at least that, too. Where these weights give every stage the same factor, no cut is better:
+    with GPipe's and 1F1B's waits (m > p) it is (m + p − 1)/p.
+    """
+    way = np.tril(np.ones((p, p)), -1)
+    waits = np.zeros((p, p))
+    for rank, count in enumerate(ahead):
+        if min(ahead) == m:
+            waits[rank, rank + 1 :] = 1
+        elif count < m:
+            waits[rank, rank] = 1 - count
+            waits[rank, rank + 1 :] = 2
+    busy = way + m * np.eye(p)
+    found = 1.0
+    for factors in (busy + waits, busy):
+        with suppress(np.linalg.LinAlgError):
+            weights = np.linalg.solve(factors.T, np.ones(p))
+            if min(weights) >= 0:
+                found = max(found, float(1 / sum(weights)))
+    return found
 
 
 def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, ...]]:
@@ -332,35 +337,19 @@ def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, .
         return {speeds or (1.0,) * topology.num_devices}
     if not speeds:
         return {(1.0,) * p}
-    return {speeds[first : first + p] for first in range(0, p * config.data, p)}
-
-
-def _again_s(problem: Problem, config: Config, total: _Totals) -> float:
-    """Seconds of replays of one micro-batch, on whichever rank replays them."""
-    share = least_replayed(config)[0]
-    if config.recompute == "stage":
-        return share * total.replayed_s
-    if config.recompute != "some" or not share:
-        return 0.0
-    # Replays where needed: of the layers that save the most memory for their time, as many as the memory lacks.
-    limit = max(problem.memory_of(config))
-    room = min(limit * ranks - fixed for fixed, ranks in _room(problem, config))
-    lacking = total.saved_bytes - room
-    return share * float(np.interp(lacking, total.freed_bytes, total.freed_s))
-
-
-def _used(speeds: Sequence[float], count: float) -> float:
-    """The sum of the fastest speeds, of so many ranks or a part of one.
-
-    Of 1F1B and GPipe seconds per update are at least (m + p − 1)/p · Σ w over ranks, and at least m·w of each: so the
-    most work of a micro-batch within T seconds is that of m·p/(m + p − 1) ranks that take T/m each.
-    """
-    found = 0.0
-    left = count
-    for speed in sorted(speeds, reverse=True):
-        found += speed * min(left, 1.0)
-        left = max(left - 1.0, 0.0)
+    found = set()
+    for first in range(0, p * config.data, p):
+        found.add(speeds[first : first + p])
     return found
+
+
+def _again_s(config: Config, total: _Totals) -> float:
+    """Seconds of replays of one micro-batch, on whichever rank replays them."""
+    if config.recompute != "stage":
+        return 0.0
+    # The share of all stages but one, which may replay nothing.
+    share = sorted(least_replayed(config))[:2][-1]
+    return share * total.replayed_s
 
 
 class _Totals(NamedTuple):
@@ -370,29 +359,23 @@ class _Totals(NamedTuple):
         work_s: of forwards, loss and backwards.
         replayed_s: of the forwards that may be replayed.
         forward_share: the largest share of the forward in a layer's time.
-        largest_s: of the slowest layer.
         step_s: of the optimizer.
         is_frozen: the first layer does not train.
         cut_bytes: the least across a boundary.
         weight_bytes: of all weights.
         wgrad_bytes: of those that train.
         saved_bytes: kept for the backward.
-        freed_bytes: the part of these that replays free, of the first layers in the order of their seconds per byte.
-        freed_s: seconds of these replays.
     """
 
     work_s: float
     replayed_s: float
     forward_share: float
-    largest_s: float
     step_s: float
     is_frozen: bool
     cut_bytes: float
     weight_bytes: float
     wgrad_bytes: float
     saved_bytes: float
-    freed_bytes: tuple[float, ...]
-    freed_s: tuple[float, ...]
 
 
 def _totals(problem: Problem, config: Config) -> _Totals:
@@ -403,94 +386,63 @@ def _totals(problem: Problem, config: Config) -> _Totals:
 def _summed(profile: Profile) -> _Totals:
     layers = profile.layers
     # Frozen layers at the beginning have no backward.
-    trained = (index for index, layer in enumerate(layers) if layer.trained_bytes != 0)
-    frozen = next(trained, len(layers) - 1)
+    frozen = min(num_frozen_layers(profile), len(layers) - 1)
     forward = [layer.forward_s for layer in layers]
     forward[-1] += profile.loss_s
     backward = [layer.backward_s for layer in layers]
     backward[:frozen] = [0.0] * frozen
     both = list(map(add, forward, backward))
     shares = [own / whole for own, whole in zip(forward, both, strict=True) if whole]
-    savers = [layer for layer in layers if layer.saved_bytes]
-    savers.sort(key=lambda layer: layer.forward_s / layer.saved_bytes)
     return _Totals(
-        sum(both),
-        sum(layer.forward_s for layer in layers[frozen:]),
-        max(shares, default=0.0),
-        max(both),
-        profile.optimizer_of(range(len(layers))),
-        frozen > 0,
-        min(profile.cut_bytes, default=0.0),
-        sum(layer.weight_bytes for layer in layers),
-        sum(layer.wgrad_bytes for layer in layers),
-        sum(layer.saved_bytes for layer in layers),
-        tuple(accumulate((layer.saved_bytes for layer in savers), initial=0.0)),
-        tuple(accumulate((layer.forward_s for layer in savers), initial=0.0)),
+        work_s=sum(both),
+        replayed_s=sum(layer.forward_s for layer in layers[frozen:]),
+        forward_share=max(shares, default=0.0),
+        step_s=profile.optimizer_of(range(len(layers))),
+        is_frozen=frozen > 0,
+        cut_bytes=min(profile.cut_bytes, default=0.0),
+        weight_bytes=sum(layer.weight_bytes for layer in layers),
+        wgrad_bytes=sum(layer.wgrad_bytes for layer in layers),
+        saved_bytes=sum(layer.saved_bytes for layer in layers),
     )
 
 
-def _reduced_s(problem: Problem, config: Config, num_bytes: float) -> float:
-    """Seconds of the sums of gradients, of all stages together; those of several stages of a rank may overlap."""
-    if config.data < 2 or config.chunks > 1:
-        return 0.0
-    topology = problem.ranks(config.tensor)
-    depth = config.depth
-    end = config.data * depth
-
-    def rings_of_stages() -> list[Ring]:
-        return [ring_of(topology, range(rank, end, depth)) for rank in range(depth)]
-
-    rings = problem.once(("rings", config.tensor, depth), rings_of_stages)
-    if depth == 1:
-        return all_reduce_s(rings[0], num_bytes)
-    bandwidth = max(ring.bandwidth_bytes_per_s for ring in rings)
-    return 2 * over(num_bytes, bandwidth) * (config.data - 1) / config.data
-
-
-def quick_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
-    """Bytes that some rank needs at least, for any cut of the layers; or about as many, to compare candidates."""
+def quick_bytes(problem: Problem, config: Config) -> float:
+    """Bytes that some rank needs at least, for any cut of the layers."""
     total = _totals(problem, config)
     is_replayed = config.recompute in ("stage", "some")
     kept = 0.0
     if not is_replayed:
         kept = total.saved_bytes
-    if config.depth > 1 and not config.replicas and holds_all(config.schedule, config.chunks):
+    if min(least_in_flight(config)) == config.per_pipeline > 1:
         # At least the inputs of each of a rank's stages, of every micro-batch.
         kept = max(kept, total.cut_bytes * config.num_stages)
-    needs = [(kept + fixed) / ranks for fixed, ranks in _room(problem, config, at_least)]
+    needs = []
+    for fixed, ranks in _room(problem, config):
+        needs.append((kept + fixed) / ranks)
     if is_replayed and config.chunks == 1 and not config.replicas:
         # A backward needs all that its stage saves, of one micro-batch.
         needs.append((total.saved_bytes + _fixed_bytes(problem, config)) / config.depth)
     return max(needs)
 
 
-def _fixed_bytes(problem: Problem, config: Config, at_least: bool = True) -> float:
+def _fixed_bytes(problem: Problem, config: Config) -> float:
     """Bytes of weights, gradients and optimizer states of all ranks of a pipeline."""
     total = _totals(problem, config)
     versions = 1
-    if config.schedule == "pipedream-2bw":
+    if find(config.schedule).weights is WeightRule.DOUBLE:
         versions = 2
-    is_short = config.schedule != "interleaved" or config.per_pipeline < 2 * config.depth
-    if at_least and config.chunks > 1 and is_short:
-        # When the most is held, only the last chunk has gradients.
+    if config.chunks > 1:
+        # When the most is held, there may be no gradients yet.
         versions = 0
     return total.weight_bytes + total.wgrad_bytes * (versions + problem.state_of(config))
 
 
-def _room(problem: Problem, config: Config, at_least: bool = True) -> list[tuple[float, float]]:
+def _room(problem: Problem, config: Config) -> list[tuple[float, float]]:
     """Pairs (x, y): what the ranks keep of one micro-batch, in sum, and x are at most y times the memory of one.
 
     Rank r keeps k(r) micro-batches. The largest of its bytes over all r is at least any weighted mean of them: with
     the weights 1 and 1/k(r).
     """
-    fixed = _fixed_bytes(problem, config, at_least)
-    p = config.depth
-    m = config.per_pipeline
-    if config.replicas or p == 1:
-        return [(fixed, p)]
-    if holds_all(config.schedule, config.chunks):
-        return [(fixed / m, p / m)]
-    if config.schedule not in ("1f1b", "interleaved"):
-        return [(fixed, p)]
-    each = [1 / k for k in least_in_flight(config)]
-    return [(fixed, p), (fixed * min(each), sum(each))]
+    fixed = _fixed_bytes(problem, config)
+    each = [1 / count for count in least_in_flight(config)]
+    return [(fixed, config.depth), (fixed * min(each), sum(each))]

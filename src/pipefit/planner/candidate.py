@@ -28,7 +28,7 @@ class Estimate:
         step_s: seconds of one update in isolation.
         why: the reason why it does not fit, in words.
         limit: of a candidate that spills, the lane that binds; then no simulated time is below the estimate.
-        size: number of simulated forwards (under a cap: instructions); 0: its times are estimated.
+        size: number of simulated forwards; 0: its times are estimated.
     """
 
     config: Config
@@ -119,8 +119,10 @@ def _with_waits(problem: Problem, config: Config, partition: Partition) -> tuple
         """Seconds that a message from a stage to the next, or back, takes from the time of the one that receives it."""
         wait_s = 0.0
         if problem.blocking:
-            a, b = (ranks[0] for ranks in placement_for(config).ranks[stage : stage + 2])
-            bandwidth, latency_s = cost.link(a, b)
+            ranks = placement_for(config).ranks
+            source = ranks[stage][0]
+            target = ranks[stage + 1][0]
+            bandwidth, latency_s = cost.link(source, target)
             wait_s = latency_s + size / pieces / bandwidth
         return wait_s + all_gather_s(ring, size)
 
@@ -132,24 +134,25 @@ def _with_waits(problem: Problem, config: Config, partition: Partition) -> tuple
     share = 1 / pieces
     if problem.blocking:
         share = 0.0
+    act_bytes = tuple(size * share for size in cost.act_bytes)
+    grad_bytes = tuple(size * share for size in cost.grad_bytes)
     timing = replace(
         cost,
         forward_s=tuple(forward),
         backward_input_s=tuple(backward),
         recompute_s=cost.forward_s,
-        act_bytes=tuple(size * share for size in cost.act_bytes),
-        grad_bytes=tuple(size * share for size in cost.grad_bytes),
+        act_bytes=act_bytes,
+        grad_bytes=grad_bytes,
     )
     return timing, cost
 
 
 def _costs(problem: Problem, config: Config, partition: Partition) -> CostModel:
-    return of_plan(
-        problem.at(config.microbatch_size, config.tensor),
-        # On groups of t devices: each is one.
-        plan_of(problem, replace(config, tensor=1), partition),
-        problem.ranks(config.tensor),
-        state_per_weight=problem.state,
-        runtime=FREE,
-        sizes=problem.cap.sizes if problem.cap else None,
-    )
+    profile = problem.at(config.microbatch_size, config.tensor)
+    # On groups of t devices: each is one.
+    plan = plan_of(problem, replace(config, tensor=1), partition)
+    topology = problem.ranks(config.tensor)
+    sizes = None
+    if problem.cap is not None:
+        sizes = problem.cap.sizes
+    return of_plan(profile, plan, topology, state_per_weight=problem.state, runtime=FREE, sizes=sizes)

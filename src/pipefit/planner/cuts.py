@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,8 +14,8 @@ from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
 from pipefit.planner.computed_profile import is_gpt
-from pipefit.planner.holdings import Holding, holdings_of, least_replayed
-from pipefit.planner.space import Config, Problem, placement_for, positions
+from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed, most_bytes
+from pipefit.planner.space import Config, Problem, num_frozen_layers, placement_for, positions
 from pipefit.spec import Partition, Profile, StageSpec
 
 
@@ -74,8 +75,10 @@ def _divided(problem: Problem, config: Config, recomputed: set[int], within: Wit
     if within is not None:
         times = _time_spans(problem, config, recomputed, slow)
         needs = _needs(problem, config, within.holdings)
-        each = zip(needs, within.limits, times, strict=True)
-        counts = divide([np.where(need <= limit, time, np.inf) for need, limit, time in each])
+        fitting = []
+        for need, limit, time in zip(needs, within.limits, times, strict=True):
+            fitting.append(np.where(need <= limit, time, np.inf))
+        counts = divide(fitting)
     else:
         # The key holds only the settings that determine the cut: many candidates share one.
         again = least_replayed(config)
@@ -97,39 +100,38 @@ def busiest_s(problem: Problem, config: Config, recomputed: set[int]) -> float:
     Where there is one stage per rank, memory may change the cut: so those of the best cut. Else of the cut by time.
     """
     m = config.per_pipeline
-    is_looped = config.schedule in ("interleaved", "breadth-first")
-    speeds = speeds_of(problem.ranks(config.tensor))
-    if len(set(speeds)) > 1 or m == 1 or config.replicas or (config.chunks > 1 and not is_looped):
+    speeds = set(speeds_of(problem.ranks(config.tensor)))
+    if len(speeds) > 1 or m == 1 or config.replicas:
         return 0.0
     slow = problem.slowness_of(config)
     by_time = replace(config, partitioner="minmax")
-    work = _time_spans(problem, by_time, recomputed, slow)
     plain = _time_spans(problem, by_time, (), slow)
-    # Ranks that do not train are a part of the next update meanwhile, as all are without a flush.
-    is_filled = is_looped or config.schedule in ("1f1b", "gpipe")
-    is_filled = is_filled and problem.profile.layers[0].trained_bytes != 0
+    work = _time_spans(problem, by_time, recomputed, slow)
+    # Ranks that do not train are a part of the next update meanwhile.
+    way = np.zeros(len(problem.profile) + 1)
+    if fills(config) and problem.profile.layers[0].trained_bytes != 0:
+        way = plain[0][0]
+    loads: dict[tuple[int, float], Array] = {}
+    of_stage = []
+    for own, whole, share in zip(plain, work, least_replayed(config), strict=True):
+        key = (id(whole), share)
+        if key not in loads:
+            loads[key] = m * (own + share * (whole - own))
+        of_stage.append(loads[key])
     if config.chunks == 1:
-        way: Array | float = 0.0
-        if is_filled:
-            way = plain[0][:1].T
-        # GPipe's ranks replay all forwards but one.
-        saved: Array | float = 0.0
-        if config.schedule == "gpipe":
-            saved = plain[0] - work[0]
-        of_rank = {id(own): allowed(m * own + saved + way) for own in work}
-        return least_maximum([of_rank[id(own)] for own in work])
+        with_way = {}
+        for load in loads.values():
+            with_way[id(load)] = allowed(load + way[:, None])
+        return least_maximum([with_way[id(load)] for load in of_stage])
     chosen = _divided(problem, config, recomputed, None)
     assert chosen is not None
-    starts = [stage.layers[0] for stage in chosen.stages]
-    ends = [stage.layers[-1] + 1 for stage in chosen.stages]
-    each = [float(times[start, end]) for times, start, end in zip(work, starts, ends, strict=True)]
-    bounds = []
-    for rank in range(config.depth):
-        way_s = 0.0
-        if is_filled:
-            way_s = float(plain[0][0, starts[rank]])
-        bounds.append(way_s + m * sum(each[rank :: config.depth]))
-    return max(bounds)
+    busy_s: dict[int, float] = {}
+    for rank, load, stage in zip(positions(config), of_stage, chosen.stages, strict=True):
+        start = stage.layers[0]
+        end = stage.layers[-1] + 1
+        way_s = float(way[start])
+        busy_s[rank] = busy_s.get(rank, way_s) + float(load[start, end])
+    return max(busy_s.values())
 
 
 def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], slow: list[float]) -> list[Array]:
@@ -138,8 +140,7 @@ def _time_spans(problem: Problem, config: Config, recomputed: Collection[int], s
     def make() -> tuple[Array, Array]:
         forward = spans([layer.forward_s for layer in profile.layers])
         # A stage that ends with a frozen layer of the beginning has no backward, so it replays nothing.
-        trains = (index for index, layer in enumerate(profile.layers) if layer.trained_bytes != 0)
-        forward[:, : next(trains, len(profile)) + 1] = 0.0
+        forward[:, : num_frozen_layers(profile) + 1] = 0.0
         return spans(layer_times(profile)), forward
 
     whole, replay = problem.once(("spans", config.microbatch_size, config.tensor, config.inside), make)
@@ -167,7 +168,8 @@ def _link_spans(problem: Problem, config: Config) -> Array:
     """Seconds of a stage's messages, over the slowest of the links between stages."""
     topology = problem.ranks(config.tensor)
     ranks = placement_for(config).ranks
-    joints = [topology.level_between(a[0], b[0]) for a, b in pairwise(ranks)]
+    firsts = [copies[0] for copies in ranks]
+    joints = [topology.level_between(a, b) for a, b in pairwise(firsts)]
     pieces = problem.pieces(config.tensor)
     cut_bytes = problem.at(config.microbatch_size, config.tensor).cut_bytes
     sizes = [size / pieces for size in cut_bytes]
@@ -182,8 +184,10 @@ def least_bytes(problem: Problem, config: Config) -> float:
     counts = divide(needs)
     if counts is None:
         return float("inf")
-    places = pairwise(accumulate(counts, initial=0))
-    return max(float(need[place]) for need, place in zip(needs, places, strict=True))
+    least = 0.0
+    for need, place in zip(needs, pairwise(accumulate(counts, initial=0)), strict=True):
+        least = max(least, float(need[place]))
+    return least
 
 
 def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> list[Array]:
@@ -200,29 +204,24 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
     leaving = cuts[None, :] + 0 * weights
     always = problem.state_of(config) * weights + frozen
     if config.inside != "none":
-        always = always + _largest([layer.replay_bytes(config.inside) for layer in plain.layers])
-    # Between the halves of a backward the first stage keeps the gradient of its output, any other what its layers keep.
-    first = np.stack([leaving, entering, weights, saved, leaving])
-    others = np.stack([leaving, entering, weights, saved, kept])
-    result = []
-    for stage, (keys, rows) in enumerate(holdings):
-        sizes = others
-        if stage == 0:
-            sizes = first
-        counts = np.zeros((len(rows), len(sizes)))
-        for column, (kind, owner) in enumerate(keys):
-            if kind not in _SIZED:
-                continue
-            place = _SIZED[kind]
-            if kind in ("act", "grad") and owner != stage:
-                place += 1
-            counts[:, place] += rows[:, column]
-        result.append(always + np.tensordot(counts, sizes, axes=1).max(axis=0))
-    return result
+        replays = [layer.replay_bytes(config.inside) for layer in plain.layers]
+        always = always + _largest(replays)
+    figures = {"act": leaving, "grad": leaving, "weights": weights, "wgrad": weights, "saved": saved, "half": kept}
+    needs = []
+    for stage, holding in enumerate(holdings):
+        spans_of = partial(_spans_of, figures, entering, stage)
+        needs.append(always + most_bytes(holding, spans_of))
+    return needs
 
 
-_SIZED: Final = {"act": 0, "grad": 0, "weights": 2, "wgrad": 2, "saved": 3, "half": 4}
-"""The place, among the sizes of `_needs`, of each kind of value; that of another stage's is the next."""
+def _spans_of(figures: Mapping[str, Array], entering: Array, stage: int, kind: str, owner: int) -> Array:
+    """The array [a, b]: bytes of a value that a stage holds, if it has the layers a…b−1; `owner` makes the value."""
+    if kind in ("act", "grad") and owner != stage:
+        return entering
+    if kind == "half" and stage == 0:
+        # Between the halves of a backward the first stage keeps the gradient of its output.
+        return figures["grad"]
+    return figures.get(kind, np.zeros_like(entering))
 
 
 def _largest(figures: list[float]) -> Array:

@@ -10,7 +10,7 @@ from pipefit.ir.op import Kind
 from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.cuts import Within, busiest_s, cut, least_bytes
-from pipefit.planner.holdings import Holding, holdings_of, least_holdings, peaks
+from pipefit.planner.holdings import ahead_of, first_holdings, holdings_of, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.schedules.registry import NO_HALVES
@@ -67,7 +67,10 @@ def _is_refused(config: Config) -> bool:
     """Returns whether layers would be replayed in each half of a backward."""
     if config.inside != "layer":
         return False
-    return any(kind == Kind.HALF for held in holdings_of(config, ()) for kind, _ in held.keys)
+    kinds = set()
+    for held in holdings_of(config, ()):
+        kinds |= {kind for kind, _ in held.keys}
+    return Kind.HALF in kinds
 
 
 def _has_choice(config: Config) -> bool:
@@ -88,8 +91,10 @@ def _least_s(problem: Problem, config: Config, partition: Partition) -> float:
 
 
 def _stages_of(config: Config) -> list[tuple[int, ...]]:
-    owner = positions(config)
-    return [tuple(stage for stage, rank in enumerate(owner) if rank == own) for own in range(config.depth)]
+    found: list[tuple[int, ...]] = [()] * config.depth
+    for stage, rank in enumerate(positions(config)):
+        found[rank] += (stage,)
+    return found
 
 
 def _estimate(problem: Problem, config: Config) -> Estimate:
@@ -109,7 +114,8 @@ def _estimate(problem: Problem, config: Config) -> Estimate:
     if config.recompute == "some":
         # Replays on the ranks that lack memory make these slower, so they get fewer layers, and the loop tries again.
         for _ in range(3):
-            short = {r for r, (need, limit) in enumerate(zip(found.peak_bytes, limits, strict=True)) if need > limit}
+            needs = enumerate(found.peak_bytes)
+            short = {rank for rank, need in needs if need > limits[rank]}
             if short <= recomputed:
                 break
             recomputed = recomputed | short
@@ -134,28 +140,24 @@ def _measure(
 ) -> Estimate:
     _, sizes = costs_of(problem, config, partition)
     frozen = problem.profile.num_frozen(partition)
-    stages_of = _stages_of(config)
-
-    def lacking(holdings: tuple[Holding, ...]) -> tuple[float, tuple[float, ...], int]:
-        needed = peaks(holdings, sizes, stages_of)
+    shares = [0.0]
+    where = "stage"
+    least = ""
+    if config.chunks > 1:
+        where = "rank"
+    if config.chunks > 1 and not frozen and ahead_of(config):
+        # Enough to see that a candidate does not fit, without its program.
+        needed = peaks(first_holdings(config), sizes, _stages_of(config))
         shares = list(map(truediv, needed, limits))
-        overflow = max(shares)
-        return overflow, needed, shares.index(overflow)
-
-    is_looped = config.schedule in ("interleaved", "breadth-first") and config.chunks > 1 and not frozen
-    # What the ranks of a looped schedule hold at least is known without its program.
-    overflow = 0.0
-    if is_looped:
-        overflow, needed, worst = lacking(least_holdings(config))
-    least = "at least "
-    if overflow <= 1:
+        least = "at least "
+    if max(shares) <= 1:
+        needed = peaks(holdings_of(config, recomputed, frozen), sizes, _stages_of(config))
+        shares = list(map(truediv, needed, limits))
         least = ""
-        overflow, needed, worst = lacking(holdings_of(config, recomputed, frozen))
-    where = "rank"
-    if config.chunks == 1:
-        where = "stage"
+    overflow = max(shares)
     why = ""
     if overflow > 1:
+        worst = shares.index(overflow)
         why = f"{where} {worst} needs {least}{format_bytes(needed[worst])} of {format_bytes(limits[worst])}"
     step_s = _least_s(problem, config, partition)
     return Estimate(config, partition, needed, overflow, step_s, step_s, why)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipefit.cost import speeds_of
@@ -83,11 +83,13 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
         fastest = list(best.values())
         plain = [each for each in fastest[_MOST + 1 :] if each.family == "data parallel"]
         shown = fastest[: _MOST + 1] + plain
-    rows = [["plan", "samples/s", "slower", "idle", "sent/sample", "memory"], *map(_row, shown)]
-    used = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    lines = table(list(zip(*used, strict=True)), width)
+    head = ["plan", "samples/s", "slower", "idle", "sent/sample", "memory"]
+    lines = used_columns(head, map(_row, shown), width)
     signs = {each.basis for each in shown}
-    notes = [f"{sign} {basis}" for basis, sign in _SIGNS.items() if basis in signs]
+    notes = []
+    for basis, sign in _SIGNS.items():
+        if basis in signs:
+            notes.append(f"{sign} {basis}")
     notes.append("slower: share of the winner's throughput that is lost")
     if any(each.idle is not None for each in shown):
         notes.append("idle: share of the devices' time without work")
@@ -100,6 +102,15 @@ def compared_lines(candidates: Sequence[Candidate], width: int, every: bool) -> 
     if left:
         lines += wrapped(f"{len(left)} more{words} (--all, in Python every=True)", width)
     return lines
+
+
+def used_columns(head: list[str], rows: Iterable[list[str]], width: int) -> list[str]:
+    """A table without its empty columns."""
+    used = []
+    for column in zip(head, *rows, strict=True):
+        if any(column[1:]):
+            used.append(column)
+    return table(list(zip(*used, strict=True)), width)
 
 
 def _row(each: Candidate) -> list[str]:
@@ -199,7 +210,8 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
     if plan.model.startswith("gpt:"):
         gpt = transformer_of(plan.model)
         sizes = {"layers": gpt.layers, "hidden": gpt.hidden, "heads": gpt.heads, "vocab": gpt.vocab}
-        words = [f"{name}={size}" for name, size in (sizes | {"context": gpt.sequence}).items()]
+        sizes["context"] = gpt.sequence
+        words = [f"{name}={size}" for name, size in sizes.items()]
         model = "gpt --option " + ",".join(words)
     batch = ""
     if plan.microbatch_size:

@@ -8,21 +8,25 @@ recompute) and multiplied by the sizes of every cut that is tried.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipefit.cost import CostModel
+from pipefit.errors import ScheduleError
 from pipefit.ir.collector import collector_paused
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
+from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
-from pipefit.schedules import Shape, find, generate
+from pipefit.schedules import Schedule, Shape, find
 
 # Forwards of a program that is counted whole.
 _SMALL = 600
@@ -30,6 +34,18 @@ _SMALL = 600
 _SHOWN = 12
 # Micro-batches after which a rank that holds all of them holds as much more with each, however many ranks there are.
 _GROWING = 4
+
+
+class Small(NamedTuple):
+    """A program of one pipeline with so few micro-batches that it is soon made and counted; `recompute` None: all."""
+
+    schedule: Schedule
+    depth: int
+    microbatches: int
+    chunks: int = 1
+    recompute: tuple[int, ...] | None = ()
+    replicas: tuple[int, ...] = ()
+    frozen: int = 0
 
 
 class Holding(NamedTuple):
@@ -68,20 +84,18 @@ def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...
     A small program is counted whole. With many micro-batches only as many are counted as fill the pipeline, and one
     more where all of them are held.
     """
-    name = config.schedule
-    depth = config.depth
-    chunks = config.chunks
-    replicas = config.replicas
-    if replicas:
-        counted = min(config.num_microbatches, 4 * sum(replicas))
-        return _held(name, depth, counted, 1, recompute, replicas, frozen)
-    counted = _counted(config)
-    found = _held(name, depth, counted, chunks, recompute, frozen=frozen)
-    more = config.per_pipeline - counted
-    if not more or not holds_all(name, chunks):
+    small = _counted(config)._replace(frozen=frozen)
+    if recompute:
+        small = small._replace(recompute=None)
+    found = _held(small)
+    more = config.per_pipeline - small.microbatches
+    if not more or config.replicas or not holds_all(config):
         return found
-    growth = _growth(name, depth, counted, chunks, recompute, frozen)
-    return tuple(Holding(keys, rows + more * grows) for (keys, rows), grows in zip(found, growth, strict=True))
+    growth = _growth(small)
+    grown = []
+    for (keys, rows), grows in zip(found, growth, strict=True):
+        grown.append(Holding(keys, rows + more * grows))
+    return tuple(grown)
 
 
 def replayed(config: Config) -> tuple[float, ...]:
@@ -91,46 +105,86 @@ def replayed(config: Config) -> tuple[float, ...]:
     """
     if config.replicas:
         return (1.0,) * len(config.replicas)
-    counted = _counted(config)
+    small = _counted(config)
     # A rank that holds all of them runs only those at the end once: as many, whatever the number of micro-batches.
-    of = counted
-    if holds_all(config.schedule, config.chunks):
+    of = small.microbatches
+    if holds_all(config):
         of = config.per_pipeline
-    run_once = _run_once(config.schedule, config.depth, counted, config.chunks)
+    run_once = _run_once(small._replace(recompute=None))
     return tuple(1 - once / of for once in run_once)
 
 
 def least_replayed(config: Config) -> tuple[float, ...]:
-    """Of each stage at least so large a share of its forwards is replayed, if all keep only their input: no program.
+    """Of each stage at least so large a share of its forwards is replayed, if all keep only their input.
 
-    One micro-batch is not replayed by every rank. Else the last stage replays none, unless all forwards come first;
-    GPipe's ranks run the last forward and its backward at once.
+    No program is needed where the schedule knows its forwards before the first backward: where there is only one, each
+    backward follows its forward; of all of them at most the last one is followed by its backward.
     """
-    stages = config.num_stages
     m = config.per_pipeline
-    if m == 1 or config.depth == 1 or config.schedule == "naive":
-        return (0.0,) * stages
-    if config.schedule == "gpipe":
-        return (1 - 1 / m,) * stages
-    last = 0.0
-    if config.schedule == "breadth-first" and config.chunks > 1:
-        last = 1.0
-    return (*[1.0] * (stages - 1), last)
+    none = (0.0,) * config.num_stages
+    if m == 1 or config.depth == 1:
+        return none
+    known = ahead_of(config)
+    if not known:
+        try:
+            return replayed(config)
+        except ScheduleError:
+            return none
+    # Ranks hold stages p apart.
+    counts = [count for each in zip(*known, strict=True) for count in each]
+    shares = {1: 0.0, m: 1 - 1 / m}
+    return tuple(shares.get(count, 1.0) for count in counts)
+
+
+def ahead_of(config: Config) -> tuple[tuple[int, ...], ...]:
+    """Of each rank the forwards of its stages before its first backward; (): only the program shows them."""
+    if config.replicas:
+        return ()
+    return _ahead(find(config.schedule), config.depth, config.per_pipeline, config.chunks)
+
+
+@lru_cache(maxsize=4096)
+def _ahead(schedule: Schedule, depth: int, count: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    formula = schedule.ahead
+    if formula is None:
+        return ()
+    return tuple(formula(depth, count, chunks, rank) for rank in range(depth))
+
+
+def least_in_flight(config: Config) -> list[int]:
+    """Micro-batches of which each rank holds the values of all of its stages at once, at least."""
+    known = ahead_of(config)
+    if not known:
+        return [1] * config.depth
+    return list(map(min, known))
+
+
+def first_holdings(config: Config) -> tuple[Holding, ...]:
+    """Values that each rank holds at its first backward, of a schedule that knows its forwards before it.
+
+    Where stages are replayed, the input of the newest micro-batch may be gone.
+    """
+    found = []
+    replays = config.recompute == "stage"
+    for rank, counts in enumerate(ahead_of(config)):
+        held = {}
+        for chunk, count in enumerate(counts):
+            stage = rank + chunk * config.depth
+            held[WEIGHTS, stage] = 1
+            if not replays:
+                held[SAVED, stage] = count
+            elif stage:
+                held[ACT, stage - 1] = count - 1
+        found.append(Holding(tuple(held), np.array([list(held.values())])))
+    return tuple(found)
 
 
 @lru_cache(maxsize=8)
-def small_program(
-    schedule: str,
-    depth: int,
-    count: int,
-    chunks: int,
-    recompute: tuple[int, ...] | None,
-    replicas: tuple[int, ...] = (),
-    frozen: int = 0,
-) -> Program:
-    """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one; `recompute` None: all."""
+def small_program(small: Small) -> Program:
+    """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one."""
+    schedule, depth, count, chunks, recompute, replicas, frozen = small
     # Two weight versions only meet where one update follows another.
-    if find(schedule).is_synchronous:
+    if schedule.is_synchronous:
         steps = 1
     elif replicas:
         steps = 4 * sum(replicas)
@@ -139,112 +193,125 @@ def small_program(
     else:
         steps = 3 * depth + 2
     with collector_paused():
-        return generate(schedule, Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen))
-
-
-def filling(schedule: str, depth: int, chunks: int) -> int:
-    """Micro-batches that fill a pipeline: p, or 2p with chunks and where more are in flight than there are ranks."""
-    if chunks > 1 or 4 < _in_flight(schedule, 1) < _SHOWN:
-        return 2 * depth
-    return depth
-
-
-def least_in_flight(config: Config) -> list[int]:
-    """Micro-batches of which each rank holds the values of each of its stages at once, under 1F1B and looped schedules.
-
-    Of each chunk of an interleaved rank at least p, or of the last one those that are in flight below it.
-    """
-    p = config.depth
-    m = config.per_pipeline
-    if holds_all(config.schedule, config.chunks):
-        return [m] * p
-    if config.chunks == 1:
-        return [min(p - rank, m) for rank in range(p)]
-    return [min(p, 2 * (p - rank) - 1, m) for rank in range(p)]
-
-
-def least_holdings(config: Config) -> tuple[Holding, ...]:
-    """Values that each rank of a looped schedule holds at once, if not more.
-
-    Where stages are replayed, the input of the newest micro-batch may be gone.
-    """
-    found = []
-    replays = config.recompute == "stage"
-    for rank, count in enumerate(least_in_flight(config)):
-        stages = range(rank, config.num_stages, config.depth)
-        if replays:
-            kept = [(ACT, stage - 1) for stage in stages if stage]
-        else:
-            kept = [(SAVED, stage) for stage in stages]
-        weights = [(WEIGHTS, stage) for stage in stages]
-        counts = [count - replays] * len(kept) + [1] * len(weights)
-        found.append(Holding((*kept, *weights), np.array([counts])))
-    return tuple(found)
+        return schedule(Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen))
 
 
 @lru_cache(maxsize=64)
-def _in_flight(schedule: str, chunks: int) -> float:
+def _shown(schedule: Schedule, chunks: int) -> Program | None:
+    """A small program that shows the order of a schedule; None: it has no such program."""
+    with suppress(ScheduleError):
+        return small_program(Small(schedule, 4, _SHOWN, chunks))
+    return None
+
+
+@lru_cache(maxsize=64)
+def _in_flight(schedule: Schedule, chunks: int) -> float:
     """Maximum number of micro-batches that the first of four ranks holds at once."""
-    return peak_inflight(small_program(schedule, 4, _SHOWN, chunks, ()), 0)
+    program = _shown(schedule, chunks)
+    if program is None:
+        return 0
+    return peak_inflight(program, 0)
 
 
-def _counted(config: Config) -> int:
-    """Micro-batches of the program that is counted."""
-    if config.num_stages * config.per_pipeline <= _SMALL:
-        return config.per_pipeline
-    if config.chunks == 1 and holds_all(config.schedule, 1):
-        return min(config.per_pipeline, _GROWING)
-    enough = filling(config.schedule, config.depth, config.chunks)
-    if config.chunks == 1:
-        enough += 2
-    return min(config.per_pipeline, enough)
+def holds_all(config: Config) -> bool:
+    """Returns whether a rank holds every micro-batch of an update at once, as GPipe does."""
+    return _in_flight(find(config.schedule), min(config.chunks, 2)) == _SHOWN
+
+
+def fills(config: Config) -> bool:
+    """Returns whether a rank waits at each update for its first micro-batch, and for the ranks before it at the end.
+
+    The last work of a rank is then a whole backward, whose gradient the ranks before it need.
+    """
+    schedule = find(config.schedule)
+    return schedule.is_synchronous and schedule.flushes and _has_whole_backwards(schedule, min(config.chunks, 2))
+
+
+@lru_cache(maxsize=64)
+def _has_whole_backwards(schedule: Schedule, chunks: int) -> bool:
+    program = _shown(schedule, chunks)
+    if program is None:
+        return False
+    instructions = chain.from_iterable(program.ranks)
+    return all(i.op is not Op.BWD_INPUT for i in instructions)
+
+
+def filling(config: Config) -> int:
+    """Micro-batches that fill a pipeline: p, or 2p with chunks and where more are in flight than there are ranks."""
+    if config.chunks > 1 or 4 < _in_flight(find(config.schedule), 1) < _SHOWN:
+        return 2 * config.depth
+    return config.depth
+
+
+def _counted(config: Config) -> Small:
+    """The program that is counted: nothing is replayed in it."""
+    count = config.per_pipeline
+    if config.replicas:
+        count = min(count, 4 * sum(config.replicas))
+    elif config.num_stages * count > _SMALL:
+        enough = filling(config)
+        if config.chunks == 1:
+            enough += 2
+            if holds_all(config):
+                enough = _GROWING
+        count = min(count, enough)
+    return Small(find(config.schedule), config.depth, count, config.chunks, replicas=config.replicas)
 
 
 @lru_cache(maxsize=512)
-def _run_once(schedule: str, depth: int, counted: int, chunks: int) -> tuple[float, ...]:
+def _run_once(small: Small) -> tuple[float, ...]:
     """Of each stage the forwards per update that are not replayed, if all stages keep only their input."""
-    program = small_program(schedule, depth, counted, chunks, None, (), 0)
+    program = small_program(small)
     header = program.header
     count = Counter(stage for stage, _ in program.recomputed)
-    return tuple((header.total_microbatches - count[stage]) / header.num_steps for stage in range(depth * chunks))
+    found = []
+    for stage in range(header.num_stages):
+        once = header.total_microbatches - count[stage]
+        found.append(once / header.num_steps)
+    return tuple(found)
 
 
 @lru_cache(maxsize=512)
-def _held(
-    schedule: str,
-    depth: int,
-    counted: int,
-    chunks: int,
-    recompute: bool,
-    replicas: tuple[int, ...] = (),
-    frozen: int = 0,
-) -> tuple[Holding, ...]:
+def _held(small: Small) -> tuple[Holding, ...]:
     """Live values of the first rank of each position."""
-    program = small_program(schedule, depth, counted, chunks, None if recompute else (), replicas, frozen)
+    program = small_program(small)
     with collector_paused():
-        ranks = [ranks[0] for ranks in program.header.placement[:depth]]
+        ranks = [ranks[0] for ranks in program.header.placement[: small.depth]]
         return tuple(_rows(lifetimes(program, rank)) for rank in ranks)
 
 
 @lru_cache(maxsize=512)
-def _growth(schedule: str, depth: int, counted: int, chunks: int, recompute: bool, frozen: int) -> tuple[Array, ...]:
+def _growth(small: Small) -> tuple[Array, ...]:
     """For each rank, the additional values of each key with one micro-batch more than are counted."""
-    few = _held(schedule, depth, counted, chunks, recompute, frozen=frozen)
-    many = _held(schedule, depth, counted + 1, chunks, recompute, frozen=frozen)
-    return tuple(after.rows.max(axis=0) - before.rows.max(axis=0) for before, after in zip(few, many, strict=True))
+    few = _held(small)
+    many = _held(small._replace(microbatches=small.microbatches + 1))
+    growth = []
+    for before, after in zip(few, many, strict=True):
+        growth.append(after.rows.max(axis=0) - before.rows.max(axis=0))
+    return tuple(growth)
 
 
-def holds_all(schedule: str, chunks: int) -> bool:
-    """Returns whether a rank holds every micro-batch of an update at once, as GPipe does."""
-    return _in_flight(schedule, min(chunks, 2)) == _SHOWN
+def most_bytes(holding: Holding, size_of: Callable[[str, int], float | Array]) -> Array:
+    """Peak bytes of a rank's live values: the moment at which the sum of counts times sizes is highest.
+
+    Args:
+        holding: the counts.
+        size_of: bytes of a value by its kind and stage: of a cut, or, in arrays, of all stages that could be cut.
+    """
+    sizes = np.array([size_of(kind, stage) for kind, stage in holding.keys])
+    found: Array = np.tensordot(holding.rows, sizes, axes=1).max(axis=0)
+    return found
 
 
 def peaks(holdings: tuple[Holding, ...], cost: CostModel, stages_of: list[tuple[int, ...]]) -> tuple[float, ...]:
     """Peak bytes of each rank, optimizer state included; every stage stays on its device."""
+
+    def size_of(kind: str, stage: int) -> float:
+        return cost.held_bytes(Value(kind, stage, 0))
+
     result = []
-    for (keys, rows), stages in zip(holdings, stages_of, strict=True):
-        sizes = np.array([cost.held_bytes(Value(kind, stage, 0)) for kind, stage in keys])
-        live = float((rows @ sizes).max())
+    for holding, stages in zip(holdings, stages_of, strict=True):
+        live = float(most_bytes(holding, size_of))
         frozen = sum(map(cost.frozen_bytes, stages))
         result.append(live + cost.resident_bytes(stages) + cost.room_bytes(stages) + frozen)
     return tuple(result)

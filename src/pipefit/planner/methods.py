@@ -201,7 +201,8 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
         return config.tensor * config.depth, config.depth
 
     # A pipeline only where the server's width is used up.
-    listed = [each for each in listed if each.depth == 1 or each.tensor == max(space.tensors)]
+    widest = max(space.tensors)
+    listed = [each for each in listed if each.depth == 1 or each.tensor == widest]
     listed = [each for each in listed if _is_even(problem.profile, each)]
     for smallest in sorted(set(map(shape, listed))):
         with suppress(InfeasibleError):
@@ -211,13 +212,17 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
 
 def _is_even(profile: Profile, config: Config) -> bool:
     """Returns whether the blocks of a GPT, all layers but embedding and head, can be split evenly."""
-    return not is_gpt(profile) or config.depth == 1 or (len(profile) - 2) % config.num_stages == 0
+    if not is_gpt(profile) or config.depth == 1:
+        return True
+    num_blocks = len(profile) - 2
+    return num_blocks % config.num_stages == 0
 
 
 def _no_candidate(problem: Problem, space: Space) -> str:
     num_devices = problem.topology.num_devices
     num_layers = len(problem.profile)
-    able = [k for k in range(1, min(num_devices, num_layers) + 1) if num_devices % k == 0]
+    deepest = min(num_devices, num_layers)
+    able = [depth for depth in range(1, deepest + 1) if num_devices % depth == 0]
     if space.depths is not None and not set(able) & set(space.depths):
         return (
             f"depths: got {', '.join(map(str, space.depths))}; a depth divides the {num_devices} devices and is at "

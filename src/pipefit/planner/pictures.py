@@ -92,7 +92,8 @@ def pareto_svg(points: Sequence[Point], title: str = "") -> str:
 
     series = {}
     for depth in sorted({point.depth for point in points}):
-        series[f"depth {depth}"] = places([point for point in points if point.depth == depth])
+        own = [point for point in points if point.depth == depth]
+        series[f"depth {depth}"] = places(own)
     return chart(
         series,
         kind="points",
@@ -159,17 +160,18 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
     def draw(figure: Figure) -> None:
         heights = [90, 40 + 24 * len(stages)]
         places = figure.subplot_mosaic([["layers"] * 2, ["time", "memory"]], height_ratios=heights)
-        _strip(places["layers"], figures, {layer: i for i, stage in enumerate(stages) for layer in stage.layers})
+        _strip(places["layers"], figures, plan.partition.stage_of)
         seconds = list(map(seconds_of, stages))
         _stage_bars(places["time"], "time per micro-batch and replica", seconds, format_seconds)
-        places["time"].set_yticks(places_of_stages, [_stage_words(plan, index) for index in places_of_stages])
+        words = [_stage_words(plan, index) for index in places_of_stages]
+        places["time"].set_yticks(places_of_stages, words)
         places["memory"].axis("off")
         if peaks:
             memory = [max(peaks[rank] for rank in ranks) for ranks in plan.placement.ranks]
-            words = "peak memory of its rank"
+            label = "peak memory of its rank"
             if math.isfinite(limit):
-                words += f"; dashed: a device has {format_bytes(limit)}"
-            _stage_bars(places["memory"], words, memory, format_bytes, limit)
+                label += f"; dashed: a device has {format_bytes(limit)}"
+            _stage_bars(places["memory"], label, memory, format_bytes, limit)
 
     title = (
         f"{plan.model}: {plan.schedule}, {counted(len(stages), 'stage')}, "

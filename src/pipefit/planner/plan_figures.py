@@ -107,8 +107,10 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
             if stage >= plan.frozen:
                 crossing += cost.grad_bytes[stage]
             total += width * crossing
-        summed = sum(figures.layers[index].output_bytes for index in spec.layers if index in blocks)
-        total += (4 + 2 * again[stage]) * 2 * (width - 1) * summed
+        sums = 2 * (4 + 2 * again[stage]) * (width - 1)
+        for index in spec.layers:
+            if index in blocks:
+                total += sums * figures.layers[index].output_bytes
         copies = len(ranks[stage])
         # Without a flush, replicas sum their gradients once each of them has had a mini-batch.
         per_update = max(plan.num_microbatches, copies)

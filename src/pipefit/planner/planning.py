@@ -86,7 +86,9 @@ def _finish(problem: Problem, method: str, found: SearchResult, over_data_parall
     made = plan_of(problem, winner.config, winner.partition, method)
     if len(peaks) < made.placement.num_ranks:
         # Copies hold the same values as the first pipeline.
-        of_rank = {rank: peak for ranks, peak in zip(made.placement.ranks, peaks, strict=False) for rank in ranks}
+        of_rank: dict[int, float] = {}
+        for ranks, peak in zip(made.placement.ranks, peaks, strict=False):
+            of_rank |= dict.fromkeys(ranks, peak)
         peaks = tuple(of_rank[rank] for rank in sorted(of_rank))
     period_s = winner.period_s
     rate = math.inf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 
 import msgspec
 
@@ -33,15 +34,21 @@ def refit(profile: Profile, plan: Plan, measured: Timeline) -> Profile:
             f"{len(profile)} layers; they must belong together"
         )
     figures = at_size_of(plan, profile)
-    times = {key: item.median_s for key, item in by_kind(measured).items()}
+    times = {}
+    loss_s = None
+    steps = {}
+    for (op, place), item in by_kind(measured).items():
+        times[op, place] = item.median_s
+        if op == Op.STEP.value:
+            steps[place] = item.median_s
+        if op == Op.LOSS.value and loss_s is None:
+            loss_s = item.median_s
     if not any(op == Op.FWD.value for op, _ in times):
         raise PlanError("refit: the trace holds no forward")
     factors: dict[int, dict[str, float]] = {}
     for index, stage in enumerate(stages):
         own = _factors(figures.replaying(stage.replays), stage.layers, stage.tensor, times, index)
         factors |= dict.fromkeys(stage.layers, own)
-    loss_s = next((seconds for (op, _), seconds in times.items() if op == Op.LOSS.value), None)
-    steps = {stage: seconds for (op, stage), seconds in times.items() if op == Op.STEP.value}
     layer_steps = _steps(figures, [stage.layers for stage in stages], steps)
 
     def corrected(one: Profile) -> Profile:
@@ -104,8 +111,9 @@ def _factors(
     for op, fields in measured_by:
         if (op.value, stage) not in times:
             continue
-        figures = [getattr(profile.layers[layer], field) for layer in layers for field in fields]
-        expected = sum(filter(None, figures)) / tensor
+        expected = 0.0
+        for layer, field in product(layers, fields):
+            expected += (getattr(profile.layers[layer], field) or 0.0) / tensor
         if expected:
             factors |= dict.fromkeys(fields, times[op.value, stage] / expected)
     return factors

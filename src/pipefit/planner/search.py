@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from heapq import heappop, heappush
+from operator import itemgetter
 from typing import NamedTuple
 
 from pipefit.errors import InfeasibleError
@@ -34,7 +35,7 @@ _CLOSE = 1.15
 _BUDGET = 10_000
 _PLAIN = "data parallel"
 
-_NOTHING, _SIMULATION, _MEMORY, _CUT, _TIMES = range(5)
+NOTHING, SIMULATION, MEMORY, CUT, TIMES = range(5)
 """What is missing next of a candidate: of equal bounds the most exact one comes first."""
 
 
@@ -73,23 +74,35 @@ class Frontier:
         while self.waiting and self.waiting[0][0] <= limit_s:
             bound_s, missing, _, candidate = self.waiting[0]
             config = _config_of(candidate)
-            if missing == _SIMULATION and self.spent + size_of(config) > most:
+            if missing == SIMULATION and self.spent + size_of(config) > most:
                 return None
             heappop(self.waiting)
             if config.family in self.settled:
                 continue
-            if missing == _TIMES:
-                self.add(max(bound_s, of_cut_s(self.problem, config)), _CUT, config)
-            elif missing == _CUT:
+            if missing == TIMES:
+                self.add(max(bound_s, of_cut_s(self.problem, config)), CUT, config)
+            elif missing == CUT:
                 self._take(bounded(self.problem, config))
-            elif missing == _MEMORY:
+            elif missing == MEMORY:
                 self._take(estimate(self.problem, config))
-            elif isinstance(candidate, Estimate) and missing == _SIMULATION:
+            elif isinstance(candidate, Estimate) and missing == SIMULATION:
                 self._simulate(candidate)
             elif isinstance(candidate, Estimate):
                 self.settled.add(config.family)
                 return candidate
         return None
+
+    def nearly(self, most: float) -> Estimate | None:
+        """The fastest of the candidates for whose simulations so many forwards suffice, or the first that fits."""
+        found = self.next(most=most)
+        if found is not None:
+            return found
+        done = [item for item in self.waiting if item[1] == NOTHING]
+        if not done:
+            return self.next()
+        *_, fastest = min(done, key=itemgetter(0, 2))
+        assert isinstance(fastest, Estimate)
+        return fastest
 
     def bounds(self) -> dict[str, tuple[float, Config | Estimate]]:
         """Of each family that is not settled the least bound, and the candidate that has it."""
@@ -110,9 +123,9 @@ class Frontier:
         same = self._seen.setdefault(key, found.config)
         if same != found.config:
             return
-        missing = _MEMORY
+        missing = MEMORY
         if found.peak_bytes:
-            missing = _SIMULATION
+            missing = SIMULATION
         self.add(found.period_s, missing, found)
 
     def _simulate(self, estimated: Estimate) -> None:
@@ -120,7 +133,7 @@ class Frontier:
         found = self.problem.once(key, partial(simulated, self.problem, estimated))
         if found is not None:
             self.spent += found.size
-            self.add(found.period_s, _NOTHING, found)
+            self.add(found.period_s, NOTHING, found)
 
     def lacks(self, found: Estimate) -> None:
         """Notes a candidate that does not fit."""
@@ -175,7 +188,7 @@ def search(problem: Problem, listed: list[Config]) -> SearchResult:
     frontier = _frontier(problem, listed, is_plain=False)
     best = plain.next()
     if best is not None:
-        frontier.add(best.period_s, _NOTHING, best)
+        frontier.add(best.period_s, NOTHING, best)
     winner = frontier.next()
     if winner is None:
         closest = [*frontier.unfit.values(), *plain.unfit.values()]
@@ -206,7 +219,7 @@ def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool) -> Fro
         if math.isfinite(limit):
             need = quick_bytes(problem, config)
         if need <= limit:
-            frontier.add(quick_s(problem, config), _TIMES, config)
+            frontier.add(quick_s(problem, config), TIMES, config)
         else:
             frontier.lacks(Estimate(config, None, (need,), why=_lacks(need, limit)))
     return frontier
@@ -221,11 +234,12 @@ def some_fit(problem: Problem, listed: list[Config]) -> bool:
 
 
 def _frugality(problem: Problem, config: Config) -> tuple[float, int, Config]:
-    return quick_bytes(problem, config, at_least=False), config.microbatch_size, config
+    return quick_bytes(problem, config), config.microbatch_size, config
 
 
 def _most_memory(problem: Problem) -> float:
-    return max(device.memory_bytes for device in problem.topology.devices or (problem.topology.device,))
+    devices = problem.topology.devices or (problem.topology.device,)
+    return max(device.memory_bytes for device in devices)
 
 
 # ----------------------------------------------------------------------------------------------------- why others lost

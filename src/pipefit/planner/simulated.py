@@ -9,9 +9,8 @@ stage's optimizer step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from operator import add
 
 import msgspec
@@ -20,7 +19,7 @@ from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.planner.bounds import crowded, reduction_of
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
-from pipefit.planner.holdings import filling, small_program
+from pipefit.planner.holdings import Small, filling, small_program
 from pipefit.planner.space import Config, Problem, least_of_copies, placement_for
 from pipefit.planner.spilled_candidates import peaks_of
 from pipefit.schedules import find, program_of
@@ -29,42 +28,6 @@ from pipefit.spec import Plan
 
 # Forwards of a program that is still simulated whole, with all its copies.
 _WHOLE = 1500
-
-
-def simulate_best(
-    problem: Problem, ranked: Iterable[Estimate], close: float, budget: int, least: int
-) -> tuple[list[Estimate], list[Estimate]]:
-    """Simulates the best of some candidates; returns these and the others.
-
-    Args:
-        problem: that they solve.
-        ranked: the candidates, by their estimates.
-        close: candidates whose estimate is at least this multiple of the best simulated time are not simulated.
-        budget: limit of the sum of simulated sizes.
-        least: number of candidates that are simulated regardless of their sizes.
-    """
-    done: list[Estimate] = []
-    rest = []
-    spent = tried = 0
-    for each in ranked:
-        ahead = 0
-        if problem.cap is None:
-            ahead = size_of(each.config)
-        found = None
-        if done:
-            best_s = min(other.period_s for other in done)
-            is_close = round(each.period_s, 9) <= round(close * best_s, 9)
-        else:
-            is_close = tried < 2 * least
-        if is_close and (tried < least or spent + ahead <= budget):
-            tried += 1
-            found = problem.once(("simulated", each.config, each.partition), partial(simulated, problem, each))
-        if found is None:
-            rest.append(each)
-        else:
-            done.append(found)
-            spent += found.size
-    return done, rest
 
 
 def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
@@ -112,6 +75,7 @@ def size_of(config: Config) -> int:
 
 def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostModel) -> Estimate | None:
     cap = problem.capped
+    config = estimated.config
     program = program_for(problem, plan)
     several = cap.num_ranks > 1
     once = simulate(program, cost, steps_only=not several)
@@ -119,8 +83,9 @@ def _under_cap(problem: Problem, estimated: Estimate, plan: Plan, cost: CostMode
     step_s = once.makespan_s
     if several:
         # A sent value is held until its simulated arrival.
-        peaks = [max(peak, once.peak_bytes(rank)) for rank, peak in enumerate(peaks)]
-    found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=len(program))
+        arrived = map(once.peak_bytes, range(cap.num_ranks))
+        peaks = list(map(max, peaks, arrived))
+    found = replace(estimated, peak_bytes=tuple(peaks), step_s=step_s, period_s=step_s, size=_whole_size(config))
     if plan.spill is None:
         return found
     if max(peaks) > cap.device_bytes:
@@ -144,7 +109,7 @@ def update_s(plan: Plan, timing: CostModel) -> tuple[float, float]:
 
 def _counts(config: Config) -> tuple[int, int]:
     """Micro-batches of the two programs from which the time is extrapolated."""
-    few = filling(config.schedule, config.depth, config.chunks)
+    few = filling(config)
     many = few + config.depth
     return min(few, config.per_pipeline), min(many, config.per_pipeline)
 
@@ -159,7 +124,11 @@ def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]
         alone.append(cost.reduce_s(reduction, ranks))
         ports.append(cost.reduction_ports(reduction, ranks))
         busy_s.update(dict.fromkeys(ports[-1], alone[-1]))
-    return [max((busy_s[port] for port in used), default=own_s) for used, own_s in zip(ports, alone, strict=True)]
+    tails = []
+    for used, own_s in zip(ports, alone, strict=True):
+        shared = [busy_s[port] for port in used]
+        tails.append(max(shared, default=own_s))
+    return tails
 
 
 def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
@@ -170,12 +139,13 @@ def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
         pace = least_of_copies(config, timing.speed)
         one_copy = replace(one_copy, speed=tuple(pace))
     recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
-    is_synchronous = find(config.schedule).is_synchronous
+    schedule = find(config.schedule)
+    small = Small(schedule, config.depth, 0, config.chunks, recompute, frozen=plan.frozen)
 
     def time_s(count: int) -> float:
-        program = small_program(config.schedule, config.depth, count, config.chunks, recompute, (), plan.frozen)
+        program = small_program(small._replace(microbatches=count))
         timeline = simulate(program, one_copy, steps_only=True, contention=crowded(one_copy))
-        return float(timeline.makespan_s if is_synchronous else timeline.period_s)
+        return float(timeline.makespan_s if schedule.is_synchronous else timeline.period_s)
 
     few, many = _counts(config)
     few_s = time_s(few)

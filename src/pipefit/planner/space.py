@@ -70,7 +70,7 @@ class Cap:
 
     def ties_of(self, partition: Partition) -> tuple[tuple[int, ...], ...]:
         """The stages that share a weight because layers of them do."""
-        owner = {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
+        owner = partition.stage_of
         groups = set()
         for tie in self.ties:
             stages = {owner[layer] for layer in tie}
@@ -267,7 +267,7 @@ class Problem:
         """The tier that stages are spilled to, at the rates that each rank has of it."""
         name = self.capped.tier
         tiers = self.topology.tiers_among(self.capped.num_ranks)
-        return self.once("tier", lambda: next(tier for tier in tiers if tier.name == name))
+        return next(tier for tier in tiers if tier.name == name)
 
     def pieces(self, tensor: int) -> int:
         """The number of pieces in which the devices that share a layer send a message."""
@@ -304,7 +304,21 @@ class Problem:
 
 def least_of_copies(config: Config, figures: Sequence[float]) -> list[float]:
     """Of each rank of one pipeline the least figure of its copies."""
-    return [min(figures[rank :: config.depth][: config.data]) for rank in range(config.depth)]
+    found = []
+    for rank in range(config.depth):
+        copies = figures[rank :: config.depth]
+        found.append(min(copies[: config.data]))
+    return found
+
+
+def num_frozen_layers(profile: Profile) -> int:
+    """How many layers at the beginning do not train, and so have no backward."""
+    found = 0
+    for layer in profile.layers:
+        if layer.trained_bytes != 0:
+            break
+        found += 1
+    return found
 
 
 def configs(problem: Problem, space: Space) -> Iterator[Config]:
@@ -378,11 +392,16 @@ def grouped(topology: Topology, tensor: int) -> Topology:
         width = max(level.width // rest, 1)
         levels.append(msgspec.structs.replace(level, width=width, cores=cores))
         rest = max(rest // level.width, 1)
-    kept = [level for level in levels if level.width > 1 or level.cores] or levels[-1:]
+    kept = [level for level in levels if level.width > 1 or level.cores]
+    if not kept:
+        kept = levels[-1:]
     devices: tuple[Device, ...] = ()
     if topology.devices:
-        firsts = range(0, len(topology.devices), tensor)
-        devices = tuple(_weakest(topology.devices[first : first + tensor]) for first in firsts)
+        found = []
+        for first in range(0, len(topology.devices), tensor):
+            group = topology.devices[first : first + tensor]
+            found.append(_weakest(group))
+        devices = tuple(found)
     return Topology(tuple(kept), topology.device, devices, topology.tiers, topology.name)
 
 

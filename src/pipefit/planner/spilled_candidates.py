@@ -218,9 +218,16 @@ def has_room(problem: Problem, program: Program, cost: CostModel) -> bool:
     """Returns whether the tier of every machine has room for the records of its ranks."""
     cap = problem.capped
     assert cap.host_bytes is not None
-    held = [tier_peak_bytes(program, rank, cost.size_bytes)[0] for rank in range(cap.num_ranks)]
+    held = []
+    for rank in range(cap.num_ranks):
+        peak, _ = tier_peak_bytes(program, rank, cost.size_bytes)
+        held.append(peak)
     share = problem.topology.tier_shares(cap.num_ranks)
-    return all(sum(held[first : first + share]) <= cap.host_bytes for first in range(0, cap.num_ranks, share))
+    for first in range(0, cap.num_ranks, share):
+        machine = held[first : first + share]
+        if sum(machine) > cap.host_bytes:
+            return False
+    return True
 
 
 # -------------------------------------------------------------------------------- cuts of the model
@@ -287,11 +294,10 @@ def _dealt(counts: Sequence[int], weights: Sequence[float], num_ranks: int) -> t
         half = found[heaviest] // 2
         found[heaviest : heaviest + 1] = [half, found[heaviest] - half]
     while len(found) % num_ranks:
-        joined = [a + b for a, b in pairwise(found)]
-        starts = accumulate(found, initial=0)
-        sums = [sum(weights[start : start + count]) for start, count in zip(starts, joined, strict=False)]
+        sums = [a + b for a, b in pairwise(_weights_of(found, weights))]
         lightest = sums.index(min(sums))
-        found[lightest : lightest + 2] = [joined[lightest]]
+        joined = sum(found[lightest : lightest + 2])
+        found[lightest : lightest + 2] = [joined]
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from pipefit.draw.chart import chart
 from pipefit.errors import InfeasibleError, PlanError, nearest
-from pipefit.planner.explain import training
+from pipefit.planner.explain import training, used_columns
 from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
 from pipefit.planner.plan_figures import idle_share, sent_bytes
@@ -21,7 +21,7 @@ from pipefit.planner.planning import plan
 from pipefit.planner.transformer import is_transformer, settings_of, transformer_of
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import flag_of, with_fields
-from pipefit.units import format_bytes, parse_quantity, table
+from pipefit.units import format_bytes, parse_quantity
 
 SIZES = ("layers", "hidden")
 """Sizes of a GPT by arithmetic that `largest` and `sweep` change."""
@@ -63,7 +63,8 @@ class Question:
             raise PlanError(f"{name}: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
         sizes = settings_of(model) | {name: value}
         family = model.partition(":")[0]
-        return replace(self, model=f"{family}:" + ",".join(f"{key}={size}" for key, size in sizes.items()))
+        words = [f"{key}={size}" for key, size in sizes.items()]
+        return replace(self, model=f"{family}:" + ",".join(words))
 
     def outermost(self, **figures: Any) -> Question:
         """The question for a machine whose outermost level has other figures."""
@@ -141,10 +142,9 @@ class Sweep:
 
     def lines(self, width: int | None = None) -> list[str]:
         """A table of at most so many characters per line; None: those of the terminal, or 100."""
-        rows = [["plan", "samples/s", "TFLOP/s each", "idle", "sent/sample", "memory"], *map(_row, self.cells)]
-        used = [column for column in zip(*rows, strict=True) if any(column[1:])]
+        head = ["plan", "samples/s", "TFLOP/s each", "idle", "sent/sample", "memory"]
         width = width or shutil.get_terminal_size((100, 24)).columns
-        return table(list(zip(*used, strict=True)), width)
+        return used_columns(head, map(_row, self.cells), width)
 
     def svg(self, title: str = "") -> str:
         """A chart over the first name, a line for each value of the others; of a GPT, TFLOP/s per device.
@@ -159,29 +159,34 @@ class Sweep:
         is_gpt = all("flops_per_device" in cell.figures for cell in fitting)
         series: dict[str, list[tuple[float | str, float]]] = {}
         for cell in fitting:
-            line = ", ".join(f"{name} {cell.values[name]}" for name in others) or "fastest plan"
+            words = [f"{name} {cell.values[name]}" for name in others]
+            line = ", ".join(words) or "fastest plan"
             rate = cell.figures["samples_per_s"]
             if is_gpt:
                 rate = cell.figures["flops_per_device"] / 1e12
             series.setdefault(line, []).append((cell.values[first], rate))
         places = [cell.values[first] for cell in fitting]
-        wide = not isinstance(places[0], str) and max(places) >= 8 * min(places)
-        words = {"tensor": "tensor width", "batch": "samples per update", "bandwidth": "bandwidth, outermost level"}
+        wide = False
+        if not isinstance(places[0], str):
+            wide = max(places) >= 8 * min(places)
+        labels = {"tensor": "tensor width", "batch": "samples per update", "bandwidth": "bandwidth, outermost level"}
         label = "samples/s"
         if is_gpt:
             label = "TFLOP/s per device"
-        return chart(series, title=title, x_label=words.get(first, first), y_label=label, log_x=wide)
+        return chart(series, title=title, x_label=labels.get(first, first), y_label=label, log_x=wide)
 
 
 def _row(cell: Cell) -> list[str]:
-    values = ", ".join(f"{name} {value}" for name, value in cell.values.items())
+    words = [f"{name} {value}" for name, value in cell.values.items()]
+    values = ", ".join(words)
     found = cell.figures
     if cell.plan is None:
         return [f"{values}: {cell.why}", *[""] * 5]
     speed = ""
     if found.get("flops_per_device"):
         speed = f"{found['flops_per_device'] / 1e12:.4g}"
-    winner = next((one.summary for one in cell.plan.candidates if not one.why_lost), cell.plan.schedule)
+    winners = [one.summary for one in cell.plan.candidates if not one.why_lost]
+    winner = (*winners, cell.plan.schedule)[0]
     return [
         f"{values}: {winner}",
         f"{found['samples_per_s']:.4g}",

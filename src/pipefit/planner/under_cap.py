@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import attrgetter
 
-from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.partition import minmax
 from pipefit.planner.candidate import Estimate, costs_of, plan_of, program_for
 from pipefit.planner.cuts import cut
 from pipefit.planner.estimate import estimate
-from pipefit.planner.search import SearchResult
-from pipefit.planner.simulated import simulate_best, simulated
+from pipefit.planner.methods import problem_of
+from pipefit.planner.search import SIMULATION, Frontier, SearchResult
+from pipefit.planner.simulated import simulated
 from pipefit.planner.space import NOT_FROM_DISK, Cap, Config, Problem
 from pipefit.planner.spilled_candidates import has_room, layers_of, spilled_configs
 from pipefit.schedules import find
@@ -27,10 +28,10 @@ from pipefit.spec.options import STEP_ON
 from pipefit.spec.topology import Tier
 from pipefit.units import counted, format_bytes, format_seconds
 
+_MOST_FORWARDS = 30_000
+"""Limit of all simulated programs together: a few seconds of simulation."""
 _NUM_SIMULATED = 8
-"""Number of candidates that are simulated regardless of the length of their programs."""
-_MOST_INSTRUCTIONS = 50_000
-"""Limit of all further simulated programs together: about a second of simulation."""
+"""Number of candidates with the least memory that are simulated, where none fits."""
 
 
 def problem_under_cap(
@@ -49,8 +50,7 @@ def problem_under_cap(
     """
     if not cap.device_bytes > 0:
         raise PlanError(f"device_bytes: expected more than 0, got {cap.device_bytes}")
-    if state_per_weight is None:
-        state_per_weight = usual_state(profile)
+    problem = problem_of(profile, topology, microbatch_size * num_microbatches, state_per_weight)
     tier = _tier(topology, cap.tier)
     if cap.step_on not in STEP_ON:
         raise PlanError(f"step_on: expected one of {', '.join(STEP_ON)}, got {cap.step_on!r}")
@@ -65,11 +65,11 @@ def problem_under_cap(
     known = replace(cap, tier=tier.name)
     if cap.host_bytes is None:
         known = replace(known, host_bytes=tier.capacity_bytes)
-    if not state_per_weight:
+    if not problem.state:
         known = replace(known, step_on="device")
     if not order.chunks:
         known = replace(known, num_chunks=1)
-    problem = Problem(profile, topology, microbatch_size * num_microbatches, state_per_weight, known)
+    problem.cap = known
     return problem, Config(order.name, cap.copies, cap.depth, 1, 1, microbatch_size, num_microbatches)
 
 
@@ -127,30 +127,40 @@ def search_under_cap(problem: Problem, config: Config, schedule: str | None) -> 
     fitting = [each for each in whole if max(each.peak_bytes) <= cap.device_bytes]
     if fitting:
         return SearchResult((fitting[0],))
-    ranked = []
-    winner: Estimate | None = None
     choices = [False, True]
     if cap.activations is not None:
         choices = [cap.activations]
     on_tier = False
+    winner: Estimate | None = None
     for on_tier in choices:
-        estimates = (estimate(problem, each) for each in spilled_configs(problem, config, on_tier))
-        ranked = sorted((each for each in estimates if each.fits), key=_bound)
-        winner = _fastest(problem, ranked)
+        frontier = _frontier(problem, config, on_tier)
+        best = frontier.bounds()
+        winner = frontier.nearly(_MOST_FORWARDS)
         if winner is not None:
             break
     if winner is None:
         winner = _smallest(problem, config, on_tier)
-        ranked = [winner]
         assert winner.partition is not None
         program = program_for(problem, plan_of(problem, winner.config, winner.partition))
         costs, _ = costs_of(problem, winner.config, winner.partition)
         if max(winner.peak_bytes) > cap.device_bytes or not has_room(problem, program, costs):
             raise InfeasibleError(_nothing_fits(problem, winner))
-    best = {each.config.family: each for each in reversed(ranked)}
-    best.pop(winner.config.family, None)
-    others = [_candidate(problem, best[place], winner) for place in _PLACES if place in best]
+    others = []
+    for place in _PLACES:
+        if place in best and place != winner.config.family:
+            _, candidate = best[place]
+            assert isinstance(candidate, Estimate)
+            others.append(_candidate(problem, candidate, winner))
     return SearchResult((winner,), tuple(others), whole[0].step_s)
+
+
+def _frontier(problem: Problem, config: Config, on_tier: bool) -> Frontier:
+    """The candidates that spill and fit, with the limits of their lanes."""
+    frontier = Frontier(problem)
+    estimates = [estimate(problem, each) for each in spilled_configs(problem, config, on_tier)]
+    for found in sorted(filter(attrgetter("fits"), estimates), key=_bound):
+        frontier.add(found.period_s, SIMULATION, found)
+    return frontier
 
 
 def _residents(problem: Problem, config: Config) -> Iterator[Estimate]:
@@ -180,31 +190,14 @@ def _bound(estimated: Estimate) -> tuple[float, int]:
     return round(estimated.period_s, 9), -min(spill.weights_slots, 2) - (min(spill.optim_slots, 2) or 2)
 
 
-def _fastest(problem: Problem, ranked: list[Estimate]) -> Estimate | None:
-    """The candidate with the shortest period, of equal ones that with the fewest stages; None: none tried fits.
-
-    Where none of the first ones fits in the simulation, those with the least memory are tried.
-    """
-    done, _ = simulate_best(problem, ranked, 1.0, _MOST_INSTRUCTIONS, _NUM_SIMULATED)
-    if not done:
-        tried = (simulated(problem, each) for each in _smallest_first(ranked))
-        return next(filter(None, tried), None)
-    return min(done, key=lambda each: (round(each.period_s, 9), each.config.num_stages))
-
-
 def _smallest(problem: Problem, config: Config, on_tier: bool) -> Estimate:
     """The candidate with the least device memory: the same for every cap, so that the smallest cap named works."""
     cap = replace(problem.capped, device_bytes=math.inf, host_bytes=math.inf, keep=False)
     free = replace(problem, cap=cap)
     estimates = [estimate(free, each) for each in spilled_configs(free, config, on_tier, finest=True)]
-    found = filter(None, (simulated(free, each) for each in _smallest_first(estimates)))
+    estimates.sort(key=lambda each: max(each.peak_bytes))
+    found = filter(None, (simulated(free, each) for each in estimates[:_NUM_SIMULATED]))
     return min(found, key=lambda each: (max(each.peak_bytes), each.config.num_stages))
-
-
-def _smallest_first(estimates: list[Estimate]) -> list[Estimate]:
-    """Those with the least memory that are simulated."""
-    ranked = sorted(estimates, key=lambda each: max(each.peak_bytes))
-    return ranked[:_NUM_SIMULATED]
 
 
 def _nothing_fits(problem: Problem, smallest: Estimate) -> str:

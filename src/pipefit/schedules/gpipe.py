@@ -35,7 +35,7 @@ def _data_parallel(task: Task) -> Orders:
         yield forward_backward(stage, mbs)
 
 
-@schedule(name="gpipe")
+@schedule(name="gpipe", ahead=lambda p, m, v, rank: (m,))
 def _gpipe(task: Task) -> Orders:
     """GPipe: all forwards, then all backwards in reverse.
 

@@ -27,7 +27,20 @@ def _interleavable(shape: Shape) -> None:
         )
 
 
-@schedule(name="interleaved", chunks=True, options={"group": 0}, check=_interleavable)
+def _ahead(p: int, m: int, v: int, rank: int) -> tuple[int, ...]:
+    """The first slots of the forwards' order, up to the first backward, without the missing micro-batches."""
+    left = 2 * (p - rank) - 1 + (v - 1) * p
+    if v == 1:
+        left = p - rank
+    counts = [0] * v
+    for first in range(0, m, p):
+        for chunk in range(v):
+            counts[chunk] += max(min(left, p, m - first), 0)
+            left -= p
+    return tuple(counts)
+
+
+@schedule(name="interleaved", chunks=True, options={"group": 0}, check=_interleavable, ahead=_ahead)
 def _interleaved(task: Task) -> Orders:
     """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks; the bubble shrinks by v.
 
@@ -60,7 +73,7 @@ def _interleaved(task: Task) -> Orders:
         yield [i for i in alternate(forwards, backwards, warmup) if i.mb >= 0]
 
 
-@schedule(name="breadth-first", chunks=True, options={"turn": 0})
+@schedule(name="breadth-first", chunks=True, options={"turn": 0}, ahead=lambda p, m, v, rank: (m,) * v)
 def _breadth_first(task: Task) -> Orders:
     """Breadth-first: all micro-batches through one chunk, then through the next; backwards likewise.
 

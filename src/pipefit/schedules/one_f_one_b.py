@@ -47,7 +47,11 @@ def _one_f_one_b(task: Task) -> Orders:
         yield alternate(forwards, backwards, warmup)
 
 
-@schedule(name="1f1b", options={"warmup": 1}, check=_warmup_in_reach)
+def _ahead(p: int, m: int, v: int, rank: int) -> tuple[int, ...]:
+    return (min(p - rank, m),)
+
+
+@schedule(name="1f1b", options={"warmup": 1}, check=_warmup_in_reach, ahead=_ahead)
 def _flush(task: Task) -> Orders:
     """1F1B, also called PipeDream-Flush: as little as possible in flight, a flush at the end.
 
@@ -63,7 +67,14 @@ def _flush(task: Task) -> Orders:
     return _one_f_one_b(task)
 
 
-@schedule(name="pipedream", weights=WeightRule.STASH, options={"warmup": 1}, check=_warmup_in_reach)
+def _ahead_of_many(p: int, m: int, v: int, rank: int) -> tuple[int, ...]:
+    """The micro-batches of one update are followed by those of the next."""
+    return (p - rank,)
+
+
+@schedule(
+    name="pipedream", weights=WeightRule.STASH, options={"warmup": 1}, check=_warmup_in_reach, ahead=_ahead_of_many
+)
 def _pipedream(task: Task) -> Orders:
     """PipeDream: 1F1B without flush; every mini-batch steps, its backward uses the weights its forward used.
 
@@ -79,7 +90,13 @@ def _pipedream(task: Task) -> Orders:
     return _one_f_one_b(task)
 
 
-@schedule(name="pipedream-vertical-sync", weights=WeightRule.VERTICAL, options={"warmup": 1}, check=_warmup_in_reach)
+@schedule(
+    name="pipedream-vertical-sync",
+    weights=WeightRule.VERTICAL,
+    options={"warmup": 1},
+    check=_warmup_in_reach,
+    ahead=_ahead_of_many,
+)
 def _vertical_sync(task: Task) -> Orders:
     """PipeDream with vertical sync: a mini-batch uses the same version at every stage, the one it used at stage 0.
 
@@ -107,7 +124,13 @@ def _enough_for_double_buffering(shape: Shape) -> None:
         )
 
 
-@schedule(name="pipedream-2bw", weights=WeightRule.DOUBLE, options={"warmup": 1}, check=_enough_for_double_buffering)
+@schedule(
+    name="pipedream-2bw",
+    weights=WeightRule.DOUBLE,
+    options={"warmup": 1},
+    check=_enough_for_double_buffering,
+    ahead=_ahead_of_many,
+)
 def _double_buffered(task: Task) -> Orders:
     """PipeDream-2BW: 1F1B without flush, gradients coalesced over m micro-batches, two versions of the weights.
 

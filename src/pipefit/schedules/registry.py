@@ -61,11 +61,12 @@ Orders = Iterator[list[Instruction]]
 """The forwards and backwards of each rank."""
 
 Order = Callable[[Task], Iterable[Iterable[Instruction]]]
+Ahead = Callable[[int, int, int, int], tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """A named generator: a callable from a `Shape` to a `Program`.
+    """A named generator: a callable from a `Shape` to a `Program`. Each is equal to itself only.
 
     Attributes:
         name: the name by which users request it.
@@ -75,6 +76,9 @@ class Schedule:
         chunks: whether it supports several stages per rank.
         options: its integer options and their defaults.
         check: raises ScheduleError for a shape that it does not support.
+        ahead: the forwards of each stage of a rank before its first backward, from depth, micro-batches, chunks and
+            rank, with the usual options; at most as many backwards follow its last forward, and with one stage never
+            more are in flight. None: only the program shows them, so that bounds of times are weaker.
         flushes: whether the ranks are idle at the end of an update, so that little is lost when they all meet there.
         spills: whether it is made for stages on the host or on disk. It then spills all of them, and replays forwards
             except of stages that keep their saved tensors, unless the shape gives other settings.
@@ -87,6 +91,7 @@ class Schedule:
     chunks: bool = False
     options: dict[str, int] = field(default_factory=dict)
     check: Callable[[Shape], None] | None = None
+    ahead: Ahead | None = None
     flushes: bool = True
     spills: bool = False
 
@@ -173,6 +178,7 @@ class Facts(TypedDict, total=False):
     chunks: bool
     options: dict[str, int]
     check: Callable[[Shape], None]
+    ahead: Ahead
     flushes: bool
     spills: bool
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
 from typing import Any
 
 from pipefit.cost import CostModel, unit
@@ -28,7 +30,6 @@ def metrics(
         steady: the same schedule with more steps, for the period of an asynchronous one; see `steady_period_s`.
     """
     header = program.header
-    send = Op.SEND
     ranks = range(len(program.ranks))
     cost = cost or unit(header)
     # Of one micro-batch, on average over the ranks: then the bubble is their average idle time.
@@ -41,6 +42,13 @@ def metrics(
         peaks = [peak_inflight(program, rank) for rank in ranks]
         kept = [kept_inputs(program, rank) for rank in ranks]
         versions = [weight_versions(program, rank) for rank in ranks]
+    bubble = 0.0
+    if makespan:
+        bubble = float(1 - ideal / makespan)
+    over_ideal = 0.0
+    if ideal:
+        over_ideal = float((makespan - ideal) / ideal)
+    sends = Counter(i.op for i in chain.from_iterable(program.ranks))[Op.SEND]
     return {
         "schedule": header.schedule,
         "num_stages": header.num_stages,
@@ -49,13 +57,13 @@ def metrics(
         "num_chunks": header.num_chunks,
         "makespan": float(makespan),
         "period": float(period),
-        "bubble_fraction": float(1 - ideal / makespan) if makespan else 0.0,
-        "bubble_over_ideal": float((makespan - ideal) / ideal) if ideal else 0.0,
+        "bubble_fraction": bubble,
+        "bubble_over_ideal": over_ideal,
         "peak_inflight": peaks,
         "kept_inputs": kept,
         "weight_versions": versions,
-        "messages": sum(i.op is send for instructions in program.ranks for i in instructions),
-        "order": [list(order) for order in program.order],
+        "messages": sends,
+        "order": list(map(list, program.order)),
     }
 
 

@@ -24,7 +24,8 @@ def memory_over_time(program: Program, cost: CostModel, engine: EventEngine) -> 
     last one that needs it (a send: until its message has arrived). At equal times, values are freed before others are
     made. The slots of spilled stages are there throughout.
     """
-    return tuple(_rank_memory(program, cost, engine, rank) for rank in range(len(program.ranks)))
+    ranks = range(len(program.ranks))
+    return tuple(_rank_memory(program, cost, engine, rank) for rank in ranks)
 
 
 def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: int) -> Samples:
@@ -33,13 +34,18 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
     size = starts[-1]
     count = starts[rank + 1] - starts[rank]
     header = program.header
-    lives = [life for life in lifetimes(program, rank) if header.spill is None or not lies_in_slot(header, life.value)]
+    lives = lifetimes(program, rank)
+    if header.spill is not None:
+        lives = [life for life in lives if not lies_in_slot(header, life.value)]
     # The same for all micro-batches and versions.
     held_bytes = cache(lambda kind, stage: cost.held_bytes(Value(kind, stage, 0)))
-    sized = [(life.born, life.dies, held_bytes(life.value.kind, life.value.stage)) for life in lives]
-    sized = [item for item in sized if item[2]]
-    computes = [i.op in WORK_OPS for i in program.ranks[rank]]
-    last = max((index for index in range(count) if computes[index]), default=-1)
+    sized = []
+    for life in lives:
+        amount = held_bytes(life.value.kind, life.value.stage)
+        if amount:
+            sized.append((life.born, life.dies, amount))
+    work = [index for index, i in enumerate(program.ranks[rank]) if i.op in WORK_OPS]
+    last = max(work, default=-1)
     changes: dict[float, float] = {}
     seam: float = 0
     for lap in range(engine.repeats):
@@ -70,13 +76,16 @@ def _rank_memory(program: Program, cost: CostModel, engine: EventEngine, rank: i
     else:
         held = 0
     held += cost.staying_bytes(header, rank)
-    held += sum(cost.frozen_bytes(stage) for stage in header.stages_of(rank) if not header.is_spilled(stage))
+    for stage in header.stages_of(rank):
+        if not header.is_spilled(stage):
+            held += cost.frozen_bytes(stage)
     if 0 in changes:
         samples: list[tuple[float, float]] = []
     else:
         samples = [(0, held)]
     # Values held after the last pass stay.
-    changes[seam] = changes.get(seam, 0) + sum(amount for _, dies, amount in sized if dies >= count)
+    staying = [amount for _, dies, amount in sized if dies >= count]
+    changes[seam] = changes.get(seam, 0) + sum(staying)
     for time in sorted(changes):
         if changes[time] or time == 0:
             held += changes[time]

@@ -70,26 +70,34 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
     spill = graph.program.header.spill
     if spill is not None and graph.program.header.num_ranks > 1:
         # Ranks of a pipeline wait between two passes for a commit of the tier, once everything is written.
-        for commit_s in (tier.commit_s for tier in cost.tiers if tier.name == spill.tier and tier.commit_s):
-            between += commit_s
-            closing = _closing(layout, Op.EVICT)
+        for tier in cost.tiers:
+            if tier.name == spill.tier and tier.commit_s:
+                between += tier.commit_s
+                closing = _closing(layout, Op.EVICT)
+    copies: dict[int, tuple[int, ...]] = {}
+    if any(i.op in COPY_OPS for i, _ in layout.kinds):
+        copies = _copies(graph, kept_later)
     return Prices(
-        [hold_of[index] for index in layout.costs],
-        (_without(travel, kept), _without(travel, kept_later)),
-        lanes,
-        _copies(graph, kept_later) if any(i.op in COPY_OPS for i, _ in layout.kinds) else {},
-        (_arrivals(layout, cost, kept), _arrivals(layout, cost, kept_later)),
-        _by_number(layout, channel_of),
-        closing,
-        between,
+        hold=[hold_of[index] for index in layout.costs],
+        travel=(_without(travel, kept), _without(travel, kept_later)),
+        lanes=lanes,
+        copies=copies,
+        arrivals=(_arrivals(layout, cost, kept), _arrivals(layout, cost, kept_later)),
+        channels=_by_number(layout, channel_of),
+        closing=closing,
+        between=between,
     )
 
 
 def _by_number(layout: FlatProgram, of_kind: list[T]) -> dict[int, T]:
     """Gives each instruction the fact about its kind of cost; empty facts are left out."""
-    if any(of_kind):
-        return {number: of_kind[kind] for number, kind in enumerate(layout.costs) if of_kind[kind]}
-    return {}
+    found: dict[int, T] = {}
+    if not any(of_kind):
+        return found
+    for number, kind in enumerate(layout.costs):
+        if of_kind[kind]:
+            found[number] = of_kind[kind]
+    return found
 
 
 def _travel_s(cost: CostModel, i: Instruction, rank: int, rendezvous: bool) -> float:
@@ -113,20 +121,26 @@ def _lanes(cost: CostModel, i: Instruction, rank: int, contention: bool) -> tupl
         link = (rank, i.peer)
     else:
         link = (i.peer, rank)
-    return (*cost.ports(*link), *([link] if contention else []))
+    lanes = cost.ports(*link)
+    if contention:
+        lanes += (link,)
+    return lanes
 
 
 def _channel(cost: CostModel, i: Instruction, rank: int) -> Key:
-    one = i.op in COPY_OPS and i.op is not Op.HOST_STEP and cost.tier_of(i).one_channel
-    if one:
+    if i.op not in COPY_OPS or i.op is Op.HOST_STEP:
+        return ()
+    if cost.tier_of(i).one_channel:
         return (rank, i.tier)
     return ()
 
 
 def _kept(graph: Graph, later: bool) -> frozenset[int]:
     """The fetches that move nothing, by number."""
-    ranks = enumerate(graph.starts[:-1])
-    return frozenset(start + index for rank, start in ranks for index in kept_fetches(graph.program, rank, later))
+    found: set[int] = set()
+    for rank, start in enumerate(graph.starts[:-1]):
+        found |= {start + index for index in kept_fetches(graph.program, rank, later)}
+    return frozenset(found)
 
 
 def _without(travel: list[float], kept: frozenset[int]) -> list[float]:
@@ -142,7 +156,9 @@ def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dic
         return found
     counted = set(kept)
     for number, code in enumerate(layout.codes):
-        for awaited in layout.waits[number] if code == Code.WAIT else ():
+        if code != Code.WAIT:
+            continue
+        for awaited in layout.waits[number]:
             came = layout.graph.instructions[awaited]
             if awaited not in counted and came.op is Op.FETCH:
                 counted.add(awaited)
@@ -157,12 +173,15 @@ def _closing(layout: FlatProgram, *more: Op) -> list[list[int]]:
     their optimizers may be read between two passes; and the operations in `more`.
     """
     graph = layout.graph
-    always = [i.op is Op.HOST_STEP or i.op in more for i, _ in layout.kinds]
+    last = (Op.HOST_STEP, *more)
+    always = [i.op in last for i, _ in layout.kinds]
     reductions = set(graph.collective_of)
     if reductions:
         reductions.difference_update(*layout.waits)
     result: list[list[int]] = [[] for _ in graph.starts[1:]]
-    for number, kind in enumerate(layout.costs if reductions or any(always) else ()):
+    if not (reductions or any(always)):
+        return result
+    for number, kind in enumerate(layout.costs):
         if always[kind] or number in reductions:
             result[graph.ranks[number]].append(number)
     return result
@@ -173,7 +192,8 @@ def _copies(graph: Graph, kept: frozenset[int]) -> dict[int, tuple[int, ...]]:
 
     Waits within a pass are in the graph. A fetch of a value that is still in its slot waits for nothing.
     """
-    needed: dict[int, tuple[int, ...]] = {n: () for n, i in enumerate(graph.instructions) if i.op in COPY_OPS}
+    copies = [number for number, i in enumerate(graph.instructions) if i.op in COPY_OPS]
+    needed: dict[int, tuple[int, ...]] = dict.fromkeys(copies, ())
     for rank, (start, end) in enumerate(pairwise(graph.starts)):
         for index, waits in copy_waits(graph.program, rank, later=True).items():
             number = start + index

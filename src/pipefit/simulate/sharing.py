@@ -40,7 +40,9 @@ class Machine:
             return math.inf
         left = self.work[0][0] - self.done
         num = len(self.work)
-        return self.now + (left if num <= self.cores else left * num / self.cores)
+        if num > self.cores:
+            left = left * num / self.cores
+        return self.now + left
 
     def end(self) -> tuple[float, int]:
         """Ends the first running work; returns its time and rank."""

@@ -127,7 +127,8 @@ def _check(layout: FlatProgram) -> None:
         raise InvalidProgramError(f"{name(number)} has no matching {side}: it would wait for ever")
     for group in graph.collectives:
         expected = collective_members(graph.program.header, graph.instructions[group[0]])
-        absent = sorted(set(expected) - {graph.ranks[number] for number in group})
+        present = {graph.ranks[number] for number in group}
+        absent = sorted(set(expected) - present)
         if absent:
             raise InvalidProgramError(f"{name(group[0])} is a collective that ranks {absent} never join")
 
@@ -160,8 +161,10 @@ def _milestones(program: Program, rank: int) -> list[int]:
             last.setdefault(Op.FWD, index)
         if len(last) == header.num_steps + 2:  # every step, no step, and a forward
             break
-    first = next((index for index, i in enumerate(instructions) if i.op in WORK_OPS), 0)
-    return sorted({first, *last.values()})
+    for index, i in enumerate(instructions):
+        if i.op in WORK_OPS:
+            return sorted({index, *last.values()})
+    return [0]
 
 
 def _hang(graph: Graph) -> str:
@@ -171,7 +174,10 @@ def _hang(graph: Graph) -> str:
     for this in run.run().values():
         rank, index = graph.place(this)
         awaited = run.waits_for(this)
-        here = next((side for side in graph.sides(awaited) if graph.ranks[side] == rank), this)
+        here = this
+        for side in graph.sides(awaited):
+            if graph.ranks[side] == rank:
+                here = side
         peer, there = graph.place(awaited)
         line = f"  rank {rank} is at instruction {index} ({graph.instructions[this]})"
         if here != this:

@@ -90,6 +90,14 @@ class Partition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if lost:
             raise PlanError(f"layers {lost} belong to no stage: every layer from 0 to {max(owner)} needs one")
 
+    @property
+    def stage_of(self) -> dict[int, int]:
+        """The stage of each layer."""
+        found: dict[int, int] = {}
+        for index, stage in enumerate(self.stages):
+            found |= dict.fromkeys(stage.layers, index)
+        return found
+
     @classmethod
     @checked()
     def even(cls, num_layers: Number, num_stages: Number) -> Partition:

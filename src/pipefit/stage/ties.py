@@ -18,7 +18,7 @@ def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[
 
     A parameter shared only by layers of one stage is like any other parameter of that stage.
     """
-    stage_of = _stage_of(partition)
+    stage_of = partition.stage_of
     return {
         name: Tie(found[0][0], parameter.shape, parameter.dtype)
         for found in _named_at(layers)
@@ -41,7 +41,7 @@ def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tup
     Raises:
         ModelError: stages share a batch norm: each would keep its own running averages.
     """
-    stage_of = _stage_of(partition)
+    stage_of = partition.stage_of
     _refuse_shared_batchnorm(layers, stage_of)
     users = [{stage_of[layer] for _, _, layer in found} for found in _named_at(layers)]
     groups: list[set[int]] = []
@@ -61,11 +61,6 @@ def _refuse_shared_batchnorm(layers: Sequence[NamedLayer], stage_of: dict[int, i
                     f"layers {known.prefix} and {layer.prefix} share a batch norm but are in different stages, whose "
                     "running averages would differ; put both in one stage, or give each its own batch norm"
                 )
-
-
-def _stage_of(partition: Partition) -> dict[int, int]:
-    """The stage of each layer."""
-    return {layer: index for index, stage in enumerate(partition.stages) for layer in stage.layers}
 
 
 def _named_at(layers: Sequence[NamedLayer]) -> list[list[tuple[str, nn.Parameter, int]]]:
