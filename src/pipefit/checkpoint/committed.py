@@ -7,29 +7,21 @@ weights that stages share, and other tensors that stay on the device are copied 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate, groupby
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import by_parameter, optimization_of, optimizer_tensors, restore_optimizer
-from pipefit.checkpoint.state import weights_of
+from pipefit.checkpoint.optim import optimization_of
+from pipefit.checkpoint.resident import Row, read_resident, resident_tensors, restore_resident, write_resident
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tier_file import Commit
-from pipefit.spill.tiers import Key
-
-_RESIDENT = "resident"
-_RECORD_BYTES = 16 << 20
-"""Bytes of resident tensors in one record: only few copies of this size are in memory at a time."""
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -52,7 +44,7 @@ class RankState(msgspec.Struct, frozen=True):
     loss_scale: dict[str, Any] | None = None
     optimization: list[Optimization] = []
     known: dict[int, list[int]] = {}
-    resident: list[tuple[int, list[str]]] = []
+    resident: list[Row] = []
     places: list[Any] = []
     extra: dict[str, Any] = {}
     position: dict[str, Any] | None = None
@@ -94,7 +86,7 @@ def _state_of(
             loss_scale=worker.scale.state() if worker.scale is not None else None,
             optimization=optimization_of(worker, list(worker.stages)),
             known={stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states},
-            resident=_write_resident(worker, spilling),
+            resident=write_resident(spilling, _resident(worker, spilling)),
             places=spilling.resident.describe(),
             extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
             position=pipeline.position.state(),
@@ -105,27 +97,11 @@ def _state_of(
         return RankState(str(problem))
 
 
-def _write_resident(worker: Worker, spilling: Spilling) -> list[tuple[int, list[str]]]:
-    """Starts to write the tensors that no record holds; returns stage and names of each new record."""
-    found = list(_resident(worker, spilling))
-    starts = accumulate((tensor.nbytes for _, _, tensor in found), initial=0)
-    rows: list[tuple[int, list[str]]] = []
-    for _, group in groupby(zip(found, starts, strict=False), lambda at: (at[0][0], at[1] // _RECORD_BYTES)):
-        stages, names, tensors = zip(*(named for named, _ in group), strict=True)
-        spilling.writes.append(spilling.resident.write(Key(stages[0], f"{_RESIDENT} {len(rows)}"), tensors))
-        rows.append((stages[0], list(names)))
-    return rows
-
-
 def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[int, str, Tensor]]:
-    """Weights, buffers and states that no record holds, with stage and name; a tensor with several names comes once."""
+    """(stage, name, tensor) of what no record holds."""
     passed = {address for store in spilling.stores.values() for address in store.stand_ins}
     for stage in worker.stages:
-        weights = ((name, tensor) for name, _, tensor in weights_of(worker, stage))
-        for name, tensor in (*weights, *optimizer_tensors(worker, stage, all_ties=True)):
-            if tensor.data_ptr() not in passed:
-                passed.add(tensor.data_ptr())
-                yield stage, name, tensor.detach()
+        yield from resident_tensors(worker, stage, passed)
 
 
 def rank_state(commit: Commit) -> RankState:
@@ -175,50 +151,10 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
     return extra
 
 
-@torch.no_grad()
 def _restore(worker: Worker, spilling: Spilling, state: RankState) -> None:
     spilling.resident.restore(state.places)
-    tensors: dict[int, dict[str, Tensor]] = {stage: {} for stage in worker.stages}
-    for number, (stage, names) in enumerate(state.resident):
-        copy, read = spilling.resident.read(Key(stage, f"{_RESIDENT} {number}"))
-        copy.wait()
-        # Copies, because the buffers of reads are used again for writes.
-        tensors[stage] |= {name: tensor.clone() for name, tensor in zip(names, read(), strict=True)}
-    for stage, mine in tensors.items():
-        for name, _, tensor in weights_of(worker, stage):
-            if name in mine:
-                tensor.copy_(mine[name])
-        restore_states(worker, stage, state.optimization, state.known.get(stage, ()), mine)
+    tensors = read_resident(spilling, state.resident)
+    for stage in worker.stages:
+        restore_resident(worker, stage, tensors.get(stage, {}), state.optimization, state.known.get(stage, ()))
     if worker.scale is not None and state.loss_scale is not None:
         worker.scale.load(state.loss_scale)
-
-
-def restore_states(
-    worker: Worker,
-    stage: int,
-    optimization: Sequence[Optimization],
-    known: Iterable[int],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Restores the optimizer of a stage, and its learning-rate schedule, from a commit.
-
-    Args:
-        worker: the rank.
-        stage: of the rank; spilled or not.
-        optimization: of all stages, or of this one.
-        known: states on the tier that the optimizer has made.
-        tensors: its states that no record of the stage holds, by name; they become the optimizer's own.
-    """
-    if worker.spilling:
-        spilled = worker.spilling.stores.get(stage)
-    else:
-        spilled = None
-    if spilled is not None and spilled.states is not None:
-        spilled.states.known = set(known)
-    if stage in worker.optimizers:
-        states = by_parameter({name: partial(_itself, tensor) for name, tensor in tensors.items()})
-        restore_optimizer(worker, stage, optimization, states)()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -55,8 +55,7 @@ def _groups_of(worker: Worker, stage: int) -> list[list[_Trained]]:
     """The parameters of each group of a stage's optimizer."""
     store = worker.stores[stage]
     found = [
-        _Trained(own.tie.owner if own.tie else own.name, master, own)
-        for own, master in zip(worker.owned[stage], store.masters, strict=True)
+        _Trained(own.saved_name, master, own) for own, master in zip(worker.owned[stage], store.masters, strict=True)
     ]
     return [[found[index] for index in indices] for indices in store.groups(worker.optimizers[stage])]
 

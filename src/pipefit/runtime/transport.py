@@ -27,6 +27,12 @@ class Message(NamedTuple):
     structure: Structure | Rest | None = None
     shapes: Sequence[torch.Size] = ()
 
+    def as_inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The leaves of an activation where a new graph begins, and those among them that need a gradient."""
+        flagged = list(zip(self.leaves, self.flags, strict=True))
+        leaves = [leaf.detach().requires_grad_() if flag else leaf for leaf, flag in flagged]
+        return leaves, [leaf for leaf, flag in zip(leaves, self.flags, strict=True) if flag]
+
     def payload(self, leaves: list[Tensor] | None = None) -> Any:
         """The activation in its own structure, of other leaves where they are given."""
         assert self.structure is not None
