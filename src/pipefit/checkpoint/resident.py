@@ -38,12 +38,14 @@ def resident_tensors(
         worker: the rank.
         stage: of the rank, spilled or not.
         passed: addresses of tensors that are left out; those that are given are added.
-        unsaved: whether buffers are included that a `state_dict` leaves out.
+        unsaved: whether all parameters and buffers are meant, also buffers that a `state_dict` leaves out.
     """
     own = worker.stages[stage]
-    named = [(name, tensor) for name, _, tensor in weights_of(worker, stage)]
+    named: list[tuple[str, Tensor]] = []
     if unsaved:
-        named += own.named_buffers()
+        named += [*own.named_parameters(), *own.named_buffers()]
+    else:
+        named += [(name, tensor) for name, _, tensor in weights_of(worker, stage)]
     gradients = ((name, parameter.grad) for name, parameter in own.named_parameters())
     named += [(_GRADIENT + name, gradient) for name, gradient in gradients if gradient is not None]
     sums = ((place, norm.gathered(0)) for place, norm in enumerate(own.batchnorms))
@@ -111,7 +113,7 @@ def restore_resident(
         known: states in the stage's records that its optimizer has made.
     """
     own = worker.stages[stage]
-    targets = {name: tensor for name, _, tensor in weights_of(worker, stage)}
+    targets = own.state_dict()
     targets.update(own.named_buffers())
     for name in targets.keys() & tensors.keys():
         targets[name].copy_(tensors[name])

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
-from pipefit.ir.program import Header
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.local import LocalTransport
@@ -37,6 +36,7 @@ class Execution:
 
     Attributes:
         compiled: the rank's list and its tables.
+        header: of its program.
         worker: the rank's stages and optimizers.
         transport: its connection to the others.
         feed: the data.
@@ -81,10 +81,8 @@ class Execution:
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
-    @property
-    def header(self) -> Header:
-        """The header of the program."""
-        return self.compiled.program.header
+    def __post_init__(self) -> None:
+        self.header = self.compiled.program.header
 
     @property
     def spilling(self) -> Spilling:

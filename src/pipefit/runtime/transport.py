@@ -29,9 +29,13 @@ class Message(NamedTuple):
 
     def as_inputs(self) -> tuple[list[Tensor], list[Tensor]]:
         """The leaves of an activation where a new graph begins, and those among them that need a gradient."""
-        flagged = list(zip(self.leaves, self.flags, strict=True))
-        leaves = [leaf.detach().requires_grad_() if flag else leaf for leaf, flag in flagged]
-        return leaves, [leaf for leaf, flag in zip(leaves, self.flags, strict=True) if flag]
+        leaves = list(self.leaves)
+        needed = []
+        for index, flag in enumerate(self.flags):
+            if flag:
+                leaves[index] = leaves[index].detach().requires_grad_()
+                needed.append(leaves[index])
+        return leaves, needed
 
     def payload(self, leaves: list[Tensor] | None = None) -> Any:
         """The activation in its own structure, of other leaves where they are given."""

@@ -94,7 +94,6 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_meta
     ]
-    order = {id(parameter): place for place, (_, _, parameter) in enumerate(found)}
     generator = torch.Generator("cpu").manual_seed(0)
 
     def numbers(dims: range) -> Tensor:
@@ -108,12 +107,10 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
     vectors = numbers(range(2)).mul_(0.1).add_(1)
     matrices = numbers(range(2, 99)).mul_(0.02)
     lent: dict[int, nn.Parameter] = {}
-    for _, _, parameter in found:
+    for start, (_, _, parameter) in enumerate(found):
+        memory = matrices
         if parameter.dim() < 2:
             memory = vectors
-        else:
-            memory = matrices
-        start = order[id(parameter)]
         part = memory[start : start + parameter.numel()].view(parameter.shape)
         # `data` is not a view: autograd counts the changes of each on its own.
         data = part.data.to(parameter.dtype)

@@ -43,6 +43,8 @@ def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
 
 def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype | None) -> list[Tensor]:
     """The input from the stage before, as float32 where it carries a gradient."""
+    if half is None:
+        return list(leaves)
     return [leaf.float() if flag and leaf.dtype == half else leaf for leaf, flag in zip(leaves, flags, strict=True)]
 
 
@@ -59,6 +61,8 @@ def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype 
 
 def in_float32(leaves: Sequence[Tensor], half: torch.dtype | None) -> list[Tensor]:
     """The model's output for the loss."""
+    if half is None:
+        return list(leaves)
     return [leaf.float() if leaf.dtype == half else leaf for leaf in leaves]
 
 
