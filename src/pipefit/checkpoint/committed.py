@@ -62,15 +62,16 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
         extra: the caller's data.
         now: commit even if it is not due; a committed step is not committed again.
     """
+    step = pipeline.state.num_updates
     spillings = [(worker, worker.spilling) for worker in pipeline.workers if worker.spilling is not None]
     for worker, spilling in spillings:
-        is_due = (now and spilling.commit_every) or spilling.is_commit_due(pipeline.num_updates)
+        is_due = (now and spilling.commit_every) or spilling.is_commit_due(step)
         if spilling.tier.files is None or not is_due:
             spilling.check_writes()
         else:
             spilling.settle()
             state = msgspec.to_builtins(_state_of(pipeline, worker, spilling, extra), str_keys=True)
-            spilling.commit(pipeline.num_updates, state)
+            spilling.commit(step, state)
     if pipeline.plan.placement.num_ranks > 1:
         for _, spilling in spillings:
             spilling.settle()
@@ -80,16 +81,18 @@ def _state_of(
     pipeline: Trained, worker: Worker, spilling: Spilling, extra: Callable[[], Mapping[str, Any]] | None
 ) -> RankState:
     """A rank's numbers; starts the writes of the tensors that its records do not hold."""
+    known = {stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states}
+    data = {}
     try:
+        if extra is not None:
+            data = json.loads(json.dumps(dict(extra())))
         return RankState(
-            ordinal=pipeline.loop.next_ordinal,
-            loss_scale=worker.scale.state() if worker.scale is not None else None,
+            **pipeline.state.saved(),
             optimization=optimization_of(worker, list(worker.stages)),
-            known={stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states},
+            known=known,
             resident=write_resident(spilling, _resident(worker, spilling)),
             places=spilling.resident.describe(),
-            extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
-            position=pipeline.position.state(),
+            extra=data,
         )
     except TierError:
         raise
@@ -128,7 +131,7 @@ def resume_records(pipeline: Trained) -> dict[str, Any]:
         TierError: on every rank: the state is damaged, or of another optimizer or learning-rate schedule.
     """
     try:
-        found: dict[str, Any] = agree(pipeline._session, attempt(lambda: _resumed(pipeline)), TierError)[0]
+        found: dict[str, Any] = agree(pipeline.session, attempt(lambda: _resumed(pipeline)), TierError)[0]
     except TierError:
         for worker in pipeline.workers:
             if worker.spilling is not None:
@@ -144,9 +147,7 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         commit = worker.spilling.resumed
         state = rank_state(commit)
         _restore(worker, worker.spilling, state)
-        pipeline.loop.num_updates = commit.step
-        pipeline.loop.next_ordinal = state.ordinal
-        pipeline.position.resume(state.position)
+        pipeline.state.resume(commit.step, state)
         extra = state.extra
     return extra
 
@@ -156,5 +157,3 @@ def _restore(worker: Worker, spilling: Spilling, state: RankState) -> None:
     tensors = read_resident(spilling, state.resident)
     for stage in worker.stages:
         restore_resident(worker, stage, tensors.get(stage, {}), state.optimization, state.known.get(stage, ()))
-    if worker.scale is not None and state.loss_scale is not None:
-        worker.scale.load(state.loss_scale)

@@ -7,13 +7,12 @@ a step, between two turns of a trial, they are also the gradients of these weigh
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import by_parameter, optimizer_tensors, restore_optimizer
+from pipefit.checkpoint.optim import by_parameter, optimizer_tensors, read_of, restore_optimizer
 from pipefit.checkpoint.state import weights_of
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
@@ -126,9 +125,5 @@ def restore_resident(
         norm.replace(0, None if sums is None else sums.to(worker.device))
     worker.stores[stage].known_states = set(known)
     if stage in worker.optimizers:
-        states = by_parameter({name: partial(_itself, tensor) for name, tensor in tensors.items()})
+        states = by_parameter({name: read_of(tensor) for name, tensor in tensors.items()})
         restore_optimizer(worker, stage, optimization, states)()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
