@@ -152,7 +152,7 @@ def test_two_halves_make_the_gradients_of_a_whole_backward(case: Any) -> None:
     net = Net(case).to(dtype)
     for seed in (0, 1):  # a second micro-batch adds to the first
         saved, grads = forward(net, dtype, seed)
-        run_backward(tuple(saved.edges), tuple(grads))
+        run_backward(tuple(saved.edges), tuple(grads), accumulate=True)
     inputs, weights = [leaf.grad for leaf in saved.inputs], gradients(net)
     kept = []
     for seed in (0, 1):

@@ -161,6 +161,31 @@ def test_weights_that_two_shards_share_stay_on_the_device_and_train_alike():
     other.close()
 
 
+class Mixing(nn.Module):
+    """A layer with a weight of another one, which does not train, and one of its own."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.own = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.own(x @ self.weight)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_frozen_weight_that_two_shards_share_stays_on_the_device_too(slots):
+    """When one of them left its slot, the other read a weight without values."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    layers = nn.Sequential(Mixing(weight), nn.Linear(8, 8), Mixing(weight), nn.Linear(8, 4))
+    one = resident(adamw, model=copy.deepcopy(layers))
+    other = spilled(adamw, model=layers, counts=(1, 1, 1, 1), slots=slots)
+    assert [one.step(*batch) for batch in data()] == [other.step(*batch) for batch in data()]
+    assert same(one.state_dict(), other.state_dict())
+    other.close()
+
+
 def test_a_stage_that_is_on_its_tier_holds_no_memory_and_tells_who_reads_it():
     pipe = spilled()
     pipe.step(*data(1)[0])

@@ -9,7 +9,7 @@ import pytest
 from tests.processes import ended
 from tests.spill.resumed_runs import HALF, pipeline, trained, whole
 
-from pipefit.checkpoint import committed
+from pipefit.checkpoint import resident
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def _every_call(place, how):
 
     In a process of its own, without the threads of others, which forks do not survive.
     """
-    committed._RECORD_BYTES = 1000
+    resident.RECORD_BYTES = 1000
     results = []
     for call in range(1, 28):
         folder, result = place / f"tier-{call}", place / f"{call}.json"

@@ -22,7 +22,7 @@ from tests.spill.resumed_runs import (
 from torch import nn
 
 from pipefit import Pipeline
-from pipefit.checkpoint import committed
+from pipefit.checkpoint import committed, resident
 from pipefit.errors import ModelError, PipefitError, TierError
 from pipefit.models import build
 from pipefit.pipeline import assembly
@@ -101,7 +101,7 @@ def test_ten_steps_lie_between_commits_where_these_copy_the_hosts_memory_or_much
 @pytest.mark.parametrize("every", [1, 2])
 def test_states_that_stay_on_the_device_lie_aside_when_they_are_many(tmp_path, monkeypatch, every):
     losses, state = whole(optim_slots=0)
-    monkeypatch.setattr(committed, "_RECORD_BYTES", 1000)
+    monkeypatch.setattr(resident, "RECORD_BYTES", 1000)
     how = {"optim_slots": 0, "commit_every": every}
     first = cut_off(tmp_path / "tier", steps=5, **how)
     last = tierfile.read_commits(tmp_path / "tier", "rank-0")[0]
@@ -115,7 +115,7 @@ def test_states_that_stay_on_the_device_lie_aside_when_they_are_many(tmp_path, m
 
 def test_what_lies_aside_and_was_not_kept_gives_way_to_the_step_before(tmp_path, monkeypatch):
     losses, _ = whole(optim_slots=0)
-    monkeypatch.setattr(committed, "_RECORD_BYTES", 1000)
+    monkeypatch.setattr(resident, "RECORD_BYTES", 1000)
     cut_off(tmp_path / "tier", steps=4, optim_slots=0)
     last = tierfile.read_commits(tmp_path / "tier", "rank-0")[0]
     at = next(at for key, at in last.records.items() if "resident" in key.kind)
@@ -129,7 +129,7 @@ def test_what_lies_aside_and_was_not_kept_gives_way_to_the_step_before(tmp_path,
 
 def test_a_disk_that_fills_while_states_are_set_aside_ends_the_run_with_one_message(tmp_path, monkeypatch):
     losses, _ = whole(optim_slots=0)
-    monkeypatch.setattr(committed, "_RECORD_BYTES", 1000)
+    monkeypatch.setattr(resident, "RECORD_BYTES", 1000)
     pipe = pipeline(tmp_path / "tier", optim_slots=0)
     trained(pipe, 2)
     pipe.settle()

@@ -119,7 +119,7 @@ def test_half_an_evaluation_is_refused():
 
     with pytest.raises(StudyError, match="give both or neither"):
         own("a", 0.1, evaluate=0)
-    with pytest.raises(StudyError, match="on: expected 'loss' or 'held-out', got 'both'"):
+    with pytest.raises(StudyError, match="on: expected one of loss, held-out, got 'both'"):
         rule_of({"rule": "median", "on": "both"})
     with pytest.raises(DataError, match="synthetic data has no held-out part"):
         recipe_of(Trial("a", **MLP, data=("synthetic",), evaluate=2))

@@ -334,10 +334,10 @@ def test_a_study_that_was_damaged_names_the_file_when_it_is_resumed(kind, tmp_pa
         resumed()
         change("results.json", '"gap": ', '"gap": 1')
     elif kind == "folder of an earlier version":
-        change("study.json", "pipefit.study/4", "pipefit.study/3")
+        change("study.json", "pipefit.study/5", "pipefit.study/4")
     else:
         change("study.json" if kind == "study" else "trials/t00/trial.json", "0", "1")
-    with pytest.raises(StudyError, match=r"json: (damaged|has format pipefit.study/3, this version.*another output)"):
+    with pytest.raises(StudyError, match=r"json: (damaged|has format pipefit.study/4, this version.*another output)"):
         resumed()
 
 

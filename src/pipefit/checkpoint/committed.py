@@ -7,27 +7,21 @@ weights that stages share, and other tensors that stay on the device are copied 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import by_parameter, optimization_of, optimizer_tensors, read_of, restore_optimizer
-from pipefit.checkpoint.state import weights_of
+from pipefit.checkpoint.optim import optimization_of
+from pipefit.checkpoint.resident import Row, read_resident, resident_tensors, restore_resident, write_resident
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, TierError
 from pipefit.runtime.collectives import agree, attempt
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
 from pipefit.spill.tier_file import Commit
-from pipefit.spill.tiers import Key
-
-_RESIDENT = "resident"
-_RECORD_BYTES = 16 << 20
-"""Bytes of resident tensors in one record: only few copies of this size are in memory at a time."""
 
 
 class RankState(msgspec.Struct, frozen=True):
@@ -50,7 +44,7 @@ class RankState(msgspec.Struct, frozen=True):
     loss_scale: dict[str, Any] | None = None
     optimization: list[Optimization] = []
     known: dict[int, list[int]] = {}
-    resident: list[tuple[int, list[str]]] = []
+    resident: list[Row] = []
     places: list[Any] = []
     extra: dict[str, Any] = {}
     position: dict[str, Any] | None = None
@@ -96,7 +90,7 @@ def _state_of(
             **pipeline.state.saved(),
             optimization=optimization_of(worker, list(worker.stages)),
             known=known,
-            resident=_write_resident(worker, spilling),
+            resident=write_resident(spilling, _resident(worker, spilling)),
             places=spilling.resident.describe(),
             extra=data,
         )
@@ -106,36 +100,11 @@ def _state_of(
         return RankState(str(problem))
 
 
-def _write_resident(worker: Worker, spilling: Spilling) -> list[tuple[int, list[str]]]:
-    """Starts to write the tensors that no record holds; returns stage and names of each new record."""
-    records: dict[tuple[int, int], dict[str, Tensor]] = {}
-    start = 0
-    for stage, name, tensor in _resident(worker, spilling):
-        record = records.setdefault((stage, start // _RECORD_BYTES), {})
-        record[name] = tensor
-        start += tensor.nbytes
-    rows: list[tuple[int, list[str]]] = []
-    for (stage, _), record in records.items():
-        key = _key(stage, len(rows))
-        spilling.writes.append(spilling.resident.write(key, list(record.values())))
-        rows.append((stage, list(record)))
-    return rows
-
-
-def _key(stage: int, number: int) -> Key:
-    """The place of a record of tensors that stay on the device."""
-    return Key(stage, f"{_RESIDENT} {number}")
-
-
 def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[int, str, Tensor]]:
-    """Weights, buffers and states that no record holds, with stage and name; a tensor with several names comes once."""
+    """(stage, name, tensor) of what no record holds."""
     passed = {address for store in spilling.stores.values() for address in store.stand_ins}
     for stage in worker.stages:
-        weights = ((name, tensor) for name, _, tensor in weights_of(worker, stage))
-        for name, tensor in (*weights, *optimizer_tensors(worker, stage, all_ties=True)):
-            if tensor.data_ptr() not in passed:
-                passed.add(tensor.data_ptr())
-                yield stage, name, tensor.detach()
+        yield from resident_tensors(worker, stage, passed)
 
 
 def rank_state(commit: Commit) -> RankState:
@@ -183,44 +152,8 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
     return extra
 
 
-@torch.no_grad()
 def _restore(worker: Worker, spilling: Spilling, state: RankState) -> None:
     spilling.resident.restore(state.places)
-    tensors: dict[int, dict[str, Tensor]] = {stage: {} for stage in worker.stages}
-    for number, (stage, names) in enumerate(state.resident):
-        copy, read = spilling.resident.read(_key(stage, number))
-        copy.wait()
-        for name, tensor in zip(names, read(), strict=True):
-            tensors[stage][name] = tensor.clone()  # the buffers of reads are used again for writes
-    for stage, mine in tensors.items():
-        for name, _, tensor in weights_of(worker, stage):
-            if name in mine:
-                tensor.copy_(mine[name])
-        restore_states(worker, stage, state.optimization, state.known.get(stage, ()), mine)
-
-
-def restore_states(
-    worker: Worker,
-    stage: int,
-    optimization: Sequence[Optimization],
-    known: Iterable[int],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Restores the optimizer of a stage, and its learning-rate schedule, from a commit.
-
-    Args:
-        worker: the rank.
-        stage: of the rank; spilled or not.
-        optimization: of all stages, or of this one.
-        known: states on the tier that the optimizer has made.
-        tensors: its states that no record of the stage holds, by name; they become the optimizer's own.
-    """
-    if worker.spilling:
-        spilled = worker.spilling.stores.get(stage)
-    else:
-        spilled = None
-    if spilled is not None and spilled.states is not None:
-        spilled.states.known = set(known)
-    if stage in worker.optimizers:
-        states = by_parameter({name: read_of(tensor) for name, tensor in tensors.items()})
-        restore_optimizer(worker, stage, optimization, states)()
+    tensors = read_resident(spilling, state.resident)
+    for stage in worker.stages:
+        restore_resident(worker, stage, tensors.get(stage, {}), state.optimization, state.known.get(stage, ()))

@@ -60,12 +60,9 @@ class _Trained(NamedTuple):
 def _groups_of(worker: Worker, stage: int) -> list[list[_Trained]]:
     """The parameters of each group of a stage's optimizer."""
     store = worker.stores[stage]
-    found = []
-    for own, master in zip(worker.owned[stage], store.masters, strict=True):
-        name = own.name
-        if own.tie is not None:
-            name = own.tie.owner
-        found.append(_Trained(name, master, own))
+    found = [
+        _Trained(own.saved_name, master, own) for own, master in zip(worker.owned[stage], store.masters, strict=True)
+    ]
     return [[found[index] for index in indices] for indices in store.groups(worker.optimizers[stage])]
 
 

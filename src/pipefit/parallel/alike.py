@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError
+from pipefit.stage.record_layout import name_of
 
 LINE = 512  # bytes
 
@@ -49,7 +50,10 @@ class Shapes(NamedTuple):
     def of(cls, batch: Any, first: int = 0, before: Shapes | None = None) -> Shapes:
         """The shapes of a batch that comes after another."""
         text = described(batch)
-        return cls(first, text, zlib.crc32(text.encode(), before.checksum if before else 0) & 0x3FFF)
+        start = 0
+        if before is not None:
+            start = before.checksum
+        return cls(first, text, zlib.crc32(text.encode(), start) & 0x3FFF)
 
     @property
     def line(self) -> Tensor:
@@ -61,13 +65,14 @@ class Shapes(NamedTuple):
 def described(batch: Any) -> str:
     """Types and shapes of the tensors of a batch, and its plain values: "float32[8, 4], int64[8]"."""
     if isinstance(batch, Tensor):
-        leaves = [batch]
-    else:
-        leaves = pytree.tree_leaves(batch)
-    return ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-        for leaf in leaves
-    )
+        return _described_leaf(batch)
+    return ", ".join(map(_described_leaf, pytree.tree_leaves(batch)))
+
+
+def _described_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{name_of(leaf.dtype)}{list(leaf.shape)}"
+    return repr(leaf)
 
 
 def content_sum(tensor: Tensor, before: int = 0) -> int:
@@ -84,21 +89,26 @@ def differences(found: Mapping[int, Mapping[str, Any]]) -> str:
     Args:
         found: the parts of each rank, by name; small values, or the checksums of others.
     """
-    named = dict.fromkeys(name for parts in found.values() for name in parts)
-    differing = [name for name in named if len({str(parts.get(name)) for parts in found.values()}) > 1]
-    lines = [f"{name}: {_by_rank({rank: parts.get(name) for rank, parts in found.items()})}" for name in differing]
-    if len(lines) > _MOST_NAMED:
-        lines[_MOST_NAMED:] = [f"and {len(lines) - _MOST_NAMED} more"]
+    lines = []
+    for name in dict.fromkeys(name for parts in found.values() for name in parts):
+        ranks: dict[str, list[int]] = {}
+        for rank, parts in found.items():
+            value = parts.get(name)
+            words = "none" if value is None else str(value)
+            ranks.setdefault(words, []).append(rank)
+        if len(ranks) > 1:
+            values = [_who_has(own, words) for words, own in ranks.items()]
+            lines.append(f"{name}: {', '.join(values)}")
+    more = len(lines) - _MOST_NAMED
+    if more > 0:
+        lines[_MOST_NAMED:] = [f"and {more} more"]
     return "; ".join(lines)
 
 
-def _by_rank(values: Mapping[int, Any]) -> str:
-    """Each value with the ranks that have it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        ranks.setdefault("none" if value is None else str(value), []).append(rank)
-    have = {value: "has" if len(own) == 1 else "have" for value, own in ranks.items()}
-    return ", ".join(f"{ranks_in_words(own)} {have[value]} {value}" for value, own in ranks.items())
+def _who_has(ranks: Sequence[int], value: str) -> str:
+    if len(ranks) == 1:
+        return f"{ranks_in_words(ranks)} has {value}"
+    return f"{ranks_in_words(ranks)} have {value}"
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

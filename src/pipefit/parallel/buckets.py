@@ -80,25 +80,20 @@ def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
     end = 0
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
-        if (
-            not groups
-            or parameter.dtype != parameters[groups[-1][0]].dtype
-            or end * parameter.element_size() >= cap_bytes
-        ):
+        is_full = end * parameter.element_size() >= cap_bytes
+        if not groups or is_full or parameter.dtype != parameters[groups[-1][0]].dtype:
             groups.append([])
             end = 0
         groups[-1].append(index)
         end += padded(parameter.numel(), _ALIGN)
     made = []
     for members in groups:
-        *starts, end = accumulate((padded(parameters[index].numel(), _ALIGN) for index in members), initial=0)
-        if parts == 1 and members is groups[-1]:
-            num_marks = len(parameters)
-        else:
-            num_marks = 0
+        sizes = [padded(parameters[index].numel(), _ALIGN) for index in members]
+        *starts, end = accumulate(sizes, initial=0)
         size = padded(end, _ALIGN * parts)
-        dtype = parameters[members[0]].dtype
-        made.append(Bucket(tuple(members), tuple(starts), size, dtype, num_marks))
+        made.append(Bucket(tuple(members), tuple(starts), size, parameters[members[0]].dtype))
+    if made and parts == 1:
+        made[-1] = made[-1]._replace(num_marks=len(parameters))
     return made
 
 
@@ -112,11 +107,12 @@ def record_layout(parameters: Sequence[Tensor]) -> tuple[list[Field], Layout]:
     fields: dict[int, Field] = {}
     position = 0
     for bucket in layout(parameters):
-        flats.append(Field(position, torch.Size([bucket.size + bucket.num_marks]), bucket.dtype))
+        dtype = bucket.dtype
+        flats.append(Field(position, torch.Size([bucket.size + bucket.num_marks]), dtype))
         for index, start in zip(bucket.members, bucket.starts, strict=True):
-            fields[index] = Field(position + start * bucket.dtype.itemsize, parameters[index].shape, bucket.dtype)
+            fields[index] = Field(position + start * dtype.itemsize, parameters[index].shape, dtype)
         position += padded(flats[-1].num_bytes, _GRAIN_BYTES)
-    return flats, Layout.of([fields[index] for index in range(len(parameters))], position)
+    return flats, Layout.of([field for _, field in sorted(fields.items())], position)
 
 
 class GradientBuckets:
@@ -141,18 +137,17 @@ class GradientBuckets:
         self.parameters = list(parameters)
         self.buckets = layout(self.parameters, parts)
         self.flats: list[Tensor] = []
+        device = None
         if parameters:
             device = self.parameters[0].device
-        else:
-            device = None
         self.marks = torch.ones(len(self.parameters), dtype=torch.float64, device=device)
         self._views: list[Tensor] = [torch.empty(0)] * len(self.parameters)
+        self._fields: list[Field] = []
         if spilled:
             self._fields = record_layout(self.parameters)[0]
         else:
-            self._fields = []
-        if not spilled:
-            self._place([torch.zeros(b.size + b.num_marks, dtype=b.dtype, device=device) for b in self.buckets])
+            sizes = [(bucket.size + bucket.num_marks, bucket.dtype) for bucket in self.buckets]
+            self._place([torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes])
         # Hooks stay: making and removing them for every update takes longer than calling them. They refer to this
         # object weakly, since the user's parameters may outlive it.
         itself = weakref.ref(self)
@@ -238,10 +233,10 @@ class GradientBuckets:
         if self._started == len(self.flats):
             return
         self._move(range(len(self.parameters)))
-        for index, (parameter, view) in enumerate(zip(self.parameters, self._views, strict=True)):
+        for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:
                 self.idle.append(index)
-                parameter.grad = view.zero_()
+                parameter.grad = self._views[index].zero_()
         self.marks.fill_(1)
         if self.idle:
             self.marks[self.idle] = 0

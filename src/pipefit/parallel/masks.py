@@ -43,9 +43,12 @@ class WholeMasks(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        if training and p:
-            return self._region.own_dropout(x, p, 1 if x.dim() == 4 else -1)
-        return x
+        if not training or not p:
+            return x
+        dim = -1
+        if x.dim() == 4:
+            dim = 1
+        return self._region.own_dropout(x, p, dim)
 
 
 @attention_core
@@ -83,8 +86,12 @@ def attend(
             query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if enable_gqa:
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        times = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(times, 1)
+        value = value.repeat_interleave(times, 1)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    scores = query @ key.transpose(-2, -1) * scale
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril_()
     if attn_mask is not None:

@@ -8,6 +8,7 @@ rank 1   2    3       rows: tensor parallelism, on the fastest links
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from pipefit.parallel.region import Region
 from pipefit.parallel.tensor_rule import Ruled, ShardSpec, rules_of
 from pipefit.parallel.threads import let_carriers_wait
 from pipefit.stage.split import NamedLayer
+from pipefit.stage.training import Owned
 
 
 @dataclass
@@ -84,12 +86,12 @@ class Mesh:
             return part
         return spec.shape(part, self.tensor)
 
-    def compare(self, stage: int, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def compare(self, stage: int, owned: Iterable[Owned]) -> None:
         """Compares the first gradients of the weights that every process of the rank has whole; all call it alike.
 
         Args:
             stage: whose first gradients are complete; for others that follow nothing is done.
-            named: its weights.
+            owned: its weights.
 
         Raises:
             ModelError: the processes have different gradients, so their weights would become different.
@@ -97,14 +99,19 @@ class Mesh:
         if self.region is None or stage in self.compared:
             return
         self.compared.add(stage)
-        whole = {name: p.grad for name, p in named if name not in self.shards and p.grad is not None}
+        whole: dict[str, Tensor] = {}
+        for name, parameter, _ in owned:
+            if name not in self.shards and parameter.grad is not None:
+                whole[name] = parameter.grad
         if not whole:
             return
-        norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(whole.values()))]).nan_to_num()
+        found = torch._foreach_norm(list(whole.values()))
+        norms = torch.stack([norm.double() for norm in found]).nan_to_num()
         parts = [torch.empty_like(norms) for _ in range(self.tensor)]
         dist.all_gather(parts, norms, group=self.region.group)
         low, high = torch.stack(parts).aminmax(dim=0)
-        for name, far in zip(whole, (high - low > 1e-3 * high).tolist(), strict=True):
+        differ = high - low > 1e-3 * high
+        for name, far in zip(whole, differ.tolist(), strict=True):
             if far:
                 raise ModelError(
                     f"the gradient of {name} is not the same on the {self.tensor} processes that have it: its module "
@@ -186,9 +193,10 @@ def shard_layers(layers: Sequence[NamedLayer], mesh: Mesh) -> None:
         return
     found = rules_of(layer.module for layer in layers)
     rules = [_checked(layer, own, mesh.tensor) for layer, own in zip(layers, found, strict=True)]
-    ends = rules[0].get(""), rules[-1].get("")
-    mesh.shards_output = ends[1] is not None and ends[1].rule.gives_shares
-    if mesh.region.sequence and not (ends[0] and ends[0].rule.takes_whole and mesh.shards_output):
+    first, last = rules[0].get(""), rules[-1].get("")
+    mesh.shards_output = last is not None and last.rule.gives_shares
+    takes_whole = first is not None and first.rule.takes_whole
+    if mesh.region.sequence and not (takes_whole and mesh.shards_output):
         raise ModelError(
             "sequence parallelism shards the values between layers, so the model must begin with a layer that takes "
             f"the input whole and end with one that joins it; {layers[0].name} … {layers[-1].name} do not"
@@ -226,11 +234,16 @@ def widths_of(layers: Sequence[nn.Module], most: int) -> tuple[int, ...]:
         rules = rules_of(layers)
     except ModelError:
         return (1,)
-    ruled = [one for own in rules if own for one in own.values() if not one.rule.may_stay_whole]
-    sizes = {size for module, rule in ruled for size in rule.sizes(module).values()}
-    if None in rules:
-        return (1,)
-    return tuple(width for width in range(1, most + 1) if all(size % width == 0 for size in sizes))
+    sizes: set[int] = set()
+    for own in rules:
+        if own is None:
+            return (1,)
+        for module, rule in own.values():
+            if not rule.may_stay_whole:
+                sizes.update(rule.sizes(module).values())
+    # A width divides all sizes if it divides their greatest common divisor, which is 0 for none.
+    common = math.gcd(*sizes)
+    return tuple(width for width in range(1, most + 1) if common % width == 0)
 
 
 def _checked(named: NamedLayer, rules: Mapping[str, Ruled] | None, width: int) -> dict[str, Ruled]:
@@ -246,12 +259,12 @@ def _checked(named: NamedLayer, rules: Mapping[str, Ruled] | None, width: int) -
             if size % width and rule.may_stay_whole:
                 kept.pop(path, None)
             elif size % width:
-                widths = ", ".join(str(width) for width in range(1, min(size, 64) + 1) if size % width == 0)
+                divisors = [str(width) for width in range(1, min(size, 64) + 1) if size % width == 0]
+                where = named.dotted + path
                 if not path:
                     where = f"layer {named.name}"
-                else:
-                    where = named.dotted + path
                 raise ModelError(
-                    f"{where}: {what}={size} is no multiple of tensor={width}; widths that divide it: {widths}"
+                    f"{where}: {what}={size} is no multiple of tensor={width}; widths that divide it: "
+                    + ", ".join(divisors)
                 )
     return kept

@@ -100,10 +100,14 @@ class Region:
         Raises:
             IndexError: an id that no process has.
         """
-        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < size * self.size:
-            raise IndexError(f"token ids from 0 to {size * self.size - 1} exist, got {ids.min()} to {ids.max()}")
+        if ids.device.type == "cpu":
+            low, high = int(ids.min()), int(ids.max())
+            total = size * self.size
+            if low < 0 or high >= total:
+                raise IndexError(f"token ids from 0 to {total - 1} exist, got {low} to {high}")
         place = ids - self.index * size
-        return place.clamp(0, size - 1), (place >= 0) & (place < size)
+        here = (place >= 0) & (place < size)
+        return place.clamp(0, size - 1), here
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """This process's part of a tensor that all have."""
@@ -152,9 +156,12 @@ class Region:
         self.moved_bytes += (self.size - 1) * x.nbytes
         x = x.contiguous()
         if self._is_pair(x):
-            other = self._exchanged(x)
-            return torch.cat((other, x) if self.index else (x, other), dim)
-        out = x.new_empty((self.size * x.shape[0], *x.shape[1:]) if x.dim() else (self.size,))
+            parts = [self._exchanged(x), x]
+            if self.index == 0:
+                parts.reverse()
+            return torch.cat(parts, dim)
+        rows, *others = x.shape or (1,)
+        out = x.new_empty((self.size * rows, *others))
         all_gather_single(out, x, group=self.group)
         if dim == 0:
             return out
@@ -227,7 +234,9 @@ class Rehearsal(Region):
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """As many copies of the tensor as there are processes."""
-        return torch.cat((x if x.is_meta else self._noted("gathered", x, dim),) * self.size, dim)
+        if not x.is_meta:
+            self._noted("gathered", x, dim)
+        return torch.cat([x] * self.size, dim)
 
     def scattered(self, x: Tensor, dim: int) -> Tensor:
         """The own part of the tensor."""

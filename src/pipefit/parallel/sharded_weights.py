@@ -55,10 +55,8 @@ class ShardedStore(WeightStore):
         self._replica = replica
         self._num = num_replicas
         self.buckets = GradientBuckets([parameters[index] for index in self._own], num_replicas)
-        flats = [
-            torch.zeros(bucket.size, dtype=bucket.dtype, device=flat.device)
-            for bucket, flat in zip(self.buckets.buckets, self.buckets.flats, strict=True)
-        ]
+        buckets = zip(self.buckets.buckets, self.buckets.flats, strict=True)
+        flats = [torch.zeros_like(flat[: bucket.size]) for bucket, flat in buckets]
         self._parameters = list(parameters)
         data = self._views(flats, [parameter.data for parameter in parameters])
         with torch.no_grad():
@@ -67,9 +65,13 @@ class ShardedStore(WeightStore):
                 parameters[index].data = data[index]
         super().__init__(parameters)
         self._flats: dict[int, list[Tensor]] = {0: flats}
-        self.gradients = [flat.chunk(num_replicas)[replica] for flat in self.buckets.flats]
+        self.gradients = [self._part(flat) for flat in self.buckets.flats]
         self.pieces = list(self._cut(flats))
         self._groups: list[list[int]] = []
+
+    def _part(self, flat: Tensor) -> Tensor:
+        """This replica's part of a bucket."""
+        return flat.chunk(self._num)[self._replica]
 
     def _views(self, flats: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a version by parameter: inside its buckets, or those given."""
@@ -81,16 +83,18 @@ class ShardedStore(WeightStore):
         return data
 
     def _cut(self, flats: Sequence[Tensor]) -> Iterator[Piece]:
-        for number, (bucket, flat) in enumerate(zip(self.buckets.buckets, flats, strict=True)):
+        for number, bucket in enumerate(self.buckets.buckets):
+            flat = flats[number]
             size = bucket.size // self._num
             first = self._replica * size
-            last = (self._replica + 1) * size
+            last = first + size
             for member, start in zip(bucket.members, bucket.starts, strict=True):
                 index = self._own[member]
                 low = max(start, first)
                 high = min(start + self._parameters[index].numel(), last)
                 if low < high:
-                    yield Piece(index, low - start, high - start, number, low - first, nn.Parameter(flat[low:high]))
+                    master = nn.Parameter(flat[low:high])
+                    yield Piece(index, low - start, high - start, number, low - first, master)
 
     def steps_whole(self, index: int) -> bool:
         """Returns whether a parameter is stepped whole."""
@@ -135,40 +139,37 @@ class ShardedStore(WeightStore):
         """This replica's part of a bucket, into which the sum is written."""
         return self.gradients[bucket]
 
+    def part_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """(the parameter's place, the gradient) of each piece."""
+        for piece in self.pieces:
+            yield piece.index, piece.of(self.gradients[piece.bucket])
+
     def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(the part that this replica has stepped, the whole) of each bucket of a version."""
         for flat in self._flats[version]:
-            yield flat.chunk(self._num)[self._replica], flat
+            yield self._part(flat), flat
 
-    @torch.no_grad()
     def begin_step(self, version: int, in_place: bool) -> None:
-        """Prepares pieces and gradients for the optimizer, which turns `version` into `version` + 1.
-
-        Of a version that is still needed only this replica's parts are copied: the others are gathered later.
-        """
-        flats = self._flats[version]
-        data = self._versions[version]
-        if not in_place:
-            flats, old = [torch.empty_like(flat) for flat in flats], flats
-            for new, kept in zip(flats, old, strict=True):
-                new.chunk(self._num)[self._replica].copy_(kept.chunk(self._num)[self._replica])
-            data = self._views(flats, [tensor.clone() if i in self._whole else tensor for i, tensor in enumerate(data)])
-            for index, tensor in enumerate(data):
-                self.masters[index].data = tensor
-            for piece in self.pieces:
-                piece.master.data = piece.of(flats[piece.bucket].chunk(self._num)[self._replica])
-        self._flats[version + 1] = flats
-        self._versions[version + 1] = data
+        """Prepares pieces and gradients for the optimizer, which turns `version` into `version` + 1."""
+        self._flats[version + 1] = self._flats[version]
+        super().begin_step(version, in_place)
         for piece in self.pieces:
-            found = piece.of(self.gradients[piece.bucket])
-            if self._parameters[piece.index].grad is None:
-                piece.master.grad = None
-            else:
-                piece.master.grad = found
+            piece.master.grad = None
+            if self._parameters[piece.index].grad is not None:
+                piece.master.grad = piece.of(self.gradients[piece.bucket])
+
+    def _copied(self, version: int) -> list[Tensor]:
+        """Copies of this replica's parts of a version, in the buckets of the next; the others are gathered later."""
+        flats = [torch.empty_like(flat) for flat in self._flats[version]]
+        for new, kept in zip(flats, self._flats[version], strict=True):
+            self._part(new).copy_(self._part(kept))
+        for piece in self.pieces:
+            piece.master.data = piece.of(self._part(flats[piece.bucket]))
+        self._flats[version + 1] = flats
+        data = list(self._versions[version])
         for index in self._whole:
-            self.masters[index].grad = self._parameters[index].grad
-        if in_place and self._current == version:
-            self._current = version + 1
+            data[index] = data[index].clone()
+        return self._views(flats, data)
 
     def end_step(self) -> None:
         """Frees the gradients."""

@@ -134,8 +134,9 @@ class OnShards(nn.Module):
         own = {name: weight for name, weight in parameters.items() if weight is not None}
         if not own:
             return super().forward(*args, **kwargs)
+        summed = self.region.summed(*own.values())
         try:
-            parameters.update(zip(own, self.region.summed(*own.values()), strict=True))
+            parameters.update(zip(own, summed, strict=True))
             return super().forward(*args, **kwargs)
         finally:
             parameters.update(own)

@@ -37,8 +37,11 @@ class ShardSpec:
             shape = whole.get_shape()
         size = shape[self.dim] // (self.parts * width)
         before = (slice(None),) * self.dim
-        starts = [(part * width + index) * size for part in range(self.parts)]
-        return torch.cat([whole[(*before, slice(start, start + size))] for start in starts], self.dim).detach()
+        found = []
+        for part in range(self.parts):
+            start = (part * width + index) * size
+            found.append(whole[*before, start : start + size])
+        return torch.cat(found, self.dim).detach()
 
     def whole(self, parts: Sequence[Tensor]) -> Tensor:
         """The weight from the parts of all processes.
@@ -96,5 +99,10 @@ def rules_of(layers: Iterable[nn.Module]) -> list[Mapping[str, Ruled] | None]:
     for layer in layers:
         rule = getattr(type(layer), "tensor_rule", None)
         inside: Any = getattr(layer, "tensor_rules", None)
-        found.append({"": Ruled(layer, rule)} if isinstance(rule, TensorRule) else inside and inside(known))
+        if isinstance(rule, TensorRule):
+            found.append({"": Ruled(layer, rule)})
+        elif inside is not None:
+            found.append(inside(known))
+        else:
+            found.append(None)
     return found

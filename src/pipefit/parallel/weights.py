@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,10 +49,12 @@ class Store(Protocol):
     Attributes:
         masters: the parameters that the optimizer is made for.
         pieces: parts of weights that this replica steps; none where weights are stepped whole.
+        known_states: places of the states that the optimizer has made, in records; none where no record holds states.
     """
 
     masters: list[nn.Parameter]
     pieces: list[Piece]
+    known_states: set[int]
 
     def at(self, version: int) -> None:
         """Makes a version of the weights the live one."""
@@ -69,10 +72,12 @@ class Store(Protocol):
         """Renumbers the newest version as 0: a program has ended, and the next one counts from 0."""
 
     def release(self) -> None:
-        """Gives every weight its own memory; the store cannot be used afterwards."""
+        """Gives every weight its own memory, where it has none; the store cannot be used afterwards."""
+        return
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
         """Gets the optimizer, fresh and made for the masters, and changes what it steps where that is needed."""
+        return
 
     def steps_whole(self, index: int) -> bool:
         """Returns whether the optimizer steps a parameter, by its place among the masters, as a whole."""
@@ -93,9 +98,26 @@ class Store(Protocol):
         """This replica's part of a bucket, into which the sum is written; None: each replica gets the whole sum."""
         return None
 
+    def part_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """(the parameter's place, the gradient) of each piece that this replica steps."""
+        return iter(())
+
     def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(the part that this replica has stepped, the whole) of each bucket of a version whose parts are gathered."""
         return iter(())
+
+    def present(self, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
+        """The context, between programs, in which the stage is on the device.
+
+        Args:
+            optim: also its optimizer's states.
+            change: changes are kept, also those of the optimizer's states.
+        """
+        return nullcontext()
+
+    def saving(self) -> AbstractContextManager[None]:
+        """The context of a forward whose weights may be elsewhere in its backward."""
+        return nullcontext()
 
 
 class WeightStore(Store):
@@ -114,6 +136,7 @@ class WeightStore(Store):
         self._current = 0
         self.masters = [nn.Parameter(parameter.data) for parameter in self._parameters]
         self.pieces: list[Piece] = []
+        self.known_states: set[int] = set()
 
     def at(self, version: int) -> None:
         """Makes a version the live one."""
@@ -132,15 +155,19 @@ class WeightStore(Store):
         """
         data = self._versions[version]
         if not in_place:
-            data = [tensor.clone() for tensor in data]
-        self._versions[version + 1] = data
-        for master, tensor, parameter in zip(self.masters, data, self._parameters, strict=True):
-            if not in_place:
+            data = self._copied(version)
+            for master, tensor in zip(self.masters, data, strict=True):
                 master.data = tensor
+        self._versions[version + 1] = data
+        for master, parameter in zip(self.masters, self._parameters, strict=True):
             master.grad = parameter.grad
         if in_place and self._current == version:
             # While draining, the live parameters may still point at an older version: then they stay there.
             self._current = version + 1
+
+    def _copied(self, version: int) -> list[Tensor]:
+        """Tensors for the version after one that is still needed, for the optimizer to change."""
+        return [tensor.clone() for tensor in self._versions[version]]
 
     def end_step(self) -> None:
         """Frees the gradients."""
@@ -157,12 +184,6 @@ class WeightStore(Store):
         self.at(newest)
         self._versions = {0: self._versions[newest]}
         self._current = 0
-
-    def release(self) -> None:
-        """Does nothing: the weights have their own memory."""
-
-    def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Does nothing: the optimizer steps the masters as they are."""
 
     def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
         """New buckets for the gradients."""

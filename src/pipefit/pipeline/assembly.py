@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -25,13 +26,13 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
-from pipefit.spill.rank import RankStages, Spilling
+from pipefit.spill.rank import RankStages, Spilling, open_tier
 from pipefit.spill.tier_file import new_run
 from pipefit.stage.device import forget_peak
 from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
-from pipefit.stage.ties import tied_parameters
-from pipefit.stage.training import MakeOptimizer, Tie, Training
+from pipefit.stage.ties import shared_parameters, tied_parameters
+from pipefit.stage.training import MakeOptimizer, Training
 
 MOST_BYTES = 64 << 20
 """Maximum bytes of resident tensors that are committed with each step."""
@@ -105,15 +106,16 @@ def assemble(
         run = ""
     for rank, part in zip(ranks, parts, strict=True):
         if initialise and getattr(initialise, "is_complete", False) and any(map(header.is_spilled, part)):
-            _read_shared(part, _shared(part, ties), device, initialise)
-        stages = RankStages(rank, part, _shared(part, ties), initialise, run)
+            _read_shared(part, shared_parameters(part, ties), device, initialise)
         spillings.append(None)
-        if any(map(header.is_spilled, part)):
+        if header.spill is not None and any(map(header.is_spilled, part)):
             where = spill or Spilled()
             if where.host_bytes is not None:
                 share = _host_share(rank, header, plan.partition, layers, session)
                 where = replace(where, host_memory=max(where.host_bytes * share, 1))
-            spillings[-1] = Spilling.create(stages, program, training, device, where)
+            stages = RankStages(rank, part, ties, initialise)
+            opening = partial(open_tier, rank, header.spill, where, device, run)
+            spillings[-1] = Spilling.create(stages, program, training, device, opening, where)
         staying = [own for stage, own in part.items() if not header.is_spilled(stage)]
         materialise(list(chain.from_iterable(staying)), training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
@@ -195,18 +197,6 @@ def _host_share(
     if total:
         return spilled_bytes(rank) / total
     return 1.0
-
-
-def _shared(part: dict[int, list[NamedLayer]], ties: dict[str, Tie]) -> set[int]:
-    """Parameters that stay on the device because several stages use them."""
-    users: Counter[int] = Counter()
-    tied: set[int] = set()
-    for layers in part.values():
-        users.update(map(id, parameters_of(layers)))
-        for layer in layers:
-            named = layer.module.named_parameters(prefix=layer.prefix)
-            tied.update(id(p) for name, p in named if name in ties)
-    return tied | {parameter for parameter, count in users.items() if count > 1}
 
 
 def _commit_every(

@@ -23,9 +23,9 @@ from pipefit.runtime.collectives import exchange, sum_table
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.finite import all_finite
-from pipefit.runtime.handlers import gradient_norm
 from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
+from pipefit.runtime.updating import gradient_norm
 from pipefit.schedules.registry import Schedule
 from pipefit.spec.options import STOP
 from pipefit.timeline import Event, Timeline

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError, ModelError
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 
 
 def tensors_of(payload: Any) -> list[Tensor]:
@@ -20,7 +20,7 @@ def tensors_of(payload: Any) -> list[Tensor]:
 
 def parameters_of(layers: Iterable[NamedLayer]) -> list[nn.Parameter]:
     """The parameters of some layers, a shared one once."""
-    return list(nn.ModuleList([layer.module for layer in layers]).parameters())
+    return list(joined(layers).parameters())
 
 
 def map_tensors(function: Callable[[Tensor], Any], payload: Any) -> Any:

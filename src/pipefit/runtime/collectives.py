@@ -30,7 +30,8 @@ def exchange(session: Session, data: Any) -> list[Any]:
 
 def exchange_in_group(data: Any, group: Any = None) -> list[Any]:
     """Returns the JSON data of every process of a process group, by number; None: the default group."""
-    text = torch.frombuffer(bytearray(json.dumps(data).encode()), dtype=torch.uint8)
+    content = bytearray(json.dumps(data).encode())
+    text = torch.frombuffer(content, dtype=torch.uint8)
     sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
     sizes[dist.get_rank(group)] = len(text)
     dist.all_reduce(sizes, group=group)
@@ -38,7 +39,8 @@ def exchange_in_group(data: Any, group: Any = None) -> list[Any]:
     mine[: len(text)] = text
     parts = [torch.empty_like(mine) for _ in sizes]
     dist.all_gather(parts, mine, group=group)
-    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes.tolist(), strict=True)]
+    texts = [part[:size].tolist() for part, size in zip(parts, sizes.tolist(), strict=True)]
+    return [json.loads(bytes(found)) for found in texts]
 
 
 def gather_rows(session: Session, row: Sequence[float]) -> list[list[float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pipefit.ir.graph import dependency_graph
@@ -41,23 +41,6 @@ class CompiledRank:
     in_place: frozenset[int]
     early: Mapping[int, Instruction]
 
-    def part(self, first: int, end: int) -> CompiledRank:
-        """The instructions from `first` to before `end` as a list; no transfer may cross its ends."""
-
-        def inside(indices: Iterable[int]) -> tuple[int, ...]:
-            return tuple(index - first for index in indices if first <= index < end)
-
-        return CompiledRank(
-            self.program,
-            self.rank,
-            self.instructions[first:end],
-            tuple(inside(indices) for indices in self.awaits[first:end]),
-            inside(self.awaited_at_end),
-            self.frees[first:end],
-            frozenset(inside(self.in_place)),
-            {index - first: reduce for index, reduce in self.early.items() if first <= index < end},
-        )
-
 
 def compile_rank(program: Program, rank: int) -> CompiledRank:
     """The tables of the executor for one rank; kept with the program."""
@@ -68,27 +51,39 @@ def compile_rank(program: Program, rank: int) -> CompiledRank:
 
 
 def _compile(program: Program, rank: int) -> CompiledRank:
-    graph = dependency_graph(program)
-    start, end = graph.starts[rank], graph.starts[rank + 1]
     instructions = program.ranks[rank]
-    waited: set[int] = set()
-    awaits = []
-    for number in range(start, end):
-        awaited = ((p - start, graph.instructions[p].op) for p in graph.preds[number])
-        asynchronous = [index for index, op in awaited if OP_SPEC[op].is_awaited or op is Op.SEND]
-        mine = tuple(sorted({index for index in asynchronous if index not in waited}))
-        waited.update(mine)
-        awaits.append(mine)
-    under_way = (index for index, i in enumerate(instructions) if OP_SPEC[i.op].is_awaited)
-    at_end = tuple(index for index in under_way if index not in waited)
+    awaits, at_end = _awaited(program, rank)
     frees: list[list[tuple[str, int, int]]] = [[] for _ in instructions]
-    for life in lifetimes(program, rank):
-        if life.value.kind in (INPUT, ACT, GRAD) and life.dies < len(instructions):
-            frees[life.dies].append((life.value.kind, life.value.stage, life.value.at))
+    for value, dies in ((life.value, life.dies) for life in lifetimes(program, rank)):
+        if value.kind in (INPUT, ACT, GRAD) and dies < len(instructions):
+            frees[dies].append((value.kind, value.stage, value.at))
     steps = (index for index, i in enumerate(instructions) if i.op is Op.STEP)
-    in_place = frozenset(index for index in steps if is_in_place(instructions, index))
-    early = _early_reductions(program, rank)
-    return CompiledRank(program, rank, instructions, tuple(awaits), at_end, tuple(map(tuple, frees)), in_place, early)
+    return CompiledRank(
+        program=program,
+        rank=rank,
+        instructions=instructions,
+        awaits=awaits,
+        awaited_at_end=at_end,
+        frees=tuple(map(tuple, frees)),
+        in_place=frozenset(index for index in steps if is_in_place(instructions, index)),
+        early=_early_reductions(program, rank),
+    )
+
+
+def _awaited(program: Program, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """What each instruction waits for, and what is left for the end."""
+    graph = dependency_graph(program)
+    start = graph.starts[rank]
+    instructions = program.ranks[rank]
+    under_way = {index for index, i in enumerate(instructions) if OP_SPEC[i.op].is_awaited}
+    sends = {index for index, i in enumerate(instructions) if i.op is Op.SEND}
+    waiting = under_way | sends
+    awaits = []
+    for number in range(start, graph.starts[rank + 1]):
+        mine = waiting.intersection(p - start for p in graph.preds[number])
+        waiting -= mine
+        awaits.append(tuple(sorted(mine)))
+    return tuple(awaits), tuple(sorted(under_way & waiting))
 
 
 def _early_reductions(program: Program, rank: int) -> dict[int, Instruction]:

@@ -33,14 +33,10 @@ from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
 from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
+from pipefit.runtime.tags import Tags
 from pipefit.runtime.transport import Ending, Message
 from pipefit.stage.device import settle
 from pipefit.stage.payload import Contract, Structure
-
-_MAX_LEAVES = 64
-_MAX_TAG = 2**31
-# Micro-batches with tags of their own; messages with equal tags arrive in order.
-_MICROBATCHES = 256
 
 _OVER_ALL = (Reduction.NORM, Op.BARRIER.value)
 """Collectives of every process of the run; others are among the processes of equal j of some ranks."""
@@ -69,7 +65,8 @@ class DistributedTransport:
         self.device = device
         self.bytes_sent = 0
         self.max_open_sends = FEW_SENDS
-        self._mesh, self._stages = mesh, num_stages
+        self._mesh = mesh
+        self._tags = Tags(num_stages)
         self._process = rank * mesh.tensor + mesh.index
         self._has_link_groups = link_groups or device.type == "cuda"
         world: Any = dist.group.WORLD
@@ -80,9 +77,7 @@ class DistributedTransport:
         self._told: set[tuple[int, int, str]] = set()
         # The peers that have received an announcement in this pass.
         self._learning: set[int] = set()
-        self._lines = BatchLines(self._process, self._world, _MAX_TAG - 1)
-        self._num_tags = _MICROBATCHES * num_stages * 4 * _MAX_LEAVES
-        self._num_marks = max((_MAX_TAG - 2 * num_stages - 1) // self._num_tags, 1)
+        self._lines = BatchLines(self._process, self._world, Tags.LINES)
         self._feed: Feed = []
         self._open: dict[tuple[int, str], deque[_Sent]] = {}
         self._deferred: dict[int, deque[_Receive]] = {}
@@ -90,7 +85,6 @@ class DistributedTransport:
         self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._warm: set[tuple[int, int]] = set()
-        self._parity = 0
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
         """Makes the process groups of a program's reductions and links; every process must call it with the same ones.
@@ -156,7 +150,7 @@ class DistributedTransport:
     def begin(self, feed: Feed) -> None:
         """Begins a pass."""
         self._feed = feed
-        self._parity ^= 1
+        self._tags.parity ^= 1
         self.bytes_sent = 0
         self._learning.clear()
         self._lines.begin(feed)
@@ -202,10 +196,10 @@ class DistributedTransport:
                 f"stage {i.stage} gave {contract} for micro-batch {i.mb}, but {known} for an earlier input of the same "
                 "shape; a stage's output may depend only on the shape of the model's input"
             )
-        if len(contract.leaves) > _MAX_LEAVES:
+        if len(contract.leaves) > Tags.MOST_LEAVES:
             raise ModelError(
-                f"the output of stage {i.stage} has {len(contract.leaves)} tensors, at most {_MAX_LEAVES} can be sent; "
-                "stack some of them"
+                f"the output of stage {i.stage} has {len(contract.leaves)} tensors, at most {Tags.MOST_LEAVES} can "
+                "be sent; stack some of them"
             )
         if (to, i.stage, signature) not in self._told:
             self._told.add((to, i.stage, signature))
@@ -214,7 +208,7 @@ class DistributedTransport:
             text = torch.frombuffer(bytearray(contract.to_bytes()), dtype=torch.uint8)
             head = torch.tensor([text.numel(), i.mb])
             sent.held.extend((text, head))
-            tag = self._announcement_tag(i.stage)
+            tag = self._tags.contract(i.stage)
             sent.works.extend((self._world.send([head], to, tag), self._world.send([text], to, tag + 1)))
 
     def receive(self, instruction: Instruction, deliver: Callable[[Message], None]) -> Ending:
@@ -284,7 +278,7 @@ class DistributedTransport:
     def _learn(self, receive: _Receive) -> None:
         """Receives the next announcement of a stage's activations."""
         stage, peer = receive.instruction.stage, receive.peer
-        tag = self._announcement_tag(stage)
+        tag = self._tags.contract(stage)
         head = torch.zeros(2, dtype=torch.int64)
         self._world.recv([head], peer, tag).wait()
         text = torch.empty(int(head[0]), dtype=torch.uint8)
@@ -324,16 +318,9 @@ class DistributedTransport:
         return torch.Size([size])
 
     def _tag(self, i: Instruction, kind: str) -> int:
+        """The tag of the first leaf of a message."""
         batch = self._feed[i.mb].batch
-        message = ((i.mb % _MICROBATCHES) * self._stages + i.stage) * 2 + self._parity
-        if batch:
-            mark = batch.checksum % self._num_marks
-        else:
-            mark = 0
-        return mark * self._num_tags + (message * 2 + (kind == Kind.GRAD)) * _MAX_LEAVES
-
-    def _announcement_tag(self, stage: int) -> int:
-        return self._num_marks * self._num_tags + 2 * stage
+        return self._tags.leaf(i, kind, batch.checksum if batch else 0)
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 

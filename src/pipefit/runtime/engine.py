@@ -65,11 +65,11 @@ class Engine:
     @property
     def moved_bytes(self) -> tuple[float, float]:
         """Bytes that this process has sent in the last pass: to other ranks, and to processes of its own rank."""
+        inside = 0.0
         if self.mesh.region is not None:
             inside = self.mesh.region.moved_bytes
-        else:
-            inside = 0.0
-        return float(sum(transport.bytes_sent for transport in self.transports)), inside
+        sent = sum(transport.bytes_sent for transport in self.transports)
+        return float(sent), inside
 
     def check(self, x: Any) -> None:
         """Checks an input before its pass; see `Mesh.check`."""
@@ -107,10 +107,9 @@ class Engine:
         for worker, transport in zip(self.workers, self.transports, strict=True):
             transport.begin(feed)
             compiled = compile_rank(program, worker.rank)
+            progress = Progress()
             if self.session.is_distributed:
                 progress = self.session.progress
-            else:
-                progress = Progress()
             if worker.scale is not None:
                 worker.scale.begin()
             run = Execution(
@@ -143,10 +142,9 @@ class Engine:
         sets = [collective_members(program.header, graph.instructions[group[0]]) for group in graph.collectives]
         links = [(rank, i.peer) for rank, _, i in program if i.op is Op.SEND]
         # Where each rank has one stage, receivers keep up with senders.
+        unposted = 0
         if links and program.header.num_chunks > 1:
             unposted = most_unposted(program)
-        else:
-            unposted = 0
         with self.session.at(MEETING):
             self._between.prepare(sets, links, unposted)
         number = self.session.programs.setdefault(program.digest, len(self.session.programs))
@@ -168,18 +166,16 @@ def _drive(executions: Sequence[Execution]) -> None:
     """Steps the ranks of this process round-robin until all are done."""
     active = [(run, run.run(HANDLERS)) for run in executions]
     while active:
-        moved, waiting = False, []
+        moved = False
+        waiting = []
         for run, steps in active:
             before = (run.index, len(run.endings))
-            stopped = next(steps, None)
-            if stopped is not None:
-                waiting.append((run, steps))
-            moved |= stopped is None or (run.index, len(run.endings)) != before
+            if next(steps, None) is None:
+                moved = True
+                continue
+            waiting.append((run, steps))
+            moved |= (run.index, len(run.endings)) != before
         if not moved:
-            raise InvalidProgramError(
-                "the ranks wait for each other: "
-                + "; ".join(
-                    f"rank {run.compiled.rank} at '{run.compiled.instructions[run.index]}'" for run, _ in waiting
-                )
-            )
+            places = [f"rank {run.compiled.rank} at '{run.compiled.instructions[run.index]}'" for run, _ in waiting]
+            raise InvalidProgramError(f"the ranks wait for each other: {'; '.join(places)}")
         active = waiting

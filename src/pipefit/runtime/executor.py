@@ -19,6 +19,7 @@ from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
+from pipefit.spill.rank import Spilling
 from pipefit.stage.moments import Moments
 
 Key = tuple[str, int, int]
@@ -35,6 +36,7 @@ class Execution:
 
     Attributes:
         compiled: the rank's list and its tables.
+        header: of its program.
         worker: the rank's stages and optimizers.
         transport: its connection to the others.
         feed: the data.
@@ -79,11 +81,21 @@ class Execution:
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
 
-    def run(self, handlers: Handlers) -> Generator[Instruction]:
+    def __post_init__(self) -> None:
+        self.header = self.compiled.program.header
+
+    @property
+    def spilling(self) -> Spilling:
+        """The tiers, stores and lanes of a rank that spills."""
+        assert self.worker.spilling is not None
+        return self.worker.spilling
+
+    def run(self, handlers: Handlers, part: range | None = None) -> Generator[Instruction]:
         """Runs the list; yields an instruction that cannot continue yet (only with a transport that never blocks).
 
         Args:
             handlers: of the operations; see `pipefit.runtime.handlers`.
+            part: the instructions to run, by index, if not all; no transfer may cross its ends.
         """
         compiled = self.compiled
         clock = self._clock
@@ -95,7 +107,8 @@ class Execution:
         starts = self.starts = [0.0] * len(instructions)
         ends = self.ends = [0.0] * len(instructions)
         values, look = self.values, self.look
-        for index, instruction in enumerate(instructions):
+        for index in part or range(len(instructions)):
+            instruction = instructions[index]
             self.index = index
             if awaits[index]:
                 progress.at(index, waits=True)
@@ -114,6 +127,10 @@ class Execution:
         self.index = len(instructions)
         for action in self.at_end:
             action()
+
+    def wait_later(self, ending: Ending) -> None:
+        """Lets the instruction that runs end later: what needs its result waits for it then."""
+        self.endings[self.index] = ending
 
     def _wait_for(self, awaited: Sequence[int]) -> Generator[Instruction]:
         """Waits until earlier instructions are complete; yields one that cannot continue meanwhile."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipefit.units import format_seconds
+from pipefit.units import counted, format_seconds
 
 _FILE = "faults.jsonl"
 
@@ -44,19 +44,17 @@ def described(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     faults = {line["start"]: str(line["fault"]) for line in whole if "fault" in line}
     done = {line["start"] - 1: line for line in whole if "resumed" in line}
     elsewhere = "processes were lost or added; torchrun has started all ranks again"
-    return [(faults.get(start, elsewhere), _done(done.get(start))) for start in sorted({*faults, *done})]
+    starts = sorted({*faults, *done})
+    return [(faults.get(start, elsewhere), _done(done.get(start))) for start in starts]
 
 
 def _done(line: Mapping[str, Any] | None) -> str:
     if line is None:
         return ""
-    lost = f"{line['lost']} step{'' if line['lost'] == 1 else 's'} done again"
-    if "seconds" in line:
-        seconds = f", {format_seconds(line['seconds'])} to the next finished step"
-    else:
-        seconds = ""
+    done = f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks"
     if "plan" in line:
-        plan = f" ({line['plan']})"
-    else:
-        plan = ""
-    return f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks{plan}; {lost}{seconds}"
+        done += f" ({line['plan']})"
+    done += f"; {counted(line['lost'], 'step')} done again"
+    if "seconds" in line:
+        done += f", {format_seconds(line['seconds'])} to the next finished step"
+    return done

@@ -67,7 +67,7 @@ def run_backward(
     inputs: tuple[Tensor | GradientEdge, ...] = (),
     *,
     again: bool = False,
-    accumulate: bool | None = None,
+    accumulate: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.backward`, or `grad` when there are inputs, without their checks of every gradient's shape.
 
@@ -78,18 +78,14 @@ def run_backward(
         grads: of the roots.
         inputs: at which it ends; (): at every leaf.
         again: the graph is used once more.
-        accumulate: whether gradients are added to `.grad` instead of returned; None: where there are no inputs.
+        accumulate: whether gradients are added to `.grad` instead of returned.
     """
-    if accumulate is None:
-        adds = not inputs
-    else:
-        adds = accumulate
-    return _engine.run_backward(roots, grads, again, False, inputs, allow_unreachable=True, accumulate_grad=adds)
+    return _engine.run_backward(roots, grads, again, False, inputs, allow_unreachable=True, accumulate_grad=accumulate)
 
 
 def accumulate_backward(edges: Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
     """Adds the gradients of all leaves that some edges reach to their `.grad`."""
-    run_backward(tuple(edges), tuple(grads))
+    run_backward(tuple(edges), tuple(grads), accumulate=True)
 
 
 _engine: Any = torch.autograd.Variable._execution_engine
@@ -106,23 +102,33 @@ def input_half(saved: Saved, grads: Sequence[Tensor]) -> tuple[list[Tensor | Non
         ModelError: a weight with a hook is used several times, or inside a function written in Python.
     """
     roots, given = tuple(saved.edges), tuple(grads)
-    if not roots or not saved.inputs:
-        return [None] * len(saved.inputs), [WeightRun(roots, given)] if roots else []
+    if not roots:
+        return [None] * len(saved.inputs), []
+    if not saved.inputs:
+        return [], [WeightRun(roots, given)]
     groups = _groups(_Ways(saved), saved.edges)
     captures = [edge for group in groups for edge in group.edges]
     found = run_backward(roots, given, (*saved.inputs, *captures), again=True)
     arrived = iter(found[len(saved.inputs) :])
     runs, early = [], WeightRun((), ())
     for group in groups:
-        enters = [(edge, grad) for edge, grad in zip(group.edges, arrived, strict=False) if grad is not None]
-        enters += [(roots[index], given[index]) for index in group.roots]
-        edges, kept = tuple(edge for edge, _ in enters), tuple(grad for _, grad in enters)
-        run = WeightRun(edges, kept, tuple(node.variable for node in group.weights))
+        edges = []
+        kept = []
+        for edge in group.edges:
+            grad = next(arrived)
+            if grad is not None:
+                edges.append(edge)
+                kept.append(grad)
+        edges += [roots[index] for index in group.roots]
+        kept += [given[index] for index in group.roots]
+        weights = (node.variable for node in group.weights)
+        run = WeightRun(tuple(edges), tuple(kept), tuple(weights))
         if group.is_early:
             early = early.joined(run)
         else:
             runs.append(run)
-    return list(found[: len(saved.inputs)]), [run for run in (*runs, early) if run.edges]
+    runs.append(early)
+    return list(found[: len(saved.inputs)]), [run for run in runs if run.edges]
 
 
 def weight_half(runs: list[WeightRun]) -> None:
@@ -131,6 +137,12 @@ def weight_half(runs: list[WeightRun]) -> None:
     while runs:
         run = runs.pop()
         run_backward(run.edges, run.grads, run.weights, accumulate=True)
+
+
+def _edge_of(leaf: Tensor | GradientEdge) -> GradientEdge:
+    if isinstance(leaf, Tensor):
+        return get_gradient_edge(leaf)
+    return leaf
 
 
 class _Ways:
@@ -144,7 +156,7 @@ class _Ways:
     """
 
     def __init__(self, saved: Saved) -> None:
-        leaves = {(get_gradient_edge(x) if isinstance(x, Tensor) else x).node for x in saved.inputs}
+        leaves = {_edge_of(leaf).node for leaf in saved.inputs}
         self.children = _nodes_below((edge.node for edge in saved.edges), leaves)
         self.to_input: set[Node] = set()
         self.weights: dict[Node, frozenset[Any]] = {}
@@ -164,7 +176,8 @@ class _Ways:
     def entries(self, roots: Sequence[GradientEdge]) -> dict[Node, list[GradientEdge]]:
         """The edges by which gradients arrive at each node of `branches`."""
         edges = [(edge.node, edge.output_nr) for edge in roots]
-        edges += [edge for node in self.to_input for edge in self.children[node]]
+        for node in self.to_input:
+            edges += self.children[node]
         entries: dict[Node, list[GradientEdge]] = {node: [] for node in self.branches}
         for node, slot in dict.fromkeys(edges):
             if node in entries:
@@ -181,11 +194,10 @@ def _nodes_below(starts: Iterable[Node], ends: set[Node]) -> dict[Node, list[tup
         if children is not None:
             done[node] = children
         elif node not in done:
-            if node in ends:
-                leaving: Any = ()
-            else:
-                leaving = node.next_functions
-            children = [(child, slot) for child, slot in leaving if child is not None]
+            children = []
+            if node not in ends:
+                leaving: Any = node.next_functions
+                children += [(child, slot) for child, slot in leaving if child is not None]
             stack.append((node, children))
             stack += [(child, None) for child, _ in children if child not in done]
     return done
@@ -238,13 +250,15 @@ def _groups(ways: _Ways, roots: Sequence[GradientEdge]) -> list[_Group]:
     result = list(dict.fromkeys(groups.values()))
     for group in result:
         group.is_early = _is_early(ways, group)
+        start = entries
         if group.is_early:
             start = ways.branches
-        else:
-            start = entries
-        group.edges = list(dict.fromkeys(edge for node in group.nodes for edge in start[node]))
+        for node in group.nodes:
+            group.edges += start[node]
+        group.edges = list(dict.fromkeys(group.edges))
         if group.is_early and _overlap(ways, group, roots):
-            group.edges, group.roots = [GradientEdge(weight, 0) for weight in group.weights], []
+            group.edges = [GradientEdge(weight, 0) for weight in group.weights]
+            group.roots = []
     return result
 
 
@@ -253,7 +267,8 @@ def _overlap(ways: _Ways, group: _Group, roots: Sequence[GradientEdge]) -> bool:
 
     This happens where a part of the stage without inputs, such as a decoder's first layers, is used at several places.
     """
-    captured, ends = {edge.node for edge in group.edges}, {roots[index].node for index in group.roots}
+    captured = {edge.node for edge in group.edges}
+    ends = {roots[index].node for index in group.roots}
     if captured & ends:
         return True
     starts = captured | ends

@@ -90,7 +90,8 @@ class LocalTransport:
     def reduce_scatter(self, members: tuple[int, ...], key: Key, whole: Tensor, part: Tensor) -> Ending:
         """This member's part of the sum."""
         index = members.index(self.rank)
-        return self._join(members, key, [whole], lambda all_: part.copy_(all_.sums[0].view(-1, len(part))[index]))
+        parts = slice(index * len(part), (index + 1) * len(part))
+        return self._join(members, key, [whole], lambda all_: part.copy_(all_.sums[0][parts]))
 
     def all_gather(self, members: tuple[int, ...], key: Key, part: Tensor, whole: Tensor) -> Ending:
         """Gathers the parts of all; this one is copied, since it may be stepped before the last member reads it."""

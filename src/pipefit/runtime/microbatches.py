@@ -55,16 +55,15 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
     """
     leaves, structure = pytree.tree_flatten(batch)
     split = [leaf for leaf in leaves if not is_plain(leaf)]
-    have_samples = all(isinstance(leaf, Tensor) and leaf.dim() for leaf in split) and bool(split)
-    if have_samples:
-        sizes = {leaf.shape[0] for leaf in split}
-    else:
-        sizes = set()
+    sizes: set[int] = set()
+    if all(isinstance(leaf, Tensor) and leaf.dim() for leaf in split):
+        sizes.update(leaf.shape[0] for leaf in split)
     if num_microbatches == 1 and len(sizes) != 1:
         return [batch]
-    if not have_samples:
-        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in split or leaves})) or "nothing"
-        raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {kinds}; {_WHOLE}")
+    if not sizes:
+        kinds = sorted({type(leaf).__name__ for leaf in split or leaves})
+        got = ", ".join(kinds) or "nothing"
+        raise DataError(f"{what}: expected tensors whose first dimension counts samples, got {got}; {_WHOLE}")
     if len(sizes) > 1:
         raise DataError(f"{what}: its tensors have {sorted(sizes)} samples; all need the same number, or {_WHOLE}")
     if (size := sizes.pop()) < num_microbatches:
@@ -72,7 +71,12 @@ def cut(batch: Any, num_microbatches: int, what: str = "the batch") -> list[Any]
             f"{what} has {size} samples, too few for {num_microbatches} micro-batches; "
             f"use a batch of at least {num_microbatches}, or at most {size} micro-batches"
         )
-    parts = [[leaf] * num_microbatches if is_plain(leaf) else leaf.tensor_split(num_microbatches) for leaf in leaves]
+    parts = []
+    for leaf in leaves:
+        if is_plain(leaf):
+            parts.append([leaf] * num_microbatches)
+        else:
+            parts.append(leaf.tensor_split(num_microbatches))
     return [pytree.tree_unflatten(list(pieces), structure) for pieces in zip(*parts, strict=True)]
 
 
@@ -102,25 +106,28 @@ def feed_of(
     Raises:
         DataError: the batch cannot be split so, or all its micro-batches have weight 0.
     """
-    parts, wanted = cut(batch[0], num_microbatches), cut(batch[1], num_microbatches, "the target")
-    weights = [float(weigh(target)) if weigh else float(_num_samples(target)) for target in wanted]
+    inputs = cut(batch[0], num_microbatches)
+    targets = cut(batch[1], num_microbatches, "the target")
+    if weigh is None:
+        weigh = _num_samples
+    weights = [float(weigh(target)) for target in targets]
     total = sum(weights)
     if not total > 0:
         raise DataError(f"the micro-batches of a batch have weights {weights}; at least one must be more than 0")
     shapes = Shapes.of(batch[0] if batch[0] is batch[1] else batch, first_ordinal, before)
-    return [
-        MicroBatch(x, y, weight / total, first_ordinal + k, f"{mode} {described(x)} {described(y)}", shapes)
-        for k, (x, y, weight) in enumerate(zip(parts, wanted, weights, strict=True))
-    ]
+    found = []
+    for ordinal, (x, y, weight) in enumerate(zip(inputs, targets, weights, strict=True), first_ordinal):
+        signature = f"{mode} {described(x)} {described(y)}"
+        found.append(MicroBatch(x, y, weight / total, ordinal, signature, shapes))
+    return found
 
 
 def _num_samples(batch: Any) -> int:
     """Samples of the first tensor that has any; 1 where none has."""
-    tensors = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-    first = next(tensors, None)
-    if first is None:
-        return 1
-    return len(first)
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    return 1
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:

@@ -90,12 +90,12 @@ def packed(outcome: tuple[str, Any]) -> bytes:
 def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: Sequence[int]) -> list[tuple[str, Any]]:
     """Waits for every rank's result; after a first failure, only briefly, to find the cause."""
     outcomes: dict[int, tuple[str, Any]] = {}
-    deadline, first_s = math.inf, 0.0
+    deadline = math.inf
+    first_s = 0.0
     while len(outcomes) < len(processes):
-        pending = {pipes[rank]: rank for rank in range(len(processes)) if rank not in outcomes}
-        if deadline == math.inf:
-            timeout = None
-        else:
+        pending = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in outcomes}
+        timeout = None
+        if deadline < math.inf:
             timeout = max(deadline - time.monotonic(), 0)
         ready: list[Any] = wait(list(pending), timeout)
         if not ready:
@@ -110,10 +110,9 @@ def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: 
             kind = outcomes[rank][0]
             if kind not in FINE:
                 first_s = first_s or time.time()
+                grace_s = GRACE_S
                 if kind == "died" and not asked:
                     grace_s = _SETTLE_S
-                else:
-                    grace_s = GRACE_S
                 deadline = min(deadline, time.monotonic() + grace_s)
     failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] not in FINE}
     if failures or len(outcomes) < len(processes):
@@ -142,14 +141,13 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
         return what
     said = what
     if kind == "died":
+        name = f"exit code {what}"
         if what and what < 0:
             name = signal.Signals(-what).name
-        else:
-            name = f"exit code {what}"
         said = f"the process died ({name})"
     last, began = _last_place(rank, place)
-    message = f"rank {rank} failed {last}: {said}\n  its log: {place / f'rank-{rank}.log'}"
-    return LaunchError(message, began, kind == "failed")
+    log = place / f"rank-{rank}.log"
+    return LaunchError(f"rank {rank} failed {last}: {said}\n  its log: {log}", began, kind == "failed")
 
 
 def _order(kind: str, what: Any) -> int:

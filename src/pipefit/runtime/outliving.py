@@ -28,7 +28,8 @@ T = TypeVar("T")
 def processes_here(session: Session) -> range:
     """The processes of this machine."""
     first = session.rank - int(os.environ.get("LOCAL_RANK", session.rank))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", session.num_ranks)))
+    count = int(os.environ.get("LOCAL_WORLD_SIZE", session.num_ranks))
+    return range(first, first + count)
 
 
 def outliving_folder(session: Session) -> Path | None:
@@ -80,15 +81,14 @@ def earlier(session: Session, name: str, kind: type[T], num_ranks: int) -> T | N
     if not session.start.restart:
         return None
     folder = outliving_folder(session)
-    if folder is None:
-        path = None
-    else:
-        path = folder / _file(name, num_ranks)
-    texts = exchange(session, path.read_text(encoding="utf-8") if path and path.exists() else None)
-    text = next((text for text in texts if text is not None), None)
-    if text is None:
-        return None
-    return msgspec.convert(json.loads(text), kind)
+    text = None
+    if folder is not None:
+        with contextlib.suppress(FileNotFoundError):
+            text = (folder / _file(name, num_ranks)).read_text(encoding="utf-8")
+    for found in exchange(session, text):
+        if found is not None:
+            return msgspec.convert(json.loads(found), kind)
+    return None
 
 
 def _file(name: str, num_ranks: int) -> str:

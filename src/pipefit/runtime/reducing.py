@@ -15,6 +15,7 @@ from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
+from pipefit.ir.values import tied_stages
 from pipefit.parallel.buckets import Launch
 from pipefit.runtime.compiled import SUMMED
 from pipefit.runtime.transport import Ending, all_of
@@ -47,7 +48,7 @@ def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
 
 def _launcher(run: Execution, reduce: Instruction) -> Launch:
     """A function that starts the reduction of a bucket and keeps it for the `reduce` instruction."""
-    members = collective_members(run.compiled.program.header, reduce)
+    members = collective_members(run.header, reduce)
     under_way: list[Ending] = []
     run.values["launched", reduce.stage, reduce.version] = under_way
     key = (reduce.kind, reduce.stage, reduce.version)
@@ -72,40 +73,31 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
     for index in buckets.idle:
         worker.mark_idle(i.stage, buckets.parameters[index], buckets.marks[index])
     under_way: list[Ending] = run.values.pop(("launched", i.stage, i.version))
-    rest = [sums for norm in worker.stages[i.stage].batchnorms if (sums := norm.gathered(i.version)) is not None]
+    gathered = (norm.gathered(i.version) for norm in worker.stages[i.stage].batchnorms)
+    rest = [sums for sums in gathered if sums is not None]
     if i.kind == Reduction.SCATTER and len(buckets.marks):
         rest.append(buckets.marks)
     if rest:
-        members = collective_members(run.compiled.program.header, i)
-        under_way.append(run.transport.all_reduce(members, (i.kind, i.stage, i.version), rest))
-    run.endings[run.index] = all_of(under_way)
+        under_way.append(start_sum(run, i, rest))
+    run.wait_later(all_of(under_way))
+
+
+def start_sum(run: Execution, i: Instruction, tensors: list[Tensor]) -> Ending:
+    """Starts the sum of some tensors over the ranks of a `reduce`."""
+    return run.transport.all_reduce(collective_members(run.header, i), (i.kind, i.stage, i.version), tensors)
+
+
+def reduce_ties(run: Execution, i: Instruction) -> None:
+    """The `reduce` of the gradients of tied weights over the ranks that hold them."""
+    stages = tied_stages(run.header, i.stage, run.worker.rank)
+    run.wait_later(start_sum(run, i, run.worker.tied_gradients(stages)))
 
 
 def gather_shards(run: Execution, i: Instruction) -> None:
     """Gathers the new weights on each replica from the parts that the replicas have stepped."""
-    members = collective_members(run.compiled.program.header, i)
+    members = collective_members(run.header, i)
     under_way: list[Ending] = []
     for number, (part, whole) in enumerate(run.worker.stores[i.stage].weight_parts(i.version + 1)):
         key = i.kind, i.stage, i.version, number
         under_way.append(run.transport.all_gather(members, key, part, whole))
-    run.endings[run.index] = all_of(under_way)
-
-
-def counted_parts(run: Execution) -> list[Tensor]:
-    """Gradients of sharded stages that this rank counts in the global norm: this replica's parts, tied weights once."""
-    header = run.compiled.program.header
-    worker = run.worker
-    found: list[Tensor] = []
-    for stage, store in worker.stores.items():
-        if not header.is_sharded(stage):
-            continue
-        owned = worker.owned[stage]
-        for piece in store.pieces:
-            part = store.own_part(piece.bucket)
-            assert part is not None, "a store with pieces has this replica's part of every bucket"
-            if worker.mesh.is_first or owned[piece.index].name in worker.mesh.shards:
-                found.append(piece.of(part))
-        if header.placement[stage][0] == worker.rank:
-            tied = {id(own.parameter.grad) for own in owned if own.tie}
-            found += [grad for grad in worker.counted_gradients(stage) if id(grad) in tied]
-    return found
+    run.wait_later(all_of(under_way))

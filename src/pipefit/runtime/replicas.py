@@ -53,7 +53,8 @@ def _name(worker: Worker, stage: int) -> str:
 def _checksums(worker: Worker, stage: int) -> dict[str, str]:
     """The checksum of each weight of a stage, by the user's name."""
     with worker.presence(stage):
-        return {name: f"{content_sum(weight):08x}" for name, weight in worker.stages[stage].named_parameters()}
+        weights = worker.stages[stage].named_parameters()
+        return {name: f"{content_sum(weight):08x}" for name, weight in weights}
 
 
 def _refuse(name: str, sums: Sequence[dict[str, str] | None], num_updates: int) -> None:

@@ -148,7 +148,11 @@ def listen(stop: Stop, folder: Path | None, ctrl_c: bool = False) -> Callable[[]
         os.close(reader)
         os.close(writer)
         return _nothing
-    numbers = (signal.SIGTERM, *([signal.SIGINT] if ctrl_c else []), *([PASSED_ON] if folder is not None else []))
+    numbers = [signal.SIGTERM]
+    if ctrl_c:
+        numbers.append(signal.SIGINT)
+    if folder is not None:
+        numbers.append(PASSED_ON)
     before = {number: signal.signal(number, _heard) for number in numbers}
     thread = threading.Thread(target=_serve, args=(reader, stop, folder), name="pipefit-signals", daemon=True)
     thread.start()
@@ -209,7 +213,8 @@ def _serve(reader: int, stop: Stop, folder: Path | None) -> None:
             if signal.getsignal(number) is not _heard:
                 continue  # it is somebody else's now
             # The same one twice: torchrun adds its own to that of a terminal.
-            if number in stop.numbers or (folder is not None and (folder / ENDING).exists()):
+            is_ending = folder is not None and (folder / ENDING).exists()
+            if is_ending or number in stop.numbers:
                 _leave(stop.code)
             stop.numbers.append(number)
             if not stop.requested:

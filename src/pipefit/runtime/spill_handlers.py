@@ -12,7 +12,6 @@ from pipefit.ir.spill import SLOTTED
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.transport import Message
 from pipefit.spill.lanes import Copy
-from pipefit.spill.rank import Spilling
 from pipefit.spill.tiers import Key
 
 PARKED = "parked "
@@ -24,8 +23,9 @@ def fetch(run: Execution, i: Instruction) -> None:
     if i.kind not in SLOTTED:
         copy, arrived = _unparked(run, i)
     else:
-        store = spilling_of(run).stores[i.stage]
-        copy, arrived = store.fetch(i.kind, i.version, i.slot), partial(store.arrived, i.kind, i.version, i.slot)
+        store = run.spilling.stores[i.stage]
+        copy = store.fetch(i.kind, i.version, i.slot)
+        arrived = partial(store.arrived, i.kind, i.version, i.slot)
     _time(run, copy)
 
     def end() -> bool:
@@ -33,7 +33,7 @@ def fetch(run: Execution, i: Instruction) -> None:
         arrived()
         return True
 
-    run.endings[run.index] = end
+    run.wait_later(end)
 
 
 def evict(run: Execution, i: Instruction) -> None:
@@ -42,10 +42,10 @@ def evict(run: Execution, i: Instruction) -> None:
         # Their marks are removed with them.
         run.worker.forget_idle_gradients(i.stage)
     if i.kind in SLOTTED:
-        copy = spilling_of(run).stores[i.stage].evict(i.kind, i.version)
+        copy = run.spilling.stores[i.stage].evict(i.kind, i.version)
     else:
         copy = _park(run, i)
-    spilling_of(run).writes.append(copy)
+    run.spilling.writes.append(copy)
     _time(run, copy)
 
 
@@ -53,12 +53,12 @@ def _park(run: Execution, i: Instruction) -> Copy:
     """Starts to write an activation or its gradient, of which the rank keeps only flags and structure."""
     message: Message = run.values.pop((i.kind, i.stage, i.version))
     run.values[PARKED + i.kind, i.stage, i.version] = message._replace(leaves=[])
-    return spilling_of(run).parked.write(Key(i.stage, i.kind, i.version), message.leaves)
+    return run.spilling.parked.write(Key(i.stage, i.kind, i.version), message.leaves)
 
 
 def _unparked(run: Execution, i: Instruction) -> tuple[Copy, Callable[[], None]]:
     """The copy of an activation or gradient from the tier, and the function that makes it a value of the run again."""
-    copy, tensors = spilling_of(run).parked.read(Key(i.stage, i.kind, i.version))
+    copy, tensors = run.spilling.parked.read(Key(i.stage, i.kind, i.version))
 
     def arrived() -> None:
         message = run.values.pop((PARKED + i.kind, i.stage, i.version))
@@ -69,15 +69,15 @@ def _unparked(run: Execution, i: Instruction) -> tuple[Copy, Callable[[], None]]
 
 def saving(run: Execution, i: Instruction) -> contextlib.AbstractContextManager[None]:
     """The context of a forward: tensors that autograd saves of a stage that keeps them must not be in its slot."""
-    spill, spilling = run.compiled.program.header.spill, run.worker.spilling
-    if spill is None or spilling is None or i.stage not in spill.keeps:
-        return contextlib.nullcontext()
-    return spilling.stores[i.stage].saving()
+    spill = run.header.spill
+    if spill is not None and i.stage in spill.keeps:
+        return run.worker.stores[i.stage].saving()
+    return contextlib.nullcontext()
 
 
 def step_on_host(run: Execution, i: Instruction, work: Callable[[], object] | None) -> None:
     """Starts an optimizer's step on the host; the next fetch of the stage's weights waits for it."""
-    spilling = spilling_of(run)
+    spilling = run.spilling
     copy = spilling.stores[i.stage].step_on_host(i.version, work)
     spilling.steps.append(copy)
     _time(run, copy)
@@ -86,9 +86,3 @@ def step_on_host(run: Execution, i: Instruction, work: Callable[[], object] | No
 def _time(run: Execution, copy: Copy) -> None:
     """Sets the times of the instruction to those of its copy, which its lane records."""
     run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))
-
-
-def spilling_of(run: Execution) -> Spilling:
-    """Returns the tiers, stores and lanes of the rank."""
-    assert run.worker.spilling is not None
-    return run.worker.spilling

@@ -27,6 +27,16 @@ class Message(NamedTuple):
     structure: Structure | Rest | None = None
     shapes: Sequence[torch.Size] = ()
 
+    def as_inputs(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The leaves of an activation where a new graph begins, and those among them that need a gradient."""
+        leaves = list(self.leaves)
+        needed = []
+        for index, flag in enumerate(self.flags):
+            if flag:
+                leaves[index] = leaves[index].detach().requires_grad_()
+                needed.append(leaves[index])
+        return leaves, needed
+
     def payload(self, leaves: list[Tensor] | None = None) -> Any:
         """The activation in its own structure, of other leaves where they are given."""
         assert self.structure is not None

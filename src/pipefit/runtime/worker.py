@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -96,35 +96,35 @@ class Worker:
         """
         stages = {index: Stage(index, own, device, training.seed) for index, own in layers.items()}
         worker = cls(rank, training, device, stages, ties, spilling=spilling, mesh=mesh or Mesh())
-        if spilling:
-            spilled = spilling.stores
-        else:
-            spilled = {}
+        spilled = spilling.stores if spilling else {}
         if training.loss_scale is not None:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
         for index, stage in stages.items():
-            stage.half, stage.compiled = training.half, compiled_forwards(stage.layers, training.compiler)
-            # A weight that two stages of the rank share is trained by the first.
-            named = [(name, p) for name, p in stage.named_parameters() if p.requires_grad and id(p) not in seen]
-            seen.update(id(parameter) for _, parameter in named)
-            worker.owned[index] = [Owned(name, parameter, ties.get(name)) for name, parameter in named]
-            parameters = [parameter for _, parameter in named]
+            stage.half = training.half
+            stage.compiled = compiled_forwards(stage.layers, training.compiler)
+            owned: list[Owned] = []
+            worker.owned[index] = owned
+            for name, parameter in stage.named_parameters():
+                # A weight that two stages of the rank share is trained by the first.
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    owned.append(Owned(name, parameter, ties.get(name)))
+            parameters = [own.parameter for own in owned]
             store: Store
             if index in spilled:
                 store = spilled[index]
                 spilled[index].make_masters(parameters)
             elif index in shards:
-                tied = [owned.tie is not None for owned in worker.owned[index]]
                 replica, num_replicas = shards[index]
+                tied = [own.tie is not None for own in owned]
                 store = ShardedStore(parameters, tied, replica, num_replicas)
             else:
                 store = WeightStore(parameters)
             worker.stores[index] = store
-            if named:
-                # Every copy of a tied weight has the name of the first, so that all of them are stepped alike.
-                names = [owned.tie.owner if owned.tie else owned.name for owned in worker.owned[index]]
-                optimizer = optimizer_of(training.optimizer, list(zip(names, store.masters, strict=True)))
+            if owned:
+                named = [(own.saved_name, master) for own, master in zip(owned, store.masters, strict=True)]
+                optimizer = optimizer_of(training.optimizer, named)
                 worker.optimizers[index] = optimizer
                 store.take_optimizer(optimizer)
                 if training.scheduler:
@@ -141,24 +141,18 @@ class Worker:
         for stage in self.stages.values():
             stage.train(mode)
 
-    def presence(
-        self, stage: int, optim: bool = False, change: bool = False
-    ) -> contextlib.AbstractContextManager[None]:
-        """The context, between programs, in which a stage is on the device; see `SpilledStore.present`."""
-        if self.spilling:
-            spilled = self.spilling.stores
-        else:
-            spilled = {}
-        if stage in spilled:
-            return spilled[stage].present(optim, change)
-        return contextlib.nullcontext()
+    def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
+        """The context, between programs, in which a stage is on the device; see `Store.present`."""
+        return self.stores[stage].present(optim, change)
 
     def tied_gradients(self, stages: tuple[int, ...]) -> list[Tensor]:
         """Gradients of all tied parameters in the model's order, and a mark for those that are real.
 
         The others, of parameters that none of these stages holds, are zeros.
         """
-        held = {o.tie.owner: (stage, o.parameter) for stage in stages for o in self.owned[stage] if o.tie}
+        held: dict[str, tuple[int, nn.Parameter]] = {}
+        for stage in stages:
+            held.update((own.saved_name, (stage, own.parameter)) for own in self.owned[stage] if own.tie)
         ties = {tie.owner: tie for tie in self.ties.values()}
         # The same type on every rank, also without the parameter; the sum is the number of ranks with each gradient.
         marks = torch.zeros(len(ties), dtype=next(iter(ties.values())).dtype, device=self.device)
@@ -191,7 +185,7 @@ class Worker:
 
         Of the processes that share the rank each counts its parts, and the first one also the weights that all hold.
         """
-        counted = (o for o in self.owned[stage] if o.tie is None or o.tie.owner == o.name)
+        counted = [own for own in self.owned[stage] if own.saved_name == own.name]
         if not self.mesh.is_first:
-            counted = (o for o in counted if o.name in self.mesh.shards)
-        return [o.parameter.grad for o in counted if o.parameter.grad is not None]
+            counted = [own for own in counted if own.name in self.mesh.shards]
+        return [own.parameter.grad for own in counted if own.parameter.grad is not None]

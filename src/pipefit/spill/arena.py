@@ -80,17 +80,12 @@ class Arena:
 
     def __init__(self, sizes: dict[str, int], counts: dict[str, int], device: torch.device) -> None:
         self.device = device
-        each = {kind: padded(sizes.get(kind, 0)) for kind in counts}
-        self._memory = aligned(sum(count * each[kind] for kind, count in counts.items()), device)
+        wanted = [(kind, padded(sizes.get(kind, 0))) for kind, count in counts.items() for _ in range(count)]
+        num_bytes = [size for _, size in wanted]
+        self._memory = aligned(sum(num_bytes), device)
         self._slots: dict[str, list[Slot]] = {}
-        start = 0
-        for kind, count in counts.items():
-            whole = self._memory[start : start + count * each[kind]]
-            if count:
-                self._slots[kind] = [Slot(room) for room in whole.tensor_split(count)]
-            else:
-                self._slots[kind] = []
-            start += len(whole)
+        for (kind, _), room in zip(wanted, self._memory.split(num_bytes), strict=True):
+            self._slots.setdefault(kind, []).append(Slot(room))
 
     @property
     def num_bytes(self) -> int:

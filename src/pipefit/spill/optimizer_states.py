@@ -126,13 +126,15 @@ def is_zero_at_first(make: MakeOptimizer) -> bool:
         """Weights and states after two steps."""
         parameters = [nn.Parameter(tensor.clone()) for tensor in start]
         optimizer = make(parameters)
-        for spec in probe_states(make, start, torch.device("cpu")) if from_zeros else ():
-            optimizer.state[parameters[spec.parameter]][spec.key] = torch.zeros_like(spec.like, device="cpu")
+        if from_zeros:
+            for index, key, like in probe_states(make, start, torch.device("cpu")):
+                optimizer.state[parameters[index]][key] = torch.zeros_like(like, device="cpu")
         for of_step in gradients:
             for parameter, gradient in zip(parameters, of_step, strict=True):
                 parameter.grad = gradient.clone()
             optimizer.step()
-        return [*parameters, *(value for p in parameters for _, value in sorted(optimizer.state[p].items()))]
+        states = [value for parameter in parameters for _, value in sorted(optimizer.state[parameter].items())]
+        return [*parameters, *states]
 
     try:
         return all(map(torch.equal, trained(False), trained(True)))
@@ -165,11 +167,11 @@ class MovedStates:
         self.layout = Layout(spec.like for _, spec in specs)
         self._stage = stage
         self._specs = list(specs)
+        self._masters: list[nn.Parameter] = []
         self._device = device
         self._rules = rules
         self.known: set[int] = set()
         self.optimizer: Optimizer | None = None
-        self._master_of: Mapping[int, nn.Parameter] = {}
 
     def belong_to(self, optimizer: Optimizer, master_of: Mapping[int, nn.Parameter]) -> None:
         """Sets the optimizer that keeps them.
@@ -178,13 +180,14 @@ class MovedStates:
             optimizer: of the states.
             master_of: the optimizer's parameter by the id of the stage's parameter.
         """
-        self.optimizer, self._master_of = optimizer, master_of
+        self.optimizer = optimizer
+        self._masters = [master_of[id(parameter)] for parameter, _ in self._specs]
 
     def _kept(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
         """Place and key of each, with all states of its parameter; none without an optimizer."""
         if self.optimizer is not None:
-            for index, (parameter, spec) in enumerate(self._specs):
-                yield index, spec.key, self.optimizer.state.get(self._master_of[id(parameter)], {})
+            for index, master in enumerate(self._masters):
+                yield index, self._specs[index][1].key, self.optimizer.state.get(master, {})
 
     def tensors(self) -> list[Tensor]:
         """The states that the optimizer has now."""
@@ -195,7 +198,7 @@ class MovedStates:
         for index, key, state in self._kept():
             if self._rules.zero_at_first or index in self.known:
                 assert self.optimizer is not None
-                self.optimizer.state[self._master_of[id(self._specs[index][0])]] = state
+                self.optimizer.state[self._masters[index]] = state
                 state[key] = self.layout.fields[index].of(record)
                 # An optimizer that finds any state makes no others: Adam on a GPU would miss its count of steps.
                 for number, zero in self._rules.numbers.items():
@@ -215,7 +218,8 @@ class MovedStates:
             TierError: one has another shape or type than its place in the record.
         """
         for index, key, state in self._kept():
-            value, view = state.get(key), self.layout.fields[index].of(record)
+            value = state.get(key)
+            view = self.layout.fields[index].of(record)
             if value is None:
                 self.known.discard(index)
                 continue

@@ -15,7 +15,7 @@ from pipefit.spill.arena import aligned
 from pipefit.spill.lanes import Copy
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import Key
-from pipefit.stage.record_layout import Field, Layout
+from pipefit.stage.record_layout import Field, Layout, name_of
 
 
 class _Waiting(NamedTuple):
@@ -104,7 +104,7 @@ class ParkedTensors:
         rows: list[Any] = []
         for key, size in self._sizes.items():
             fields, version = self._waiting.get(key, ((), None))
-            plain = [[f.start, list(f.shape), str(f.dtype).removeprefix("torch."), f.stride] for f in fields]
+            plain = [[start, list(shape), name_of(dtype), stride] for start, shape, dtype, stride in fields]
             rows.append([*key, size, version, plain])
         return rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipefit.errors import InfeasibleError, ModelError, PlanError, TierError
+from pipefit.errors import InfeasibleError, ModelError, PipefitError, PlanError, TierError
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Program
 from pipefit.ir.spill import SLOTTED, Spill
@@ -22,15 +22,37 @@ from pipefit.spill.parked import ParkedTensors
 from pipefit.spill.stage_store import SpilledStore
 from pipefit.spill.tier_file import Commit
 from pipefit.spill.tier_store import TierStore
-from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD
+from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
 from pipefit.stage.materialise import InitialiseLayer, initialise, is_meta, stand_in
-from pipefit.stage.split import NamedLayer
-from pipefit.stage.training import Training
+from pipefit.stage.split import NamedLayer, joined
+from pipefit.stage.ties import shared_parameters
+from pipefit.stage.training import Tie, Training
 
 
 def tier_name(rank: int) -> str:
     """The name of the files of a rank's disk tier, without suffix."""
     return f"rank-{rank}"
+
+
+def open_tier(rank: int, spill: Spill, where: Spilled, device: torch.device, run: str) -> TierStore:
+    """The tier of a rank.
+
+    Args:
+        rank: its number.
+        spill: names the tier.
+        where: its folder and its memory.
+        device: of the rank.
+        run: name of the run where it is new.
+
+    Raises:
+        PipefitError: there is no folder, or it cannot be used.
+    """
+    folder = None
+    if spill.tier == "disk":
+        folder = where.folder
+        if folder is None:
+            raise PlanError("the plan spills to disk: name a folder by --disk FOLDER or spill=Spilled(disk=FOLDER)")
+    return TierStore(folder, tier_name(rank), device=device, host_bytes=where.host_bytes, run=run)
 
 
 @dataclass(frozen=True)
@@ -40,16 +62,14 @@ class RankStages:
     Attributes:
         rank: its number.
         layers: of each stage.
-        shared: ids of the parameters that several stages use; they stay on the device.
+        ties: all tied parameters of the model.
         initialise: the model's own function to draw a layer's weights.
-        run: name of the run where it is new.
     """
 
     rank: int
     layers: Mapping[int, list[NamedLayer]]
-    shared: set[int]
+    ties: Mapping[str, Tie]
     initialise: InitialiseLayer | None = None
-    run: str = ""
 
 
 @dataclass
@@ -57,9 +77,12 @@ class Spilling:
     """All objects of a rank for spilling, over all its programs.
 
     Attributes:
+        spill: the shape of its programs.
         stores: of its spilled stages.
-        arena: the slots.
         tier: of the spilled stages.
+        device: of the slots.
+        arena: the slots; without memory until `take_slots`.
+        has_slots: whether they have memory.
         resumed: the commit of an earlier run from which this one resumes.
         committed: the last commit that was started.
         committed_step: its step, or that of `resumed`.
@@ -71,9 +94,12 @@ class Spilling:
         resident: records of the tensors that stay on the device, as the last commit names them.
     """
 
+    spill: Spill
     stores: dict[int, SpilledStore]
-    arena: Arena
     tier: TierStore
+    device: torch.device
+    arena: Arena = field(init=False)
+    has_slots: bool = field(default=False, init=False)
     resumed: Commit | None = None
     committed: Copy | None = None
     committed_step: int = 0
@@ -83,12 +109,19 @@ class Spilling:
     steps: list[Copy] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.parked = ParkedTensors(self.tier, self.arena.device)
+        self.parked = ParkedTensors(self.tier, self.device)
         self.resident = ParkedTensors(self.tier, torch.device("cpu"), is_scratch=False)
+        self.free_slots()
 
     @classmethod
     def create(
-        cls, stages: RankStages, program: Program, training: Training, device: torch.device, where: Spilled
+        cls,
+        stages: RankStages,
+        program: Program,
+        training: Training,
+        device: torch.device,
+        open_tier: Callable[[], TierStore],
+        where: Spilled | None,
     ) -> Spilling:
         """Moves the spilled stages of a rank to their tier, one after the other.
 
@@ -99,7 +132,8 @@ class Spilling:
             program: one of those that will run; its header names the spilled stages.
             training: its optimizer and seed.
             device: of the rank.
-            where: the options of spilling.
+            open_tier: opens the tier, when it is known that the stages can be spilled.
+            where: the options of spilling; None: the tier holds the weights of a commit, and nothing is moved.
 
         Raises:
             PipefitError: the tier has not enough room, or the optimizer cannot be spilled.
@@ -108,42 +142,66 @@ class Spilling:
         assert spill is not None
         layers = {stage: stages.layers[stage] for stage in spill.stages if stage in stages.layers}
         drawn = {stage for stage, own in layers.items() if is_meta(own)}
-        for stage in drawn:
-            weights = [p for layer in layers[stage] for p in layer.module.parameters()]
-            if any(p.is_meta and id(p) in stages.shared for p in weights):
-                raise ModelError(
-                    "a model built on the meta device cannot be spilled with weights that several stages share: untie "
-                    "them (for gpt: tied=False), or build it in memory"
-                )
-            stand_in(layers[stage], partial(make_stand_in, device=device))
+        if where is not None:
+            _check_drawn([layers[stage] for stage in drawn], shared_parameters(stages.layers, stages.ties))
+        every = [layer for own in layers.values() for layer in own]
+        stand_in(every, partial(make_stand_in, device=device))
+        shared = shared_parameters(stages.layers, stages.ties)
+        rules = StateRules()
         if spill.optim_slots:
             rules = state_rules(training.optimizer, device)
-        else:
-            rules = StateRules()
-        stores = {s: SpilledStore(s, own, stages.shared, training, header, rules, device) for s, own in layers.items()}
-        arena = make_arena(stores.values(), spill, device)
-        if spill.tier == "disk":
-            folder = where.folder
-        else:
-            folder = None
-        if folder is None and spill.tier == "disk":
-            raise PlanError("the plan spills to disk: name a folder by --disk FOLDER or spill=Spilled(disk=FOLDER)")
-        tier = TierStore(folder, tier_name(stages.rank), device=device, host_bytes=where.host_bytes, run=stages.run)
-        spilling = cls(stores, arena, tier)
+        stores = {
+            stage: SpilledStore(stage, own, shared, training, header, rules, device) for stage, own in layers.items()
+        }
+        spilling = cls(spill, stores, open_tier(), device)
+        if where is None:
+            for store in stores.values():
+                store.hold(0)
+            return spilling
         try:
             spilling.make_room(program, stages.rank, where)
-        except TierError:
-            tier.close()
+            spilling.take_slots()
+        except PipefitError:
+            spilling.tier.close()
             raise
-        resumed = spilling.resumed
         for number, (stage, store) in enumerate(stores.items()):
-            store.attach(arena, tier)
+            fill = held = None
             if stage in drawn:
                 fill = partial(initialise, layers[stage], training.seed, stages.initialise)
-            else:
-                fill = None
-            store.store_first(number % spill.weights_slots, fill, resumed.version(stage) if resumed else None)
+            if spilling.resumed is not None:
+                held = spilling.resumed.version(stage)
+            store.store_first(number % spill.weights_slots, fill, held)
         return spilling
+
+    def take_slots(self) -> None:
+        """Allocates the slots on the device, each as large as the largest record of its kind, if there are none.
+
+        Raises:
+            InfeasibleError: they do not fit on the device.
+        """
+        if self.has_slots:
+            return
+        largest = dict.fromkeys(SLOTTED, 0)
+        for store in self.stores.values():
+            for kind, size in store.sizes.items():
+                if kind != OPTIM or not store.on_host:
+                    largest[kind] = max(largest[kind], size)
+        counts = {kind: self.spill.slots(kind) for kind in SLOTTED}
+        try:
+            self._attach(Arena(largest, counts, self.device))
+        except (RuntimeError, MemoryError) as problem:
+            raise InfeasibleError(f"{self.device} has no room for the slots of the largest stage: {problem}") from None
+        self.has_slots = True
+
+    def free_slots(self) -> None:
+        """Releases the memory of the slots; the tier holds what was in them."""
+        self._attach(Arena({}, {}, self.device))
+        self.has_slots = False
+
+    def _attach(self, arena: Arena) -> None:
+        self.arena = arena
+        for store in self.stores.values():
+            store.attach(arena, self.tier)
 
     def make_room(self, program: Program, rank: int, where: Spilled) -> None:
         """Reserves room for the records of a rank, or restores the commit of an earlier run.
@@ -157,20 +215,26 @@ class Spilling:
             TierError: there is not enough room, or nothing to resume from.
         """
         written = {i.stage for i in program.ranks[rank] if i.op is Op.EVICT and i.kind == Kind.WGRAD}
-        sizes = {key: size for store in self.stores.values() for key, size in store.sizes().items()}
-        scratch = {key: size for key, size in sizes.items() if key.kind == WGRAD and key.stage in written}
-        kept = {key: size for key, size in sizes.items() if key.kind != WGRAD}
+        scratch: dict[Key, int] = {}
+        kept: dict[Key, int] = {}
+        for stage, store in self.stores.items():
+            for kind, size in store.sizes.items():
+                if kind != WGRAD:
+                    kept[Key(stage, kind)] = size
+                elif stage in written:
+                    scratch[Key(stage, kind)] = size
         if where.resume is False:
-            self.tier.reserve({**kept, **scratch}, sizes if where.commit_every == 0 else scratch, where.about or None)
+            every = kept | scratch
+            self.tier.reserve(every, every if where.commit_every == 0 else scratch, where.about or None)
             return
         if self.tier.files is None:
             raise TierError("a run resumes only from records on a disk; resume from a checkpoint")
         self.resumed = self.tier.recover(None if where.resume is True else where.resume)
         found = {key: size for key, size in self.tier.sizes.items() if key.kind in (WEIGHTS, OPTIM)}
         if found != kept:
-            key = next(key for key in {**found, **kept} if found.get(key) != kept.get(key))
-            was, needed = (f"{sizes[key]} bytes" if key in sizes else "none" for sizes in (found, kept))
-            raise TierError(f"{where.folder}: {key}: its record has {was}, this run's {needed}: it is of another run")
+            key = next(key for key in found | kept if found.get(key) != kept.get(key))
+            sizes_differ = f"its record has {found.get(key, 0)} bytes, this run's {kept.get(key, 0)}"
+            raise TierError(f"{where.folder}: {key}: {sizes_differ}: it is of another run")
         self.tier.reserve_more(scratch)
 
     def resume_from(self, step: int) -> None:
@@ -210,10 +274,12 @@ class Spilling:
         Raises:
             TierError: one of them has failed.
         """
-        ended = [copy for copy in self.writes if copy.ended()]
-        self.writes = [copy for copy in self.writes if copy not in ended]
-        for copy in ended:
-            copy.wait()
+        started, self.writes = self.writes, []
+        for copy in started:
+            if copy.ended():
+                copy.wait()
+            else:
+                self.writes.append(copy)
 
     def commit(self, step: int, state: Mapping[str, Any]) -> None:
         """Starts to commit a step with all its written records.
@@ -237,21 +303,18 @@ class Spilling:
             committed.wait()
 
 
-def make_arena(stores: Iterable[SpilledStore], spill: Spill, device: torch.device) -> Arena:
-    """The slots of a rank, each as large as the largest record of its kind.
+def _check_drawn(drawn: Iterable[Sequence[NamedLayer]], shared: set[int]) -> None:
+    """Refuses weights that are drawn in a slot, and would have to stay on the device.
 
     Raises:
-        InfeasibleError: they do not fit on the device.
+        ModelError: several stages share one of them.
     """
-    largest = dict.fromkeys(SLOTTED, 0)
-    for store in stores:
-        for key, size in store.sizes().items():
-            if key.kind != OPTIM or not store.on_host:
-                largest[key.kind] = max(largest[key.kind], size)
-    try:
-        return Arena(largest, {kind: spill.slots(kind) for kind in SLOTTED}, device)
-    except (RuntimeError, MemoryError) as problem:
-        raise InfeasibleError(f"{device} has no room for the slots of the largest stage: {problem}") from None
+    weights = joined(layer for layers in drawn for layer in layers).parameters()
+    if any(weight.is_meta and id(weight) in shared for weight in weights):
+        raise ModelError(
+            "a model built on the meta device cannot be spilled with weights that several stages share: untie "
+            "them (for gpt: tied=False), or build it in memory"
+        )
 
 
 def make_stand_in(tensor: Tensor, device: torch.device) -> Tensor:

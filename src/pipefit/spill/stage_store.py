@@ -20,7 +20,7 @@ from pipefit.spill.optimizer_states import MovedStates, StateRules, probe_states
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import OPTIM, WEIGHTS, WGRAD, Key
 from pipefit.stage.record_layout import Layout, absent
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.training import Training
 
 
@@ -48,8 +48,10 @@ class SpilledStore(Store):
         on_host: whether it steps on the host: the optimizer gets views of its records there, and its states never
             leave them.
         num_updates: updates before this program, whose version 0 the tier holds.
+        sizes: bytes of each of its records, by kind.
         reached: places of the gradients of this update that a micro-batch has reached so far.
         states: of its optimizer, where they move; None: they stay on the device.
+        staying: the parameters that stay on the device.
         summed: the parameters whose gradients are in the slot.
         gradients: their places there.
         on_arrival: called with the slot's memory for gradients when the stage is loaded into it.
@@ -66,14 +68,15 @@ class SpilledStore(Store):
         device: torch.device,
     ) -> None:
         self.stage, self.on_host = stage, header.steps_on_host(stage)
-        parameters = list({id(p): p for layer in layers for p in layer.module.parameters()}.values())
+        parameters = list(joined(layers).parameters())
         trained = [p for p in parameters if p.requires_grad]
         self.summed = [p for p in trained if id(p) not in shared]
         if self.on_host and len(self.summed) < len(trained):
             raise ModelError(
                 f"stage {stage} shares a weight with another, which stays on the device: it cannot step on the host"
             )
-        self._moved = self.summed + [p for p in parameters if not p.requires_grad]
+        self.staying = [p for p in parameters if id(p) in shared]
+        self._moved = self.summed + [p for p in parameters if not p.requires_grad and id(p) not in shared]
         self.layout = Layout(self._moved)
         # The gradients are in the slot in the order in which replicas reduce them.
         is_replicated = len(header.placement[stage]) > 1
@@ -84,13 +87,16 @@ class SpilledStore(Store):
         self._on_arrival: Callable[[Tensor], None] | None = None
         self.states: MovedStates | None = None
         if not header.keeps_states(stage):
+            where = device
             if self.on_host:
                 where = torch.device("cpu")
-            else:
-                where = device
+                rules = rules._replace(numbers={})
             specs = [(trained[spec.parameter], spec) for spec in probe_states(training.optimizer, trained, where)]
             moving = [(parameter, spec) for parameter, spec in specs if id(parameter) not in shared]
-            self.states = MovedStates(stage, moving, rules._replace(numbers={}) if self.on_host else rules, device)
+            self.states = MovedStates(stage, moving, rules, device)
+        self.sizes = {WEIGHTS: self.layout.num_bytes, WGRAD: self.gradients.num_bytes}
+        if self.states is not None:
+            self.sizes[OPTIM] = self.states.layout.num_bytes
         self._trained: list[nn.Parameter] = []
         self._master_of: dict[int, nn.Parameter] = {}
         self._device = device
@@ -105,13 +111,6 @@ class SpilledStore(Store):
             parameter.register_post_accumulate_grad_hook(partial(self._keep, place))
 
     # ---- before the first program ----------------------------------------------------------------------------------
-
-    def sizes(self) -> dict[Key, int]:
-        """Bytes of each of its records."""
-        found = {Key(self.stage, WEIGHTS): self.layout.num_bytes, Key(self.stage, WGRAD): self.gradients.num_bytes}
-        if self.states is not None:
-            found[Key(self.stage, OPTIM)] = self.states.layout.num_bytes
-        return found
 
     def attach(self, arena: Arena, tier: TierStore) -> None:
         """Gets its slots and its tier."""
@@ -148,11 +147,10 @@ class SpilledStore(Store):
     @property
     def stand_ins(self) -> set[int]:
         """Addresses of the stand-ins for weights and states while its records hold them."""
-        if self.states is None or self.on_host:
-            states = []
-        else:
-            states = self.states.tensors()
-        return {tensor.data_ptr() for tensor in (*self._moved, *states)}
+        held: list[Tensor] = list(self._moved)
+        if self.states is not None and not self.on_host:
+            held += self.states.tensors()
+        return {tensor.data_ptr() for tensor in held}
 
     def make_masters(self, trained: Sequence[nn.Parameter]) -> None:
         """Makes the optimizer's parameters; they always share the memory of the live ones.
@@ -183,6 +181,16 @@ class SpilledStore(Store):
             self._adopt_states()
             self.evict(OPTIM, 0)
 
+    @property
+    def known_states(self) -> set[int]:
+        """Places of the states that its optimizer has made, in the records."""
+        return self.states.known if self.states is not None else set()
+
+    @known_states.setter
+    def known_states(self, places: set[int]) -> None:
+        if self.states is not None:
+            self.states.known = places
+
     # ---- copies ----------------------------------------------------------------------------------------------------
 
     def fetch(self, kind: str, version: int, slot: int) -> Copy:
@@ -200,15 +208,9 @@ class SpilledStore(Store):
         room = self._arena.slot(kind, slot)
         kept, room.kept = room.kept, None
         if kept == (self, self.num_updates + version):
-            if kind == WEIGHTS:
-                waits = self._arena.slot(WGRAD, slot).taken()
-            else:
-                waits = ()
-            return self._tier.lanes.read.submit(lambda: None, waits)
-        waits = room.taken()
-        if kind == WEIGHTS:
-            waits += self._arena.slot(WGRAD, slot).taken()
-        into = room.bytes[: self._size(kind)]
+            return self._tier.lanes.read.submit(lambda: None, self._gradients_leave(kind, slot))
+        waits = room.taken() + self._gradients_leave(kind, slot)
+        into = room.bytes[: self.sizes[kind]]
         key = Key(self.stage, kind)
         if kind == OPTIM and self._tier.holds(key) is None:
             # No step yet: there is nothing to read.
@@ -217,6 +219,12 @@ class SpilledStore(Store):
         if kind == WEIGHTS:
             self._read = copy
         return copy
+
+    def _gradients_leave(self, kind: str, slot: int) -> tuple[Copy, ...]:
+        """The copies of gradients next to the slot of a stage's weights."""
+        if kind == WEIGHTS:
+            return self._arena.slot(WGRAD, slot).taken()
+        return ()
 
     def arrived(self, kind: str, version: int, slot: int) -> None:
         """After a fetch: makes the stage's tensors views of the slot."""
@@ -241,14 +249,15 @@ class SpilledStore(Store):
             self._gather_gradients()
         slot = self._slots.pop(kind)
         room = self._arena.slot(kind, slot)
-        copy = self._tier.write(Key(self.stage, kind), self.num_updates + version, room.bytes[: self._size(kind)])
+        version += self.num_updates
+        copy = self._tier.write(Key(self.stage, kind), version, room.bytes[: self.sizes[kind]])
         room.busy.append(copy)
+        if kind != WGRAD:
+            room.kept = self, version
         if kind == WEIGHTS:
-            room.kept = self, self.num_updates + version
             self._unbind()
         elif kind == OPTIM:
             assert self.states is not None
-            room.kept = self, self.num_updates + version
             self.states.unbind()
         else:
             for parameter in self.summed:
@@ -307,7 +316,10 @@ class SpilledStore(Store):
                 master.grad = None
             self._adopt_states()
 
-        return self._tier.step(self.stage, self.num_updates + version + 1, step, [self._read] if self._read else [])
+        after = []
+        if self._read is not None:
+            after.append(self._read)
+        return self._tier.step(self.stage, self.num_updates + version + 1, step, after)
 
     def drop(self, version: int) -> None:
         """Frees the slot of weights that are unchanged on the tier."""
@@ -319,9 +331,6 @@ class SpilledStore(Store):
         """Renumbers the newest version as 0."""
         self.num_updates += self._version
         self._version = 0
-
-    def release(self) -> None:
-        """Does nothing: the tier keeps the weights."""
 
     def make_buckets(self, untied: Sequence[nn.Parameter]) -> GradientBuckets:
         """Buckets in the slot next to the stage's weights, wherever that is."""
@@ -337,7 +346,9 @@ class SpilledStore(Store):
             optim: also its optimizer's states.
             change: write changes back, with the optimizer's states.
         """
-        kinds = [WEIGHTS] + [OPTIM] * ((optim or change) and self.states is not None and not self.on_host)
+        kinds = [WEIGHTS]
+        if (optim or change) and self.states is not None and not self.on_host:
+            kinds.append(OPTIM)
         for kind in kinds:
             self.fetch(kind, 0, 0).wait()
             self.arrived(kind, 0, 0)
@@ -358,9 +369,6 @@ class SpilledStore(Store):
         self.rebase()
 
     # ---- inside ----------------------------------------------------------------------------------------------------
-
-    def _size(self, kind: str) -> int:
-        return self.sizes()[Key(self.stage, kind)]
 
     def _free(self, kind: str, slot: int) -> Slot:
         """A slot after all copies of it have ended."""

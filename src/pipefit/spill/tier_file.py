@@ -147,7 +147,9 @@ class TierFile:
     def __init__(self, folder: Path, name: str, shared: bool, run: str = "") -> None:
         self.tier = f"{run or new_run()} {name}"
         self.path = folder / f"{name}.tier"
-        self._about, self._commit, self._before = (folder / f"{name}.{end}" for end in ("json", "commit", "before"))
+        self._about = folder / f"{name}.json"
+        self._commit = folder / f"{name}.commit"
+        self._before = folder / f"{name}.before"
         self._durable = not shared
         # Pieces of a record are copied in parallel: reads and writes have separate pools, so that neither waits.
         self._pools = [ThreadPoolExecutor(_THREADS, f"pipefit-p{way}") for way in ("read", "write")]
@@ -241,10 +243,15 @@ class TierFile:
         self._in_pieces(os.pwritev, self._pools[1], data, position)
 
     def _in_pieces(self, call: Any, pool: ThreadPoolExecutor, data: memoryview, position: int) -> None:
+        def transfer(start: int) -> None:
+            self._transfer(call, data[start : start + _PIECE_BYTES], position + start)
+
         starts = range(0, len(data), _PIECE_BYTES)
-        mapped = pool.map if self._durable and len(starts) > 1 else map
-        for _ in mapped(lambda at: self._transfer(call, data[at : at + _PIECE_BYTES], position + at), starts):
-            pass
+        if self._durable and len(starts) > 1:
+            list(pool.map(transfer, starts))
+            return
+        for start in starts:
+            transfer(start)
 
     def checksum(self, data: memoryview, key: Key, version: int) -> int:
         """The checksum of a version of a record."""
@@ -331,9 +338,10 @@ class TierFile:
         for pool in self._pools:
             pool.shutdown()
         os.close(self._fd)
-        for path in (self._commit, self._before, self._about, self.path) if discard else ():
-            with contextlib.suppress(OSError):
-                path.unlink()
+        if discard:
+            for path in (self._commit, self._before, self._about, self.path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def new_run() -> str:

@@ -150,16 +150,13 @@ class TierStore:
         memory = self._memory(sizes)
         position = self.disk_bytes
         for key, size in sizes.items():
-            if key in scratch:
-                copies = 1
-            else:
-                copies = 2
-            if self.files is None or (key in memory and key in scratch):
+            is_kept = key not in scratch
+            copies = 1 + is_kept
+            if self.files is None or (key in memory and not is_kept):
                 copies = 0
-            self._records[key] = record = _Record(
-                Written(position, size, copies), self._shared or key not in scratch, memory.get(key)
-            )
-            position = record.disk.end
+            written = Written(position, size, copies)
+            self._records[key] = _Record(written, self._shared or is_kept, memory.get(key))
+            position = written.end
         self._pin_largest()
 
     def _memory(self, sizes: Mapping[Key, int]) -> dict[Key, Tensor]:
@@ -308,12 +305,12 @@ class TierStore:
                     f"{key} in {disk.path} does not have its checksum: the disk has damaged it; {disk.status()}"
                 )
 
-        waits = (*after, *([record.written] if record.written else []))
+        waits = list(after)
+        if record.written is not None:
+            waits.append(record.written)
         copy = self.lanes.read.submit(work, waits)
         if record.memory is None and not into.is_cuda:
             copy.check = check
-        else:
-            copy.check = None
         return copy
 
     # ---- steps on the host -----------------------------------------------------------------------------------------
@@ -327,13 +324,17 @@ class TierStore:
     def step(self, stage: int, version: int, work: Callable[[], None], after: Sequence[Copy] = ()) -> Copy:
         """Starts a step on the records of a stage, once its gradients are written; it makes `version` of them."""
         weights = self._records[Key(stage, WEIGHTS)]
-        writes = [r.written for r in (weights, self._records.get(Key(stage, WGRAD))) if r is not None and r.written]
+        gradients = self._records.get(Key(stage, WGRAD))
+        waits = list(after)
+        for record in (weights, gradients):
+            if record is not None and record.written is not None:
+                waits.append(record.written)
 
         def step() -> None:
             work()
             weights.version = version
 
-        return self._start(self.lanes.host, weights, version, step, (*after, *writes))
+        return self._start(self.lanes.host, weights, version, step, waits)
 
     # ---- commits ---------------------------------------------------------------------------------------------------
 
@@ -392,12 +393,12 @@ class TierStore:
                 f"{damaged} of step {commit.step} in {path} does not have its checksum; resume from a checkpoint"
             )
         self.files.tier = commit.tier
-        known = {key: record.memory for key, record in self._records.items()}
-        memory = known | self._memory({key: at.num_bytes for key, at in commit.records.items() if key not in known})
-        self._records = {key: record for key, record in self._records.items() if not record.is_committed} | {
-            key: _Record(at, True, memory.get(key), at.version, at.requested, committed=at.copy)
-            for key, at in commit.records.items()
-        }
+        memory = {key: record.memory for key, record in self._records.items()}
+        memory |= self._memory({key: at.num_bytes for key, at in commit.records.items() if key not in memory})
+        records = {key: record for key, record in self._records.items() if not record.is_committed}
+        for key, at in commit.records.items():
+            records[key] = _Record(at, True, memory.get(key), at.version, at.requested, committed=at.copy)
+        self._records = records
         self._pin_largest()
         return commit
 

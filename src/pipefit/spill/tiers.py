@@ -36,4 +36,6 @@ class Key(NamedTuple):
     mb: int = -1
 
     def __str__(self) -> str:
-        return f"{self.kind} of stage {self.stage}" + (f", micro-batch {self.mb}" if self.mb >= 0 else "")
+        if self.mb >= 0:
+            return f"{self.kind} of stage {self.stage}, micro-batch {self.mb}"
+        return f"{self.kind} of stage {self.stage}"

@@ -64,6 +64,7 @@ class RunningAverages:
         has_own_forward: the module's forward is not torch's.
         is_replicated: its stage is one of several copies.
         num_channels: the length of each average.
+        last: the last call of each number, whose settings hold for statistics that were added up elsewhere, too.
         placed: what is in the place of the buffers during a forward.
 
     Raises:
@@ -82,7 +83,7 @@ class RunningAverages:
         self.num_channels: int = module._buffers["running_mean"].numel()  # type: ignore[union-attr]
         self._seen: dict[int, list[list[Call]]] = {}
         self._gathered: dict[int, Tensor] = {}
-        self._last: dict[int, Call] = {}
+        self.last: dict[int, Call] = {}
         self._fresh: list[Call] = []
         self._real: dict[str, Any] = {}
         self.placed: dict[str, Any] = {}
@@ -145,9 +146,10 @@ class RunningAverages:
             )
         calls = self._seen.setdefault(update, [])
         calls += [[] for _ in self._fresh[len(calls) :]]
-        for same, call in zip(calls, self._fresh, strict=False):
+        for number, call in enumerate(self._fresh):
+            same = calls[number]
             same.append(call._replace(counted=call.counted or _COUNTER in written))
-        self._last.update(enumerate(same[-1] for same in calls if same))
+            self.last[number] = same[-1]
 
     def _is_changed(self, name: str, value: Any) -> bool:
         """Returns whether the forward wrote a buffer; what torch's batch norm writes has no new version."""
@@ -249,11 +251,10 @@ class RunningAverages:
 
     def seen(self, update: int, number: int) -> list[Call]:
         """The calls with a number, from 0 in each forward, by the micro-batches of an update."""
-        return next(iter(self._seen.get(update, [])[number : number + 1]), [])
-
-    def last(self, number: int) -> Call | None:
-        """The last call with a number, whose settings hold for statistics that were added up elsewhere, too."""
-        return self._last.get(number)
+        calls = self._seen.get(update, [])
+        if number < len(calls):
+            return calls[number]
+        return []
 
     def sums(self, update: int, number: int) -> Tensor | None:
         """The part of one call in what `gathered` gave."""
@@ -266,11 +267,8 @@ class RunningAverages:
 
 def adopt(modules: Iterable[nn.Module]) -> list[RunningAverages]:
     """The running averages of the batch norms among some modules, which change only by `commit`."""
-    return [
-        RunningAverages(module)
-        for module in dict.fromkeys(modules)
-        if isinstance(module, _BatchNorm) and module.track_running_stats and module.running_mean is not None
-    ]
+    norms = [module for module in dict.fromkeys(modules) if isinstance(module, _BatchNorm)]
+    return [RunningAverages(norm) for norm in norms if norm.track_running_stats and norm.running_mean is not None]
 
 
 @contextlib.contextmanager
@@ -408,7 +406,7 @@ def commit(norms: Sequence[RunningAverages], update: int) -> None:
         for (share, *_), group in alike.items():
             assert isinstance(share, float)
             _update(group, _sums(group, update, number), share)
-            _count(norm for norm in group if (last := norm.last(number)) is None or last.counted)
+            _count(norm for norm in group if (last := norm.last.get(number)) is None or last.counted)
     for norm in norms:
         norm.forget(update)
 
@@ -418,16 +416,16 @@ def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]
     seen = norm.seen(update, number)
     mean = norm.module._buffers["running_mean"]
     assert mean is not None
-    last = norm.last(number)
-    if last is None:
-        eps = norm.module.eps
-    else:
+    last = norm.last.get(number)
+    eps = norm.module.eps
+    share = None
+    if last is not None:
         eps = last.eps
-    if last is None or last.share is None:
+        share = last.share
+    if share is None:
         share = norm.share(1)
-    else:
-        share = float(last.share)
-    return share, eps, mean.dtype, mean.device, len(seen), norm.sums(update, number) is not None
+    is_gathered = norm.sums(update, number) is not None
+    return float(share), eps, mean.dtype, mean.device, len(seen), is_gathered
 
 
 def _update(norms: Sequence[RunningAverages], sums: Tensor, share: float) -> None:

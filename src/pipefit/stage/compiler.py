@@ -99,8 +99,9 @@ def compiled_forwards(layers: Sequence[NamedLayer], backend: str | None) -> dict
 
 def is_one_of_torch(module: nn.Module) -> bool:
     """Returns whether a module is a single one of torch's own, such as a linear layer."""
-    is_single = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return is_single or isinstance(module, _BatchNorm)
+    if isinstance(module, _BatchNorm):
+        return True
+    return type(module).__module__.startswith("torch.nn.") and not list(module.children())
 
 
 def _run(forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,8 @@ def usable_device(name: Any) -> torch.device:
             device = torch.device("cuda", _own_index())
         torch.empty(1, device=device).zero_().item()
     except (RuntimeError, AssertionError, TypeError, ValueError, NotImplementedError) as problem:
-        raise PipefitError(f"--device {name}: cannot be used here: {str(problem).splitlines()[0]}") from None
+        reason = str(problem).splitlines()[0]
+        raise PipefitError(f"--device {name}: cannot be used here: {reason}") from None
     return device
 
 
@@ -54,7 +55,8 @@ def _own_index() -> int:
     Raises:
         PipefitError: there are fewer GPUs than ranks.
     """
-    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    count = torch.cuda.device_count()
     if index >= count:
         raise PipefitError(
             f"each rank needs a GPU of its own, but {os.environ.get('LOCAL_WORLD_SIZE', index + 1)} ranks were started "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.errors import ModelError
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.stage import layer_seed
 
 InitialiseLayer = Callable[[str, nn.Module], None]
@@ -30,8 +30,8 @@ _INITIALISATION = -1
 
 def is_meta(layers: Sequence[NamedLayer]) -> bool:
     """Returns whether some weight or buffer of the layers has no memory yet."""
-    modules = [layer.module for layer in layers]
-    return any(tensor.is_meta for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    whole = joined(layers)
+    return any(tensor.is_meta for tensor in (*whole.parameters(), *whole.buffers()))
 
 
 def can_be_drawn(layers: Sequence[NamedLayer], own: InitialiseLayer | None = None) -> bool:
@@ -41,13 +41,17 @@ def can_be_drawn(layers: Sequence[NamedLayer], own: InitialiseLayer | None = Non
     """
     if getattr(own, "is_complete", False):
         return True
-    users = Counter(id(p) for layer in layers for p in {id(p): p for p in layer.module.parameters()}.values())
-    modules = [module for layer in layers for module in layer.module.modules() if _has_own(module)]
-    return max(users.values(), default=1) == 1 and all(_reset_of(module) is not None for module in modules)
+    users: Counter[int] = Counter()
+    for layer in layers:
+        users.update(map(id, layer.module.parameters()))
+    if max(users.values(), default=1) > 1:
+        return False
+    return all(_reset_of(module) is not None for module in joined(layers).modules() if _has_own(module))
 
 
 def _has_own(module: nn.Module) -> bool:
-    return any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return any(tensor is not None for tensor in tensors)
 
 
 def _reset_of(module: nn.Module) -> Callable[[], None] | None:
@@ -90,26 +94,27 @@ def lent_weights(root: nn.Module) -> Iterator[None]:
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_meta
     ]
-    order = {id(parameter): place for place, (_, _, parameter) in enumerate(found)}
     generator = torch.Generator("cpu").manual_seed(0)
 
     def numbers(dims: range) -> Tensor:
-        size = max((p.numel() for _, _, p in found if p.dim() in dims), default=0)
-        return torch.randn(size + len(found) if size else 0, generator=generator, device="cpu")
+        sizes = [parameter.numel() for _, _, parameter in found if parameter.dim() in dims]
+        size = max(sizes, default=0)
+        if size:
+            size += len(found)
+        return torch.randn(size, generator=generator, device="cpu")
 
     # Vectors are mostly scales of norms, which are about 1.
     vectors = numbers(range(2)).mul_(0.1).add_(1)
     matrices = numbers(range(2, 99)).mul_(0.02)
     lent: dict[int, nn.Parameter] = {}
-    for _, _, parameter in found:
+    for start, (_, _, parameter) in enumerate(found):
+        memory = matrices
         if parameter.dim() < 2:
             memory = vectors
-        else:
-            memory = matrices
-        start = order[id(parameter)]
+        part = memory[start : start + parameter.numel()].view(parameter.shape)
         # `data` is not a view: autograd counts the changes of each on its own.
-        part = memory[start : start + parameter.numel()].view(parameter.shape).data
-        lent[id(parameter)] = nn.Parameter(part.to(parameter.dtype), parameter.requires_grad)
+        data = part.data.to(parameter.dtype)
+        lent[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
     try:
         for owner, name, parameter in found:
             owner[name] = lent[id(parameter)]
@@ -125,21 +130,27 @@ def forget_others(layers: Sequence[NamedLayer], held: set[int]) -> None:
     Buffers that no state holds, such as masks, stay: `give_back` could not restore them. So do those of the code
     between the layers of a model that was cut: every process runs it.
     """
-    kept = {id(p) for layer in layers if layer.index in held for p in layer.module.parameters()}
-    for module in (module for layer in layers for module in layer.module.modules()):
+    kept = set(map(id, joined(layer for layer in layers if layer.index in held).parameters()))
+    for module in joined(layers).modules():
         kept |= {id(module._buffers[name]) for name in module._non_persistent_buffers_set}
     for layer in layers:
         everywhere: Any = getattr(layer.module, "everywhere", None)
         if everywhere is not None:
             kept |= {id(buffer) for buffer in everywhere()}
+
+    def is_freed(tensor: Tensor) -> bool:
+        return not tensor.is_meta and id(tensor) not in kept
+
     others = [layer for layer in layers if layer.index not in held]
-    stand_in(others, lambda tensor: tensor.to("meta"), lambda tensor: not tensor.is_meta and id(tensor) not in kept)
+    stand_in(others, lambda tensor: tensor.to("meta"), is_freed)
 
 
 def give_back(layers: Sequence[NamedLayer], state: Mapping[str, Tensor]) -> None:
     """Restores what `forget_others` has freed, from the state of the whole model."""
-    held = (layer.module.state_dict(prefix=layer.dotted, keep_vars=True) for layer in layers)
-    names = {id(tensor): name for own in held for name, tensor in own.items()}
+    names: dict[int, str] = {}
+    for layer in layers:
+        own = layer.module.state_dict(prefix=layer.dotted, keep_vars=True)
+        names.update((id(tensor), name) for name, tensor in own.items())
     stand_in(layers, lambda tensor: state[names[id(tensor)]], lambda tensor: tensor.is_meta and id(tensor) in names)
 
 

@@ -50,13 +50,15 @@ class OptimizerMaker:
         for name, _, parameter in holders:
             self._names.setdefault(parameter, name)
         if self.no_decay and not matched:
+            first, *_ = next(iter(holders), ("nothing",))
             raise PipefitError(
                 f"no_decay={self.no_decay}: no parameter has one of these in its name, or in the class of its module; "
-                f"the first is named {holders[0][0] if holders else 'nothing'}"
+                f"the first is named {first}"
             )
 
     def _is_spared(self, name: str, module: nn.Module) -> bool:
-        return any(word.lower() in text.lower() for word in self.no_decay for text in (name, type(module).__name__))
+        texts = name.lower(), type(module).__name__.lower()
+        return any(word.lower() in text for word in self.no_decay for text in texts)
 
     def __call__(self, parameters: Sequence[Tensor]) -> Optimizer:
         """The optimizer of some of the model's parameters."""
@@ -73,15 +75,19 @@ class OptimizerMaker:
         Raises:
             PipefitError: the user's function gives something else, or `no_decay` meets an optimizer without decay.
         """
-        made = self._make(list(named) if self._takes_names else [parameter for _, parameter in named])
+        given = list(named)
+        if not self._takes_names:
+            given = [parameter for _, parameter in named]
+        made = self._make(given)
         if not isinstance(made, Optimizer):
             raise PipefitError(f"optimizer: expected a function that returns a torch optimizer, got {made!r:.60}")
         for group in made.param_groups:
             # A sharded stage steps parts of weights, and none of them has a name.
             group.pop("param_names", None)
         spared = {id(parameter) for name, parameter in named if name in self._spared}
-        for group in list(made.param_groups) if spared else ():
-            _spare(made, group, spared)
+        if spared:
+            for group in list(made.param_groups):
+                _spare(made, group, spared)
         return made
 
 
@@ -127,8 +133,11 @@ def check_scheduler(make: Any) -> None:
     if make is None or (callable(make) and not isinstance(make, LRScheduler)):
         return
     kind = type(make).__name__
+    what = repr(make)
+    if isinstance(make, LRScheduler):
+        what = "object"
     raise PipefitError(
-        f"scheduler: expected a function, got the {kind} {'object' if isinstance(make, LRScheduler) else repr(make)}; "
+        f"scheduler: expected a function, got the {kind} {what}; "
         f"each stage has its own optimizer: write scheduler=lambda optimizer: {kind}(optimizer, …)"
     )
 

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
 from pipefit.stage.opened import Rest, opened
+from pipefit.stage.record_layout import name_of
 
 _PLAIN = (NoneType, bool, int, float, str)
 """Values that are part of a payload's structure."""
@@ -43,7 +44,9 @@ class Structure:
     @classmethod
     def of(cls, tree: pytree.TreeSpec, values: str) -> Structure:
         """The structure with plain values from their text."""
-        return cls(tree, values, tuple(map(tuple, json.loads(values))) if values else ())
+        if not values:
+            return cls(tree)
+        return cls(tree, values, tuple(map(tuple, json.loads(values))))
 
     def dumps(self) -> str:
         """Its text."""
@@ -138,8 +141,11 @@ def check_values(stage: int, mb: int, known: Structure, found: Structure) -> Non
     """
     if known.values == found.values:
         return
-    pairs = zip_longest((repr(value) for _, value in known.plain), (repr(value) for _, value in found.plain))
-    before, now = next(((a, b) for a, b in pairs if a != b), ("it", "at another place"))
+    before, now = "it", "at another place"
+    for (_, one), (_, other) in zip_longest(known.plain, found.plain, fillvalue=(0, None)):
+        if repr(one) != repr(other):
+            before, now = repr(one), repr(other)
+            break
     raise ModelError(
         f"stage {stage} gave the value {now} for micro-batch {mb}, but {before} for an earlier input of the same "
         "shape; values that are no tensors are agreed on once: turn one that changes into a tensor"
@@ -148,8 +154,7 @@ def check_values(stage: int, mb: int, known: Structure, found: Structure) -> Non
 
 def sent(output: Any) -> Any:
     """The part of a layer's output that is sent: for a cut model without the batch, which every rank has."""
-    of_cut = isinstance(output, dict) and output.keys() == {"batch", "values", "carried"}
-    if of_cut:
+    if isinstance(output, dict) and output.keys() == {"batch", "values", "carried"}:
         return output | {"batch": ()}
     return output
 
@@ -179,17 +184,15 @@ class Contract:
 
     def to_bytes(self) -> bytes:
         """The bytes of the announcement before the first message of each shape."""
-        leaves = [[list(shape), str(dtype).removeprefix("torch."), flag] for shape, dtype, flag in self.leaves]
+        leaves = [[list(shape), name_of(dtype), flag] for shape, dtype, flag in self.leaves]
         return json.dumps([self.structure.dumps(), leaves]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Contract:
         """Reads an announcement."""
         structure, leaves = json.loads(data)
-        return cls(
-            Structure.loads(structure),
-            tuple((torch.Size(shape), getattr(torch, dtype), flag) for shape, dtype, flag in leaves),
-        )
+        read = ((torch.Size(shape), getattr(torch, dtype), flag) for shape, dtype, flag in leaves)
+        return cls(Structure.loads(structure), tuple(read))
 
     def __str__(self) -> str:
-        return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for shape, dtype, _ in self.leaves)
+        return ", ".join(f"{name_of(dtype)}{list(shape)}" for shape, dtype, _ in self.leaves)

@@ -44,24 +44,28 @@ def first_scale(half: torch.dtype | None, scale: float | None) -> float | None:
     return scale
 
 
-def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype) -> list[Tensor]:
+def widened(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype | None) -> list[Tensor]:
     """The input from the stage before, as float32 where it carries a gradient."""
+    if half is None:
+        return list(leaves)
     return [leaf.float() if flag and leaf.dtype == half else leaf for leaf, flag in zip(leaves, flags, strict=True)]
 
 
-def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype) -> list[Tensor]:
+def narrowed(leaves: Sequence[Tensor], flags: Sequence[bool], half: torch.dtype | None) -> list[Tensor]:
     """The output for the next stage, in the half type where it carries a gradient.
 
     Masks and tables of positions carry none and stay as they are: the least float32 would become −∞.
     """
-    return [
-        leaf.to(half) if flag and leaf.dtype == torch.float32 else leaf
-        for leaf, flag in zip(leaves, flags, strict=True)
-    ]
+    if half is None:
+        return list(leaves)
+    flagged = zip(leaves, flags, strict=True)
+    return [leaf.to(half) if flag and leaf.dtype == torch.float32 else leaf for leaf, flag in flagged]
 
 
-def in_float32(leaves: Sequence[Tensor], half: torch.dtype) -> list[Tensor]:
+def in_float32(leaves: Sequence[Tensor], half: torch.dtype | None) -> list[Tensor]:
     """The model's output for the loss."""
+    if half is None:
+        return list(leaves)
     return [leaf.float() if leaf.dtype == half else leaf for leaf in leaves]
 
 
@@ -75,12 +79,12 @@ def scale_versions(program: Program) -> tuple[int, ...]:
     if kept is None:
         header = program.header
         last = header.last_stage
-        known: dict[int, int] = {}
+        known = list(range(header.num_updates(last)))
         for _, _, i in program:
             if i.op is Op.FWD and i.stage == last:
                 update = header.update_of(last, i.mb)
-                known[update] = min(known.get(update, update), i.version)
-        kept = program.__dict__["_scale_versions"] = tuple(known.get(u, u) for u in range(header.num_updates(last)))
+                known[update] = min(known[update], i.version)
+        kept = program.__dict__["_scale_versions"] = tuple(known)
     return kept
 
 
@@ -122,12 +126,11 @@ class LossScale:
             norms: the squares of the norms of all ranks' gradients.
         """
         if update not in self._finite:
-            finite = self._finite[update] = bool(torch.isfinite(norms).all())
-            if finite:
-                self.streak += 1
-            else:
-                self.streak = 0
+            finite = bool(torch.isfinite(norms).all())
+            self._finite[update] = finite
+            self.streak += 1
             if not finite:
+                self.streak = 0
                 self.skipped += 1
                 self.scale *= 0.5
             elif self.streak == self.interval:

@@ -75,6 +75,11 @@ class Layout:
         return [field.of(record) for field in self.fields]
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a type without its module: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Returns whether it has neither gaps nor overlaps in memory, in any order of its dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

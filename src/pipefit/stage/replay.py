@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipefit.errors import ModelError, PlanError
 from pipefit.stage.compiler import Forward, is_one_of_torch
-from pipefit.stage.split import NamedLayer, called_module
+from pipefit.stage.split import NamedLayer, called_module, joined
 
 _CORES: set[Callable[..., Any]] = {F.scaled_dot_product_attention}
 
@@ -78,7 +78,8 @@ def replayed_forwards(layers: Iterable[NamedLayer], num_layers: int) -> dict[nn.
     for layer in layers:
         module = replayed_module(layer, num_layers)
         if module is not None:
-            found[module] = functools.partial(replayed, functools.partial(_keeping_inputs, layer, module.forward))
+            forward = functools.partial(_keeping_inputs, layer, module.forward)
+            found[module] = functools.partial(replayed, forward)
     return found
 
 
@@ -107,15 +108,15 @@ def check_attention(layers: Iterable[NamedLayer]) -> None:
     Raises:
         PlanError: none has, or it does not use torch's function for it.
     """
-    every = [module for layer in layers for module in layer.module.modules()]
+    every = list(joined(layers).modules())
     ways: set[Any] = {getattr(getattr(module, "config", None), "_attn_implementation", None) for module in every}
     if other := ways - {None, "sdpa"}:
         raise PlanError(
             f"recompute selective: the model's attention is {min(other)!r}, whose scores cannot be distinguished; load "
             'it with attn_implementation="sdpa", or use recompute layer'
         )
-    kinds = {type(module).__name__ for module in every if not isinstance(module, nn.MultiheadAttention)}
-    if not any(word in kind.lower() for kind in kinds for word in ("attention", "attn")):
+    kinds = {type(module).__name__.lower() for module in every if not isinstance(module, nn.MultiheadAttention)}
+    if not any("attention" in kind or "attn" in kind for kind in kinds):
         raise PlanError(
             "recompute selective replays softmax(q·kᵀ)·v of modules called …Attention… that use torch's "
             "scaled_dot_product_attention, and this model has none; use recompute layer or stage"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,12 +51,18 @@ def called_module(layer: NamedLayer) -> nn.Module | None:
     return layer.module
 
 
+def joined(layers: Iterable[NamedLayer]) -> nn.ModuleList:
+    """Some layers as one module: it has each of their modules, parameters and buffers once."""
+    return nn.ModuleList(layer.module for layer in layers)
+
+
 def is_sequence(module: nn.Module) -> bool:
     """Returns whether a module holds layers that are called one after another, and its forward does nothing else."""
     if not isinstance(module, nn.Sequential):
         return isinstance(module, nn.ModuleList)
-    is_torchs = type(module).forward is nn.Sequential.forward and "forward" not in module.__dict__
-    return is_torchs and not module._forward_hooks and not module._forward_pre_hooks
+    if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
+        return False
+    return not module._forward_hooks and not module._forward_pre_hooks
 
 
 def named_layers(model: Any) -> list[NamedLayer]:
@@ -76,7 +82,10 @@ def named_layers(model: Any) -> list[NamedLayer]:
     if isinstance(model, nn.Module) and is_sequence(model):
         named = list(model._modules.items())  # named_children() would leave out the second use of one module
     elif isinstance(model, list | tuple):
-        named = [item if isinstance(item, tuple) else (str(index), item) for index, item in enumerate(model)]
+        named = list(model)
+        for index, item in enumerate(model):
+            if not isinstance(item, tuple):
+                named[index] = (str(index), item)
     elif isinstance(model, nn.Sequential):
         raise ModelError(
             f"{type(model).__name__} is an nn.Sequential with a forward or hooks of its own, which its layers in a row "
@@ -91,10 +100,13 @@ def named_layers(model: Any) -> list[NamedLayer]:
         raise ModelError("the model has no layers: expected at least one")
     places: dict[str, int] = {}
     for index, item in enumerate(named):
-        if len(item) != 2 or not isinstance(item[0], str) or not isinstance(item[1], nn.Module):
+        has_name = len(item) == 2 and isinstance(item[0], str)
+        if not has_name or not isinstance(item[1], nn.Module):
             raise ModelError(f"layer {index}: expected an nn.Module or (name, nn.Module), got {item!r}")
-        if places.setdefault(item[0], index) != index:
-            raise ModelError(f"layers {places[item[0]]} and {index} are both named {item[0]!r}: give each its own name")
+        name = item[0]
+        before = places.setdefault(name, index)
+        if before != index:
+            raise ModelError(f"layers {before} and {index} are both named {name!r}: give each its own name")
     return [NamedLayer(index, prefix, module) for index, (prefix, module) in enumerate(named)]
 
 
@@ -113,8 +125,10 @@ def num_frozen(layers: Sequence[NamedLayer], partition: Partition) -> int:
 
     def trains(index: int) -> bool:
         module = layers[index].module
-        tracked = (m.track_running_stats for _, m in modules_of(module) if isinstance(m, _BatchNorm))
-        return any(tracked) or any(parameter.requires_grad for parameter in module.parameters())
+        for _, inner in modules_of(module):
+            if isinstance(inner, _BatchNorm) and inner.track_running_stats:
+                return True
+        return any(parameter.requires_grad for parameter in module.parameters())
 
     return partition.num_frozen(trains)
 
@@ -141,8 +155,9 @@ def split(
     owned: set[int] = set()
     result = []
     for stages in held:
-        mine = {s: [layers[i] for i in partition.stages[s].layers] for s in stages}
-        parameters = {id(p) for own in mine.values() for layer in own for p in layer.module.parameters()}
+        mine = {stage: [layers[index] for index in partition.stages[stage].layers] for stage in stages}
+        every = [layer for own in mine.values() for layer in own]
+        parameters = set(map(id, joined(every).parameters()))
         if given & set(stages) or owned & parameters:
             # One copy for all stages of the rank, so that ties within the rank survive.
             mine = copy.deepcopy(mine)

@@ -81,10 +81,12 @@ class Stage:
         self.compiled: dict[nn.Module, Forward] = {}
         for layer in self.layers:
             layer.module.to(device)
-        self.batchnorms = batchnorm.adopt(module for layer in self.layers for _, module in modules_of(layer.module))
-        self._norm_forwards: dict[nn.Module, Forward] = {
-            norm.module: norm.forward for norm in self.batchnorms if not norm.has_own_forward
-        }
+        modules = (module for layer in self.layers for _, module in modules_of(layer.module))
+        self.batchnorms = batchnorm.adopt(modules)
+        self._norm_forwards: dict[nn.Module, Forward] = {}
+        for norm in self.batchnorms:
+            if not norm.has_own_forward:
+                self._norm_forwards[norm.module] = norm.forward
         self._buffers = _other_buffers(self.layers, {norm.module for norm in self.batchnorms})
         self._is_replicated = False
         self.replayed: dict[nn.Module, Forward] = {}
@@ -153,19 +155,16 @@ class Stage:
             self._generator.manual_seed(layer_seed(self.seed, ordinal, layer))
 
         # Inside, so that weights are cast once for each forward, and anew for the next version's.
-        if self.half is None:
-            half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        else:
+        half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.half is not None:
             half = torch.autocast(self.device.type, self.half)
+        unchanged: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if replay or self._is_replicated:
-            unchanged: contextlib.AbstractContextManager[None] = self._unchanged()
-        else:
-            unchanged = contextlib.nullcontext()
+            unchanged = self._unchanged()
         try:
+            changed = {}
             if self.training:
                 changed = self.compiled | self.replayed
-            else:
-                changed = {}
             with (
                 half,
                 self._norms_copied(None if replay else update),
@@ -202,9 +201,8 @@ class Stage:
                 yield
         except RuntimeError as problem:
             if self.replayed and self._buffers and "modified by an inplace operation" in str(problem):
-                raise self._changes(
-                    f"of its layers ({', '.join(name for name, *_ in self._buffers[:3])}, …)"
-                ) from problem
+                names = [name for name, _, _ in self._buffers[:3]]
+                raise self._changes(f"of its layers ({', '.join(names)}, …)") from problem
             raise
 
     def _norms_copied(self, update: int | None) -> contextlib.AbstractContextManager[None]:
@@ -221,11 +219,12 @@ class Stage:
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
         """The context of a forward that must not change buffers: a replay's, and those of one of several copies."""
-        before = [(buffer, _version(buffer)) for buffer in (module._buffers[key] for _, module, key in self._buffers)]
+        buffers = [module._buffers[key] for _, module, key in self._buffers]
+        versions = list(map(_version, buffers))
         yield
         if not self.training:
             return
-        for (name, module, key), (buffer, version) in zip(self._buffers, before, strict=True):
+        for (name, module, key), buffer, version in zip(self._buffers, buffers, versions, strict=True):
             if module._buffers[key] is not buffer or _version(buffer) != version:
                 raise self._changes(name)
 
@@ -269,6 +268,11 @@ class Stage:
                     seen.add(id(parameter))
                     yield name, parameter
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """All buffers under the user's names, also those that a `state_dict` leaves out."""
+        for layer in self.layers:
+            yield from layer.module.named_buffers(prefix=layer.prefix)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers under the user's names."""
         result: dict[str, Tensor] = {}
@@ -284,7 +288,8 @@ class Stage:
         """
         for layer in self.layers:
             prefix = layer.dotted
-            own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+            names = [name for name in state if name.startswith(prefix)]
+            own = {name.removeprefix(prefix): state[name] for name in names}
             try:
                 layer.module.load_state_dict(own)
             except RuntimeError as problem:
@@ -299,11 +304,10 @@ def _version(buffer: Tensor | None) -> int | None:
 
 def _other_buffers(layers: Sequence[NamedLayer], norms: Set[nn.Module]) -> list[tuple[str, nn.Module, str]]:
     """(name, module, key) of the buffers of some layers that are not a batch norm's."""
-    return [
-        (f"{path}.{key}" if path else key, module, key)
-        for layer in layers
-        for path, module in modules_of(layer.module, layer.prefix)
-        if module not in norms
-        for key, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    found = []
+    for layer in layers:
+        for path, module in modules_of(layer.module, layer.prefix):
+            if module not in norms:
+                held = [key for key, buffer in module._buffers.items() if buffer is not None]
+                found += [(f"{path}.{key}".removeprefix("."), module, key) for key in held]
+    return found

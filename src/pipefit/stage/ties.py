@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipefit.errors import ModelError
 from pipefit.spec import Partition
-from pipefit.stage.split import NamedLayer
+from pipefit.stage.split import NamedLayer, joined
 from pipefit.stage.training import Tie
 
 
@@ -19,12 +20,27 @@ def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[
     A parameter shared only by layers of one stage is like any other parameter of that stage.
     """
     stage_of = partition.stage_of
-    return {
-        name: Tie(found[0][0], parameter.shape, parameter.dtype)
-        for found in _named_at(layers)
-        if len({stage_of[layer] for _, _, layer in found}) > 1
-        for name, parameter, _ in found
-    }
+    ties: dict[str, Tie] = {}
+    for found in _named_at(layers):
+        stages = {stage_of[layer] for _, _, layer in found}
+        if len(stages) > 1:
+            owner, parameter, _ = found[0]
+            tie = Tie(owner, parameter.shape, parameter.dtype)
+            ties.update((name, tie) for name, _, _ in found)
+    return ties
+
+
+def shared_parameters(stages: Mapping[int, Sequence[NamedLayer]], ties: Mapping[str, Tie]) -> set[int]:
+    """The ids of the parameters of some stages that several of them use, or that are tied to other stages."""
+    users: Counter[int] = Counter()
+    tied: set[int] = set()
+    for layers in stages.values():
+        users.update(map(id, joined(layers).parameters()))
+        for layer in layers:
+            for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+                if name in ties:
+                    tied.add(id(parameter))
+    return tied | {parameter for parameter, count in users.items() if count > 1}
 
 
 def tied_layers(layers: Sequence[NamedLayer]) -> tuple[tuple[int, ...], ...]:
@@ -47,7 +63,8 @@ def tied_groups(layers: Sequence[NamedLayer], partition: Partition) -> tuple[tup
     groups: list[set[int]] = []
     for stages in (stages for stages in users if len(stages) > 1):
         touching = [group for group in groups if group & stages]
-        groups = [group for group in groups if not group & stages] + [stages.union(*touching)]
+        groups = [group for group in groups if group not in touching]
+        groups.append(stages.union(*touching))
     return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from pipefit.errors import ModelError
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -57,6 +59,33 @@ def with_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
     return returned, {}
 
 
+def checked_loss(returned: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the metrics that a loss function returned, as tensors of one number.
+
+    Raises:
+        ModelError: one of them is not one number.
+    """
+    loss, metrics = with_metrics(returned)
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        got = type(loss).__name__
+        if isinstance(loss, Tensor):
+            got = f"a tensor of shape {list(loss.shape)}, {loss.dtype}"
+        raise ModelError(f"the loss must be one number (the mean over a micro-batch), got {got}")
+    numbers = {name: _number(name, value) for name, value in metrics.items()}
+    return loss, numbers
+
+
+def _number(name: str, value: Any) -> Tensor:
+    if isinstance(value, int | float | Tensor):
+        found = torch.as_tensor(value, dtype=torch.float64)
+        if found.numel() == 1:
+            return found.detach().reshape(())
+    got = f"{value!r:.60}"
+    if isinstance(value, Tensor):
+        got = f"a tensor of shape {list(value.shape)}"
+    raise ModelError(f"the loss returned the metric {name!r}, which must be one number, got {got}")
+
+
 class Tie(NamedTuple):
     """A parameter that several stages train.
 
@@ -77,3 +106,10 @@ class Owned(NamedTuple):
     name: str
     parameter: nn.Parameter
     tie: Tie | None
+
+    @property
+    def saved_name(self) -> str:
+        """The name of its optimizer's states: that of the first copy, so that all copies are stepped alike."""
+        if self.tie is not None:
+            return self.tie.owner
+        return self.name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -115,7 +114,8 @@ class Board:
             return entry.status == "ready"
         if self._sent_back:
             return False
-        return not (self._admits_singly and any(e.status == "running" and not e.is_built for e in self.entries))
+        is_admitting = any(other.status == "running" and not other.is_built for other in self.entries)
+        return not (self._admits_singly and is_admitting)
 
     def _num_turns(self, entry: TrialProgress, offer: Sequence[Ready]) -> int:
         """Turns of a trial before the policy chooses again: at most one step where a rule stops trials."""
@@ -136,8 +136,14 @@ class Board:
             own_s = entry.remaining_of(cost)
             slack_s = SLACK * (own_s + sum(others))
             most_s = min(most_s, own_s - max(others, default=0.0) + slack_s)
-        ends_s = itertools.accumulate(cost.turns_s[(entry.turn + n) % num_turns] for n in range(left))
-        return max(1, sum(1 for _ in itertools.takewhile(lambda end_s: end_s <= most_s, ends_s)))
+        count = 0
+        end_s = 0.0
+        while count < left:
+            end_s += cost.turns_s[(entry.turn + count) % num_turns]
+            if end_s > most_s:
+                break
+            count += 1
+        return max(1, count)
 
     def _begin(self, entry: TrialProgress, device: int, kind: str, count: int = 1) -> Job:
         entry.status = "running"
@@ -286,12 +292,13 @@ class Board:
     def measured(self) -> StudyTimeline:
         """The study so far: makespan from the first start to the last end, and the bound for the same work."""
         began = min((turn.start_s for turn in self.turns), default=0.0)
-        turns = tuple(
-            turn._replace(start_s=turn.start_s - began, end_s=turn.end_s - began)
-            for turn in sorted(self.turns, key=lambda turn: turn.end_s)
-        )
-        bound_s = lower_bound_s([sum(spent) for spent in self._spent()], self.num_devices)
-        return StudyTimeline(turns, turns[-1].end_s if turns else 0.0, bound_s)
+        turns = []
+        makespan_s = 0.0
+        for turn in sorted(self.turns, key=lambda turn: turn.end_s):
+            makespan_s = turn.end_s - began
+            turns.append(turn._replace(start_s=turn.start_s - began, end_s=makespan_s))
+        totals_s = [sum(spent) for spent in self._spent()]
+        return StudyTimeline(tuple(turns), makespan_s, lower_bound_s(totals_s, self.num_devices))
 
     def _spent(self) -> list[list[float]]:
         """Seconds of each trial's turns, in their order."""
@@ -358,7 +365,8 @@ class Board:
     def done(self) -> float:
         """The share of all steps that are done, or will be skipped."""
         steps = sum(entry.trial.steps for entry in self.entries)
-        return sum(e.trial.steps if e.has_ended else e.steps for e in self.entries) / max(steps, 1)
+        done = sum(entry.trial.steps if entry.has_ended else entry.steps for entry in self.entries)
+        return done / max(steps, 1)
 
     def in_hindsight(self, policy: str) -> StudyTimeline:
         """The measured turns, simulated under a policy."""

@@ -13,8 +13,8 @@ from typing import Any
 from pipefit.errors import look_up, nearest
 from pipefit.spec.files import check_format, parse_toml, read_text
 from pipefit.spec.options import check_least
-from pipefit.study.stopping import HELD_OUT, LOSS, RULES, Patience, Rule
-from pipefit.study.trial import StudyError, StudySpec, Trial, at, file_name, is_amount
+from pipefit.study.stopping import RULES, Rule
+from pipefit.study.trial import StudyError, StudySpec, Trial, at, file_name
 
 _STUDY = tuple(f.name for f in fields(StudySpec) if f.name != "trials")
 _TRIAL = tuple(f.name for f in fields(Trial) if f.name not in ("name", "loss", "scheduler", "held_out", "values"))
@@ -61,8 +61,11 @@ def spec_of(trials: Sequence[Trial], options: Mapping[str, Any]) -> StudySpec:
     given = {key: value for key, value in options.items() if value is not None}
     if isinstance(given.get("output"), Path):
         given["output"] = str(given["output"])
-    if isinstance(stop := given.get("stop"), str | Mapping):
-        given["stop"] = rule_of({"rule": stop} if isinstance(stop, str) else stop)
+    stop = given.get("stop")
+    if isinstance(stop, str):
+        stop = {"rule": stop}
+    if isinstance(stop, Mapping):
+        given["stop"] = rule_of(stop)
     return StudySpec(tuple(trials), **given)
 
 
@@ -90,23 +93,20 @@ def rule_of(data: Any) -> Rule:
     _check_keys(numbers, (f.name for f in fields(kind)))
     rule = kind(**numbers)
     check_least(rule)
-    if rule.on not in (LOSS, HELD_OUT):
-        raise StudyError(f"on: expected {LOSS!r} or {HELD_OUT!r}, got {rule.on!r}")
-    if isinstance(rule, Patience) and not is_amount(rule.least):
-        raise StudyError(f"least: expected a number of at least 0, got {rule.least!r}")
     return rule
 
 
 def _trials(data: Mapping[str, Any]) -> list[Trial]:
     shared = _flat({key: data[key] for key in _TRIAL if key in data})
     listed = data.get("trials", [{}])
-    if not isinstance(listed, list) or not listed or not all(isinstance(item, dict) for item in listed):
+    is_list = isinstance(listed, list) and len(listed) > 0
+    if not is_list or not all(isinstance(item, dict) for item in listed):
         raise StudyError("trials: expected [[trials]] tables, one for each trial")
+    space = {}
     if "grid" in data:
         space = _space(data["grid"])
-    else:
-        space = {}
-    if (count := len(listed) * math.prod(map(len, space.values()))) > MOST_TRIALS:
+    count = len(listed) * math.prod(map(len, space.values()))
+    if count > MOST_TRIALS:
         raise StudyError(f"{count:,} trials are too many: a file may give {MOST_TRIALS:,}")
     found = []
     for index, own in enumerate(listed):

@@ -33,16 +33,14 @@ def picture(outcome: StudyTimeline, names: Sequence[str], num_devices: int, titl
         from matplotlib.patches import Patch
 
         axes = figure.add_subplot(xlabel="s")
+        are_many = len(outcome.turns) > _MOST_BOXES
         for trial in range(len(names)):
             turns = [turn for turn in outcome.turns if turn.trial == trial]
-            axes.hlines(
-                [turn.device for turn in turns],
-                [turn.start_s for turn in turns],
-                [turn.end_s for turn in turns],
-                colors=[(*hue(trial), 0.45 if turn.step < 0 else 1.0) for turn in turns],
-                linewidth=30,
-                rasterized=len(outcome.turns) > _MOST_BOXES,
-            )
+            devices = [turn.device for turn in turns]
+            starts = [turn.start_s for turn in turns]
+            ends = [turn.end_s for turn in turns]
+            colors = [(*hue(trial), 0.45 if turn.step < 0 else 1.0) for turn in turns]
+            axes.hlines(devices, starts, ends, colors=colors, linewidth=30, rasterized=are_many)
         axes.set_yticks(range(num_devices), [f"device {device}" for device in range(num_devices)])
         axes.set_ylim(num_devices - 0.5, -0.5)
         bound = axes.axvline(outcome.bound_s, linestyle="--", color="#d6336c", label="lower bound")

@@ -96,49 +96,50 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
     else:
         measured = board.measured()
         simulated = {policy: board.in_hindsight(policy) for policy in POLICIES if board.turns}
-        policies = {policy: {"makespan_s": found.makespan_s, "gap": found.gap} for policy, found in simulated.items()}
-        bound = max((found.bound_s for found in simulated.values()), default=0.0)
+        policies = {}
+        bound = 0.0
+        for policy, found in simulated.items():
+            policies[policy] = {"makespan_s": found.makespan_s, "gap": found.gap}
+            bound = max(bound, found.bound_s)
         if bound:
-            pairs = board.one_by_one().items()
-            policies |= {name: {"makespan_s": seconds, "gap": seconds / bound - 1} for name, seconds in pairs}
-        if board.prediction:
-            predicted_s = board.prediction.makespan_s
-        else:
-            predicted_s = None
-        times = measured.makespan_s, measured.bound_s, measured.gap, predicted_s
-        figures = dict(zip(_FIGURES, (board.policy, board.num_devices, *times, policies, resumed), strict=True))
-    if best:
-        best_name = best.name
-    else:
-        best_name = None
+            for way, seconds in board.one_by_one().items():
+                policies[way] = {"makespan_s": seconds, "gap": seconds / bound - 1}
+        figures = {
+            "policy": board.policy,
+            "num_devices": board.num_devices,
+            "makespan_s": measured.makespan_s,
+            "bound_s": measured.bound_s,
+            "gap": measured.gap,
+            "predicted_s": board.prediction.makespan_s if board.prediction else None,
+            "policies": policies,
+            "resumed": resumed,
+        }
+    best_name = best.name if best else None
     return StudyResult(name=name, trials=board.entries, best=best_name, interrupted=interrupted, **figures)
 
 
 def save_result(result: StudyResult, board: Board, folder: Path) -> None:
     """Writes results.json, the timeline as a trace and, where matplotlib is installed, as a picture, and the losses."""
-    if can_plot():
-        drawn = {"timeline": "timeline.svg"}
-    else:
-        drawn = {}
-    names = {"results": "results.json", **drawn, "trace": "timeline.trace.json"}
+    names = {"results": "results.json", "timeline": "timeline.svg", "trace": "timeline.trace.json"}
+    if not can_plot():
+        del names["timeline"]
     result.paths |= {kind: str(folder / name) for kind, name in names.items()}
     if board.turns or not (folder / "timeline.trace.json").exists():
         outcome = board.measured()
         trials = [entry.name for entry in board.entries]
         devices = f"{result.policy} on {result.num_devices} devices"
         title = f"{result.name}: {devices}, {outcome.gap:.1%} over the lower bound"
-        if drawn:
+        if "timeline" in names:
             write_atomically(folder / "timeline.svg", picture(outcome, trials, board.num_devices, title=title))
         write_atomically(folder / "timeline.trace.json", json.dumps(trace(outcome, trials)) + "\n")
     for row in result.trials:
         held_out = dict(row.held_out)
         lines = ""
         for step, loss in enumerate(row.losses, 1):
+            line = {"step": step, "loss": loss}
             if step in held_out:
-                evaluated = {"held_out": plain(held_out[step])}
-            else:
-                evaluated = {}
-            lines += json.dumps({"step": step, "loss": loss, **evaluated}) + "\n"
+                line["held_out"] = plain(held_out[step])
+            lines += json.dumps(line) + "\n"
         write_atomically(folder / "trials" / row.name / "metrics.jsonl", lines)
     write_sealed(folder / "results.json", result.as_dict(), indent=1)
 
@@ -201,41 +202,31 @@ def loss_text(value: float | None) -> str:
 
 def table_of(result: StudyResult) -> str:
     """A study's result for people: a row for each trial, reasons of their ends, the figures, and the paths of files."""
-    if any(row.held_out for row in result.trials):
-        score = "held-out"
-    else:
-        score = "score"
-    rows: list[tuple[str, ...]] = [("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")]
+    score = "held-out" if any(row.held_out for row in result.trials) else "score"
+    head = ("trial", "status", "steps", score, "loss", "shards", "parameters", "busy", "moves")
+    rows: list[tuple[str, ...]] = [head]
     reasons: dict[str, list[str]] = {}
     for row in result.trials:
-        name = ("* " if row.name == result.best else "  ") + row.name
+        mark = "* " if row.name == result.best else "  "
         losses = loss_text(row.score), loss_text(row.last_loss)
-        if row.parameters:
-            parameters = f"{row.parameters:,}"
-        else:
-            parameters = ""
-        if row.busy_s:
-            busy = format_seconds(row.busy_s)
-        else:
-            busy = ""
-        rows.append(
-            (name, row.status, f"{row.steps}", *losses, f"{row.shards or ''}", parameters, busy, f"{row.moves}")
-        )
+        parameters = f"{row.parameters:,}" if row.parameters else ""
+        busy = format_seconds(row.busy_s) if row.busy_s else ""
+        cells = [mark + row.name, row.status, row.steps, *losses, row.shards or "", parameters, busy, row.moves]
+        rows.append(tuple(map(str, cells)))
         if row.reason:
             reasons.setdefault(f"{row.status}: {row.reason}", []).append(row.name)
-    lines = [*columns(rows), "", *(f"{', '.join(names)} {reason}" for reason, names in reasons.items())]
-    if result.resumed:
-        makespan = "makespan since it was resumed"
-    else:
-        makespan = "makespan"
+    lines = [*columns(rows), ""]
+    lines += [f"{', '.join(names)} {reason}" for reason, names in reasons.items()]
+    makespan = "makespan since it was resumed" if result.resumed else "makespan"
     measured = f"{makespan} {format_seconds(result.makespan_s)}, lower bound {format_seconds(result.bound_s)}"
     lines.append(f"{result.policy} on {counted(result.num_devices, 'device')}: {measured}, gap {result.gap:.1%}")
     if result.predicted_s is not None:
         lines.append(f"predicted after the first turns, with no trial stopped: {format_seconds(result.predicted_s)}")
     if result.policies:
-        found = result.policies.items()
-        others = (f"{name} {format_seconds(under['makespan_s'])} ({under['gap']:+.1%})" for name, under in found)
-        lines.append("simulated with the measured turns, without any wait: " + ", ".join(others))
+        others = []
+        for name, under in result.policies.items():
+            others.append(f"{name} {format_seconds(under['makespan_s'])} ({under['gap']:+.1%})")
+        lines.append(f"simulated with the measured turns, without any wait: {', '.join(others)}")
     if largest := max((row.device_bytes for row in result.trials), default=0):
         lines.append(f"the largest shard needs {format_bytes(largest)} on its device")
     return "\n".join([*lines, "", *columns(list(result.paths.items()))])

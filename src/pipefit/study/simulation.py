@@ -188,7 +188,8 @@ def one_by_one_s(totals_s: Sequence[float], stages: Sequence[int], microbatches:
         stages: p of each, the devices that its shards can occupy.
         microbatches: m of each.
     """
-    return sum(t * (m + p - 1) / (m * p) for t, p, m in zip(totals_s, stages, microbatches, strict=True))
+    pipelined = zip(totals_s, stages, microbatches, strict=True)
+    return sum(total * (m + p - 1) / (m * p) for total, p, m in pipelined)
 
 
 _MOST_TURNS = 6000
@@ -207,8 +208,8 @@ def coarser(costs: Sequence[TrialCost], most: int = _MOST_TURNS) -> list[TrialCo
     merged = []
     for cost in costs:
         turns = cost.turns_s * cost.num_steps
-        parts = tuple(sum(turns[first : first + size]) for first in range(0, len(turns), size))
-        merged.append(cost._replace(turns_s=parts, num_steps=1))
+        parts = [sum(turns[first : first + size]) for first in range(0, len(turns), size)]
+        merged.append(cost._replace(turns_s=tuple(parts), num_steps=1))
     return merged
 
 
@@ -216,11 +217,11 @@ class _Run:
     """A trial in the simulation."""
 
     def __init__(self, cost: TrialCost) -> None:
+        self.turns: list[tuple[int, int, float]] = []
         if cost.admission_s:
-            self.turns = [(-1, 0, cost.admission_s)]
-        else:
-            self.turns = []
-        self.turns += [(step, turn, s) for step in range(cost.num_steps) for turn, s in enumerate(cost.turns_s)]
+            self.turns.append((-1, 0, cost.admission_s))
+        for step in range(cost.num_steps):
+            self.turns += [(step, turn, seconds) for turn, seconds in enumerate(cost.turns_s)]
         self.at = 0
         self.left_s = cost.total_s
         self.last_turn = -1

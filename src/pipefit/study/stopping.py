@@ -14,12 +14,12 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final, Literal
 
 from pipefit.spec.options import setting
 
-LOSS = "loss"
-HELD_OUT = "held-out"
+LOSS: Final = "loss"
+HELD_OUT: Final = "held-out"
 Losses = Mapping[int, Sequence[float]]
 
 
@@ -41,10 +41,10 @@ class Patience:
 
     name: ClassVar[str] = "patience"
     patience: int = setting(20, least=1)
-    least: float = 0.0
+    least: float = setting(0.0, least=0.0)
     smooth: int = setting(5, least=1)
     min_steps: int = setting(0, least=0)
-    on: str = LOSS
+    on: Literal["loss", "held-out"] = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops when the best mean of the last `patience` steps is no better than the best before them."""
@@ -56,8 +56,8 @@ class Patience:
         if len(found) < max(self.min_steps, self.patience + smooth):
             return None
         means = [statistics.fmean(found[end - smooth : end]) for end in range(smooth, len(found) + 1)]
-        improved = min(means[-self.patience :]) < min(means[: -self.patience]) - self.least
-        if improved:
+        before = min(means[: -self.patience])
+        if min(means[-self.patience :]) < before - self.least:
             return None
         return f"no better for {self.patience} steps (step {len(found)})"
 
@@ -80,7 +80,7 @@ class Median:
     min_steps: int = setting(10, least=0)
     every: int = setting(5, least=1)
     min_trials: int = setting(2, least=1)
-    on: str = LOSS
+    on: Literal["loss", "held-out"] = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """Stops at each `every`-th step, when enough others have reached it and half of them were better."""
@@ -88,9 +88,15 @@ class Median:
         at = len(losses[trial])
         if at < self.min_steps or at % self.every:
             return None
-        averaged = ([v for v in o[:at] if v < math.inf] for n, o in losses.items() if n != trial and len(o) >= at)
-        others = [statistics.fmean(values) for values in averaged if values]
-        if len(others) < self.min_trials or best <= (median := statistics.median(others)):
+        others = []
+        for other, curve in losses.items():
+            values = [loss for loss in curve[:at] if loss < math.inf]
+            if other != trial and len(curve) >= at and values:
+                others.append(statistics.fmean(values))
+        if len(others) < self.min_trials:
+            return None
+        median = statistics.median(others)
+        if best <= median:
             return None
         return f"best {best:.4g} after {at} steps, median of the others {median:.4g}"
 
@@ -113,7 +119,7 @@ class Halving:
     first: int = setting(10, least=1)
     factor: int = setting(2, least=2)
     smooth: int = setting(3, least=1)
-    on: str = LOSS
+    on: Literal["loss", "held-out"] = LOSS
 
     def judge(self, trial: int, losses: Losses, alive: Collection[int]) -> str | None:
         """At a rung: waits for trials that may still reach it, then continues the best."""
@@ -126,7 +132,8 @@ class Halving:
             smooth = self.smooth
         else:
             smooth = 1
-        scores = [(statistics.fmean(o[max(at - smooth, 0) : at]), n) for n, o in losses.items() if len(o) >= at]
+        first = max(at - smooth, 0)
+        scores = [(statistics.fmean(curve[first:at]), n) for n, curve in losses.items() if len(curve) >= at]
         count = len(scores)
         place = [number for _, number in sorted(scores)].index(trial) + 1
         if place <= -(-count // self.factor):

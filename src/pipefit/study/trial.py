@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,6 @@ OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
 
 
-_TEXTS = ("name", "output", "device")
 _LONGEST = 80
 """Maximum length of names; a longer one ends with a checksum, so that names stay different."""
 
@@ -42,13 +41,6 @@ def at(where: str) -> Iterator[None]:
         yield
     except PipefitError as problem:
         raise StudyError(f"{where}: {problem}") from None
-
-
-def _expect(*expected: tuple[str, object, bool, str]) -> None:
-    """Refuses values that do not fit: for each its key, its value, whether it fits, and the expected form."""
-    for key, value, fits, words in expected:
-        if not fits:
-            raise StudyError(f"{key}: expected {words}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -103,22 +95,15 @@ class Trial:
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
-        named = self.name if isinstance(self.name, str) else ""
         values = self.values if isinstance(self.values, Mapping) else {}
-        label = named or ", ".join(f"{key}={value}" for key, value in values.items())
-        with at(f"trial {label}" if label else "trial"):
+        label = self.name or ", ".join(f"{key}={value}" for key, value in values.items())
+        with at(f"trial {label}".strip()):
             self._check()
 
     def _check(self) -> None:
-        listed = isinstance(self.data, tuple) and all(isinstance(name, str) for name in self.data)
-        is_named = isinstance(self.model, str)
-        factory = "a name, package.module:factory or a factory"
-        _expect(
-            ("name", self.name, isinstance(self.name, str), "text"),
-            ("model", self.model, is_named or callable(self.model), factory),
-            ("data", self.data, listed or callable(self.data), "names, or a function of the step's number"),
-        )
         check_least(self)
+        listed = isinstance(self.data, tuple)
+        is_named = isinstance(self.model, str)
         if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
             hint = nearest(str(self.optimizer), OPTIMIZERS)
             raise StudyError(f"optimizer: unknown {self.optimizer!r}; {hint}")
@@ -140,11 +125,6 @@ class Trial:
     def as_dict(self) -> dict[str, Any]:
         """The trial as JSON data; callables by their names."""
         return {key: plain(value) for key, value in vars(self).items()}
-
-
-def is_amount(value: object) -> bool:
-    """Returns whether a value is a finite number of at least 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def plain(value: Any) -> Any:
@@ -174,7 +154,7 @@ class StudySpec:
     device_memory: float | str | None = setting(
         None, 'Limit of a shard on a device, as 64 << 20 or "64 MiB"; None: models are not split for it.'
     )
-    tier: str = setting(
+    tier: Literal["disk", "host"] = setting(
         "disk",
         'Place of trials between turns: "disk": the study\'s folder; "host": shared memory, which is lost when '
         "the machine stops.",
@@ -190,10 +170,6 @@ class StudySpec:
 
     def __post_init__(self) -> None:
         check_least(self)
-        _expect(
-            *((key, vars(self)[key], isinstance(vars(self)[key], str), "text") for key in _TEXTS),
-            ("tier", self.tier, self.tier in ("disk", "host"), "disk or host"),
-        )
         look_up(self.policy, POLICIES, "unknown policy", StudyError)
         for key in ("device_memory", "memory"):
             size = in_bytes(vars(self)[key], key)
@@ -302,8 +278,10 @@ class Job(NamedTuple):
 
 def file_name(number: int, trial: Trial) -> str:
     """The trial's name, in a form for file names."""
-    words = trial.name or "-".join([f"t{number:02d}", *(f"{key}={value}" for key, value in trial.values.items())])
-    name = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", words).strip("-.") or f"t{number:02d}"
+    place = f"t{number:02d}"
+    parts = [f"{key}={value}" for key, value in trial.values.items()]
+    words = trial.name or "-".join([place, *parts])
+    name = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", words).strip("-.") or place
     if len(name) <= _LONGEST:
         return name
     return f"{name[: _LONGEST - 9]}-{zlib.crc32(words.encode()):08x}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,8 +103,12 @@ class TrialProgress:
     def curve(self) -> list[float]:
         """For each step done, the last loss on held-out data; infinite before the first."""
         found = dict(self.held_out)
-        after = itertools.accumulate(range(1, self.steps + 1), lambda last, n: found.get(n, last), initial=math.inf)
-        return list(after)[1:]
+        last = math.inf
+        curve = []
+        for step in range(1, self.steps + 1):
+            last = found.get(step, last)
+            curve.append(last)
+        return curve
 
     def as_dict(self) -> dict[str, Any]:
         """Its result as JSON data."""
@@ -138,4 +141,5 @@ class TrialProgress:
 
     def remaining_of(self, cost: TrialCost) -> float:
         """Remaining time in isolation, in seconds, for known times of its turns."""
-        return sum(cost.turns_s[self.turn :]) + (self.trial.steps - self.steps - 1) * sum(cost.turns_s)
+        further = self.trial.steps - self.steps - 1
+        return sum(cost.turns_s[self.turn :]) + further * sum(cost.turns_s)

@@ -100,22 +100,29 @@ def _closed(turns: list[list[Instruction]]) -> list[list[Instruction]]:
     result = []
     for turn in turns:
         states = [i.stage for i in turn if i.op is Op.FETCH and i.kind == Kind.OPTIM]
-        result.append([i for i in turn if i not in evictions] + [i for i in evictions if i.stage in states])
+        closed = [i for i in turn if i not in evictions]
+        closed += [i for i in evictions if i.stage in states]
+        result.append(closed)
     return result
 
 
 def _crossing(program: Program, turns: list[list[Instruction]]) -> list[list[Instruction]]:
     """Adds the evictions and fetches of the data that crosses a cut."""
-    made = [{value for i in turn for value in makes(i, program, 0)} for turn in turns]
-    used = [[value for i in turn for value in needs(i, program, 0) if value.kind in _CROSSING] for turn in turns]
-    needed = [dict.fromkeys(v for v in values if v not in own) for values, own in zip(used, made, strict=True)]
+    made: list[set[Value]] = []
+    needed: list[dict[Value, None]] = []
+    for turn in turns:
+        own = {value for i in turn for value in makes(i, program, 0)}
+        used = [value for i in turn for value in needs(i, program, 0)]
+        made.append(own)
+        needed.append(dict.fromkeys(value for value in used if value.kind in _CROSSING and value not in own))
     result = []
     for number, turn in enumerate(turns):
-        later = {value for values in needed[number + 1 :] for value in values}
+        later = set[Value]().union(*needed[number + 1 :])
         # Values that a turn has fetched are dropped at its end, so that nothing stays on the device; the tier has them.
         leaving = sorted((made[number] | needed[number].keys()) & later)
-        fetched = (_moved(Op.FETCH, value) for value in needed[number])
-        result.append([turn[0], *fetched, *turn[1:], *(_moved(Op.EVICT, value) for value in leaving)])
+        fetches = [_moved(Op.FETCH, value) for value in needed[number]]
+        evictions = [_moved(Op.EVICT, value) for value in leaving]
+        result.append([turn[0], *fetches, *turn[1:], *evictions])
     return result
 
 

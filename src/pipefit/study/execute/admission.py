@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from pipefit.runtime.microbatches import largest_part, pair_of
 from pipefit.spec import Device, Partition, Profile
 from pipefit.stage.materialise import InitialiseLayer, can_be_drawn, is_meta
 from pipefit.stage.record_layout import Layout
-from pipefit.stage.split import NamedLayer, is_sequence, named_layers
+from pipefit.stage.split import NamedLayer, is_sequence, joined, named_layers
 from pipefit.stage.training import Training
 from pipefit.study.trial import Figures, Trial
 from pipefit.study.turns import step_program, turns_of
@@ -101,7 +101,7 @@ def recipe_of(trial: Trial, empty: bool = False) -> Recipe:
 def _named_data(trial: Trial, bundle: Any) -> tuple[Callable[[int], Batch], Callable[[], Sequence[Batch]]]:
     """Batches by number of the step, and held-out batches: those of `pipefit train` with the same seed."""
     assert not callable(trial.data)
-    wanted = trial.data or ((bundle.data,) if bundle.data else ("synthetic",))
+    wanted = trial.data or (bundle.data or "synthetic",)
     if wanted == ("synthetic",):
         if trial.evaluate:
             raise DataError("synthetic data has no held-out part: leave out evaluate, or take other data")
@@ -121,10 +121,9 @@ def on_meta(trial: Trial) -> Recipe | None:
             recipe = recipe_of(trial)
     except (PipefitError, RuntimeError, NotImplementedError, ValueError, TypeError):
         return None
-    for layer in recipe.layers:
-        for module in layer.module.modules():
-            if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
-                return None  # a tensor that is neither weight nor buffer would stay without values
+    for module in joined(recipe.layers).modules():
+        if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
+            return None  # a tensor that is neither weight nor buffer would stay without values
     return recipe
 
 
@@ -158,15 +157,15 @@ def build_trial(trial: Trial, capacity_bytes: float) -> tuple[Recipe, list[int],
     counts = [len(shard.layers) for shard in partition.stages]
     boundaries = 4 * len(counts) * sum(leaf.nbytes for leaf in leaves)
     needed = int(2 * (1 + recipe.state_per_weight) * weights + boundaries)
-    parameters = {id(p): p.numel() for layer in recipe.layers for p in layer.module.parameters()}
+    parameters = sum(parameter.numel() for parameter in joined(recipe.layers).parameters())
     num_turns = len(turns_of(step_program(len(counts), trial.microbatches, trial.clip > 0)))
-    return recipe, counts, Figures(num_turns, len(counts), sum(parameters.values()), needed, device_bytes)
+    return recipe, counts, Figures(num_turns, len(counts), parameters, needed, device_bytes)
 
 
 def _record_bytes(layers: Sequence[NamedLayer]) -> int:
     """Bytes of a record with the weights and buffers of some layers."""
-    tensors = {id(t): t for layer in layers for t in (*layer.module.parameters(), *layer.module.buffers())}
-    return Layout(tensors.values()).num_bytes
+    whole = joined(layers)
+    return Layout((*whole.parameters(), *whole.buffers())).num_bytes
 
 
 def _split(trial: Trial, recipe: Recipe, batch: Batch, capacity_bytes: float) -> tuple[Partition, float]:
@@ -198,17 +197,9 @@ def _profile(trial: Trial, recipe: Recipe, batch: tuple[Any, Any]) -> Profile:
     if recipe.is_empty:
         profile = analytic_profile(recipe.layers, x, Device(flops=1e12), recipe.training.loss, y, microbatch_size=size)
     else:
-        profile = profile_sizes(
-            recipe.layers,
-            x,
-            recipe.training.loss,
-            y,
-            microbatch_sizes=[size],
-            repeats=1,
-            limit_s=2.0,
-            threads=None,
-        )
-    layers_of_step = tuple(
-        msgspec.structs.replace(layer, output_bytes=trial.microbatches * layer.output_bytes) for layer in profile.layers
-    )
-    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=layers_of_step)
+        measuring = partial(profile_sizes, microbatch_sizes=[size], repeats=1, limit_s=2.0, threads=None)
+        profile = measuring(recipe.layers, x, recipe.training.loss, y)
+    layers = []
+    for layer in profile.layers:
+        layers.append(msgspec.structs.replace(layer, output_bytes=trial.microbatches * layer.output_bytes))
+    return msgspec.structs.replace(profile, model=trial.name or "the model", layers=tuple(layers))

@@ -19,7 +19,7 @@ from pipefit.study.results import reread
 from pipefit.study.trial import StudyError, StudySpec, plain
 from pipefit.units import format_bytes
 
-_FORMAT = "pipefit.study/4"
+_FORMAT = "pipefit.study/5"
 _CHOSEN = "pipefit.study-chosen/1"
 _CURE = "the study cannot be resumed; run it again in another output"
 _PATIENCE_S = 2.0

@@ -19,7 +19,7 @@ from pipefit.checkpoint.whole import write_whole
 from pipefit.errors import NonFiniteLossError, PipefitError
 from pipefit.ir.op import Op
 from pipefit.pipeline.losses import PendingLosses, evaluate
-from pipefit.runtime.compiled import CompiledRank
+from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.microbatches import feed_of, pair_of
@@ -46,11 +46,11 @@ def take_turn(opened: OpenTrial) -> TimedTurn:
     opened.refresh()
     step = opened.step
     number = opened.state.turn
-    turn, compiled = opened.turns[number]
-    run = _execution(opened, turn, compiled)
+    turn = opened.turns[number]
+    run = _execution(opened, turn)
     ready_s = time.monotonic()
     try:
-        for waiting in run.run(HANDLERS):
+        for waiting in run.run(HANDLERS, range(turn.first, turn.end)):
             raise PipefitError(f"the turn waits for ever at '{waiting}'")
     except NonFiniteLossError as problem:  # its updates are those of one turn
         raise NonFiniteLossError(f"step {step + 1}: {problem}") from problem
@@ -62,11 +62,11 @@ def take_turn(opened: OpenTrial) -> TimedTurn:
     return TimedTurn(opened.number, -1, step, number, start_s, end_s, loss, held_out, moved_s)
 
 
-def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Execution:
+def _execution(opened: OpenTrial, turn: Turn) -> Execution:
     """The executor's state before a turn."""
     state = opened.state
     spilling = opened.spilling
-    opened.take_slots()
+    opened.spilling.take_slots()
     opened.load_resident(turn.stage)
     store = spilling.stores[turn.stage]
     if store.num_updates != opened.step:
@@ -74,7 +74,8 @@ def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Executi
     store.reached = set(state.reached.get(turn.stage, ()))
     spilling.parts.clear()
     in_double = partial(torch.tensor, dtype=torch.float64, device=opened.worker.device)
-    spilling.parts |= {(0, stage): [in_double(norm) for norm in norms] for stage, norms in state.norms.items()}
+    for stage, norms in state.norms.items():
+        spilling.parts[0, stage] = list(map(in_double, norms))
     opened.worker.train(True)
     batch = pair_of(opened.recipe.batch_at(opened.step))
     count = opened.trial.microbatches
@@ -82,7 +83,7 @@ def _execution(opened: OpenTrial, turn: Turn, compiled: CompiledRank) -> Executi
     transport = opened.engine.transports[0]
     transport.begin(feed)
     opened.worker.flags = {(stage, shape): found for stage, shape, found in state.flags}
-    run = Execution(compiled, opened.worker, transport, feed, Progress())
+    run = Execution(compile_rank(opened.program, 0), opened.worker, transport, feed, Progress())
     for kind, stage, mb, marks, text in state.payloads:
         if text is None:
             structure = None
@@ -131,7 +132,7 @@ def _keep(opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
 def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
     """Records in the state the data of the next turn that are not tensors."""
     state = opened.state
-    state.norms = {stage: [float(n) for n in norms] for (_, stage), norms in opened.spilling.parts.items()}
+    state.norms = {stage: list(map(float, norms)) for (_, stage), norms in opened.spilling.parts.items()}
     if run.norms:
         state.squares = run.norms[0].tolist()
     state.flags = [(stage, shape, list(found)) for (stage, shape), found in opened.worker.flags.items()]
@@ -168,7 +169,7 @@ def export(opened: OpenTrial, path: str) -> None:
         PipefitError: the file cannot be written.
     """
     opened.refresh()
-    opened.take_slots()
+    opened.spilling.take_slots()
     stand_ins: dict[str, Tensor] = {}
     for stage, module in opened.worker.stages.items():
         opened.load_resident(stage)

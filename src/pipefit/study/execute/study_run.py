@@ -228,8 +228,11 @@ class StudyRun:
 
     def _ask(self) -> None:
         """Asks the search for further trials while there are fewer than workers could take."""
-        while self._search is not None and self.stopped_by is None and len(self.board.alive) < 2 * self.spec.workers:
-            if (values := self._search.ask()) is None:
+        if self._search is None:
+            return
+        while self.stopped_by is None and len(self.board.alive) < 2 * self.spec.workers:
+            values = self._search.ask()
+            if values is None:
                 return
             self._folder.choose([*self._chosen.values(), values])
             self._add(values)
@@ -269,8 +272,8 @@ class StudyRun:
         self._report(entry)
         best = self.board.best
         # The state of the best so far stays until its weights are written.
-        for other in {e.number: e for e in (entry, self._kept) if e is not None}.values():
-            if best is None or other.number != best.number:
+        for other in (entry, self._kept):
+            if other is not None and (best is None or other.number != best.number):
                 self._folder.forget(other.name)
         self._kept = best
 

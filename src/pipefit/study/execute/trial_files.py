@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from pipefit.checkpoint.manifest import Optimization
+from pipefit.checkpoint.resident import Row
 from pipefit.errors import DamageError, TierError
 from pipefit.spill.lanes import Lanes
 from pipefit.spill.tier_file import Commit, read_commits
@@ -35,12 +36,12 @@ class Resident(msgspec.Struct, forbid_unknown_fields=True):
     """The part of a shard's state that its records do not hold.
 
     Attributes:
-        tensors: names of those in the record of resident tensors.
+        rows: of its records of resident tensors.
         optimization: of its optimizer and learning-rate schedule; empty where nothing trains.
         known: states that its optimizer has made.
     """
 
-    tensors: list[str]
+    rows: list[Row]
     optimization: list[Optimization]
     known: list[int]
 
@@ -77,13 +78,15 @@ class TrialState(msgspec.Struct, forbid_unknown_fields=True):
     places: list[Any] = []
 
 
-def open_tier(folder: Path, lanes: Lanes, device: torch.device) -> TierStore:
-    """The tier of a trial. Several workers may have it open; the study gives a trial to one of them at a time.
+def open_tier(folder: Path, device: torch.device) -> TierStore:
+    """The tier of a trial, whose copies the caller makes.
+
+    Several workers may have it open; the study gives a trial to one of them at a time.
 
     Raises:
         TierError: the folder cannot be used.
     """
-    return TierStore(folder, _NAME, lanes, device, shared=True)
+    return TierStore(folder, _NAME, Lanes(device, threaded=False), device, shared=True)
 
 
 def commit_mark(folder: Path) -> tuple[int, int]:
