@@ -22,8 +22,8 @@ from pipefit.cli.version import version_text
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
 VERBS: Final = (
-    "train", "run", "check", "cut", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize",
-    "schedules", "study", "reproduce", "report", "generate", "watch", "links", "doctor",
+    "train", "run", "check", "rehearse", "cut", "compare", "profile", "plan", "draw", "verify", "simulate",
+    "synthesize", "schedules", "study", "reproduce", "report", "generate", "watch", "links", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
 
@@ -36,6 +36,7 @@ _WORK: Final = {
     "links": "measuring links and devices",
     "plan": "searching for the best plan",
     "profile": "measuring the layers",
+    "rehearse": "rehearsing",
     "report": "writing the page",
     "simulate": "simulating",
     "synthesize": "searching for the best schedule",

@@ -61,7 +61,7 @@ def assemble(
         spill: the user's options of spilling; None: to the host's memory, where the plan spills.
     """
     header = program.header
-    if mesh.region is not None and is_meta(layers):
+    if mesh.region is not None and is_meta(layers) and not session.is_rehearsal:
         if initialise is None or not hasattr(initialise, "over"):
             raise ModelError(
                 "weights of the meta device are drawn layer by layer, which tensor parallelism cannot do: build the "
@@ -93,7 +93,8 @@ def assemble(
                 where = replace(where, host_memory=max(where.host_bytes * share, 1))
             spillings[-1] = Spilling.create(stages, program, training, device, where)
         staying = [layer for stage, own in part.items() if not header.is_spilled(stage) for layer in own]
-        materialise(staying, training.seed, device, initialise)
+        if not session.is_rehearsal:
+            materialise(staying, training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import msgspec
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -122,7 +123,7 @@ class Pipeline:
             raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
         optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
         check_scheduler(updates.scheduler)
-        self.device = process_device(parallelism.device)
+        self.device = torch.device("meta") if session.is_rehearsal else process_device(parallelism.device)
         clip_norm = updates.clip_norm or None
         precision = Precision.of(precision)
         half = half_of(precision.dtype)
