@@ -23,15 +23,16 @@ from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossErr
 
 VERBS: Final = (
     "train", "run", "check", "rehearse", "cut", "compare", "profile", "plan", "draw", "verify", "simulate",
-    "synthesize", "schedules", "study", "reproduce", "report", "generate", "watch", "links", "doctor",
+    "synthesize", "schedules", "study", "reproduce", "report", "generate", "watch", "links", "fit-machine", "doctor",
 )  # fmt: skip
-"""Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
+"""Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command` (with _ for -)."""
 
 _WORK: Final = {
     "check": "training by a pipeline and by one process",
     "cut": "building the model, and proving its cut",
     "doctor": "looking at the machine",
     "draw": "drawing",
+    "fit-machine": "fitting the machine to its runs",
     "generate": "reading the model, and writing",
     "links": "measuring links and devices",
     "plan": "searching for the best plan",
@@ -69,7 +70,7 @@ def make_app(tokens: list[str], config: Any = None) -> App:
     if not _verb(tokens):
         app.command(_install_completion, name="--install-completion", sort_key=len(VERBS))
     for verb in tokens[:1] if _verb(tokens) else VERBS:
-        module = import_module(f"pipefit.cli.{verb}")
+        module = import_module(f"pipefit.cli.{verb.replace('-', '_')}")
         app.command(module.command, name=verb, sort_key=VERBS.index(verb), help=_flowing(module.command.__doc__))
     return app
 

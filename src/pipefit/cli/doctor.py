@@ -7,9 +7,10 @@ import platform
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ def command(
     ranks: Annotated[int, Parameter(alias="-n")] = 2,
     timeout: Count = 60,
     folder: Path = Path(),
+    gpu: Annotated[bool, Parameter(negative="")] = False,
     json: Json = False,
 ) -> Answer:
     """Report what this machine has, whether ranks can communicate, and what to fix.
@@ -67,8 +69,12 @@ def command(
     Args:
         ranks: Processes of the self-test.
         timeout: Seconds after which the self-test fails.
-        folder: Under torchrun: for checkpoints, which all machines should share; default: the working folder.
+        folder: Under torchrun: for checkpoints, which all machines should share; with --gpu: for the report; default:
+            the working folder.
+        gpu: Try the GPUs, in at most six minutes: speed, overlap, equality of training, predictions, messages, deaths.
     """
+    if gpu:
+        return _examined(folder)
     if all(name in os.environ for name in _LAUNCHER):
         from pipefit.cli.nodes import compare_nodes
 
@@ -91,6 +97,19 @@ def command(
     lines = columns(rows)
     lines += ["", "All is well." if not problems else f"{len(problems)} to fix, marked x."]
     return Answer(data, "\n".join(lines), FINDING if problems else FINE)
+
+
+def _examined(folder: Path) -> Answer:
+    """The examination of the GPUs; a line for each part as it ends."""
+    from pipefit.testing import gpu_report
+
+    def said(name: str, figures: Mapping[str, Any]) -> None:
+        print(f"{name}: {gpu_report.result_of(figures)}, {format_seconds(figures['took_s'])}", file=sys.stderr)
+
+    report = gpu_report.examine(folder, on_part=said)
+    problems = gpu_report.problems_of(report)
+    written = [folder / gpu_report.REPORT, folder / gpu_report.PAGE]
+    return Answer(report, "\n".join(problems or ["All is well."]), FINDING if problems else FINE, written)
 
 
 def _all_checks(num_ranks: int, timeout_s: int) -> list[_Check]:

@@ -138,12 +138,13 @@ def command(
     """
     from pipefit.planner import plan
     from pipefit.planner.machines import load_topology, read_profile
+    from pipefit.planner.transformer import is_transformer
 
     machine = load_topology(topology)
     if memory is not None:
         each = tuple(replace(device, memory_bytes=memory) for device in machine.devices)
         machine = replace(machine, device=replace(machine.device, memory_bytes=memory), devices=each)
-    if tokens is not None and not (tokens > 0 and profile.startswith("gpt:")):
+    if tokens is not None and not (tokens > 0 and is_transformer(profile)):
         raise PipefitError(f"--tokens: expected more than 0, for --profile gpt:layers=…; got {tokens:g} for {profile}")
     cap = capped.cap(chunks)
     if cap is not None:

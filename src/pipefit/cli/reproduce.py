@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pipefit.reproduce.outcome import Outcome
 
 
+PUBLISHED = "published-runs"
+"""The entry that is not of the lectures: training runs that others have published."""
+
+
 def command(
     name: str | None = None,
     /,
@@ -32,7 +36,7 @@ def command(
     Example: pipefit reproduce gpipe-flushes -o figures
 
     Without a name all are listed. Drawn entries are exact; computed ones are predicted from profiles and machines;
-    measured ones train on this machine, which takes minutes.
+    measured ones train on this machine, which takes minutes. published-runs predicts training runs of others.
 
     Args:
         name: Of an entry, as the list shows it.
@@ -51,6 +55,8 @@ def command(
         raise PipefitError("--measured: expected --all too; a measured entry is trained when it is given by name")
     if output is not None and output.exists() and not output.is_dir():
         raise PipefitError(f"{output}: expected a folder, got a file")
+    if name == PUBLISHED:
+        return _published(output)
     if name is not None:
         with Heartbeat(sys.stderr) as heartbeat:
             heartbeat.doing(name)
@@ -71,6 +77,19 @@ def command(
     return Answer(data, lambda: _summary(outcomes), output=written)
 
 
+def _published(output: Path | None) -> Answer:
+    """Published runs next to their predictions."""
+    from pipefit.reproduce.run_scores import published_runs
+    from pipefit.spec.files import write_atomically
+
+    with Heartbeat(sys.stderr) as heartbeat:
+        found = published_runs(heartbeat.doing)
+    written = None
+    if output:
+        written = [write_atomically(output / f"{PUBLISHED}.svg", found.svg())]
+    return Answer(found.as_dict(), found.text, output=written)
+
+
 def _listed() -> Answer:
     from pipefit.reproduce.entry import KINDS
     from pipefit.reproduce.lectures import DECKS
@@ -85,7 +104,8 @@ def _listed() -> Answer:
             for each in entries
         ]
     kinds = [f"{kind}: {words}" for kind, words in KINDS.items()]
-    return Answer({"entries": data}, "\n".join([*lines[1:], "", *kinds]))
+    more = f"{PUBLISHED}: training runs that others have published, next to their predictions"
+    return Answer({"entries": data}, "\n".join([*lines[1:], "", *kinds, "", more]))
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:

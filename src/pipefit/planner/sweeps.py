@@ -12,12 +12,12 @@ import msgspec
 
 from pipefit.draw.chart import chart
 from pipefit.errors import InfeasibleError, PlanError, nearest
-from pipefit.planner.computed_profile import gpt_settings
 from pipefit.planner.explain import training
 from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.planning import plan
+from pipefit.planner.transformer import is_transformer, settings_of, transformer_of
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import format_bytes, parse_quantity, table
 
@@ -57,10 +57,11 @@ class Question:
             model = self.model
         else:
             model = self.model.model
-        if not model.startswith("gpt:"):
+        if not is_transformer(model):
             raise PlanError(f"{name}: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
-        sizes = gpt_settings(model) | {name: value}
-        return replace(self, model="gpt:" + ",".join(f"{key}={size}" for key, size in sizes.items()))
+        sizes = settings_of(model) | {name: value}
+        family = model.partition(":")[0]
+        return replace(self, model=f"{family}:" + ",".join(f"{key}={size}" for key, size in sizes.items()))
 
     def with_option(self, name: str, value: Any) -> Question:
         """The question with another option of `plan`."""
@@ -262,13 +263,13 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
         raise PlanError(f"largest: expected one of {', '.join(SIZES)}, got {by!r}")
     if topology.device.memory_bytes == float("inf"):
         raise PlanError("largest: expected devices with limited memory; the topology has none")
-    if not model.startswith("gpt:"):
+    if not is_transformer(model):
         raise PlanError(f"largest: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
     method = options.get("method", "auto")
     if method in ("ptdp", "pipedream") or options.get("cap") is not None:
         raise PlanError("largest: expected --method auto, 2bw, gpipe or uniform, and no cap")
     question = Question(model, topology, options)
-    sizes = gpt_settings(model)
+    sizes = vars(transformer_of(model))
     step = 1
     if by == "hidden":
         step = sizes["heads"]

@@ -122,12 +122,12 @@ class Largest(Planned):
 
     def run(self) -> int:
         """Searches."""
-        from pipefit.planner.computed_profile import gpt_settings
         from pipefit.planner.sweeps import largest
+        from pipefit.planner.transformer import transformer_of
 
         question = self.question
         model = largest(str(question.model), question.topology, "layers", **question.options)
-        return gpt_settings(model)["layers"]
+        return transformer_of(model).layers
 
     def _words(self) -> list[str]:
         return ["--largest", "layers", *super()._words()]
