@@ -58,6 +58,50 @@ def test_a_model_that_does_not_fit_the_plan_is_refused(plan: Path, capsys: pytes
     assert "heads=1 is no multiple of tensor=2" in capsys.readouterr().err
 
 
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+        self.register_buffer("scale", torch.arange(8.0) / 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x)) * self.scale
+        return x
+
+def example(size, seed=0):
+    return torch.ones(size, 8), torch.ones(size, 8)
+
+def logged(output, target):
+    return nn.functional.mse_loss(output, target), {"most": output.max().item()}
+
+def whole():
+    return Net(), nn.functional.mse_loss, example
+
+def reading():
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), logged, example
+"""
+
+
+def test_a_model_of_the_user_is_cut_and_one_that_reads_numbers_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(OWN)
+    for layers in (6, 2):
+        by_hand(layers, num_ranks=2, schedule="1f1b", num_microbatches=2).save(tmp_path / f"{layers}.json")
+    words = ["rehearse", "--rank", "1", "--batch", "4"]
+    assert main([*words, "--plan", str(tmp_path / "6.json"), "--model", f"{own}:whole", "--json"]) == 0
+    (rank,) = json.loads(capsys.readouterr().out)["ranks"]
+    assert rank["sent_bytes"] == 4 * 8 * 4
+    assert main([*words, "--plan", str(tmp_path / "2.json"), "--model", f"{own}:reading"]) == 2
+    assert "the model reads the numbers of a tensor, which a rehearsal does not have" in capsys.readouterr().err
+
+
 def test_ranks_that_do_not_exist_and_spilled_plans_are_refused(
     plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from pipefit.spec.options import Updates
 from pipefit.units import columns, counted, format_bytes
 
 if TYPE_CHECKING:
+    from pipefit.models import ModelBundle
     from pipefit.pipeline.predicted_memory import PredictedMemory
     from pipefit.pipeline.rehearsal import Rehearsed
 
@@ -65,7 +66,7 @@ def command(
     cost = None
     predicted: list[PredictedMemory] = []
     for process in processes:
-        bundle = make_model(model, option, device="meta")
+        bundle = _made(model, option)
         data = batch_of(bundle, size)
         if process == processes[0]:
             layers = named_layers(bundle.layers)
@@ -78,6 +79,14 @@ def command(
     head = f"{bundle.describe()}\n{given.schedule}, {counted(given.num_processes, 'rank')}: rehearsed without a failure"
     text = "\n".join([head, "", *_table(rows), "", _NOT_CHECKED])
     return Answer({"model": model, "ranks": rows, "not_checked": " ".join(_NOT_CHECKED.split())}, text)
+
+
+def _made(model: str, option: list[str] | None) -> ModelBundle:
+    """The model on the meta device; one that is cut by an example needs its numbers, and is built in memory."""
+    try:
+        return make_model(model, option, device="meta")
+    except PipefitError:
+        return make_model(model, option)
 
 
 def _processes(rank: str, plan: Plan) -> list[int]:

@@ -215,7 +215,8 @@ def _without_numbers() -> Iterator[None]:
         if isinstance(cause, ModelError) or "meta" not in str(cause).lower():
             raise
         raise ModelError(
-            f"{problem}: the model needs the numbers of a tensor, which a rehearsal does not have; {ONLY_SHAPES}"
+            f"{problem}: the model reads the numbers of a tensor, which a rehearsal does not have; where shapes depend "
+            f"on them the run fails too: {ONLY_SHAPES}"
         ) from problem
 
 
