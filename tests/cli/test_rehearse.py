@@ -97,7 +97,7 @@ def test_a_model_of_the_user_is_cut_and_one_that_reads_numbers_is_refused(
     words = ["rehearse", "--rank", "1", "--batch", "4"]
     assert main([*words, "--plan", str(tmp_path / "6.json"), "--model", f"{own}:whole", "--json"]) == 0
     (rank,) = json.loads(capsys.readouterr().out)["ranks"]
-    assert rank["sent_bytes"] == 4 * 8 * 4
+    assert rank["sent_bytes"] >= 4 * 8 * 4
     assert main([*words, "--plan", str(tmp_path / "2.json"), "--model", f"{own}:reading"]) == 2
     assert "the model reads the numbers of a tensor, which a rehearsal does not have" in capsys.readouterr().err
 

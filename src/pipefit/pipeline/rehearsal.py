@@ -130,7 +130,7 @@ def _counted(pipe: Pipeline, process: int, batch: tuple[Any, Any]) -> Rehearsed:
     worker = engine.workers[0]
     program = pipe.program
     if not pipe.schedule.is_synchronous:
-        program = pipe._program(program.header.num_steps * _ASYNCHRONOUS_STEPS)
+        program = pipe._programs.of(program.header.num_steps * _ASYNCHRONOUS_STEPS)
     num_steps = program.header.num_steps
     engine.mesh.compared.update(worker.stages)  # by numbers, of the first gradients
     engine.check(batch[0])

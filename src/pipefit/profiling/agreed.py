@@ -53,21 +53,23 @@ def agreed_profile(
     if work.half is not None:
         forwards |= _under_autocast(work, forwards)
         loss = partial(_of_float32, loss, work.half)
-    measure = partial(
-        profile_sizes,
-        work.layers,
-        x,
-        loss,
-        y,
-        microbatch_sizes=microbatch_sizes,
-        repeats=repeats,
-        warmup=warmup,
-        limit_s=_LIMIT_S,
-        device=work.device,
-        threads=None,
-        optimizer=work.optimizer,
-        clips=work.clips,
-    )
+
+    def measure() -> Profile:
+        return profile_sizes(
+            work.layers,
+            x,
+            loss,
+            y,
+            microbatch_sizes=microbatch_sizes,
+            repeats=repeats,
+            warmup=warmup,
+            limit_s=_LIMIT_S,
+            device=work.device,
+            threads=None,
+            optimizer=work.optimizer,
+            clips=work.clips,
+        )
+
     with replaced_forwards(forwards):
         return agreed(session, measure)
 
@@ -86,7 +88,8 @@ def _of_float32(loss: Loss, half: torch.dtype, output: Any, target: Any) -> Any:
 
 
 def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
-    device = measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32)
+    dtype = work.half or torch.float32
+    device = measure_device(work.device, threads=None, repeats=3, dtype=dtype)
     first, *others = (profile_kinds(work, size, device) for size in microbatch_sizes)
     return first.with_others(others)
 
@@ -94,7 +97,13 @@ def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
 def median_profile(profiles: Sequence[Profile]) -> Profile:
     """Combines measurements of the same layers: each figure is the median of theirs."""
     trees: list[Any] = [msgspec.to_builtins(profile) for profile in profiles]
-    merged = tree_map(lambda one, *more: median([one, *more]) if isinstance(one, float) else one, *trees)
+
+    def middle(*figures: Any) -> Any:
+        if isinstance(figures[0], float):
+            return median(figures)
+        return figures[0]
+
+    merged = tree_map(middle, *trees)
     return msgspec.convert(merged, Profile)
 
 

@@ -169,6 +169,8 @@ def _with_rates(config: RunConfig) -> RunConfig:
         raise PipefitError(
             f"--context, --pack and --learn are for models with a tokenizer, in a folder; {config.model} has none"
         )
+    if config.lora and not Path(config.model).is_dir():
+        raise PipefitError(f"--lora: adapters are trained over the weights of a folder; {config.model} has none")
     if config.epochs and config.spill.disk:
         raise PipefitError("--epochs: a run on a disk must know its steps: give --steps")
     if config.lr is None:

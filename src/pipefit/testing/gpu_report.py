@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ REPORT = "gpu-report.json"
 PAGE = "gpu-report.md"
 _SHOWN_OUTPUT = 2000
 _TOPOLOGY_S = 10
+_COLOURS = re.compile(r"\x1b\[\d*m")
 
 
 def examine(folder: Path, device: str = "cuda", on_part: Callable[[str, Figures], None] | None = None) -> Figures:
@@ -85,7 +87,7 @@ def _topology() -> str:
         return ""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=_TOPOLOGY_S, check=False)
-        return done.stdout
+        return _COLOURS.sub("", done.stdout)
     return ""
 
 
