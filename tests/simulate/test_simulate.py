@@ -354,7 +354,7 @@ def test_costs_of_another_partition_are_refused():
 def test_metrics_answer_what_draw_promises():
     program = generate("interleaved", Shape(2, 4, num_chunks=2))
     cost = unit(program.header, 1, 2)
-    answer = metrics(program, simulate(program, cost), 1, 2)
+    answer = metrics(program, simulate(program, cost))
     assert answer == {
         "schedule": "interleaved",
         "num_stages": 4,
@@ -377,7 +377,7 @@ def test_an_asynchronous_program_too_short_for_a_rhythm_gets_the_load_of_its_bus
     short = generate("pipedream-2bw", Shape(4, 4))
     assert steady_period_s(short, unit(short.header, 1, 2)) == 12
     longer = generate("pipedream-2bw", Shape(4, 4, num_steps=8))
-    assert metrics(short, simulate(short, unit(short.header)), 1, 2, steady=longer)["period"] == 12
+    assert metrics(short, simulate(short, unit(short.header)), steady=longer)["period"] == 12
 
 
 def test_the_period_is_simulated_the_way_the_timeline_was():
@@ -386,7 +386,7 @@ def test_the_period_is_simulated_the_way_the_timeline_was():
     cost = unit(program.header, 1, 2, latency=1)
     for rendezvous in (True, False):
         timeline = simulate(program, cost, rendezvous=rendezvous)
-        answer = metrics(program, timeline, 1, 2, cost=cost)
+        answer = metrics(program, timeline, cost)
         assert answer["period"] == answer["makespan"] == timeline.makespan_s
     assert timeline.makespan_s == (4 + 3 - 1) * 3 + 2 * 2
 

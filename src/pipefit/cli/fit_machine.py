@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
-
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json, ending
 from pipefit.errors import PipefitError
@@ -25,7 +23,7 @@ def command(
     /,
     *,
     topology: str,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(".toml")] = None,
+    output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
     """Fit the constants of a machine to measured runs, so that plans for it predict what it really does.

@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, picked
 from pipefit.cli.heartbeat import Heartbeat
-from pipefit.cli.options import Json
+from pipefit.cli.options import Folder, Json
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ def command(
     *,
     all: bool = False,
     measured: bool = False,
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    output: Folder = None,
     json: Json = False,
 ) -> Answer:
     """Make a figure, table or number of the lectures again, and compare it with the published one.
@@ -53,15 +51,16 @@ def command(
         raise PipefitError(f"--all makes every entry: leave out {name}")
     if measured and not all:
         raise PipefitError("--measured: expected --all too; a measured entry is trained when it is given by name")
-    if output is not None and output.exists() and not output.is_dir():
-        raise PipefitError(f"{output}: expected a folder, got a file")
     if name == PUBLISHED:
         return _published(output)
     if name is not None:
         with Heartbeat(sys.stderr) as heartbeat:
             heartbeat.doing(name)
             found = run_entry(find_entry(name))
-        return Answer(found.as_dict(), found.text, output=found.save(output) if output else None)
+        written: Sequence[Path] = ()
+        if output is not None:
+            written = found.save(output)
+        return Answer(found.as_dict(), found.text, output=written)
     if not all:
         if output is not None:
             raise PipefitError("-o: expected a name, or --all")
@@ -69,12 +68,11 @@ def command(
     chosen = [entry for entry in ENTRIES.values() if measured or entry.kind != "measured"]
     with Heartbeat(sys.stderr) as heartbeat:
         outcomes = run_all(chosen, heartbeat.doing)
-    if output:
-        written = [write_atomically(output / "index.html", lectures_page(outcomes))]
-    else:
-        written = None
+    page = None
+    if output is not None:
+        page = write_atomically(output / "index.html", lectures_page(outcomes))
     data = {"entries": [each.as_dict() for each in outcomes], "counts": tally(outcomes).as_dict()}
-    return Answer(data, lambda: _summary(outcomes), output=written)
+    return Answer(data, lambda: _summary(outcomes), output=page)
 
 
 def _published(output: Path | None) -> Answer:
@@ -84,10 +82,10 @@ def _published(output: Path | None) -> Answer:
 
     with Heartbeat(sys.stderr) as heartbeat:
         found = published_runs(heartbeat.doing)
-    written = None
-    if output:
-        written = [write_atomically(output / f"{PUBLISHED}.svg", found.svg())]
-    return Answer(found.as_dict(), found.text, output=written)
+    picture = None
+    if output is not None:
+        picture = write_atomically(output / f"{PUBLISHED}.svg", found.svg())
+    return Answer(found.as_dict(), found.text, output=picture)
 
 
 def _listed() -> Answer:
@@ -99,10 +97,8 @@ def _listed() -> Answer:
     data = []
     for deck, entries in DECKS.items():
         lines += ["", deck, *columns([(f"  {each.name}", each.kind, each.line) for each in entries])]
-        data += [
-            {"deck": deck, **{key: getattr(each, key) for key in ("name", "topic", "line", "kind", "source")}}
-            for each in entries
-        ]
+        for each in entries:
+            data.append({"deck": deck, **picked(each, "name", "topic", "line", "kind", "source")})
     kinds = [f"{kind}: {words}" for kind, words in KINDS.items()]
     more = f"{PUBLISHED}: training runs that others have published, next to their predictions"
     return Answer({"entries": data}, "\n".join([*lines[1:], "", *kinds, "", more]))

@@ -21,8 +21,10 @@ import numpy as np
 from pipefit.errors import InfeasibleError, PlanError, ProfileError
 from pipefit.planner.computed_profile import transformer_profile
 from pipefit.planner.methods import problem_of, search_by, space_of
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
+from pipefit.spec.plan import recompute_kind
 
 USABLE = 0.9
 """Share of a device's memory that tensors can take, next to the context, buffers of messages, and lost space."""
@@ -145,19 +147,23 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
     problem = problem_of(profile, machine, run.batch)
     problem.blocking = True
     schedules = None
+    chunks = None
     if run.depth > 1:
-        schedules = ["interleaved" if run.chunks > 1 else "1f1b"]
-    space = space_of(
-        problem,
-        "auto",
+        schedules = ["1f1b"]
+        if run.chunks > 1:
+            schedules = ["interleaved"]
+    if run.chunks > 1:
+        chunks = [run.chunks]
+    options = PlanOptions(
         schedules=schedules,
-        chunks=[run.chunks] if run.chunks > 1 else None,
+        chunks=chunks,
         tensors=[run.tensor],
         depths=[run.depth],
         microbatch_sizes=[run.microbatch],
-        recompute=run.recompute,
+        recompute=recompute_kind(run.recompute),
         sharded=run.sharded and run.devices > run.tensor * run.depth,
     )
+    space = space_of(problem, options)
     try:
         winner = search_by("uniform", problem, replace(space, partitioner="uniform", links=False)).winner
     except InfeasibleError as error:
