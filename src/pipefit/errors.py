@@ -115,7 +115,7 @@ def check_figures(of: object, error: type[PipefitError], place: str = "", **leas
     Args:
         of: the object whose attributes they are.
         error: the kind of error.
-        place: of the object in the user's input, such as "levels[0].".
+        place: the place of the object in the user's input, such as "levels[0].".
         least: the smallest number that each may be, by name; `ABOVE_0`: any number above 0.
     """
     for name, bound in least.items():
@@ -154,9 +154,9 @@ def look_up(name: object, table: Mapping[str, T], unknown: str, error: type[Pipe
 
     Args:
         name: as the user gave it.
-        table: of all that there is, by name.
+        table: everything that there is, by name.
         unknown: begins the message, such as "unknown schedule".
-        error: to raise.
+        error: the kind to raise.
 
     Raises:
         PipefitError: or `error`: the table has no such name; the nearest are suggested.

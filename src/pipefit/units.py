@@ -161,8 +161,8 @@ def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
       name
 
     Args:
-        rows: of equal length, the first with the names of the columns.
-        width: of the terminal, in characters.
+        rows: all rows, of equal length, the first with the names of the columns.
+        width: the width of the terminal, in characters.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     wide = widths.index(max(widths))

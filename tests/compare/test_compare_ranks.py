@@ -82,9 +82,15 @@ def test_a_pipeline_keeps_half_the_weights_on_each_rank(found):
 def test_schedules_and_one_process_are_predicted_and_peers_are_not(found):
     predicted = {row.strategy for row in found.rows if row.predicted_step_s is not None}
     assert predicted == {row.strategy for row in found.rows} - {"ddp", "torch-gpipe", "torch-1f1b"}
-    row = of(found, "1f1b", 4)
-    assert row.predicted_over_measured == row.predicted_step_s / row.step_s
-    assert found.choice.best.step_s <= found.choice.chosen.step_s
+    assert all(row.predicted_step_s > 0 for row in found.rows if row.strategy in predicted)
+
+
+@pytest.mark.long
+def test_the_choice_is_among_the_schedules_that_train_alike(found):
+    delayed = {"pipedream", "pipedream-2bw"}
+    pipelines = [row for row in found.rows if STRATEGIES[row.strategy] == "schedule" and row.strategy not in delayed]
+    assert found.choice.chosen.predicted_step_s == min(row.predicted_step_s for row in pipelines)
+    assert found.choice.best.step_s == min(row.step_s for row in pipelines)
 
 
 @pytest.mark.long

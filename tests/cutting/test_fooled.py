@@ -3,12 +3,9 @@
 The reference is a loop over micro-batches that shares no code with pipefit.
 """
 
-import collections
 import contextlib
 import copy
-import functools
 import re
-import weakref
 
 import pytest
 import torch
@@ -18,502 +15,50 @@ import pipefit as pf
 from pipefit.errors import ModelError
 from pipefit.models import ModelBundle
 from pipefit.testing import check
+from tests.cutting.fooling_arguments import (
+    Branch,
+    BranchOnTheBatch,
+    InitialisesWeights,
+    OthersWeight,
+    Parts,
+    ReadsAverages,
+    ReplacesWeights,
+    RunningMean,
+    SkipsABlock,
+    TiedByHand,
+    WritesInBatch,
+    ZeroGate,
+    ZeroInside,
+    begins_in_place,
+    count_that_crosses,
+    dict_of_context,
+    mask_changed_in_place,
+    mask_that_crosses,
+    truth_that_is_an_argument,
+)
+from tests.cutting.fooling_states import (
+    LastCall,
+    by_a_hook,
+    count_that_is_0_in_the_example,
+    counter,
+    counter_without_an_effect_yet,
+    first_batch_is_kept,
+    in_a_cache,
+    in_a_class,
+    in_a_closure,
+    in_a_default_argument,
+    in_a_deque,
+    in_a_global,
+    in_a_global_truth,
+    in_a_list,
+    in_a_weak_reference,
+    in_attribute,
+    mask_that_is_false_in_the_example,
+    truth_that_is_false_in_the_example,
+    with_its_graph,
+)
 
 pytestmark = pytest.mark.slow
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    """A block that calls a function of itself and its input before its layer, and one after it."""
-
-    def __init__(self, before=None, after=None):
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.before, self.after = before, after
-
-    def forward(self, h, *args, **kwargs):
-        if self.before is not None:
-            h = self.before(self, h, *args, **kwargs)
-        h = torch.tanh(self.lin(h)) + 0.5 * h
-        if self.after is not None:
-            h = self.after(self, h)
-        return h
-
-
-class Host(nn.Module):
-    """Five blocks in a list; block 1 leaves something, block 3 finds it."""
-
-    def __init__(self, leaves=None, finds=None, blocks=5, **others):
-        super().__init__()
-        self.embed, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.blocks[1].after, self.blocks[3].before = leaves, finds
-        self.__dict__["box"] = collections.defaultdict(list)
-        for block in self.blocks:
-            block.__dict__["host"] = self
-
-    def forward(self, x):
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
-
-
-def keeps(value):
-    """A function that leaves a value of the activations in an attribute of the block."""
-
-    def leave(block, h):
-        block.kept = value(h)
-        return h
-
-    return leave
-
-
-def finds(use):
-    def find(block, h):
-        return use(h, block.host.blocks[1].kept)
-
-    return find
-
-
-def in_attribute():
-    return Host(keeps(lambda h: h.detach().mean()), finds(lambda h, kept: h + kept))
-
-
-def with_its_graph():
-    return Host(keeps(lambda h: h.mean()), finds(lambda h, kept: h + kept))
-
-
-def truth_that_is_false_in_the_example():
-    return Host(keeps(lambda h: bool(h.norm() > 40)), finds(lambda h, kept: -h if kept else h))
-
-
-def mask_that_is_false_in_the_example():
-    return Host(keeps(lambda h: h > 3), finds(lambda h, kept: h.masked_fill(kept, 0.0)))
-
-
-def count_that_is_0_in_the_example():
-    return Host(keeps(lambda h: int((h > 3).sum())), finds(lambda h, kept: h * (1 + kept)))
-
-
-def in_a_list():
-    def leave(block, h):
-        block.host.box["list"][:] = [h.detach()]
-        return h
-
-    return Host(leave, lambda block, h: h + block.host.box["list"][0])
-
-
-def in_a_deque():
-    past = collections.deque(maxlen=1)
-
-    def leave(block, h):
-        past.append(h.detach())
-        return h
-
-    return Host(leave, lambda block, h: h + past[0])
-
-
-KEPT = {}
-TRUTH = False
-
-
-def in_a_global():
-    def leave(block, h):
-        KEPT["h"] = h.detach()
-        return h
-
-    return Host(leave, lambda block, h: h + KEPT["h"])
-
-
-def in_a_global_truth():
-    def leave(block, h):
-        global TRUTH
-        TRUTH = bool(h.norm() > 40)
-        return h
-
-    return Host(leave, lambda block, h: -h if TRUTH else h)
-
-
-def in_a_class():
-    class Kept(Block):
-        last = None
-
-    def leave(block, h):
-        Kept.last = h.detach()
-        return h
-
-    model = Host(leave, lambda block, h: h + Kept.last)
-    model.blocks[2] = Kept()
-    return model
-
-
-def in_a_closure():
-    last = None
-
-    def leave(block, h):
-        nonlocal last
-        last = h.detach()
-        return h
-
-    return Host(leave, lambda block, h: h + last)
-
-
-def in_a_weak_reference():
-    def leave(block, h):
-        block.kept = h
-        block.host.box["ref"] = weakref.ref(h)
-        return h
-
-    return Host(leave, lambda block, h: h + block.host.box["ref"]())
-
-
-def in_a_default_argument():
-    def leave(block, h, kept=KEPT_BY_DEFAULT):
-        kept["h"] = h.detach()
-        return h
-
-    return Host(leave, lambda block, h: h + KEPT_BY_DEFAULT["h"])
-
-
-KEPT_BY_DEFAULT = {}
-
-
-@functools.cache
-def scale_of(key):
-    return []
-
-
-def in_a_cache():
-    def leave(block, h):
-        scale_of("key")[:] = [h.detach().mean()]
-        return h
-
-    return Host(leave, lambda block, h: h * scale_of("key")[0])
-
-
-def by_a_hook():
-    model = Host()
-
-    def keep(module, given, output):
-        model.box["hook"] = [output.detach()]
-
-    def add(module, given):
-        return (given[0] + model.box["hook"][0],)
-
-    model.blocks[1].register_forward_hook(keep)
-    model.blocks[3].register_forward_pre_hook(add)
-    return model
-
-
-class LastCall(Host):
-    """Its own code keeps what it made in the forward before."""
-
-    def forward(self, x):
-        h = self.embed(x)
-        if getattr(self, "last", None) is not None:
-            h = h + self.last.mean()
-        for block in self.blocks:
-            h = block(h)
-        self.last = h.detach()
-        return self.head(h)
-
-
-def first_batch_is_kept():
-    def once(block, h):
-        if not hasattr(block, "first"):
-            block.first = h.detach().mean()
-        return h - block.first
-
-    return Host(once)
-
-
-def counter():
-    def count(block, h):
-        block.steps = getattr(block, "steps", 0) + 1
-        return h * min(1.0, block.steps / 10)
-
-    return Host(count)
-
-
-def counter_without_an_effect_yet():
-    def count(block, h):
-        block.steps = getattr(block, "steps", 0) + 1
-        return h if block.steps < 20 else 2 * h
-
-    return Host(count)
-
-
-class Own(Host):
-    """Its own code between the blocks does what a subclass says."""
-
-    def forward(self, x):
-        h = self.embed(x)
-        return self.head(self.body(h, x))
-
-
-class MaskForLater(Own):
-    def body(self, h, x):
-        mask = h.norm(dim=-1, keepdim=True) > 30
-        for block in self.blocks:
-            h = block(h, mask) if block is self.blocks[3] else block(h)
-        return h
-
-
-def masked(block, h, mask):
-    return h.masked_fill(mask, 0.0)
-
-
-def mask_that_crosses():
-    return MaskForLater(None, masked)
-
-
-class CountForLater(Own):
-    def body(self, h, x):
-        count = (h.abs() > 20).sum()
-        for block in self.blocks:
-            h = block(h, count) if block is self.blocks[3] else block(h)
-        return h
-
-
-def divided(block, h, count):
-    return h / (1 + count)
-
-
-def count_that_crosses():
-    return CountForLater(None, divided)
-
-
-class TruthForLater(Own):
-    def body(self, h, x):
-        for block in self.blocks:
-            h = block(h, bool(h.norm() > 100)) if block is self.blocks[3] else block(h)
-        return h
-
-
-def truth_that_is_an_argument():
-    return TruthForLater(None, lambda block, h, truth: -h if truth else h)
-
-
-class Branch(Own):
-    """Whether a whole layer runs depends on the activations."""
-
-    def __init__(self):
-        super().__init__()
-        self.extra = nn.Linear(WIDTH, WIDTH)
-
-    def body(self, h, x):
-        for block in self.blocks[:3]:
-            h = block(h)
-        if h.norm() > 30:
-            h = h + self.extra(h)
-        for block in self.blocks[3:]:
-            h = block(h)
-        return h
-
-
-class BranchOnTheBatch(Branch):
-    def body(self, h, x):
-        for block in self.blocks[:3]:
-            h = block(h)
-        if x.norm() > 30:
-            h = h + self.extra(h)
-        for block in self.blocks[3:]:
-            h = block(h)
-        return h
-
-
-class SkipsABlock(Own):
-    def body(self, h, x):
-        for number, block in enumerate(self.blocks):
-            if number != 2 or x.norm() < 30:
-                h = block(h)
-        return h
-
-
-class ZeroGate(Own):
-    """The gate is 0 at first, so that what it multiplies has no effect on the example."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.ParameterList(nn.Parameter(torch.zeros(())) for _ in self.blocks)
-
-    def body(self, h, x):
-        first = h
-        for gate, block in zip(self.gate, self.blocks, strict=True):
-            h = h + gate * block(h)
-        return h + 0.1 * first
-
-
-class ZeroInside(Host):
-    """Blocks return what they are given, at first."""
-
-    def __init__(self):
-        super().__init__(blocks=5)
-        for block in self.blocks:
-            block.scale = nn.Parameter(torch.zeros(()))
-            block.forward = functools.partial(self.scaled, block)
-
-    @staticmethod
-    def scaled(block, h):
-        return h + block.scale * block.lin(h)
-
-    def forward(self, x):
-        h = first = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h + torch.sin(first))
-
-
-class WritesInBatch(Host):
-    def forward(self, x):
-        return super().forward(x.mul_(2))
-
-
-class WritesInMask(Own):
-    """A block changes a mask of the batch in place; a later one uses it."""
-
-    def body(self, h, x):
-        mask = (x.mean(-1, keepdim=True) > 50).double()
-        for block in self.blocks:
-            h = block(h, mask) if block in (self.blocks[1], self.blocks[3]) else block(h)
-        return h
-
-
-def mask_changed_in_place():
-    def change(block, h, mask):
-        mask += (h.detach().norm(dim=-1, keepdim=True) > 30).double()
-        return h
-
-    model = WritesInMask()
-    model.blocks[1].before = change
-    model.blocks[3].before = lambda block, h, mask: h * (1 + mask)
-    return model
-
-
-class TiedByHand(Host):
-    """The head is the embedding's weight, used directly."""
-
-    def forward(self, x):
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h) + (h @ self.embed.weight).sum(-1, keepdim=True)
-
-
-class OthersWeight(Host):
-    def forward(self, x):
-        h = self.embed(x)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h @ self.blocks[0].lin.weight)
-
-
-class DictOfContext(Own):
-    """Blocks talk by a dict that is their argument."""
-
-    def body(self, h, x):
-        context = {}
-        for block in self.blocks:
-            h = block(h, context)
-        return h
-
-
-def dict_of_context():
-    def write(block, h, context):
-        context["kept"] = h.detach() > 20
-        return h
-
-    model = DictOfContext()
-    for block in self_and_others(model):
-        block.before = lambda block, h, context: h
-    model.blocks[1].before = write
-    model.blocks[3].before = lambda block, h, context: h.masked_fill(context["kept"], 0.0)
-    return model
-
-
-def self_and_others(model):
-    return list(model.blocks)
-
-
-class InPlace(Own):
-    """Blocks that begin in place."""
-
-    def body(self, h, x):
-        for block in self.blocks:
-            h = block(h)
-        return h
-
-
-def begins_in_place():
-    model = InPlace()
-    for block in model.blocks:
-        block.before = lambda block, h: h.mul_(0.5)
-    return model
-
-
-class RunningMean(Host):
-    """Buffers of blocks, in place and anew."""
-
-    def __init__(self):
-        super().__init__()
-        for block in self.blocks:
-            block.register_buffer("mean", torch.zeros(WIDTH))
-
-        def centre(block, h):
-            block.mean = 0.9 * block.mean + 0.1 * h.detach().mean(0)
-            return h - block.mean
-
-        self.blocks[1].before = self.blocks[4].before = centre
-
-
-class InitialisesWeights(Host):
-    def __init__(self):
-        super().__init__()
-        self.blocks[2].ready = False
-
-        def initialise(block, h):
-            if not block.ready:
-                block.lin.bias.data.copy_(-h.detach().mean(0))
-                block.ready = True
-            return h
-
-        self.blocks[2].before = initialise
-
-
-class ReplacesWeights(Host):
-    """Is the same for every batch, so that only the address of the weight shows it."""
-
-    def forward(self, x):
-        weight = self.blocks[2].lin.weight
-        weight.data = weight.data.clamp(-0.2, 0.2)
-        return super().forward(x)
-
-
-class Parts(Host):
-    """Its blocks are also in a plain list, in another order."""
-
-    def __init__(self):
-        super().__init__()
-        self.order = [self.blocks[k] for k in (0, 2, 1, 4, 3)]
-
-    def forward(self, x):
-        h = self.embed(x)
-        for block in self.order:
-            h = block(h)
-        return self.head(h)
-
-
-class ReadsAverages(Host):
-    """Running averages move once in a step, not with every micro-batch as in plain torch."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return super().forward(self.norm(x) + self.norm.running_mean)
 
 
 EXACT = "exact"

@@ -210,3 +210,23 @@ def test_a_compiled_model_trains_alike() -> None:
     plainly = trained(network().float(), data, stages=2)
     compiled = trained(network().float(), data, stages=2, compile="aot_eager")
     assert compiled[0] == pytest.approx(plainly[0], rel=1e-4)
+
+
+def test_tf32_rounds_products() -> None:
+    torch.set_float32_matmul_precision("highest")
+
+    def losses(precision: str) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+        x = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+        pipe = pipeline(model, stages=2, loss=nn.functional.mse_loss, precision=precision)
+        return [pipe.step(x, x) for _ in range(4)]
+
+    exact = losses("fp32")
+    try:
+        rounded = losses("tf32")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=1e-2)

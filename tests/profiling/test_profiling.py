@@ -1,60 +1,34 @@
 """Profiles say what is true of a model, and measuring leaves the model as it was."""
 
 import math
-import os
 import random
-import resource
-import threading
-import time
 from pathlib import Path
-from queue import Queue
 
 import numpy as np
 import pytest
 import torch
+from tests.profiling.small_models import DEVICE, FIGURES, QUICK, by_name, mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from pipefit.cost import speeds_of
-from pipefit.errors import DataError, ModelError, ProfileError, TopologyError
+from pipefit.errors import DataError, ModelError, ProfileError
 from pipefit.models import build
 from pipefit.profiling import (
     analytic_profile,
-    fit_link,
-    links,
-    measure_device,
-    measure_links,
     passes,
     profile_layers,
     profile_sizes,
 )
-from pipefit.profiling.analytic import layer_costs
 from pipefit.profiling.clock import Clock
-from pipefit.profiling.links import ping_pong, topology_of
-from pipefit.runtime.halves import input_half
-from pipefit.runtime.launch import launch
-from pipefit.runtime.session import current
 from pipefit.spec.plan import Partition
 from pipefit.spec.profile import Layer, Profile
-from pipefit.spec.topology import Device, Topology
+from pipefit.spec.topology import Device
 from pipefit.stage.split import named_layers
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"repeats": 2, "warmup": 1}
-DEVICE = Device(flops=1e12, memory_bandwidth_bytes_per_s=1e11, efficiency=0.5)
 GNMT = f"{Path(__file__).parents[2]}/examples/models/gnmt.py:gnmt"
-FIGURES = ("forward_s", "backward_input_s", "backward_weight_s", "output_bytes", "saved_bytes", "weight_bytes")
-
-
-def mlp() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def by_name(profile: Profile) -> dict:
-    return {layer.name: layer for layer in profile.layers}
 
 
 # --------------------------------------------------------------------------------------------------------- layers
@@ -440,249 +414,3 @@ def test_wrong_requests_are_refused():
         profile_layers(mlp(), torch.tensor(3.0), **QUICK)
     with pytest.raises(ProfileError, match="flops"):
         analytic_profile(mlp(), torch.randn(8, 6), Device())
-
-
-# ------------------------------------------------------------------------------------------------------- computed
-
-
-def flops_of(layer, x, input_gradient=True):
-    """FLOP of forward, input gradient and weight gradient; something trainable precedes it."""
-    before = nn.Linear(x.shape[-1], x.shape[-1], bias=input_gradient).requires_grad_(input_gradient)
-    # A device of one FLOP per second, whose memory takes no time.
-    found = layer_costs(named_layers([before, layer]), x, Device(flops=1.0, efficiency=1.0), len(x))[1].layer
-    return found.forward_s, found.backward_input_s, found.backward_weight_s
-
-
-def test_flops_of_a_linear_layer_are_exact():
-    product = 2 * 7 * 6 * 8
-    assert flops_of(nn.Linear(6, 8), torch.zeros(7, 6)) == (product, product, product)
-    assert flops_of(nn.Linear(6, 8), torch.zeros(7, 6), input_gradient=False) == (product, 0, product)
-
-
-def test_flops_of_a_transformer_block_are_those_of_its_products():
-    b, s, h = 2, 16, 32
-    block = build("gpt", layers=1, hidden=h, heads=4, context=s).layers[1]
-    forward, inputs, weights = flops_of(block, torch.zeros(b, s, h))
-    assert forward == 24 * b * s * h**2 + 4 * b * s**2 * h
-    assert weights == 24 * b * s * h**2
-    # The fused attention makes its scores once more in the backward pass: five products instead of four.
-    assert inputs == 24 * b * s * h**2 + 10 * b * s**2 * h
-
-
-def test_the_time_of_a_large_product_is_its_flops_over_what_the_device_reaches():
-    linear, x = nn.Linear(4096, 4096, bias=False), torch.empty(512, 4096, device="meta")
-    layer = analytic_profile([linear], x, DEVICE).layers[0]
-    assert layer.forward_s == pytest.approx(2 * 512 * 4096**2 / 0.5e12)
-
-
-def test_the_time_of_an_activation_is_its_bytes_over_the_bandwidth():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
-    layer = analytic_profile(model, torch.zeros(128, 64), DEVICE).layers[1]
-    assert layer.forward_s == pytest.approx(2 * 128 * 64 * 4 / 1e11)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("gpt", {"layers": 3, "hidden": 32, "context": 16, "heads": 2}),
-        (GNMT, {"layers": 4, "hidden": 16, "vocab": 64, "length": 5}),
-        ("convnet", {}),
-    ],
-)
-def test_computed_bytes_are_the_measured_ones(name, options):
-    model = build(name, **options)
-    x, y = model.example(4, 0)
-    measured = profile_layers(model.layers, x, model.loss, y, **QUICK)
-    computed = analytic_profile(model.layers, x, DEVICE, model.loss, y)
-    for field in ("name", "output_bytes", "grad_bytes", "weight_bytes"):
-        assert [getattr(a, field) for a in measured.layers] == [getattr(b, field) for b in computed.layers]
-    if name == "gpt":  # no storage is saved by two of its layers, and no fused recurrence keeps a workspace
-        assert [a.saved_bytes for a in measured.layers] == [b.saved_bytes for b in computed.layers]
-    assert computed.layers[0].backward_input_s == measured.layers[0].backward_input_s == 0
-
-
-def test_equal_blocks_cost_the_same_and_unequal_ones_do_not():
-    model = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), nn.Dropout(0.0), nn.Dropout(0.5)]
-    layers = analytic_profile(model, torch.zeros(4, 8).requires_grad_(), DEVICE).layers
-    assert layers[1].total_s > layers[2].total_s
-    assert layers[2].backward_weight_s == 0
-    assert layers[4].forward_s > layers[3].forward_s
-
-
-def test_half_precision_halves_the_bytes():
-    full = analytic_profile(mlp(), torch.zeros(4, 6), DEVICE)
-    half = analytic_profile(mlp(), torch.zeros(4, 6), DEVICE, dtype=torch.bfloat16)
-    assert [2 * a.weight_bytes for a in half.layers] == [b.weight_bytes for b in full.layers]
-    assert [2 * a.output_bytes for a in half.layers] == [b.output_bytes for b in full.layers]
-
-
-def test_a_model_of_a_trillion_parameters_is_profiled_without_memory():
-    size = {"layers": 128, "hidden": 25600, "heads": 160, "vocab": 51200, "context": 2048, "tied": False}
-    ids = torch.zeros(2, 2048, dtype=torch.int64)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with torch.device("meta"):
-        layers = build("gpt", **size).layers
-    profile = analytic_profile(
-        layers,
-        ids,
-        Device(flops=312e12, memory_bandwidth_bytes_per_s=2e12),
-        microbatch_size=1,
-        dtype=torch.bfloat16,
-    )
-    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert len(profile) == 130
-    assert sum(layer.weight_bytes for layer in profile.layers) > 2e12
-    assert grown_kib < 500 * 2**10
-    block = profile.layers[1]
-    products = 24 * 2048 * 25600**2 + 4 * 2048**2 * 25600
-    assert block.forward_s == pytest.approx(products / 156e12, rel=0.05)
-    assert block.output_bytes == 2048 * 25600 * 2
-
-
-# ---------------------------------------------------------------------------------------------------------- links
-
-
-def test_a_link_is_fitted_exactly_and_never_with_a_negative_latency():
-    sizes = [1e3, 1e5, 1e7]
-    latency_s, bandwidth = fit_link(sizes, [5e-5 + n / 3e9 for n in sizes])
-    assert latency_s == pytest.approx(5e-5)
-    assert bandwidth == pytest.approx(3e9)
-    latency_s, bandwidth = fit_link([1e3, 1e6], [1e-7, 1.1e-3])
-    assert latency_s == 0
-    assert bandwidth > 0
-
-
-@pytest.mark.parametrize(("sizes", "seconds"), [([1e3], [1.0]), ([1e3, 1e6], [2.0, 1.0]), ([1e3, 1e6], [0.0, 1.0])])
-def test_times_that_say_nothing_about_a_link_are_refused(sizes, seconds):
-    with pytest.raises(TopologyError):
-        fit_link(sizes, seconds)
-
-
-def test_samples_inside_and_between_hosts_make_two_levels():
-    sizes = (1000, 1_000_000)
-    inside, between = (
-        [latency_s + n / bandwidth for n in sizes] for latency_s, bandwidth in ((1e-5, 1e10), (1e-3, 1e8))
-    )
-    times = {(0, 1): inside, (2, 3): inside, (0, 2): between}
-    topology = topology_of(times, sizes, world=4, per_host=2, each=Device(), name="two hosts", cores=1)
-    assert topology.machine == (2, 1)
-    assert [(level.name, level.width) for level in topology.levels] == [("host", 2), ("network", 2)]
-    assert [level.latency_s for level in topology.levels] == pytest.approx([1e-5, 1e-3])
-    assert [level.bandwidth_bytes_per_s for level in topology.levels] == pytest.approx([1e10, 1e8])
-
-
-def test_ping_and_pong_alternate():
-    there, back, log = Queue(), Queue(), []
-
-    def side(name, out, into, starts):
-        def send(size):
-            log.append((name, size))
-            out.put(size)
-
-        return ping_pong(send, lambda size: into.get(timeout=10), starts, (1, 2), repeats=3)
-
-    other = threading.Thread(target=side, args=("b", back, there, False))
-    other.start()
-    seconds = side("a", there, back, True)
-    other.join(10)
-    assert log == [("a", 1), ("b", 1), ("a", 2), ("b", 2)] * 5
-    assert all(time > 0 for time in seconds)
-
-
-def links_by_rule() -> Topology:
-    """The messages are real, the times are not: on a busy machine they may say anything."""
-    real = links.ping_pong
-
-    def timed_by_rule(send, receive, starts, sizes, repeats):
-        assert len(real(send, receive, starts, sizes, repeats)) == len(sizes)
-        return [1e-5 + size / 1e9 for size in sizes]
-
-    links.ping_pong = timed_by_rule
-    current()
-    return measure_links(sizes=(1024, 1 << 20), repeats=4)
-
-
-@pytest.mark.dist
-def test_every_rank_learns_the_same_links():
-    first, second = launch(links_by_rule, 2, threads=1, quiet=True)
-    assert first == second
-    (level,) = first.levels
-    assert level.width == 2
-    assert level.cores == len(os.sched_getaffinity(0))
-    assert level.latency_s == pytest.approx(1e-5)
-    assert level.bandwidth_bytes_per_s == pytest.approx(1e9)
-
-
-def links_with_a_slow_rank() -> Topology:
-    """A product takes rank 1 much longer."""
-    if current().rank == 1:
-        fast = torch.mm
-
-        def slow(*matrices):
-            time.sleep(0.2)
-            return fast(*matrices)
-
-        torch.mm = slow
-    return links_by_rule()
-
-
-@pytest.mark.dist
-def test_links_know_the_rank_that_is_slow():
-    first, second = launch(links_with_a_slow_rank, 2, threads=1, quiet=True)
-    assert first == second
-    fast, slow = first.devices
-    assert first.device == fast and slow.flops < fast.flops / 2
-    assert speeds_of(first) == pytest.approx((1.0, slow.flops / fast.flops))
-
-
-def test_a_device_is_measured_in_its_own_units():
-    device = measure_device(ranks=2, repeats=1)
-    assert device.flops > 1e8
-    assert device.memory_bandwidth_bytes_per_s > 1e7
-    assert 0 < device.memory_bytes < 1e13
-
-
-def test_what_a_halved_backward_keeps_is_what_enters_products():
-    bundle = build("gpt", hidden=16, layers=2, heads=2, context=8, vocab=11)
-    x, y = bundle.example(3, 0)
-    numbers = 3 * 8 * 16 * 4  # bytes of a micro-batch of vectors
-    measured = profile_layers(bundle.layers, x, bundle.loss, y, **QUICK)
-    computed = analytic_profile(bundle.layers, x, DEVICE, bundle.loss, y)
-    for profile in (measured, computed):
-        kept = [layer.half_bytes for layer in profile.layers]
-        vectors = 4 * 16 * 4  # the gradients of two norms are there already
-        assert kept[1:3] == [9 * numbers + vectors] * 2  # products of width 3, 1, 4 and 1
-        assert kept[0] == numbers  # nothing learns before it: its second half is the whole backward
-        assert Profile.at(profile, 6).layers[1].half_bytes == 2 * (9 * numbers + vectors)
-
-
-def test_what_halves_of_a_backward_take_beyond_a_whole_one_is_told_where_there_are_halves():
-    x = torch.randn(5, 6)
-    frozen = mlp()
-    frozen[2].requires_grad_(False)
-    first, relu, last = profile_layers(mlp(), x, **QUICK).layers
-    assert first.split_s == relu.split_s == 0 <= last.split_s
-    assert profile_layers(frozen, x, **QUICK).layers[2].split_s == 0
-    in_place = nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.ReLU(inplace=True))
-    assert all(layer.split_s is not None for layer in profile_layers(in_place, x, **QUICK).layers)
-
-
-def test_the_halves_of_a_layer_are_timed_on_its_own_graph(monkeypatch):
-    """Autograd looks through all that lies below, and in a stage of its own nothing does."""
-    sizes = []
-
-    def noted(saved, grads):
-        seen, stack = set(), [edge.node for edge in saved.edges]
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack += [child for child, _ in node.next_functions if child is not None]
-        sizes.append(len(seen))
-        return input_half(saved, grads)
-
-    monkeypatch.setattr(passes, "input_half", noted)
-    layers = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
-    step = passes.Step(named_layers(layers), torch.randn(2, 6), None, None, Clock(torch.device("cpu")))
-    assert len(step.halved()) == 5
-    assert len(set(sizes[:-1])) == 1

@@ -1,15 +1,24 @@
 """A spilled run that was cut off goes on from the step its disk committed last, as if it had never stopped."""
 
 import errno
-import json
 import os
-import signal
-import sys
-from functools import cache
 
 import pytest
 import torch
-from tests.processes import ended
+from tests.spill.resumed_runs import (
+    HALF,
+    adagrad,
+    adamw,
+    batch,
+    cut_off,
+    dampened,
+    halving,
+    network,
+    pipeline,
+    same,
+    trained,
+    whole,
+)
 from torch import nn
 
 from pipefit import Pipeline
@@ -22,80 +31,6 @@ from pipefit.spec.options import Parallelism, Spilled, Updates
 from pipefit.spill import tier_file as tierfile
 
 pytestmark = pytest.mark.slow
-
-STEPS = 6
-HALF = 4 * 4096  # of nine records in all
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, 0.01)
-
-
-def dampened(parameters):
-    return torch.optim.SGD(parameters, 0.1, momentum=0.9, dampening=0.1)
-
-
-def adagrad(parameters):
-    return torch.optim.Adagrad(parameters, 0.01, initial_accumulator_value=0.1)
-
-
-def halving(optimizer):
-    return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-
-
-def network(width=16):
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.3), nn.Linear(width, 16), nn.Linear(16, 4)
-    )
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(12, 8, generator=generator), torch.randint(0, 4, (12,), generator=generator)
-
-
-def pipeline(
-    folder=None, optimizer=adamw, width=16, clip=0.5, counts=(3, 2, 1), seed=3, microbatches=3, frozen=0, **how
-):
-    model = network(width)
-    model[:frozen].requires_grad_(False)
-    return Pipeline(
-        model,
-        loss=nn.functional.cross_entropy,
-        optimizer=optimizer,
-        stages=list(counts),
-        microbatches=microbatches,
-        spill=Spilled(disk=folder, **how),
-        parallelism=Parallelism(chunks=len(counts)),
-        updates=Updates(clip_norm=clip, scheduler=halving, seed=seed),
-    )
-
-
-def trained(pipe, until=STEPS):
-    return [pipe.step(*batch(step)) for step in range(pipe.num_updates, until)]
-
-
-@cache
-def whole(**how):
-    """Losses and weights of a run that nothing stops."""
-    pipe = pipeline(**how)
-    losses = trained(pipe)
-    state = pipe.state_dict()
-    pipe.close()
-    return losses, state
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def cut_off(folder, steps=3, **how):
-    """A run that ends after some steps, as if its process had died: nothing of it is kept but its folder."""
-    pipe = pipeline(folder, **how)
-    losses = trained(pipe, steps)
-    pipe.close()
-    return losses
 
 
 @pytest.mark.parametrize(
@@ -441,89 +376,3 @@ def test_a_record_that_was_not_kept_is_found(tmp_path):
             file.write(b"torn")
     with pytest.raises(TierError, match="does not have its checksum; resume from a checkpoint"):
         pipeline(tmp_path / "tier", resume=True)
-
-
-# ---- cut off anywhere ----------------------------------------------------------------------------------------------
-
-
-def _killed_at(call, folder, how):
-    """Trains; at a call of the file system the process dies, when half of what is written has arrived."""
-    count = 0
-
-    def dying(true, is_write):
-        def instead(*args, **kwargs):
-            nonlocal count
-            count += 1
-            if count == call:
-                if is_write:
-                    handle, (data,), position = args
-                    true(handle, [data[: len(data) // 2 // 4096 * 4096]], position)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return true(*args, **kwargs)
-
-        return instead
-
-    pipe = pipeline(folder, **how)
-    trained(pipe, 2)
-    pipe.settle()
-    for name in ("pwritev", "fdatasync", "fsync", "replace"):
-        setattr(os, name, dying(getattr(os, name), name == "pwritev"))
-    trained(pipe, 5)
-    os._exit(0)
-
-
-def _in_a_fork(work, *args):
-    """What a forked process came to: −signal, or its exit code."""
-    child = os.fork()
-    if not child:
-        try:
-            work(*args)
-        except BaseException as problem:
-            print(problem, file=sys.stderr)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def _gone_on(folder, result, how):
-    pipe = pipeline(folder, resume=True, **how)
-    at = pipe.num_updates
-    result.write_text(json.dumps([at, [loss.hex() for loss in trained(pipe)]]))
-    pipe.close()
-
-
-def _every_call(place, how):
-    """Kills a run at every call of a commit, and of what goes before and after, each time another, and goes on.
-
-    In a process of its own, without the threads of others, which forks do not survive.
-    """
-    committed._RECORD_BYTES = 1000
-    results = []
-    for call in range(1, 28):
-        folder, result = place / f"tier-{call}", place / f"{call}.json"
-        ended = _in_a_fork(_killed_at, call, folder, how)
-        if not ended and call > 16:
-            break  # there are no more calls
-        assert ended == -signal.SIGKILL, call
-        assert _in_a_fork(_gone_on, folder, result, how) == 0, call
-        results.append(json.loads(result.read_text()))
-    (place / "results.json").write_text(json.dumps(results))
-
-
-@pytest.mark.parametrize(
-    ("how", "steps"),
-    [
-        ({}, {2, 3, 4}),
-        ({"host_memory": HALF, "commit_every": 1}, {2, 3, 4}),
-        ({"host_memory": HALF, "commit_every": 2}, {2, 4}),
-        ({"optim_slots": 0, "commit_every": 2}, {2, 4}),
-    ],
-    ids=["disk", "split", "split-seldom", "aside"],
-)
-@pytest.mark.long
-def test_a_run_that_is_killed_at_any_call_of_the_file_system_goes_on_to_the_bit(tmp_path, how, steps):
-    assert ended(_every_call, tmp_path, how) == 0
-    losses = [loss.hex() for loss in whole(**{key: how[key] for key in how if key == "optim_slots"})[0]]
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert {at for at, _ in results} == steps
-    assert all(rest == losses[at:] for at, rest in results)

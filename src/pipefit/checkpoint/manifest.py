@@ -42,11 +42,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         step: weight updates done.
         ordinal: micro-batches seen, which seeds the next one's random numbers.
         world: ranks that wrote it.
-        seed: of the model's random numbers.
+        seed: the seed of the model's random numbers.
         schedule, plan: the schedule's name and a digest of the plan.
         files: all of them.
         aliases: further names of tied weights, each with the name it is saved under.
-        optimization: of each stage.
+        optimization: the optimization of each stage.
         extra: the caller's data.
         loss_scale: its value and history; None: the loss was not scaled.
         position: in the loader of the training data; None: there is none.

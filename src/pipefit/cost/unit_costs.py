@@ -49,9 +49,9 @@ def unit(
     else has a size.
 
     Args:
-        header: of the program.
+        header: the header of the program.
         forward: seconds per rank and micro-batch.
-        backward: of a full backward; default input + weight, or 2.
+        backward: the time of a full backward; default input + weight, or 2.
         input: its half for the gradient of the input; default: backward − weight, or half.
         weight: its other half.
         latency: seconds of a message.
@@ -92,7 +92,7 @@ def weighted(cost: CostModel, work: Sequence[float]) -> CostModel:
 
     Args:
         cost: in which all stages cost the same.
-        work: of each stage relative to the others; (): all the same.
+        work: the work of each stage relative to the others; (): all the same.
 
     Raises:
         PlanError: not one figure for each stage, or a figure that is not above 0.

@@ -1,4 +1,5 @@
 """Any `nn.Module` as a sequence of layers."""
 
-from pipefit.cutting.cut import Cut, as_layers, cut, shared_weights, table
+from pipefit.cutting.cut import as_layers, cut
+from pipefit.cutting.cut_model import Cut, shared_weights, table
 from pipefit.cutting.shared_state import watch_shared

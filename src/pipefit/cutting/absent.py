@@ -1,4 +1,4 @@
-"""Weights that a rank does not hold: while a layer is proved, those of other layers have no memory, as in training.
+"""Weights that a rank does not hold: while a layer is proved, other layers' weights have no memory.
 
 So what would fail on a rank fails in the proof:
 
@@ -18,17 +18,22 @@ from pipefit.cutting.shell import Shell
 
 def own_modules(shell: Shell, number: int) -> list[nn.Module]:
     """The modules that a layer has with all their tensors: its block and units, and what is between all layers."""
+    roots = [unit for unit, owners in shell.units if number in owners]
+    roots += shell.shared
     block = shell.block(number)
-    roots = [unit for unit, owners in shell.units if number in owners] + ([] if block is None else [block])
-    inside = [inner for root in (*roots, *shell.shared) for inner in root.modules()]
-    return [*inside, *(shell.spine if number == 0 else ())]
+    if block is not None:
+        roots.append(block)
+    inside = [inner for root in roots for inner in root.modules()]
+    if number == 0:
+        inside += shell.spine
+    return inside
 
 
 class Absent:
     """The stand-ins of a model's weights and saved buffers on the meta device, each made once.
 
     Args:
-        shell: of the model.
+        shell: the model with its borders.
     """
 
     def __init__(self, shell: Shell) -> None:
@@ -40,18 +45,22 @@ class Absent:
         """The context in which only some layers have memory for their tensors.
 
         Args:
-            numbers: of these layers.
+            numbers: the numbers of the layers with memory.
         """
-        own = {id(one) for number in numbers for module in own_modules(self._shell, number) for one in _saved(module)}
-        own |= {id(buffer) for module in self._shell.spine for buffer in module._buffers.values()}
+        own: set[int] = set()
+        for number in numbers:
+            for module in own_modules(self._shell, number):
+                own.update(map(id, module._parameters.values()))
+                own.update(map(id, module._buffers.values()))
+        for module in self._shell.spine:
+            own.update(map(id, module._buffers.values()))
         replaced: list[tuple[dict[str, Any], str, Tensor]] = []
         for module in self._shell.model.modules():
-            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            tables: Any = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is None or name in module._non_persistent_buffers_set:
-                        continue
-                    if id(tensor) not in own:
+                    is_saved = tensor is not None and name not in module._non_persistent_buffers_set
+                    if is_saved and id(tensor) not in own:
                         replaced.append((table, name, tensor))
         for table, name, tensor in replaced:
             table[name] = self._stand_in(tensor)
@@ -70,7 +79,3 @@ class Absent:
                 made = nn.Parameter(made, tensor.requires_grad)
             self._made[id(tensor)] = tensor, made
         return self._made[id(tensor)][1]
-
-
-def _saved(module: nn.Module) -> list[Tensor | None]:
-    return [*module._parameters.values(), *module._buffers.values()]

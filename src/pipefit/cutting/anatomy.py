@@ -6,15 +6,17 @@ One run of the model with an example shows the modules that are called, how ofte
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.cutting.channels import Channels
-from pipefit.cutting.shell import Enter
+from pipefit.cutting.own import Given, Leaves, Paths
+from pipefit.cutting.states import seed_torch
 from pipefit.errors import ModelError
 from pipefit.stage.stage import replaced_forwards
 
@@ -38,14 +40,14 @@ class Seen(NamedTuple):
 
     Attributes:
         entries: leaves of each block's arguments.
-        made: of each block, the places of the leaves that depend on weights or on other blocks.
+        made: the places of the leaves of each block's arguments that depend on weights or on other blocks.
         exits: leaves of each block's output.
-        owners: of each unit, the layers during which it was called.
+        owners: the layers during which each unit was called.
         direct: blocks and units of whose weights other code makes use, besides their own forward.
         alike: for each block and unit, for each leaf of its output the place of a tensor among its arguments with the
             same shape and type, -1 for a leaf that is not a tensor, None where there is none.
         examples: an output of each block and unit.
-        output: of the model.
+        output: the model's output.
     """
 
     entries: list[list[Any]]
@@ -57,38 +59,52 @@ class Seen(NamedTuple):
     examples: dict[str, Any]
     output: Any
 
+    def leaves_at(self, border: int) -> list[Any]:
+        """The leaves before a layer: the arguments of its block, or after the blocks the output of the last one."""
+        if border <= len(self.entries):
+            return self.entries[border - 1]
+        return self.exits[-1]
 
-def calls_of(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], channels: Channels | None = None
-) -> list[str]:
+
+def num_weights(module: nn.Module) -> int:
+    """The number of a module's weights."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def calls_of(model: nn.Module, given: Given, channels: Channels | None = None) -> list[str]:
     """The modules that a model calls in one run, by their paths, in order.
 
     Args:
-        model: of any kind.
-        args: positional arguments.
-        kwargs: keyword arguments.
+        model: any module.
+        given: its arguments.
         channels: follow the run; None: nothing does.
     """
     channels = channels or Channels(model)
+    args, kwargs = given
     found: list[str] = []
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(channels.following((args, kwargs)))
+        hooks.enter_context(channels.following(given))
         for path, module in model.named_modules():
-            hooks.enter_context(module.register_forward_pre_hook(lambda *_, path=path: found.append(path)))
+            note = functools.partial(_note, found, path)
+            hooks.enter_context(module.register_forward_pre_hook(note))
         model(*args, **kwargs)
     return found
+
+
+def _note(found: list[str], path: str, module: nn.Module, given: Any) -> None:
+    found.append(path)
 
 
 _FEW = 3
 """Children of a model that are too few to be its blocks when there are lists."""
 
 
-def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None = None) -> Iterator[Anatomy]:
+def anatomies(model: nn.Module, calls: Paths, cuts: Paths | None = None) -> Iterator[Anatomy]:
     """The possible choices of blocks in a model, the most promising first.
 
     Args:
-        model: of any kind.
-        calls: of one run, by paths.
+        model: any module.
+        calls: the modules that one run calls, by their paths.
         cuts: paths of modules before which it may be cut; None: found here.
 
     Raises:
@@ -96,76 +112,92 @@ def anatomies(model: nn.Module, calls: Sequence[str], cuts: Sequence[str] | None
     """
     times = Counter(calls)
     order = [path for path in calls if times[path] == 1]
-    modules = dict(model.named_modules())
     if cuts is not None:
         for path in cuts:
             if times[path] != 1:
                 raise ModelError(f"cuts: {path} is called {times[path]} times in one forward; a cut needs exactly one")
-        yield _anatomy(model, [path for path in order if path in cuts], calls)
+        chosen = [path for path in order if path in cuts]
+        yield _anatomy(model, chosen, calls)
         return
-    kinds = [path for path in order if type(modules[path]).__mro__[1].__name__ == "GradientCheckpointingLayer"]
-    listed = [path for path in order if _is_listed(modules, path)]
-    children = [path for path, module in model.named_children() if path in order]
-    last = children[-1:]
     known: set[tuple[str, ...]] = set()
+    for found in _choices(model, order):
+        if len(found) > 1 and tuple(found) not in known:
+            known.add(tuple(found))
+            yield _anatomy(model, found, calls)
+
+
+def _choices(model: nn.Module, order: Paths) -> Iterator[list[str]]:
+    """Paths that may be the blocks of a model, among those that are called once."""
+    modules = dict(model.named_modules())
+    kinds = [path for path in order if _parent_class(modules[path]) == "GradientCheckpointingLayer"]
+    listed = [path for path in order if _is_listed(modules, path)]
+    children = [path for path, _ in model.named_children() if path in order]
     choices = [_outermost(kinds), _outermost(listed), _finest(listed)]
     lists = {path.rpartition(".")[0] for path in choices[1]}
-    # More lists than children: the lists are branches inside of the children.
-    choices.insert(1 if len(lists) > len(children) > _FEW else len(choices), children)
+    if len(lists) > len(children) > _FEW:
+        # The lists are branches inside of the children.
+        choices.insert(1, children)
+    else:
+        choices.append(children)
     for found in choices:
+        yield found
         # The code after the last block may need more than its output, as in x + block(x): then the last child ends it.
-        follows = found and last and order.index(last[0]) > order.index(found[-1])
-        for blocks in (found, found + last) if follows else (found,):
-            if len(blocks) > 1 and tuple(blocks) not in known:
-                known.add(tuple(blocks))
-                yield _anatomy(model, blocks, calls)
+        if found and children and order.index(children[-1]) > order.index(found[-1]):
+            yield [*found, children[-1]]
 
 
-def called_again(model: nn.Module, calls: Sequence[str]) -> tuple[str, int] | None:
+def _parent_class(module: nn.Module) -> str:
+    return type(module).__mro__[1].__name__
+
+
+def called_again(model: nn.Module, calls: Paths) -> tuple[str, int] | None:
     """The largest module with weights that one forward calls several times, with the number; None: there is none."""
     times = Counter(calls)
-    sizes = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
-    largest = max(
-        (path for path in times if times[path] > 1 and sizes[path]), key=lambda path: sizes[path], default=None
-    )
-    if largest is None:
+    sizes = {path: num_weights(model.get_submodule(path)) for path in times if times[path] > 1}
+    largest = max(sizes, key=sizes.__getitem__, default=None)
+    if largest is None or not sizes[largest]:
         return None
-    return (largest, times[largest])
+    return largest, times[largest]
 
 
 def _is_listed(modules: Mapping[str, nn.Module], path: str) -> bool:
     """Returns whether a module is one of several children of a list that are all called once."""
     parent = modules.get(path.rpartition(".")[0])
-    if not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict) or not path:
+    if not path or not isinstance(parent, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return False
-    return len(parent) > 1 and sum(1 for child in parent.children() if any(True for _ in child.parameters())) > 1
+    with_weights = [child for child in parent.children() if list(child.parameters())]
+    return len(with_weights) > 1
 
 
-def _outermost(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if not any(path.startswith(f"{other}.") for other in paths)]
+def _outermost(paths: Paths) -> list[str]:
+    return [path for path in paths if not any(_is_inside(path, other) for other in paths)]
 
 
-def _finest(paths: Sequence[str]) -> list[str]:
-    return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+def _finest(paths: Paths) -> list[str]:
+    return [path for path in paths if not any(_is_inside(other, path) for other in paths)]
 
 
-def _anatomy(model: nn.Module, blocks: Sequence[str], calls: Sequence[str]) -> Anatomy:
+def _is_inside(path: str, other: str) -> bool:
+    return path.startswith(f"{other}.")
+
+
+def _anatomy(model: nn.Module, blocks: Paths, calls: Paths) -> Anatomy:
     held = _holders(blocks)
     bare = _holders(calls).difference(calls)
+    spine = []
     for path, _ in model.named_modules():
         if path in bare and path.rpartition(".")[0] in held:
             held.add(path)
-    spine = [path for path, _ in model.named_modules() if path in held]
+        if path in held:
+            spine.append(path)
     units = []
-    seen: set[int] = set()
+    seen: set[nn.Module] = set()
     for parent in spine:
         for name, child in model.get_submodule(parent).named_children():
-            if parent:
-                path = f"{parent}.{name}"
-            else:
-                path = name
-            if path not in held and path not in blocks and id(child) not in seen and child.state_dict():
-                seen.add(id(child))
+            path = f"{parent}.{name}".removeprefix(".")
+            is_known = path in held or path in blocks or child in seen
+            if not is_known and child.state_dict():
+                seen.add(child)
                 units.append(path)
     return Anatomy(tuple(blocks), tuple(spine), tuple(units))
 
@@ -179,67 +211,63 @@ def _holders(paths: Iterable[str]) -> set[str]:
     return found
 
 
-def observe(
-    model: nn.Module,
-    parts: Anatomy,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    enter: Enter,
-    channels: Channels | None = None,
-) -> Seen:
-    """Runs the whole model and records its blocks and units.
+def observe(model: nn.Module, parts: Anatomy, given: Given, channels: Channels | None = None) -> Seen:
+    """Runs the whole model and records its blocks and units; each layer begins with its number as the seed.
 
     Args:
-        model: in the mode of the run.
-        parts: of the model.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        enter: called as each layer begins.
+        model: a model in the mode of the run.
+        parts: its blocks and units.
+        given: its arguments.
         channels: follow the run; None: nothing does.
     """
     channels = channels or Channels(model)
-    seen = Seen([], [], [], {path: set() for path in parts.units}, set(), {}, {}, None)
+    owners: dict[str, set[int]] = {path: set() for path in parts.units}
+    seen = Seen([], [], [], owners, set(), {}, {}, None)
     numbers = {path: number for number, path in enumerate(parts.blocks, 1)}
     now = 0
 
-    def watched(path: str, module: nn.Module) -> Any:
-        forward = module.forward
-
+    def watched(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal now
             given = pytree.tree_leaves((args, kwargs))
             if path in numbers:
                 now = numbers[path]
-                seen.entries.append([_copy(leaf) for leaf in given])
-                seen.made.append({place for place, leaf in enumerate(given) if channels.is_made(leaf)})
-                enter(now)
+                seen.entries.append(list(map(_copy, given)))
+                # After the copies, which make a tensor that code between the blocks only passes on one of this code.
+                made = {place for place, leaf in enumerate(given) if channels.is_made(leaf)}
+                seen.made.append(made)
+                seed_torch(now)
             else:
-                seen.owners[path].add(now)
+                owners[path].add(now)
             with channels.inside(path, now, given):
                 output = forward(*args, **kwargs)
                 channels.hand(output)
             leaves = pytree.tree_leaves(output)
             seen.examples[path] = output
-            seen.alike[path] = _alike([leaf for leaf in given if isinstance(leaf, Tensor)], leaves)
+            seen.alike[path] = _alike(given, leaves)
             if path in numbers:
-                seen.exits.append([_copy(leaf) for leaf in leaves])
+                seen.exits.append(list(map(_copy, leaves)))
                 if now == len(numbers):
                     now += 1
                     channels.end_blocks(now)
-                    enter(now)
+                    seed_torch(now)
             return output
 
         return run
 
-    modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units)}
-    watches = {module: watched(path, module) for path, module in modules.items()}
-    weights = {path: {id(p) for p in module.parameters()} for path, module in modules.items()}
-    channels.homes = {key: path for path, own in weights.items() for key in own}
-    enter(0)
-    with channels.following((args, kwargs)), replaced_forwards(watches):
+    watches = {}
+    weights = {}
+    for path in (*parts.blocks, *parts.units):
+        module = model.get_submodule(path)
+        watches[module] = watched(path, module.forward)
+        weights[path] = set(map(id, module.parameters()))
+        channels.homes |= dict.fromkeys(weights[path], path)
+    args, kwargs = given
+    seed_torch(0)
+    with channels.following(given), replaced_forwards(watches):
         output = model(*args, **kwargs)
-    for path in parts.units:
-        seen.owners[path].update(channels.users.get(path, ()))
+    for path, layers in owners.items():
+        layers.update(channels.users.get(path, ()))
     for path, user in channels.direct:
         # A weight that both have is the user's own.
         if weights[path].isdisjoint(weights.get(user, ())):
@@ -253,12 +281,14 @@ def _copy(leaf: Any) -> Any:
     return leaf
 
 
-def _alike(given: Sequence[Tensor], leaves: Sequence[Any]) -> list[int | None]:
+def _alike(given: Leaves, leaves: Leaves) -> list[int | None]:
+    forms = [(one.shape, one.dtype) for one in given if isinstance(one, Tensor)]
     found: list[int | None] = []
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
             found.append(-1)
-            continue
-        places = [place for place, one in enumerate(given) if (one.shape, one.dtype) == (leaf.shape, leaf.dtype)]
-        found.append(places[0] if places else None)
+        elif (leaf.shape, leaf.dtype) in forms:
+            found.append(forms.index((leaf.shape, leaf.dtype)))
+        else:
+            found.append(None)
     return found

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens: each stage of a cut model keeps those of its own layers."""
+"""Keys and values of earlier tokens: each stage of a cut model keeps what its own layers made."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Past:
     """The state of a generation.
 
     Attributes:
-        name: of the argument that holds the model's cache.
-        cache: of the model's own class; it only counts tokens, see `count`.
+        name: the name of the argument that holds the model's cache.
+        cache: a cache of the model's own class; it only counts tokens, see `count`.
         length: tokens that all caches have seen.
         options: arguments of the next forward that are not tensors.
     """
@@ -51,7 +51,8 @@ class CachedArguments:
     """
 
     def __init__(self, past: Past) -> None:
-        self.past, self.cache = past, copy.deepcopy(past.cache)
+        self.past = past
+        self.cache = copy.deepcopy(past.cache)
 
     def __call__(self, batch: Mapping[str, Tensor]) -> Given:
         """No positional arguments, and those by name."""
@@ -94,7 +95,9 @@ def count(cache: Any, length: int) -> None:
     """
     from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-    for layer in cache.layers if length else ():
+    if length == 0:
+        return
+    for layer in cache.layers:
         if isinstance(layer, CacheLayerMixin) and layer.get_seq_length() < length:
             token = torch.zeros(1, 1, length - layer.get_seq_length(), 1, dtype=torch.int8)
             layer.update(token, token)
@@ -106,8 +109,8 @@ def not_filled_once(cache: Any, filled: Iterable[Iterable[Iterable[int]]]) -> li
     """The layers of a cache that no stage has written to, or several, though they hold something.
 
     Args:
-        cache: of the model's kind.
-        filled: of each process and each of its stages, the layers that it has written to.
+        cache: a cache of the model's own class.
+        filled: the layers that each stage of each process has written to.
     """
     from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 

@@ -31,7 +31,7 @@ class Channel(NamedTuple):
     Attributes:
         writer: number of the layer that leaves it.
         reader: number of the layer that takes it.
-        why: for people.
+        why: the reason, in words.
     """
 
     writer: int
@@ -52,7 +52,7 @@ class Channels:
         reads: places of the code between layers where Python reads data, with the values read.
         varied: a place of `reads`, and what is read there instead.
         homes: the paths of blocks and other modules with weights, by the ids of their parameters.
-        users: of each of these modules, the layers that use its weights.
+        users: the layers that use the weights of each of these modules.
         direct: such a module, and the module in whose forward its weights are used; empty: the code between them.
     """
 
@@ -96,7 +96,8 @@ class Channels:
         self.tracker.mark(batch, self.tracker.now)
         self._parameters = _keys(parameters) | _keys([parameter.data for parameter in parameters])
         self._batch = _keys(batch)
-        self._given, self._handed = [], set()
+        self._given = []
+        self._handed = set()
         with contextlib.ExitStack() as contexts:
             for module in self._carried:
                 contexts.enter_context(module.register_forward_hook(lambda _, given, output: self.hand(output)))
@@ -108,7 +109,7 @@ class Channels:
         """The context of a block or another module with weights.
 
         Args:
-            path: of the module.
+            path: the module's path in the model.
             layer: the number of its layer.
             given: its arguments.
         """
@@ -227,7 +228,8 @@ class Channels:
 
     def _look(self, path: str, module: nn.Module, name: str, value: Any) -> None:
         """Compares who wrote an attribute last, or had a container when its content changed, with who reads it."""
-        now, key = self.tracker.now, (id(module), name)
+        now = self.tracker.now
+        key = id(module), name
         if isinstance(value, list | dict | set | deque):
             content = _content(value)
         else:
@@ -238,7 +240,8 @@ class Channels:
         if writer is None or not writer.inside or writer.layer == now.layer:
             return
         if before is None or content != before:
-            self._add(writer, f"reads {path}.{name} of" if path else f"reads {name} of")
+            attribute = f"{path}.{name}".removeprefix(".")
+            self._add(writer, f"reads {attribute} of")
 
 
 def _keys(tree: Any) -> frozenset[int]:

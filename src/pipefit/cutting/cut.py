@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, observe
+from pipefit.cutting.anatomy import Anatomy, Seen, anatomies, called_again, calls_of, num_weights, observe
+from pipefit.cutting.cut_model import Cut
 from pipefit.cutting.differences import same_leaf
 from pipefit.cutting.exported import copied
 from pipefit.cutting.lasting import places_of, refuse_replaced, second_batch
 from pipefit.cutting.notice import noticed, traces
-from pipefit.cutting.own import Arguments, Call, Given, Routers, is_transformers, loss_of, random_batch, result
+from pipefit.cutting.own import (
+    Arguments,
+    Call,
+    Given,
+    Paths,
+    Result,
+    Routers,
+    is_transformers,
+    loss_of,
+    random_batch,
+    result,
+)
 from pipefit.cutting.proof import (
     Difference,
     borders,
     branches,
+    crossed,
     entries,
     prove,
     reference,
@@ -27,16 +40,15 @@ from pipefit.cutting.proof import (
     run_layer,
 )
 from pipefit.cutting.proof_of_trace import prove_trace
-from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at
-from pipefit.cutting.states import States, fill_zeros, kept_outside, seed_torch
+from pipefit.cutting.shell import CutLayer, Payload, Shell, node_at, share_tensors
+from pipefit.cutting.states import States, fill_zeros, kept_outside
 from pipefit.cutting.stubs import Stub
 from pipefit.cutting.traced import Traced
-from pipefit.cutting.tracking import Foreign, place_of
+from pipefit.cutting.tracking import Foreign, described
 from pipefit.errors import ModelError
 from pipefit.spec.arguments import checked
-from pipefit.stage.materialise import InitialiseLayer, is_meta, lent_weights
+from pipefit.stage.materialise import is_meta, lent_weights
 from pipefit.stage.split import NamedLayer, is_sequence, named_layers
-from pipefit.units import columns, counted, format_bytes, format_count
 
 _Batches = tuple[Any, Any]
 
@@ -49,74 +61,8 @@ class _Ways(NamedTuple):
     """
 
     arguments: Arguments
-    result: Callable[[Any], Any]
+    result: Result
     carries: Callable[[nn.Module], bool] | None
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A model as layers.
-
-    Attributes:
-        layers: in order; their parameters have the model's own names.
-        shell: the model's forward, which the layers share, around its blocks or traced.
-        model: the whole one, as its author wrote it; the layers have its weights.
-        crossing: (bytes, number of tensors) that cross the border before each layer but the first, for the example.
-        merged: blocks before which it cannot be cut, with the reason.
-        loss: the model's own, (output, batch) -> mean; None: it has none.
-        weigh: the weight of a batch in that mean; None: its number of samples.
-        initialise_layer: sets the weights of layers of the meta device; None: they have weights.
-    """
-
-    layers: tuple[NamedLayer, ...]
-    shell: Shell | Traced
-    model: nn.Module
-    crossing: tuple[tuple[float, int], ...]
-    merged: tuple[tuple[str, str], ...] = ()
-    loss: Callable[[Any, Any], Tensor] | None = None
-    weigh: Callable[[Any], float] | None = None
-    initialise_layer: InitialiseLayer | None = None
-
-    @property
-    def way(self) -> str:
-        """The place of the borders, for people."""
-        if isinstance(self.shell, Traced):
-            return "of its traced graph"
-        return "around its blocks"
-
-    def __len__(self) -> int:
-        """The number of layers."""
-        return len(self.layers)
-
-    def __str__(self) -> str:
-        """A table of the layers, with the bytes that enter each of them for the example."""
-        entering = [("the batch", ""), *((format_bytes(size), counted(n, "tensor")) for size, n in self.crossing)]
-        rows = [(*row, *enters) for row, enters in zip(_rows(self.layers), entering, strict=True)]
-        head = f"{len(self)} layers {self.way}, proved equal to the whole model"
-        lines = [head, *columns([("layer", "parameters", "enters", ""), *rows])]
-        lines += [f"{name} is in several layers: {', '.join(of)}" for name, of in shared_weights(self.layers)]
-        return "\n".join([*lines, *(f"no cut before {path}: {why}" for path, why in self.merged)])
-
-
-def shared_weights(layers: Sequence[NamedLayer]) -> list[tuple[str, list[str]]]:
-    """Weights that several layers hold, by their first names, with the names of these layers; they stay tied."""
-    found: dict[int, tuple[str, list[str]]] = {}
-    for layer in layers:
-        for name, parameter in layer.module.named_parameters(layer.prefix):
-            found.setdefault(id(parameter), (name, []))[1].append(layer.name)
-    return [(name, of) for name, of in found.values() if len(of) > 1]
-
-
-def table(model: Any) -> str:
-    """A table of the layers of a model that is a sequence of them, or was cut."""
-    if isinstance(model, Cut):
-        return str(model)
-    layers = named_layers(model)
-    return "\n".join([f"{len(layers)} layers", *columns([("layer", "parameters"), *_rows(layers)])])
-
-
-def _rows(layers: Sequence[NamedLayer]) -> list[tuple[str, str]]:
-    return [(layer.name, format_count(sum(p.numel() for p in layer.module.parameters()))) for layer in layers]
 
 
 def plain_arguments(batch: Any) -> Given:
@@ -152,9 +98,10 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
             f"{type(model).__name__} is not a sequence of layers: a cut is found with an example of its "
             "input; give example=…, one batch"
         )
-    unknown = set(cuts or ()) - dict(model.named_modules()).keys()
-    if unknown:
-        raise ModelError(f"cuts: the model has no module {min(unknown)!r}")
+    modules = dict(model.named_modules())
+    for path in cuts or ():
+        if path not in modules:
+            raise ModelError(f"cuts: the model has no module {path!r}")
     if example is None:
         example = random_batch(model, 3)
     if is_known:
@@ -162,16 +109,15 @@ def cut(model: nn.Module, example: Any = None, *, cuts: Sequence[str] | None = N
     else:
         ways = _Ways(plain_arguments, _as_it_is, None)
     found = _found(model, example, cuts, ways)
-    # With the model's own weights again, not those of the proof.
+    # With the model's own weights again, not the weights of the proof.
     if isinstance(found.shell, Traced):
         own = found.shell.hold(model)
     else:
         own = _layers(model, found.shell)
     if is_known:
         loss, weigh = loss_of(model)
-    else:
-        loss, weigh = None, None
-    return replace(found, layers=own, loss=loss, weigh=weigh)
+        found = replace(found, loss=loss, weigh=weigh)
+    return replace(found, layers=own)
 
 
 class Layers(NamedTuple):
@@ -184,7 +130,7 @@ class Layers(NamedTuple):
 
 
 def as_layers(model: Any, example: tuple[Any, Any] | None = None) -> Layers:
-    """The layers of any model: its own, if it is a sequence of layers or was cut; else those of a new cut.
+    """The layers of any model: its own, if it is a sequence of layers or was cut; else the layers of a new cut.
 
     Args:
         model: an `nn.Sequential`, a list of modules, a `Cut`, or any module.
@@ -209,22 +155,21 @@ def _as_it_is(output: Any) -> Any:
     return output
 
 
-def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+def _found(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> Cut:
     """The cut, found and proved with states of its own; nothing of them remains."""
     kind = type(model).__name__
     if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
         raise ModelError(f"{kind} has weights without a shape yet: call it once on a batch before it is cut")
-    if any(isinstance(leaf, Tensor) and leaf.layout is not torch.strided for leaf in pytree.tree_leaves(example)):
-        raise ModelError(
-            f"{kind} cannot be cut: its input has a sparse tensor, which has no micro-batches: make it dense"
-        )
+    if any(_is_sparse(leaf) for leaf in pytree.tree_leaves(example)):
+        raise _refusal(model, "its input has a sparse tensor, which has no micro-batches: make it dense")
     _refuse_sparse(model)
-    scripts = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-    if scripts:
-        raise ModelError(
-            f"{kind} cannot be cut: {scripts[0]} is TorchScript, whose forward cannot be followed; give it as Python "
-            "code, or write the model as a list of layers"
-        )
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise _refusal(
+                model,
+                f"{path} is TorchScript, whose forward cannot be followed; give it as Python code, or write the model "
+                "as a list of layers",
+            )
     states = States(model)
     try:
         with noticed(model), kept_outside(model), states.used(states.fresh()), lent_weights(model):
@@ -233,78 +178,86 @@ def _found(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Wa
     except ModelError:
         raise
     except (Exception, Foreign) as problem:
-        path, line = place_of(problem, model)
-        raise ModelError(
-            f"{kind} cannot be cut: {type(problem).__name__} in {path} ({line}): {problem}. Give "
-            "cuts=['path.to.module', …], modules to cut before, or write the model as a list of layers"
-        ) from problem
+        raise _refusal(model, f"{described(problem, model)}. {_ADVICE}") from problem
+
+
+_ADVICE = "Give cuts=['path.to.module', …], modules to cut before, or write the model as a list of layers"
+
+
+def _refusal(model: nn.Module, why: object) -> ModelError:
+    return ModelError(f"{type(model).__name__} cannot be cut: {why}")
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout is not torch.strided
 
 
 def _refuse_sparse(model: nn.Module, prefix: str = "") -> None:
     """Refuses weights and saved buffers that are sparse: they cannot be sent, and checkpoints cannot hold them."""
     for name, tensor in model.state_dict(prefix=prefix, keep_vars=True).items():
-        if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+        if _is_sparse(tensor):
             raise ModelError(
                 f"{name} is a sparse tensor, which checkpoints cannot hold: make it dense, or, if it is a buffer that "
                 "stays as it is, leave it out of the state: register_buffer(…, persistent=False)"
             )
 
 
-def _cut(model: nn.Module, example: Any, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
-    kind, problems = type(model).__name__, list[str]()
+def _cut(model: nn.Module, example: Any, cuts: Paths | None, ways: _Ways) -> Cut:
+    problems: list[str] = []
     calls: list[str] = []
     found = None
-    states, places = States(model), places_of(model)
+    states = States(model)
+    places = places_of(model)
     try:
         with states.used(states.fresh()):
-            calls = calls_of(model, *ways.arguments(example))
+            calls = calls_of(model, ways.arguments(example))
     except Foreign as problem:
         problems.append(str(problem))
     except Exception as problem:
+        kind = type(model).__name__
         raise ModelError(f"{kind} raised {type(problem).__name__} on its example: {problem}") from problem
     try:
         refuse_replaced(model, places)
         batches = example, second_batch(model, example, ways.arguments)
     except (ModelError, Foreign) as problem:
-        raise ModelError(f"{kind} cannot be cut: {problem}") from None
+        raise _refusal(model, problem) from None
     if not problems:
-        found = _around_blocks(model, anatomies(model, calls, cuts), batches, ways, problems)
+        possible = anatomies(model, calls, cuts)
+        found = _around_blocks(model, possible, batches, ways, problems)
     if found is not None and (is_transformers(model) or _is_good(found, cuts)):
         return found
     try:
         traced = _traced(model, batches, cuts, ways)
         if found is None or cuts is not None or _largest(traced) < _largest(found):
             return traced
+    except ModelError as problem:
+        problems.append(f"as a graph: {problem}")
     except Exception as problem:
-        if isinstance(problem, ModelError):
-            kind_of = ""
-        else:
-            kind_of = f"{type(problem).__name__}: "
-        problems.append(f"as a graph: {kind_of}{problem}")
+        problems.append(f"as a graph: {type(problem).__name__}: {problem}")
     if found is not None:
         return found
     again = called_again(model, calls)
     if again and cuts is None:
         problems.insert(0, f"{again[0]} is called {again[1]} times in one forward, so it would be in several layers")
-    causes = "; ".join(dict.fromkeys([problems[0], problems[-1]]))
-    raise ModelError(
-        f"{kind} cannot be cut: {causes}. Give cuts=['path.to.module', …], modules to cut before, or write the model "
-        "as a list of layers"
-    )
+    causes = problems[0]
+    if problems[-1] != causes:
+        causes += f"; {problems[-1]}"
+    raise _refusal(model, f"{causes}. {_ADVICE}")
 
 
-def _is_good(found: Cut, cuts: Sequence[str] | None) -> bool:
+def _is_good(found: Cut, cuts: Paths | None) -> bool:
     """Returns whether all borders were possible and, unless given by hand, no layer has most of the weights."""
-    total = sum(p.numel() for p in found.shell.model.parameters())
-    return not found.merged and (cuts is not None or 2 * _largest(found) <= total)
+    if found.merged:
+        return False
+    return cuts is not None or 2 * _largest(found) <= num_weights(found.shell.model)
 
 
 def _largest(found: Cut) -> int:
     """The most weights of a layer."""
-    return max(sum(p.numel() for p in layer.module.parameters()) for layer in found.layers)
+    return max(num_weights(layer.module) for layer in found.layers)
 
 
-def _traced(model: nn.Module, batches: _Batches, cuts: Sequence[str] | None, ways: _Ways) -> Cut:
+def _traced(model: nn.Module, batches: _Batches, cuts: Paths | None, ways: _Ways) -> Cut:
     """The cut of a model's traced graph."""
     traces()
     hollow = copied(model, lambda tensor: tensor.to("meta"))
@@ -329,7 +282,7 @@ def _around_blocks(
     except ModelError as problem:
         problems.append(str(problem))
     except Exception as problem:
-        problems.append(f"{type(problem).__name__} in {' ('.join(place_of(problem, model))}): {problem}")
+        problems.append(described(problem, model))
     return None
 
 
@@ -345,24 +298,28 @@ def _best(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways, prob
             problems.append(str(problem))
             return None
         if not found:
-            return Cut(_layers(model, shell), shell, model, _crossing(shell, seen), tuple(merged.items()))
-        whole = [difference.why for difference in found if difference.block is None]
-        if whole:
-            problems.append(whole[0])
-            return None
-        gone = {parts.blocks[difference.block]: difference.why for difference in found if difference.block is not None}
+            layers = _layers(model, shell)
+            return Cut(layers, shell, model, _crossing(shell, seen), tuple(merged.items()))
+        gone = {}
+        for block, why in found:
+            if block is None:
+                problems.append(why)
+                return None
+            gone[parts.blocks[block]] = why
         merged |= gone
         left = tuple(path for path in parts.blocks if path not in gone)
         parts = parts._replace(blocks=left, units=(*parts.units, *gone))
-    problems += [f"{path}: {why}" for path, why in list(merged.items())[:3]]
+    for path, why in list(merged.items())[:3]:
+        problems.append(f"{path}: {why}")
     return None
 
 
 def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -> tuple[Shell, Seen, list[Difference]]:
     """The shell with borders before some blocks, and the borders at which it differs from the whole model."""
-    states, example = States(model), batches[0]
+    states = States(model)
+    example = batches[0]
     with states.used(states.fresh()), torch.no_grad():
-        seen = observe(model, parts, *ways.arguments(example), seed_torch)
+        seen = observe(model, parts, ways.arguments(example))
         seen = seen._replace(output=ways.result(seen.output))
     shell = _shell(model, parts, seen, ways)
     with states.used(states.fresh()), torch.no_grad():
@@ -372,48 +329,50 @@ def _attempt(model: nn.Module, parts: Anatomy, batches: _Batches, ways: _Ways) -
     found = borders(shell, seen, example)
     if found:
         shell.writes = True
-        shell.writes = len(borders(shell, seen, example)) < len(found)
+        fewer = borders(shell, seen, example)
+        shell.writes = len(fewer) < len(found)
         found = borders(shell, seen, example)
     if found:
         return shell, seen, found
     whole = reference(model, parts, batches, shell)
-    num_blocks = len(parts.blocks)
-    found = [Difference(min(border, num_blocks - 1), channel.why) for channel in whole.channels
-             for border in range(channel.writer, channel.reader)]  # fmt: skip
-    found = found or [difference for difference in [prove(shell, whole)] if difference is not None]
-    return shell, seen, found or branches(model, parts, example, shell, whole)
+    last = len(parts.blocks) - 1
+    for channel in whole.channels:
+        for border in range(channel.writer, channel.reader):
+            found.append(Difference(min(border, last), channel.why))
+    found = found or prove(shell, whole) or branches(parts, example, shell, whole)
+    return shell, seen, found
 
 
 def _shell(model: nn.Module, parts: Anatomy, seen: Seen, ways: _Ways) -> Shell:
     """The shell of a model, without the values that cross its borders."""
-    if len(seen.entries) != len(parts.blocks):
+    called = len(seen.entries)
+    expected = len(parts.blocks)
+    if called != expected:
         raise ModelError(
-            f"{len(seen.entries)} of {len(parts.blocks)} blocks were called in a second forward: which layers run must "
-            "not depend on chance or on the data (set layerdrop to 0)"
+            f"{called} of {expected} blocks were called in a second forward: which layers run must not depend on "
+            "chance or on the data (set layerdrop to 0)"
         )
-    modules = {path: model.get_submodule(path) for path in (*parts.blocks, *parts.units, *parts.spine)}
-    named = set(modules.values())
-    units = {path: frozenset(seen.owners[path] or {0}) for path in parts.units}
-    owners = units | {path: frozenset({number}) for number, path in enumerate(parts.blocks, 1)}
-    bare = [(modules[path], frozenset({0})) for path in parts.spine]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    blocks = [modules[path] for path in parts.blocks]
+    spine = [modules[path] for path in parts.spine]
+    owners = {path: frozenset(seen.owners[path] or {0}) for path in parts.units}
+    units = [(modules[path], own) for path, own in owners.items()]
+    owners |= {path: frozenset({number}) for number, path in enumerate(parts.blocks, 1)}
+    labels = {modules[path]: path for path in owners}
+    bare = [(module, frozenset({0})) for module in spine]
     for path in sorted(seen.direct):
-        bare += [(inner, owners[path]) for inner in modules[path].modules() if inner._parameters]
+        for inner in modules[path].modules():
+            if inner._parameters:
+                bare.append((inner, owners[path]))
+    named = labels.keys() | spine
+    shared = [child for module in spine for child in module.children() if child not in named]
+    stubs = {}
+    for path, output in seen.examples.items():
+        stubs[modules[path]] = Stub(modules[path], seen.alike[path], output)
     carried = []
     if ways.carries is not None:
-        carried = [list(filter(ways.carries, modules[path].modules())) for path in parts.blocks]
-    return Shell(
-        model,
-        [modules[path] for path in parts.blocks],
-        [(modules[path], own) for path, own in units.items()],
-        [modules[path] for path in parts.spine],
-        bare,
-        [child for path in parts.spine for child in modules[path].children() if child not in named],
-        {modules[path]: path for path in (*parts.blocks, *parts.units)},
-        ways.arguments,
-        ways.result,
-        {modules[path]: Stub(modules[path], seen.alike[path], output) for path, output in seen.examples.items()},
-        carried,
-    )
+        carried = [list(filter(ways.carries, block.modules())) for block in blocks]
+    return Shell(model, blocks, units, spine, bare, shared, labels, ways.arguments, ways.result, stubs, carried)
 
 
 def _crossings(shell: Shell, seen: Seen, example: Any) -> tuple[dict[int, list[int]], list[Difference]]:
@@ -423,73 +382,79 @@ def _crossings(shell: Shell, seen: Seen, example: Any) -> tuple[dict[int, list[i
     """
     crossing: dict[int, list[int]] = {}
     entered, why = entries(shell, example)
-    for number, whole in enumerate(seen.entries, 1):
-        if number > len(entered):
-            return crossing, [Difference(k, why) for k in range(len(entered), len(shell.blocks))]
-        leaves, foreign = entered[number - 1]
+    for block, whole in enumerate(seen.entries):
+        if block >= len(entered):
+            unreached = range(block, len(shell.blocks))
+            return crossing, [Difference(k, why) for k in unreached]
+        leaves, foreign = entered[block]
         if len(leaves) != len(whole):
-            return crossing, [Difference(number - 1, "its arguments have another structure after stand-ins")]
-        differing = (k for k, pair in enumerate(zip(leaves, whole, strict=True)) if not same_leaf(*pair))
-        crossing[number] = sorted(foreign.union(seen.made[number - 1], differing))
-        for place in crossing[number]:
+            return crossing, [Difference(block, "its arguments have another structure after stand-ins")]
+        differing = {place for place in range(len(whole)) if not same_leaf(leaves[place], whole[place])}
+        crossing[block + 1] = sorted(foreign | seen.made[block] | differing)
+        for place in crossing[block + 1]:
             if not isinstance(whole[place], Tensor):
-                what = f"is given a {type(whole[place]).__name__} that depends on earlier layers"
-                return crossing, [Difference(number - 1, f"it {what}; only tensors can be sent")]
+                kind = type(whole[place]).__name__
+                why = f"it is given a {kind} that depends on earlier layers; only tensors can be sent"
+                return crossing, [Difference(block, why)]
     crossing[len(shell.blocks) + 1] = _needed_at_the_end(shell, seen, example)
     return crossing, []
 
 
 def _needed_at_the_end(shell: Shell, seen: Seen, example: Any) -> list[int]:
     """The output leaves of the last block that the model's output depends on."""
-    leaves, number = seen.exits[-1], len(shell.blocks) + 1
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    for place in places if len(places) > 1 and not shell.carried else ():
-        fewer = [one for one in places if one != place]
+    leaves = seen.exits[-1]
+    number = len(shell.blocks) + 1
+    every = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    if len(every) == 1 or shell.carried:
+        return every
+    needed = every
+    for place in every:
+        fewer = [one for one in needed if one != place]
         shell.crossing = {number: fewer}
         payload = Payload(example, [leaves[one] for one in fewer], [])
-        if run_layer(shell, number, payload._asdict(), seen)[1] is None:
-            places = fewer
-    return places
+        _, why = run_layer(shell, number, payload._asdict(), seen)
+        if why is None:
+            needed = fewer
+    return needed
 
 
 def _crossing(shell: Shell, seen: Seen) -> tuple[tuple[int, int], ...]:
     found = []
     for number in range(1, shell.num_layers):
-        if number <= len(shell.blocks):
-            leaves = seen.entries[number - 1]
-        else:
-            leaves = seen.exits[-1]
-        tensors = [leaves[place] for place in shell.crossing[number] if isinstance(leaves[place], Tensor)]
-        found.append((sum(tensor.nbytes for tensor in tensors), len(tensors)))
+        tensors = crossed(shell, seen, number)
+        size = sum(tensor.nbytes for tensor in tensors)
+        found.append((size, len(tensors)))
     return tuple(found)
 
 
 def _layers(model: nn.Module, shell: Shell) -> tuple[NamedLayer, ...]:
     """The layers with the modules that each one owns."""
     paths = [shell.labels[block] for block in shell.blocks]
-    spine = [path for path, module in model.named_modules() if module in shell.spine]
     members: list[list[str]] = [[], *([path] for path in paths), []]
     for unit, owners in shell.units:
-        for owner in sorted(owners):
+        for owner in owners:
             members[owner].append(shell.labels[unit])
+    spine = [path for path, module in model.named_modules() if module in shell.spine]
     layers = []
-    for number, (label, own) in enumerate(zip(["before", *paths, "after"], members, strict=True)):
-        prefix, holder = _holder(model, own, spine if number == 0 else ())
-        layers.append(NamedLayer(number, prefix, CutLayer(shell, number, holder), label))
+    for number, label in enumerate(["before", *paths, "after"]):
+        prefix, holder = _holder(model, members[number], spine)
+        layer = CutLayer(shell, number, holder)
+        layers.append(NamedLayer(number, prefix, layer, label))
+        spine = []  # The first layer has it.
     return tuple(layers)
 
 
-def _holder(model: nn.Module, paths: Sequence[str], spine: Sequence[str]) -> tuple[str, nn.Module]:
+def _holder(model: nn.Module, paths: Paths, spine: Paths) -> tuple[str, nn.Module]:
     """A module with some modules of the model under their own names below a common prefix."""
-    own = {path: model.get_submodule(path) for path in spine}
-    direct = {path: module for path, module in own.items() if module._parameters or module._buffers}
-    if len(paths) == 1 and not direct:
-        return paths[0], model.get_submodule(paths[0])
     root = nn.Module()
-    for path, module in direct.items():
-        node = node_at(root, path)
-        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-            node.__dict__[name] = module.__dict__[name]
+    is_bare = True
+    for path in spine:
+        module = model.get_submodule(path)
+        if module._parameters or module._buffers:
+            share_tensors(node_at(root, path), module)
+            is_bare = False
+    if len(paths) == 1 and is_bare:
+        return paths[0], model.get_submodule(paths[0])
     for path in paths:
         parent, _, name = path.rpartition(".")
         node_at(root, parent)._modules[name] = model.get_submodule(path)

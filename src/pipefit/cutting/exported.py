@@ -7,9 +7,10 @@ import copy
 import functools
 import io
 import logging
+import operator
 import random
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain, takewhile
@@ -43,8 +44,12 @@ _LOST: dict[Any, str] = {
 }
 """Functions that have no operations in a graph."""
 
-_LEAVES = (Tensor, bool, int, float, str, NoneType, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LEAVES = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float, str, NoneType)
 """Values that a graph may hand out."""
+
+
+_State = Mapping[fx.Node, tuple[str, ...]]
+"""The names of the parameters and buffers that a placeholder stands for."""
 
 
 def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -53,9 +58,8 @@ def copied(model: nn.Module, make: Callable[[Tensor], Tensor]) -> nn.Module:
     for tensor in chain(model.parameters(), model.buffers()):
         made = make(tensor)
         if isinstance(tensor, nn.Parameter):
-            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad)
-        else:
-            memo[id(tensor)] = made
+            made = nn.Parameter(made, tensor.requires_grad)
+        memo[id(tensor)] = made
     try:
         with Copying():
             return copy.deepcopy(model, memo)
@@ -71,7 +75,7 @@ def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dty
         args: positional arguments; of tensors only shapes, types and devices matter.
         kwargs: keyword arguments.
         training: the mode of all modules; None: each has its own.
-        dtype: of floating parameters and buffers; None: their own.
+        dtype: the type of floating parameters and buffers; None: their own.
 
     Raises:
         ModelError: it cannot be exported; with export's reason.
@@ -83,14 +87,14 @@ def flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dty
 
 def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dtype: torch.dtype | None) -> Flow:
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+    devices = [leaf.device for leaf in leaves if isinstance(leaf, Tensor)] or [torch.device("cpu")]
     pretended = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
     def fake(tensor: Tensor, kind: torch.dtype | None = None) -> Tensor:
-        if not (kind and tensor.is_floating_point()):
+        if kind is None or not tensor.is_floating_point():
             kind = tensor.dtype
         with pretended:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=devices[0])
 
     model = copied(model, partial(fake, kind=dtype))
     if training is not None:
@@ -98,33 +102,49 @@ def _flow_of(model: nn.Module, args: Any, kwargs: Any, training: bool | None, dt
     for module in model.modules():
         if isinstance(module, _BatchNorm) and module.momentum is None:
             module.momentum = 0.0  # else export would read the number of batches; the module itself computes, see below
-    leaves = [fake(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     shapes = ShapesCollection()
-    for leaf in leaves:
+    for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            # Samples, and the places of what is a sequence.
-            is_sequence = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
-            shapes[leaf] = dict.fromkeys(range(min(leaf.dim(), 1 + is_sequence)), Dim.AUTO)
+            leaves[place] = fake(leaf)
+            shapes[leaves[place]] = dict.fromkeys(range(_num_free(leaf)), Dim.AUTO)
     args, kwargs = pytree.tree_unflatten(leaves, structure)
     _write_buffers(model)
     rests = _hand_out_tensors(model)
     root = _apart(model)
-    drawn, silenced = random.getstate(), logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    free = shapes.dynamic_shapes(root, args, kwargs)
+    drawn = random.getstate()
     try:
-        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()), _Refusing():
-            program = export(root, args, kwargs, strict=False, dynamic_shapes=shapes.dynamic_shapes(root, args, kwargs))
+        with _silence(), _Refusing():
+            program = export(root, args, kwargs, strict=False, dynamic_shapes=free)
             module = program.module()
     except ModelError:
         raise
     except Exception as problem:
         raise ModelError(f"torch.export refuses it: {_reason(problem)}") from problem
-    finally:
-        logging.disable(silenced)
     if random.getstate() != drawn:
         random.setstate(drawn)
         raise ModelError("it draws from Python's random numbers, which a trace would fix: draw from torch's")
     return _flow(module, rests[0] if rests else program.call_spec.out_spec, root)
+
+
+def _num_free(leaf: Tensor) -> int:
+    """The number of the first dimensions of any size: the samples, and the places of what is a sequence."""
+    is_sequence = leaf.dim() == 3 or (leaf.dim() == 2 and not leaf.is_floating_point())
+    if is_sequence:
+        return 2
+    return min(leaf.dim(), 1)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """The context in which torch writes nothing."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 class _Refusing(TorchFunctionMode):
@@ -153,7 +173,7 @@ class _Around(nn.Module):
 
 def _apart(model: nn.Module) -> nn.Module:
     """The model, or a module around it if a name in it, such as `code`, is one of a graph's module as well."""
-    names = *model._parameters, *model._buffers, *model._modules
+    names = [*model._parameters, *model._buffers, *model._modules]
     if any(hasattr(fx.GraphModule, name) for name in names):
         return _Around(model)
     return model
@@ -176,10 +196,11 @@ def _write_buffers(model: nn.Module) -> None:
         for module, buffers in kept:
             for name, buffer in buffers.items():
                 value = module._buffers.get(name)
-                if buffer is not None and value is not None and value is not buffer:
-                    if value.requires_grad:
-                        raise ModelError(f"its forward gives the buffer {name} a value with a graph: detach it")
-                    written.append((buffer, value))
+                if buffer is None or value is None or value is buffer:
+                    continue
+                if value.requires_grad:
+                    raise ModelError(f"its forward gives the buffer {name} a value with a graph: detach it")
+                written.append((buffer, value))
             module._buffers.update(buffers)
         for buffer, value in written:
             buffer.copy_(value)
@@ -194,7 +215,8 @@ def _hand_out_tensors(model: nn.Module) -> list[Rest]:
     Returns:
         Gets the rest of the output, when the forward has run.
     """
-    forward, rests = model.forward, list[Rest]()
+    forward = model.forward
+    rests: list[Rest] = []
 
     @functools.wraps(forward)
     def handing_out(*args: Any, **kwargs: Any) -> Any:
@@ -211,28 +233,25 @@ def _hand_out_tensors(model: nn.Module) -> list[Rest]:
 
 def _reason(problem: Exception) -> str:
     """The cause that export gives, and the line of the model's code where that is known."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
-    place = next((i for i, line in enumerate(lines) if line.startswith("The following call raised")), len(lines))
-    return ": ".join([lines[0].partition(" (unhinted")[0].rstrip("."), *lines[place + 1 : place + 3]])[:400]
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    if not lines:
+        return type(problem).__name__
+    cause = lines[0].partition(" (unhinted")[0].rstrip(".")
+    for place, line in enumerate(lines):
+        if line.startswith("The following call raised"):
+            code = lines[place + 1 : place + 3]
+            return ": ".join([cause, *code])[:400]
+    return cause[:400]
 
 
 def _flow(program: Any, structure: pytree.TreeSpec | Rest, model: nn.Module) -> Flow:
     graph: fx.Graph = program.graph
-    tensors = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
-    first = {id(tensor): name for name, tensor in reversed(tensors.items())}
+    tensors: dict[Any, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    first = {tensor: name for name, tensor in reversed(tensors.items())}
     known = graph.find_nodes(op="get_attr")
-    state: dict[fx.Node, tuple[str, ...]] = {}
-    for node in known:
-        if node.target in tensors:
-            state[node] = (first[id(tensors[node.target])],)
-    counters = set()
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
-        path = state.get(node.args[3], ("",))[0].rpartition(".")[0]
-        module = model.get_submodule(path)
-        if node.args[5] and isinstance(module, _BatchNorm):
-            counters.add((f"{path}.num_batches_tracked",))
-            kept = (name for name, _ in module.named_buffers(recurse=False) if name in TRACKED)
-            state[_deferred(node, path, module)] = tuple(f"{path}.{name}" for name in kept)
+    placeholders = {node: (first[tensors[node.target]],) for node in known if node.target in tensors}
+    state, counting = _norms_as_modules(graph, placeholders, model)
     _put_writes_in_place(graph, state)
     overwrites = _copy_overwritten(graph)
     constants = {node: attrgetter(node.target)(program) for node in known if node not in state}
@@ -242,25 +261,40 @@ def _flow(program: Any, structure: pytree.TreeSpec | Rest, model: nn.Module) -> 
         stack = node.meta.get("nn_module_stack") or {}
         node.meta["nn_module_stack"] = {key: (_own_name(path), kind) for key, (path, kind) in stack.items()}
     inputs = graph.find_nodes(op="placeholder")
-    guards = getattr(program, "_guards_fn", None)
-    counting = _users({node for node, names in state.items() if names in counters})
     outputs: Any = graph.output_node().args[0]
-    flow = Flow(
-        [node for node in graph.nodes if node.op == "call_function" and node not in counting],
-        inputs,
-        {node: tuple(map(_own_name, names)) for node, names in state.items()},
-        constants,
-        [node for node in known if isinstance(tensors.get(node.target), nn.Parameter)],
-        tuple(outputs),
-        structure,
-        partial(_accepts, [node.meta.get("val") for node in inputs], guards and guards.forward),
-        overwrites,
-    )
-    written = {storage for node in flow.parameters for storage in flow.storages[node]} & flow.kept
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node not in counting]
+    parameters = [node for node in known if isinstance(tensors.get(node.target), nn.Parameter)]
+    forms = [node.meta.get("val") for node in inputs]
+    guards = getattr(program, "_guards_fn", None)
+    accepts = partial(_accepts, forms, guards and guards.forward)
+    state = {node: tuple(map(_own_name, names)) for node, names in state.items()}
+    flow = Flow(nodes, inputs, state, constants, parameters, tuple(outputs), structure, accepts, overwrites)
+    written = [node for node in parameters if flow.storages[node] & flow.kept]
     if written:
-        name = min(flow.state_of([node for node in flow.parameters if flow.storages[node] & written]))
+        name = min(flow.state_of(written))
         raise ModelError(f"its forward writes into the weight {name}: change it after the optimizer's step")
     return flow
+
+
+def _norms_as_modules(graph: fx.Graph, state: _State, model: nn.Module) -> tuple[_State, set[fx.Node]]:
+    """Lets the batch norms in training note their statistics in a stage.
+
+    Returns:
+        The names of parameters and buffers, with those of the norms; and the operations that count batches, which the
+        norms do themselves.
+    """
+    state = dict(state)
+    counters = set()
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.batch_norm.default):
+        name, *_ = state.get(node.args[3], ("",))
+        path = name.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if node.args[5] and isinstance(module, _BatchNorm):
+            counters.add((f"{path}.num_batches_tracked",))
+            kept = [f"{path}.{name}" for name, _ in module.named_buffers(recurse=False) if name in TRACKED]
+            state[_deferred(node, path, module)] = tuple(kept)
+    counting = {node for node, names in state.items() if names in counters}
+    return state, _users(counting)
 
 
 def _copy_overwritten(graph: fx.Graph) -> bool:
@@ -270,12 +304,14 @@ def _copy_overwritten(graph: fx.Graph) -> bool:
         Whether it does.
     """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    written = {storage for node in nodes for given in written_by(node) for storage in memory_of(given)}
+    written: set[int] = set()
+    for node in nodes:
+        written.update(*map(memory_of, written_by(node)))
     found = [node for node in graph.find_nodes(op="placeholder") if memory_of(node) & written]
     for node in found:
         with graph.inserting_before(nodes[0]):
             copied = graph.call_function(torch.ops.aten.clone.default, (node,))
-        node.replace_all_uses_with(copied, delete_user_cb=lambda user, own=copied: user is not own)
+        node.replace_all_uses_with(copied, delete_user_cb=partial(operator.is_not, copied))
         # Its views and those who write have the memory of the node's value; the node itself gets other memory.
         copied.meta = dict(node.meta)
         node.meta["val"] = node.meta["val"].clone()
@@ -287,55 +323,69 @@ def _users(nodes: set[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     rest = list(nodes)
     while rest:
-        users = [user for user in rest.pop().users if user.op == "call_function" and user not in found]
-        found.update(users)
-        rest += users
+        for user in rest.pop().users:
+            if user.op == "call_function" and user not in found:
+                found.add(user)
+                rest.append(user)
     return found
 
 
 def _accepts(forms: Sequence[Any], guards: Callable[..., None] | None, leaves: Sequence[Any]) -> bool:
-    sizes: list[tuple[Any, int]] = []
     for form, leaf in zip(forms, leaves, strict=True):
         if isinstance(form, Tensor):
-            sizes += zip(form.shape, leaf.shape, strict=True)
-    with contextlib.suppress(AssertionError):
+            shape: Any = form.shape
+            for known, size in zip(shape, leaf.shape, strict=True):
+                # A size of 1 is a program of its own, for instance in broadcasting.
+                if size <= 1 and not isinstance(known, int):
+                    return False
+    try:
         if guards is not None:
             guards(*leaves)
-        # A size of 1 is a program of its own, for instance in broadcasting.
-        return all(isinstance(known, int) or size > 1 for known, size in sizes)
-    return False
+    except AssertionError:
+        return False
+    return True
 
 
 def _deferred(node: fx.Node, path: str, module: _BatchNorm) -> fx.Node:
     """Lets a batch norm note its statistics in a stage, which changes the running averages in its own way."""
-    given: Any = node.args
-    x, weight, bias, mean, var, _, share, eps, *_ = given
+    x, weight, bias, mean, var, _, share, eps, *_ = node.args
+    own = None
+    if share != module.momentum:
+        own = share
     with node.graph.inserting_before(node):
         holder = node.graph.get_attr(path)
-        if share == module.momentum:
-            own = None
-        else:
-            own = share
         call = node.graph.call_function(normalised, (holder, x, weight, bias, own, eps))
-    holder.meta["val"] = [one.meta["val"] for one in (mean, var)]
+    averages: Any = (mean, var)
+    holder.meta["val"] = [one.meta["val"] for one in averages]
     call.meta = dict(node.meta)
     node.replace_all_uses_with(call)
     node.graph.erase_node(node)
     return holder
 
 
-def _put_writes_in_place(graph: fx.Graph, state: Mapping[fx.Node, tuple[str, ...]]) -> None:
+def _put_writes_in_place(graph: fx.Graph, state: _State) -> None:
     """Puts the new value of a buffer, which export notes at the end, where it is made and the old one was read last."""
     *nodes, _ = graph.nodes
     order = {node: place for place, node in enumerate(nodes)}
-    copies = list(takewhile(lambda one: one.target is torch.ops.aten.copy_.default, reversed(nodes)))
+    copies = list(takewhile(_is_copy, reversed(nodes)))
     once = {node.args: node for node in copies}
     for node in copies:
         if once[node.args] is not node:
             graph.erase_node(node)
     for (buffer, value), node in once.items():
-        if buffer in state and memory_of(buffer) == memory_of(value):
+        if buffer not in state:
+            continue
+        memory = memory_of(buffer)
+        if memory == memory_of(value):
             graph.erase_node(node)
-        elif buffer in state:
-            users = [one for given in state if memory_of(given) == memory_of(buffer) for one in given.users]
-            max([value, *users], key=lambda one: -1 if one is node else order[one]).append(node)
+            continue
+        last = value
+        for given in state:
+            if memory_of(given) == memory:
+                users = [user for user in given.users if user is not node]
+                last = max([last, *users], key=order.__getitem__)
+        last.append(node)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.copy_.default

@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from pipefit.cutting.own import Leaves
+from pipefit.cutting.tracking import writes_of
 from pipefit.stage.batchnorm import normalised
 from pipefit.stage.opened import Rest
 
@@ -27,13 +29,13 @@ class Flow:
     """The operations of a forward.
 
     Attributes:
-        nodes: in order.
+        nodes: the operations, in order.
         inputs: the leaves of the batch.
         state: the names of the parameters and buffers that a placeholder stands for: one tensor, or a batch norm's.
         constants: what else the operations take.
-        parameters: those of `state` that are parameters.
+        parameters: the placeholders of parameters.
         outputs: nodes or plain values.
-        structure: of the output.
+        structure: the output's structure.
         accepts: whether the leaves of another batch have shapes that the graph is for.
         overwrites: the forward writes into the batch; the graph writes into copies.
     """
@@ -43,9 +45,9 @@ class Flow:
     state: Mapping[fx.Node, tuple[str, ...]]
     constants: Mapping[fx.Node, Any]
     parameters: list[fx.Node]
-    outputs: Sequence[Any]
+    outputs: Leaves
     structure: pytree.TreeSpec | Rest
-    accepts: Callable[[Sequence[Any]], bool]
+    accepts: Callable[[Leaves], bool]
     overwrites: bool = False
 
     @cached_property
@@ -161,16 +163,17 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         return [one for body in _bodies(node) for one in _written_inside(node, body)]
     if not isinstance(target, OpOverload) or target is torch.ops.aten.detach_.default:
         return []
-    values = {argument.name: value for argument, value in zip(target._schema.arguments, node.args, strict=False)}
-    names = [one.name for one in target._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    arguments = [argument.name for argument in target._schema.arguments]
+    values = dict(zip(arguments, node.args, strict=False)) | node.kwargs
+    names = [name for _, name in writes_of(target)]
     if values.get("running_mean") is not None and (values.get("training") or values.get("use_input_stats")):
         names += ["running_mean", "running_var"]  # which the schema does not say
-    found = [(values | node.kwargs).get(name) for name in names]
-    return [one for one in pytree.tree_leaves(found) if isinstance(one, fx.Node)]
+    found = pytree.tree_leaves([values.get(name) for name in names])
+    return [one for one in found if isinstance(one, fx.Node)]
 
 
 def _bodies(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs inside a node, such as that of a part under `no_grad`."""
+    """The graphs inside a node, such as a part under `no_grad`."""
     module: Any = node.graph.owning_module
     found = [attrgetter(str(one.target))(module) for one in node.all_input_nodes if one.op == "get_attr"]
     return [one for one in found if isinstance(one, fx.GraphModule)]

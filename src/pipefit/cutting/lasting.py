@@ -18,31 +18,30 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.channels import Channels
 from pipefit.cutting.differences import worst_difference
+from pipefit.cutting.objects import data_of, named_parts
 from pipefit.cutting.outer import is_code, outer_variables
-from pipefit.cutting.states import TREE, States, buffers_of, kept_buffers, own_copy, put_buffers, seed_torch
+from pipefit.cutting.states import TREE, Buffers, States, buffers_of, kept_buffers, own_copy, put_buffers, seed_torch
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
 
 _DEPTH = 6
 _MOST = 100_000
+_NUMBERS = bool | int | float | None
+_OF_MODULES = (*TREE, "_buffers", "training")
 
 
 def _facts(model: nn.Module) -> dict[str, Any]:
     """The values of a model's attributes and outer variables, and the states of Python's random numbers, by name."""
-    found: dict[str, Any] = {"Python's random numbers": random.getstate(), "NumPy's random numbers": _drawn()}
+    found = {"Python's random numbers": random.getstate(), "NumPy's random numbers": repr(np.random.get_state())}
     seen = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in (*TREE, "_buffers", "training") and not name.endswith("_hooks"):
-                _gather(f"{path}.{name}" if path else name, value, seen, found)
+            if name not in _OF_MODULES and not name.endswith("_hooks"):
+                _gather(f"{path}.{name}".removeprefix("."), value, seen, found)
     for variable in outer_variables(model):
         if variable.is_read:
             _gather(variable.name, variable.get(), seen, found)
     return found
-
-
-def _drawn() -> str:
-    return repr(np.random.get_state())
 
 
 def _gather(name: str, value: Any, seen: set[int], found: dict[str, Any], depth: int = 0) -> None:
@@ -53,40 +52,24 @@ def _gather(name: str, value: Any, seen: set[int], found: dict[str, Any], depth:
     if id(value) in seen or depth > _DEPTH or len(found) > _MOST:
         return
     seen.add(id(value))
-    if isinstance(value, Tensor):
+    data = data_of(value)
+    if data is not None:
+        found[name] = data
+    elif isinstance(value, Tensor):
         found[name] = value.detach().clone()
-    elif isinstance(value, np.ndarray):
-        if value.dtype.kind in "biuf":
-            found[name] = torch.from_numpy(value.copy())
-        else:
-            found[name] = repr(value)
-    elif isinstance(value, torch.Generator):
-        found[name] = value.get_state()
-    elif isinstance(value, random.Random):
-        found[name] = value.getstate()
-    elif isinstance(value, np.random.RandomState):
-        found[name] = repr(value.get_state())
-    elif isinstance(value, np.random.Generator):
-        found[name] = repr(value.bit_generator.state)
     elif isinstance(value, weakref.ref):
         _gather(name, value(), seen, found, depth + 1)
     elif hasattr(value, "cache_info"):
         found[f"the number of results in the cache of {name}"] = value.cache_info().currsize
-    elif isinstance(value, dict):
-        found[f"the length of {name}"] = len(value)
-        for key, inner in list(value.items()):
-            _gather(f"{name}[{str(key)[:40]!r}]", inner, seen, found, depth + 1)
-    elif isinstance(value, list | tuple | deque):
-        found[f"the length of {name}"] = len(value)
-        for index, inner in enumerate(value):
-            _gather(f"{name}[{index}]", inner, seen, found, depth + 1)
     elif isinstance(value, set | frozenset):
         found[name] = frozenset(value)
-    elif not is_code(value) and hasattr(value, "__dict__"):
-        for key, inner in list(vars(value).items()):
-            _gather(f"{name}.{key}", inner, seen, found, depth + 1)
-    elif type(value).__module__ in ("itertools", "builtins") and hasattr(value, "__next__"):
+    elif hasattr(value, "__next__") and type(value).__module__ in ("itertools", "builtins"):
         found[name] = _position(value)
+    elif not is_code(value):
+        if isinstance(value, dict | list | tuple | deque):
+            found[f"the length of {name}"] = len(value)
+        for inner, one in named_parts(name, value):
+            _gather(inner, one, seen, found, depth + 1)
 
 
 def _position(iterator: Any) -> str:
@@ -97,13 +80,14 @@ def _position(iterator: Any) -> str:
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """Describes the first fact that two records differ in, for people; None: there is none."""
-    for name in [*before, *(name for name in after if name not in before)]:
-        old, new = before.get(name), after.get(name)
-        if not _equal(old, new):
-            plain = all(isinstance(one, bool | int | float | None) for one in (old, new))
-            if plain:
-                return f"{name} ({old} → {new})"
-            return name
+    for name in before | after:
+        old = before.get(name)
+        new = after.get(name)
+        if _equal(old, new):
+            continue
+        if isinstance(old, _NUMBERS) and isinstance(new, _NUMBERS):
+            return f"{name} ({old} → {new})"
+        return name
     return None
 
 
@@ -111,7 +95,8 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if a.shape != b.shape or a.dtype != b.dtype:
             return False
-        return bool(((a == b) | ((a != a) & (b != b))).all())
+        both_nan = (a != a) & (b != b)
+        return bool(((a == b) | both_nan).all())
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return False
     return bool(a == b or (a != a and b != b))
@@ -151,18 +136,19 @@ def _other_batches(example: Any) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(0)
 
     def made(leaf: Any, scale: float, permutes: bool) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.layout is not torch.strided:
+        if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.layout is not torch.strided:
             return leaf
         turned = leaf.detach().flip(0)
         if leaf.is_floating_point() or leaf.is_complex():
             turned = turned * scale
         elif permutes:
-            order = torch.randperm(leaf.numel(), generator=generator).to(leaf.device)
-            turned = turned.flatten()[order].view(leaf.shape)
+            order = torch.randperm(leaf.numel(), generator=generator)
+            turned = turned.flatten()[order.to(leaf.device)].view(leaf.shape)
         return turned.requires_grad_(leaf.requires_grad)
 
     for scale, permutes in ((20.0, True), (20.0, False), (1.0, False)):
-        yield pytree.tree_map(functools.partial(made, scale=scale, permutes=permutes), example)
+        change = functools.partial(made, scale=scale, permutes=permutes)
+        yield pytree.tree_map(change, example)
     yield example
 
 
@@ -172,7 +158,7 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
     Args:
         model: stays as it is.
         example: a batch.
-        arguments: from a batch to the positional and keyword arguments of the model.
+        arguments: makes the positional and keyword arguments of the model from a batch.
 
     Returns:
         The other batch.
@@ -180,7 +166,8 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
     Raises:
         ModelError: something of a forward remains for the next one; the message names it.
     """
-    states, channels = States(model), Channels(model)
+    states = States(model)
+    channels = Channels(model)
 
     # A graph writes into a copy of the batch; weights that a forward writes are found elsewhere.
     channels.tracker.on_write = lambda storage: None
@@ -197,7 +184,8 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
 
     with states.used(states.fresh()), kept_buffers(model) as restore:
         first = run(example)
-        left, buffers = _facts(model), buffers_of(model.modules())
+        left = _facts(model)
+        buffers = buffers_of(model.modules())
         batch, alone = _other_run(run, states, example, first, buffers)
         second = run(batch)
         found = _changed(left, _facts(model))
@@ -215,7 +203,7 @@ def second_batch(model: nn.Module, example: Any, arguments: Callable[[Any], Any]
 
 
 def _other_run(
-    run: Callable[[Any], list[Any]], states: States, example: Any, first: list[Any], buffers: Mapping[Any, Tensor]
+    run: Callable[[Any], list[Any]], states: States, example: Any, first: list[Any], buffers: Buffers
 ) -> tuple[Any, list[Any]]:
     """Another batch on which a model runs, with its output as if it were the first one that it sees."""
     for batch in _other_batches(example):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipefit.cutting.cut import Cut
+from pipefit.cutting.anatomy import num_weights
+from pipefit.cutting.cut_model import Cut
 from pipefit.draw.chart import hue, plotted
 from pipefit.stage.split import named_layers
 from pipefit.units import counted, format_bytes, format_count
@@ -26,7 +27,7 @@ def picture(model: Any, title: str = "") -> str:
         PipefitError: matplotlib is not installed.
     """
     layers = named_layers(model)
-    sizes = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
+    sizes = [num_weights(layer.module) for layer in layers]
     if isinstance(model, Cut):
         crossing = model.crossing
     else:

@@ -13,11 +13,12 @@ import math
 from bisect import bisect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 from torch import fx
 
 from pipefit.cutting.flow import Flow, modules_of, num_bytes
+from pipefit.cutting.own import Paths
 from pipefit.errors import ModelError
 
 MOST = 64
@@ -29,48 +30,53 @@ Layers = Mapping[fx.Node, int]
 
 def weighty(flow: Flow) -> list[fx.Node]:
     """The operations with weights: parameters of more than one dimension, or any if there are none."""
-    matrices = {node for node in flow.parameters if node.meta["val"].dim() > 1} or set(flow.parameters)
-    live = set(flow.computed)
-    return [node for node in flow.nodes if node in live and not matrices.isdisjoint(node.all_input_nodes)]
+    matrices = [node for node in flow.parameters if node.meta["val"].dim() > 1]
+    weights = set(matrices or flow.parameters)
+    return [node for node in flow.computed if not weights.isdisjoint(node.all_input_nodes)]
 
 
 def found_lines(flow: Flow) -> list[int]:
     """The places before which it is good to cut, in order."""
     prices = _prices(flow)
-    lines = [_cheapest(prices, range(a + 1, b + 1)) for a, b in pairwise(_places(flow))]
-    lines = [line for line in lines if prices[line] < math.inf]
-    reach = len(lines) // 16
-
-    def is_inside(k: int) -> bool:
-        sides = lines[max(k - reach, 0) : k], lines[k + 1 : k + 1 + reach]
-        return reach > 0 and all(not side or any(prices[other] < prices[lines[k]] for other in side) for side in sides)
-
-    lines = [line for k, line in enumerate(lines) if not is_inside(k)]
+    every = [_cheapest(prices, range(a + 1, b + 1)) for a, b in pairwise(_places(flow))]
+    every = [line for line in every if prices[line] < math.inf]
+    reach = len(every) // 16
+    lines = []
+    for k, line in enumerate(every):
+        before = every[max(k - reach, 0) : k]
+        after = every[k + 1 : k + 1 + reach]
+        is_inside = reach and _is_less(prices, before, line) and _is_less(prices, after, line)
+        if not is_inside:
+            lines.append(line)
     count = min(len(lines), MOST - 1)
-    if count:
-        ends = [len(lines) * part // count for part in range(count + 1)]
-    else:
-        ends = [0]
+    ends = [0]
+    for part in range(1, count + 1):
+        ends.append(len(lines) * part // count)
     return [_cheapest(prices, lines[a:b]) for a, b in pairwise(ends)]
 
 
-def named_lines(flow: Flow, paths: Sequence[str]) -> dict[int, str]:
+def _is_less(prices: Sequence[float], others: Sequence[int], line: int) -> bool:
+    """Returns whether less crosses at one of some other lines, or there are none."""
+    return not others or any(prices[other] < prices[line] for other in others)
+
+
+def named_lines(flow: Flow, paths: Paths) -> dict[int, str]:
     """The places before modules that are given by hand: each where the least crosses after the weights before it.
 
     Raises:
         ModelError: no operation with weights comes before a module, or there can be no line.
     """
-    prices, heavy = _prices(flow), _places(flow)
+    prices = _prices(flow)
+    heavy = _places(flow)
     found: dict[int, str] = {}
     for path in paths:
-        start = next((i for i, node in enumerate(flow.nodes) if path in modules_of(node)), None)
-        if start is None:
-            before = []
-        else:
-            before = [i for i in heavy if i < start]
-        if start is None or not before:
-            raise ModelError(f"cuts: {path} does not run" + ("" if start is None else " after anything with weights"))
-        place = _cheapest(prices, range(before[-1] + 1, start + 1))
+        own = [place for place, node in enumerate(flow.nodes) if path in modules_of(node)]
+        if not own:
+            raise ModelError(f"cuts: {path} does not run")
+        before = [place for place in heavy if place < own[0]]
+        if not before:
+            raise ModelError(f"cuts: {path} does not run after anything with weights")
+        place = _cheapest(prices, range(before[-1] + 1, own[0] + 1))
         if prices[place] == math.inf:
             raise ModelError(f"cuts: what crosses before {path} is no tensor, or is written into on both sides")
         found[place] = path
@@ -88,33 +94,37 @@ def _cheapest(prices: Sequence[float], places: Sequence[int]) -> int:
 
 
 def _last_uses(flow: Flow, order: Mapping[fx.Node, int], end: int) -> dict[fx.Node, int]:
-    """Of each computed node the largest number, in some order, of one that takes it; `end` for those of the output."""
-    found = {node: max((order[user] for user in node.users if user in order), default=0) for node in flow.computed}
-    return found | {node: end for node in flow.outputs if node in order}
+    """The number, in some order, of the last node that takes each computed one; `end` where the output has it."""
+    found = {}
+    for node in flow.computed:
+        users = [order[user] for user in node.users if user in order]
+        found[node] = max(users, default=0)
+        if node in flow.outputs:
+            found[node] = end
+    return found
 
 
 def _prices(flow: Flow) -> list[float]:
     """Bytes that cross a line before each operation; infinite where there can be none."""
     place = {node: i for i, node in enumerate(flow.nodes)}
-    changes = [0.0] * (len(place) + 2)
-    closed = [False] * (len(place) + 1)
+    prices = [0.0] * (len(place) + 1)
     views: Counter[tuple[int, int]] = Counter()
-    for node, last in _last_uses(flow, {node: place[node] for node in flow.computed}, len(place)).items():
-        first, size = place[node] + 1, num_bytes(node)
-        if size == math.inf:
-            closed[first : last + 1] = [True] * (last + 1 - first)
-        elif first <= last:
-            changes[first] += size
-            changes[last + 1] -= size
-        for storage in flow.storages[node] & flow.writers.keys():
-            views.update((storage, line) for line in range(first, last + 1))
+    computed = {node: place[node] for node in flow.computed}
+    for node, last in _last_uses(flow, computed, len(place)).items():
+        size = num_bytes(node)
+        written = flow.storages[node] & flow.writers.keys()
+        for line in range(place[node] + 1, last + 1):
+            prices[line] += size
+            views.update((storage, line) for storage in written)
     for (storage, line), number in views.items():
         # What is written into later is copied as it arrives, which only one of its views may.
-        if number > 1 and line <= place[flow.writers[storage][-1]]:
-            closed[line] = True
+        last_writer = flow.writers[storage][-1]
+        if number > 1 and line <= place[last_writer]:
+            prices[line] = math.inf
     for first, last in _spans(flow, place):
-        closed[first + 1 : last + 1] = [True] * (last - first)
-    return [math.inf if shut else size for size, shut in zip(accumulate(changes), closed, strict=False)]
+        for line in range(first + 1, last + 1):
+            prices[line] = math.inf
+    return prices
 
 
 def _spans(flow: Flow, place: Mapping[fx.Node, int]) -> Iterable[tuple[int, int]]:
@@ -142,13 +152,15 @@ def by_weights(flow: Flow, weights: Sequence[Set[str]]) -> dict[fx.Node, int]:
     known = set().union(*weights)
     layers: dict[fx.Node, int] = {}
     for node in flow.computed:
-        before = set(node.all_input_nodes).union(*map(flow.writing, (node, *node.all_input_nodes)))
+        inputs = node.all_input_nodes
+        before = set(inputs).union(*map(flow.writing, [node, *inputs]))
         least = max((layers[one] for one in before if one in layers), default=0)
-        names = known & flow.state_of(node.all_input_nodes)
-        place = next((k for k in range(least, len(weights)) if names <= weights[k]), None)
-        if place is None:
-            raise ModelError(f"{(modules_of(node) or [''])[-1] or node.name} runs in another order than in its example")
-        layers[node] = place
+        names = known & flow.state_of(inputs)
+        possible = [k for k in range(least, len(weights)) if names <= weights[k]]
+        if not possible:
+            path = (modules_of(node) or [""])[-1]
+            raise ModelError(f"{path or node.name} runs in another order than in its example")
+        layers[node] = possible[0]
     return layers
 
 
@@ -159,11 +171,20 @@ def crossings(flow: Flow, layers: Layers, num_layers: int) -> list[list[fx.Node]
         ModelError: it is no tensor, or one that is written into in an earlier and a later layer.
     """
     lasts = _last_uses(flow, layers, num_layers - 1)
-    found = [[node for node in layers if layers[node] < k <= lasts[node]] for k in range(num_layers)]
+    found: list[list[fx.Node]] = [[] for _ in range(num_layers)]
+    for node, layer in layers.items():
+        for k in range(layer + 1, lasts[node] + 1):
+            found[k].append(node)
     for k, entering in enumerate(found):
+        times = Counter(storage for node in entering for storage in flow.storages[node])
         for node in entering:
-            later = {s for s in flow.storages[node] for writer in flow.writers.get(s, ()) if layers.get(writer, 0) >= k}
-            shared = any(later & flow.storages[other] for other in entering if other is not node)
-            if num_bytes(node) == math.inf or shared or later & flow.kept:
+            later = [s for s in flow.storages[node] if _is_written(flow, layers, s, k)]
+            is_shared = any(times[s] > 1 or s in flow.kept for s in later)
+            if is_shared or num_bytes(node) == math.inf:
                 raise ModelError(f"{node.name} cannot be handed from one layer to the next")
     return found
+
+
+def _is_written(flow: Flow, layers: Layers, storage: int, number: int) -> bool:
+    """Returns whether a memory is written into in a layer or later."""
+    return any(layers.get(writer, 0) >= number for writer in flow.writers.get(storage, ()))

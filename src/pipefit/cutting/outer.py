@@ -37,7 +37,7 @@ class Variable(NamedTuple):
 
     Attributes:
         key: the same for all code that has the variable.
-        name: for people.
+        name: a name for messages.
         get: gives its value.
         put: sets it.
         is_read: code does more with it than to append to it, as a log.

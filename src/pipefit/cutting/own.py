@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,15 @@ Given = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 Arguments = Callable[[Any], Given]
 """From a batch to the arguments of a forward."""
+
+Result = Callable[[Any], Any]
+"""From the output of a model to the input of the loss."""
+
+Leaves = Sequence[Any]
+"""The leaves of a tree, such as arguments."""
+
+Paths = Sequence[str]
+"""Paths of modules."""
 
 IGNORED = -100
 """The label of tokens that the loss ignores, as everywhere in transformers."""
@@ -95,7 +104,9 @@ class Labels:
         labels = _labels(batch)
         if labels.is_floating_point() or labels.dim() < 2:
             return float(len(labels))
-        return float((labels[..., 1:] if self.shifted else labels).ne(IGNORED).sum())
+        if self.shifted:
+            labels = labels[..., 1:]
+        return float(labels.ne(IGNORED).sum())
 
 
 def _labels(batch: Mapping[str, Tensor]) -> Tensor:
@@ -108,14 +119,14 @@ def own_loss(output: Mapping[str, Tensor], batch: Mapping[str, Tensor], weigh: L
     """The model's own loss from the labels of the batch, a mean over the labels that count.
 
     Args:
-        output: of the model, with its loss.
-        batch: with labels.
+        output: what the model gave, with its loss.
+        batch: inputs and labels.
         weigh: its weight; 0 where every label is -100: then the loss is 0, and so are its gradients.
     """
     if "loss" not in output:
         _labels(batch)
         raise ModelError("the model gave no loss for these labels; give loss=function(output, batch)")
-    # Labels without data are those of a profile that is computed.
+    # Only a profile that is computed has labels without data.
     if isinstance(_labels(batch), FakeTensor) or weigh(batch) > 0:
         return output["loss"]
     return torch.stack([value.sum() * 0 for name, value in output.items() if name != "loss"]).sum()
@@ -142,12 +153,16 @@ class Routers:
     @classmethod
     def of(cls, model: nn.Module) -> Routers | None:
         """None: the model gathers nothing."""
-        if not getattr(getattr(model, "config", None), "output_router_logits", False):
+        config = getattr(model, "config", None)
+        if not getattr(config, "output_router_logits", False):
             return None
-        recorded = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
-        kinds: set[Any] = {getattr(one, "target_class", one) for table in recorded
-                 for name, found in table.items() if name == "router_logits"
-                 for one in (found if isinstance(found, list) else [found])}  # fmt: skip
+        kinds: set[Any] = set()
+        for module in model.modules():
+            recorded = getattr(module, "_can_record_outputs", None) or {}
+            found = recorded.get("router_logits", [])
+            if not isinstance(found, list):
+                found = [found]
+            kinds.update(getattr(one, "target_class", one) for one in found)
         if kinds:
             return cls(tuple(kinds))
         return None
@@ -163,50 +178,54 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0) -> dict[str, Ten
     Sequences have 12 tokens, or as many as the model takes; every second one is shorter, and padded.
 
     Args:
-        model: of transformers.
-        samples: in the batch.
-        seed: of the numbers.
+        model: a model of transformers.
+        samples: the number of samples.
+        seed: the seed of the random numbers.
 
     Raises:
         ModelError: the model takes another kind of input.
     """
     base = without_adapters(model)
     config = base.config
+    text = config
+    if hasattr(config, "get_text_config"):
+        text = config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
     name = getattr(base, "main_input_name", "input_ids")
-    kind = next((p.dtype for p in base.parameters() if p.is_floating_point()), torch.float32)
     heads = type(base).__name__
-    if name == "pixel_values":
-        size = getattr(config, "image_size", 32) or 32
-        if isinstance(size, list | tuple):
-            sides = tuple(size)
-        else:
-            sides = (size, size)
-        pixels = torch.randn(samples, getattr(config, "num_channels", 3), *sides, generator=generator).to(kind)
-        if not _takes_labels(model):
-            return {name: pixels}
-        return {name: pixels, "labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
-    if hasattr(config, "get_text_config"):
-        text: Any = config.get_text_config()
-    else:
-        text = config
     length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
-    padding = getattr(text, "pad_token_id", None) or 0
+
+    def numbers(*shape: int) -> Tensor:
+        kinds = [p.dtype for p in base.parameters() if p.is_floating_point()] or [torch.float32]
+        return torch.randn(samples, *shape, generator=generator).to(kinds[0])
 
     def words() -> Tensor:
-        return torch.randint(min(3, text.vocab_size - 1), text.vocab_size, (samples, length), generator=generator)
+        first = min(3, text.vocab_size - 1)
+        return torch.randint(first, text.vocab_size, (samples, length), generator=generator)
 
+    def classes() -> Tensor:
+        return torch.randint(0, config.num_labels, (samples,), generator=generator)
+
+    if name == "pixel_values":
+        sides = getattr(config, "image_size", 32) or 32
+        if isinstance(sides, int):
+            sides = (sides, sides)
+        batch = {name: numbers(getattr(config, "num_channels", 3), *sides)}
+        if _takes_labels(model):
+            batch["labels"] = classes()
+        return batch
     if name == "input_features":
-        frames = 2 * config.max_source_positions
-        features = torch.randn(samples, config.num_mel_bins, frames, generator=generator).to(kind)
+        features = numbers(config.num_mel_bins, 2 * config.max_source_positions)
         return {name: features, "labels": words()}
     if name != "input_ids":
         raise ModelError(f"{heads} takes {name}; give example=…, one batch of yours")
-    ids, seen = words(), torch.ones(samples, length, dtype=torch.int64)
+    padding = getattr(text, "pad_token_id", None) or 0
+    seen = torch.ones(samples, length, dtype=torch.int64)
     seen[1::2, length - length // 3 :] = 0
-    batch = {"input_ids": ids.masked_fill(seen == 0, padding), "attention_mask": seen}
-    if not _takes_labels(model):
-        return batch
-    if "SequenceClassification" in heads:
-        return batch | {"labels": torch.randint(0, config.num_labels, (samples,), generator=generator)}
-    return batch | {"labels": words().masked_fill(seen == 0, IGNORED)}
+    batch = {"input_ids": words().masked_fill(seen == 0, padding), "attention_mask": seen}
+    if _takes_labels(model):
+        if "SequenceClassification" in heads:
+            batch["labels"] = classes()
+        else:
+            batch["labels"] = words().masked_fill(seen == 0, IGNORED)
+    return batch

@@ -24,11 +24,12 @@ from torch.utils import _pytree as pytree
 from pipefit.cutting.absent import Absent, own_modules
 from pipefit.cutting.anatomy import Anatomy, Seen, calls_of, observe
 from pipefit.cutting.channels import Channel, Channels
-from pipefit.cutting.differences import compared_sums, sums_of_gradients, worst_difference
+from pipefit.cutting.differences import Sums, compared_sums, sums_of_gradients, worst_difference
 from pipefit.cutting.notice import proves
+from pipefit.cutting.own import Paths
 from pipefit.cutting.shell import Payload, Shell
-from pipefit.cutting.states import States, buffers_of, kept_outside, own_copy, seed_torch
-from pipefit.cutting.tracking import Foreign, Origin, Tracker, place_in_code, place_of, storages_of
+from pipefit.cutting.states import Buffers, States, buffers_of, kept_outside, own_copy, seed_torch
+from pipefit.cutting.tracking import Foreign, Origin, Tracker, described, place_in_code, place_of, storages_of
 from pipefit.errors import ModelError
 from pipefit.stage.payload import leaves_of
 from pipefit.stage.split import NamedLayer
@@ -39,7 +40,7 @@ class Difference(NamedTuple):
 
     Attributes:
         block: number of the first block (from 0) before which it cannot be cut; None: no single one.
-        why: for people.
+        why: the reason, in words.
     """
 
     block: int | None
@@ -51,17 +52,17 @@ class Reference(NamedTuple):
 
     Attributes:
         batches: the example, and a batch of other data.
-        runs: of each batch.
-        sums: of each batch, weighted sums of the gradients; see `sums_of_gradients`.
-        buffers: after both, by module and name.
-        channels: between the model's layers.
+        runs: a record for each batch.
+        sums: the weighted sums of each batch's gradients; see `sums_of_gradients`.
+        buffers: copies made after both batches.
+        channels: values that pass aside.
         reads: places of its code between the layers that read data into Python.
     """
 
     batches: Sequence[Any]
     runs: Sequence[Seen]
-    sums: Sequence[dict[str, Tensor] | None]
-    buffers: Mapping[tuple[nn.Module, str], Tensor]
+    sums: Sequence[Sums]
+    buffers: Buffers
     channels: Sequence[Channel]
     reads: Mapping[tuple[str, str], Any]
 
@@ -71,35 +72,41 @@ def reference(model: nn.Module, parts: Anatomy, batches: Sequence[Any], shell: S
 
     Args:
         model: stays as it is.
-        parts: of the model.
+        parts: its blocks and the code between them.
         batches: the example, and another one.
-        shell: of the model.
+        shell: the model with its borders.
 
     Raises:
         ModelError: code that every stage runs changes a buffer with every forward.
     """
     states = States(model)
-    channels = Channels(model, [module for modules in shell.carried for module in modules])
+    carried = [module for modules in shell.carried for module in modules]
+    channels = Channels(model, carried)
     runs = []
     sums = []
     after = []
     with states.used(states.fresh()), channels.spying():
         for batch in batches:
-            seen = observe(model, parts, *shell.arguments(batch), seed_torch, channels)
-            seen = seen._replace(output=shell.result(seen.output))
-            sums.append(sums_of_gradients(model, seen.output))
-            runs.append(seen._replace(output=pytree.tree_map_only(Tensor, Tensor.detach, seen.output)))
+            seen = observe(model, parts, shell.arguments(batch), channels)
+            output = shell.result(seen.output)
+            sums.append(sums_of_gradients(model, output))
+            output = pytree.tree_map_only(Tensor, Tensor.detach, output)
+            runs.append(seen._replace(output=output))
             after.append(buffers_of(model.modules()))
-    between = {*shell.spine, *(inner for module in shell.shared for inner in module.modules())}
-    everywhere = [key for key in after[0] if key[0] in between]
-    worst = worst_difference([after[1][key] for key in everywhere], [after[0][key] for key in everywhere])
+    first, last = after
+    between = set(shell.spine)
+    for module in shell.shared:
+        between.update(module.modules())
+    everywhere = {key: buffer for key, buffer in last.items() if key[0] in between}
+    worst = _worst_of_buffers(everywhere, first)
     if worst is not None:
         raise ModelError(f"a buffer that its own code between the blocks writes changes at every forward by {worst}")
-    return Reference(batches, runs, sums, after[1], list(channels.found.values()), channels.reads)
+    return Reference(batches, runs, sums, last, list(channels.found.values()), channels.reads)
 
 
-def _tensors(seen: Seen) -> list[Any]:
-    return _leaves(seen.output)
+def _worst_of_buffers(got: Buffers, wanted: Buffers) -> str | None:
+    """The difference of some buffers from others of the same modules and names."""
+    return worst_difference(list(got.values()), [wanted[key] for key in got])
 
 
 def _leaves(output: Any) -> list[Any]:
@@ -110,18 +117,19 @@ def entries(shell: Shell, example: Any) -> tuple[list[tuple[list[Any], set[int]]
     """Runs the code between the blocks with stand-ins only.
 
     Args:
-        shell: of the cut.
+        shell: the model with its borders.
         example: a batch.
 
     Returns:
         Of each block that is reached, the leaves of its arguments, and the places of those that are computed from
         stand-ins or weights; and why the others are not reached.
     """
-    found: list[tuple[list[Any], set[int]]] = []
+    found = []
     tracker = _tracker_of(shell, -1, {"values": []})
 
     def note(leaves: list[Any]) -> None:
-        found.append((leaves, {place for place, leaf in enumerate(leaves) if tracker.is_foreign(leaf)}))
+        foreign = {place for place, leaf in enumerate(leaves) if tracker.is_foreign(leaf)}
+        found.append((leaves, foreign))
 
     try:
         with tracker.following():
@@ -132,19 +140,26 @@ def entries(shell: Shell, example: Any) -> tuple[list[tuple[list[Any], set[int]]
 
 
 def _why(problem: BaseException, model: nn.Module) -> str:
+    text = str(problem)
     if isinstance(problem, ModelError | Foreign):
-        return str(problem)
-    path, line = place_of(problem, model)
-    if "on device meta" in str(problem) or "'SparseMeta'" in str(problem) or "'Meta'" in str(problem):
+        return text
+    if any(sign in text for sign in ("on device meta", "'SparseMeta'", "'Meta'")):
+        path, line = place_of(problem, model)
         return f"{path} uses weights of other layers ({line}), which are on other stages"
-    return f"its forward fails there: {type(problem).__name__} in {path} ({line}): {problem}"
+    return f"its forward fails there: {described(problem, model)}"
+
+
+def crossed(shell: Shell, seen: Seen, border: int) -> list[Tensor]:
+    """The values that cross the border before a layer in a run of the whole model."""
+    leaves = seen.leaves_at(border)
+    return [leaves[place] for place in shell.crossing[border]]
 
 
 def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
     """Runs each layer on what enters it in the whole model, without gradients.
 
     Args:
-        shell: of the cut.
+        shell: the model with its borders.
         seen: a run of the whole model.
         example: its batch.
 
@@ -158,11 +173,7 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
         for number in range(shell.num_layers):
             proves(number, shell.num_layers)
             if number > 0:
-                if number <= len(shell.blocks):
-                    leaves = seen.entries[number - 1]
-                else:
-                    leaves = seen.exits[-1]
-                values = [leaves[place].clone() for place in shell.crossing[number]]
+                values = [value.clone() for value in crossed(shell, seen, number)]
                 payload = Payload(example, values, payload["carried"])._asdict()
             payload, why = run_layer(shell, number, payload, seen)
             if why is not None:
@@ -176,7 +187,8 @@ def borders(shell: Shell, seen: Seen, example: Any) -> list[Difference]:
 
 def _before(shell: Shell, number: int) -> int:
     """The block (from 0) with which a layer begins; of the first layer, and the last, the nearest one."""
-    return min(max(number - 1, 0), len(shell.blocks) - 1)
+    last = len(shell.blocks) - 1
+    return min(max(number - 1, 0), last)
 
 
 def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any, str | None]:
@@ -186,42 +198,41 @@ def run_layer(shell: Shell, number: int, payload: Any, seen: Seen) -> tuple[Any,
         The payload of the next layer, None if there is none; and what differs, None if nothing does.
     """
     tracker = _tracker_of(shell, number, payload)
-    last = shell.num_layers - 1
     try:
         with tracker.following():
             output = shell.run(number, number, payload, seed_torch)
     except (Exception, Foreign) as problem:
         return None, _why(problem, shell.model)
-    if number == last:
-        got = _leaves(output)
-        wanted = _tensors(seen)
+    if number == shell.num_layers - 1:
         name = "the output"
+        got = _leaves(output)
+        wanted = _leaves(seen.output)
     else:
-        if number < last - 1:
-            leaves = seen.entries[number]
-        else:
-            leaves = seen.exits[-1]
-        got, wanted = output["values"], [leaves[place] for place in shell.crossing[number + 1]]
         name = "what leaves it"
+        got = output["values"]
+        wanted = crossed(shell, seen, number + 1)
     if tracker.is_foreign(got):
         return output, "its code also uses values of earlier layers that are not arguments of its blocks"
     worst = worst_difference(got, wanted)
-    return output, None if worst is None else f"{name} differs from the whole model's by {worst}"
+    if worst is None:
+        return output, None
+    return output, f"{name} differs from the whole model's by {worst}"
 
 
 def _tracker_of(shell: Shell, number: int, payload: Any) -> Tracker:
     """Follows the tensors of a layer that are not there on its stage: stand-ins, and weights of other layers."""
     tracker = Tracker()
-    origins = dict.fromkeys(shell.model.parameters(), Origin(0, -1, "", True))
+    given = Origin(0, -1, "", False)
+    elsewhere = given._replace(foreign=True)
+    origins = dict.fromkeys(shell.model.parameters(), elsewhere)
     for module in own_modules(shell, number):
         for parameter in module._parameters.values():
             if parameter in origins:
-                origins[parameter] = Origin(0, -1, "", False)
+                origins[parameter] = given
     tracker.mark_weights(origins)
+    entered = set()
     if number:
         entered = {key for key, _ in storages_of(payload["values"])}
-    else:
-        entered = set()
 
     def read(origins: list[Origin], value: Any) -> Any:
         if any(origin.foreign for origin in origins):
@@ -236,18 +247,23 @@ def _tracker_of(shell: Shell, number: int, payload: Any) -> Tracker:
         if key in entered and shell.block(number) is not None:
             shell.copies.add(number)
 
-    tracker.on_read, tracker.on_write = read, write
+    tracker.on_read = read
+    tracker.on_write = write
     return tracker
 
 
-def prove(shell: Shell, whole: Reference) -> Difference | None:
+def prove(shell: Shell, whole: Reference) -> list[Difference]:
     """Compares the layers, one by one, with the whole model: outputs, buffers, and gradients of every weight.
 
     Args:
-        shell: of the cut.
+        shell: the model with its borders.
         whole: runs of the model, each layer with its number as the seed.
+
+    Returns:
+        The first difference; nothing where all is equal.
     """
-    states, absent = States(shell.model), Absent(shell)
+    states = States(shell.model)
+    absent = Absent(shell)
     payloads: list[Any] = list(whole.batches)
     for number in range(shell.num_layers):
         proves(number, shell.num_layers)
@@ -255,85 +271,87 @@ def prove(shell: Shell, whole: Reference) -> Difference | None:
         with states.used(states.fresh(own)):
             for index, seen in enumerate(whole.runs):
                 with absent.without_others([number]):
-                    payloads[index], why = run_layer(shell, number, payloads[index], seen)
+                    output, why = run_layer(shell, number, payloads[index], seen)
                 if why is not None:
-                    return Difference(_before(shell, number), why)
+                    return [Difference(_before(shell, number), why)]
+                payloads[index] = output
             mine = buffers_of(module for module in shell.model.modules() if module in own)
-        worst = worst_difference(list(mine.values()), [whole.buffers[key] for key in mine])
+        worst = _worst_of_buffers(mine, whole.buffers)
         if worst is not None:
-            return Difference(None, f"a buffer that its own code writes differs from the whole model's by {worst}")
+            return [Difference(None, f"a buffer that its own code writes differs from the whole model's by {worst}")]
     with states.used(states.fresh()):
         worst = _difference_of_gradients(shell.model, payloads, whole.sums)
+    worst = worst or _together(shell, states, absent, whole)
     if worst is None:
-        return _together(shell, states, absent, whole)
-    return Difference(None, worst)
+        return []
+    return [Difference(None, worst)]
 
 
-def _difference_of_gradients(
-    model: nn.Module, payloads: Sequence[Any], wanted: Sequence[dict[str, Tensor] | None]
-) -> str | None:
+def _difference_of_gradients(model: nn.Module, payloads: Sequence[Any], wanted: Sequence[Sums]) -> str | None:
     for payload, sums in zip(payloads, wanted, strict=True):
         try:
             got = sums_of_gradients(model, payload)
         except Exception as problem:
-            path, line = place_of(problem, model)
-            return f"its backward fails: {type(problem).__name__} in {path} ({line}): {problem}"
+            return f"its backward fails: {described(problem, model)}"
         worst = compared_sums(got, sums)
         if worst is not None:
             return worst
     return None
 
 
-def _together(shell: Shell, states: States, absent: Absent, whole: Reference) -> Difference | None:
+def _together(shell: Shell, states: States, absent: Absent, whole: Reference) -> str | None:
     """Compares two halves, each of several layers that run together, with the whole model."""
-    half, last = shell.num_layers // 2, shell.num_layers - 1
-    with torch.no_grad():
-        with states.used(states.fresh()), absent.without_others(range(half)):
-            first = shell.run(0, half - 1, whole.batches[0], seed_torch)
-        with states.used(states.fresh()), absent.without_others(range(half, shell.num_layers)):
-            joined = shell.run(half, last, first, seed_torch)
-    worst = worst_difference(_leaves(joined), _tensors(whole.runs[0]))
+    half = shell.num_layers // 2
+    payload = whole.batches[0]
+    for layers in (range(half), range(half, shell.num_layers)):
+        with torch.no_grad(), states.used(states.fresh()), absent.without_others(layers):
+            payload = shell.run(layers[0], layers[-1], payload, seed_torch)
+    worst = worst_difference(_leaves(payload), _leaves(whole.runs[0].output))
     if worst is None:
         return None
-    return Difference(None, f"several layers together differ from the same ones one by one by {worst}")
+    return f"several layers together differ from the same ones one by one by {worst}"
 
 
-def branches(model: nn.Module, parts: Anatomy, example: Any, shell: Shell, whole: Reference) -> list[Difference]:
+def branches(parts: Anatomy, example: Any, shell: Shell, whole: Reference) -> list[Difference]:
     """Finds places where data decides which blocks run, by reading something else there.
 
     Args:
-        model: the whole one.
-        parts: of the model.
+        parts: its blocks and the code between them.
         example: a batch.
-        shell: of the model.
+        shell: the model with its borders.
         whole: runs of the model.
     """
-    states = States(model)
+    states = States(shell.model)
     for place, value in whole.reads.items():
         for other in _other_values(value):
-            channels = Channels(model)
+            channels = Channels(shell.model)
             channels.varied = place, other
-            args, kwargs = shell.arguments(example)
+            path = None
             with contextlib.suppress(Exception, Foreign), states.used(states.fresh()), torch.no_grad():
-                path = _first_elsewhere(shell, parts, calls_of(model, args, kwargs, channels))
-                if path is not None:
-                    why = f"{place[0]} decides by the data whether {path} runs ({place[1]})"
-                    return [Difference(None, f"{why}; put the branch into the forward of {path}")]
+                calls = calls_of(shell.model, shell.arguments(example), channels)
+                path = _first_elsewhere(shell, parts, calls)
+            if path is not None:
+                module, line = place
+                why = f"{module} decides by the data whether {path} runs ({line})"
+                return [Difference(None, f"{why}; put the branch into the forward of {path}")]
     return []
 
 
-def _first_elsewhere(shell: Shell, parts: Anatomy, calls: Sequence[str]) -> str | None:
+def _first_elsewhere(shell: Shell, parts: Anatomy, calls: Paths) -> str | None:
     """The first block that is not in its place among some calls, or the first unit in a layer without its weights."""
     owners = {shell.labels[unit]: own for unit, own in shell.units if unit in shell.stubs}
+    last = len(parts.blocks)
     layer = 0
     for path in calls:
         if path in parts.blocks:
-            layer += 1
-            if parts.blocks.index(path) != layer - 1:
+            if parts.blocks.index(path) != layer:
                 return path
+            layer += 1
         elif path in parts.units:
-            after_last = layer == len(parts.blocks) and layer + 1 in owners.get(path, ())
-            if layer not in owners.get(path, ()) and not after_last:
+            possible = {layer}
+            if layer == last:
+                possible.add(last + 1)
+            if possible.isdisjoint(owners.get(path, ())):
                 return path
     return None
 
@@ -351,7 +369,7 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
     """Refuses a sequence of layers of which one takes tensors or attributes of another that are not its input.
 
     Args:
-        layers: in order; an error in their forwards is left to the run.
+        layers: the whole sequence; an error in a forward is left to the run.
         batch: the input of the first one.
 
     Returns:
@@ -361,9 +379,10 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
         ModelError: two layers do; the message names them.
     """
     model = nn.ModuleList(layer.module for layer in layers)
-    states, channels = States(model), Channels(model)
+    states = States(model)
+    channels = Channels(model)
     channels.tracker.on_write = lambda storage: None
-    runs: list[list[tuple[Any, Any]]] = []
+    runs: list[_Run] = []
     with kept_outside(model), torch.no_grad():
         with states.used(states.fresh()), channels.spying():
             for _ in range(2):
@@ -377,14 +396,18 @@ def refuse_channels(layers: Sequence[NamedLayer], batch: Any) -> bool:
         return True
 
 
+_Run = list[tuple[Any, Any]]
+"""The input and output of each layer."""
+
+
 _ASIDE = (
     ": layers run on other stages and for other micro-batches; return the value as part of the output, or make one "
     "layer of both"
 )
 
 
-def _run_of_layers(layers: Sequence[NamedLayer], batch: Any, channels: Channels) -> list[tuple[Any, Any]]:
-    """Runs layers one after the other, and returns the input and output of each."""
+def _run_of_layers(layers: Sequence[NamedLayer], batch: Any, channels: Channels) -> _Run:
+    """Runs layers one after the other."""
     found = []
     payload = batch
     for number, layer in enumerate(layers):
@@ -404,11 +427,12 @@ def _seed(number: int) -> None:
     np.random.seed(number)
 
 
-def _refuse_other_alone(layers: Sequence[NamedLayer], states: States, runs: Sequence[list[tuple[Any, Any]]]) -> None:
+def _refuse_other_alone(layers: Sequence[NamedLayer], states: States, runs: Sequence[_Run]) -> None:
     """Refuses layers of which one gives another output where the others have not run: in a state of its own."""
     for number, layer in enumerate(layers):
         proves(number, len(layers))
-        with states.used(states.fresh(set(layer.module.modules()))):
+        own = set(layer.module.modules())
+        with states.used(states.fresh(own)):
             for run in runs:
                 given, wanted = run[number]
                 _seed(number)

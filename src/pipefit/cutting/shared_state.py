@@ -9,16 +9,14 @@ comparing it before and after the first forwards. Ordinary layers share nothing 
 
 from __future__ import annotations
 
-import functools
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
+from pipefit.cutting.objects import data_of, named_parts
 from pipefit.cutting.outer import Variable, can_change, outer_variables
 from pipefit.errors import ModelError
 from pipefit.spec.plan import Partition
@@ -28,7 +26,9 @@ from pipefit.stage.stage import Stage
 _FORWARDS = 2
 """Forwards of each layer that are watched: the second one is another micro-batch's, or another step's."""
 
-_DEPTH, _MOST = 6, 10_000
+_DEPTH = 6
+_MOST = 10_000
+_PLAIN = bool | int | float | complex | str | bytes
 _OF_TORCH = set(vars(nn.Module()))
 """Attributes of every module, its weights, buffers and hooks among them."""
 
@@ -37,7 +37,7 @@ class Place(NamedTuple):
     """A place that holds values.
 
     Attributes:
-        name: for people.
+        name: a name for messages.
         content: gives the values that it holds now.
         is_buffer: it is a buffer of one of the layer's own modules.
     """
@@ -69,21 +69,23 @@ def watch_shared(layers: Sequence[NamedLayer], partition: Partition, held: Seque
     """Lets the first forwards of layers fail that change what a layer of another stage has, too.
 
     Args:
-        layers: of the model, in order.
+        layers: all of the model, in order.
         partition: the layers of each stage.
         held: the stages of each rank of this process, by index.
     """
     if len(partition.stages) == 1:
         return
     places = {layer.index: _places_of(layer) for layer in layers}
-    for index, stage in ((index, stage) for of_rank in held for index, stage in of_rank.items()):
-        others = {layers[i].name: places[i] for i in range(len(layers)) if i not in partition.stages[index].layers}
-        for layer in stage.layers:
-            # A copy of a layer, as replicas have it, shares nothing with the others.
-            if layer.module is layers[layer.index].module:
-                shared = _shared(places[layer.index], others)
-                if shared:
-                    _Watch(layer, shared)
+    for stages in held:
+        for index, stage in stages.items():
+            own = partition.stages[index].layers
+            others = {layer.name: places[layer.index] for layer in layers if layer.index not in own}
+            for layer in stage.layers:
+                # A copy of a layer, as replicas have it, shares nothing with the others.
+                if layer.module is layers[layer.index].module:
+                    shared = _shared(places[layer.index], others)
+                    if shared:
+                        _Watch(layer, shared)
 
 
 def _shared(mine: Mapping[Any, Place], others: Mapping[str, Mapping[Any, Place]]) -> list[Shared]:
@@ -104,10 +106,9 @@ class _Watch:
         self._shared = shared
         self._before: list[list[Any]] = []
         self._left = _FORWARDS
-        self._hooks = [
-            layer.module.register_forward_pre_hook(self._begin, prepend=True),
-            layer.module.register_forward_hook(self._end),
-        ]
+        begin = layer.module.register_forward_pre_hook(self._begin, prepend=True)
+        end = layer.module.register_forward_hook(self._end)
+        self._hooks = [begin, end]
 
     def _begin(self, module: nn.Module, given: Any) -> None:
         self._before = [shared.content() for shared in self._shared]
@@ -116,15 +117,16 @@ class _Watch:
         for shared, before in zip(self._shared, self._before, strict=True):
             after = shared.content()
             if not _is_same(before, after):
+                changed = f"{shared.mine.name}{_changed_key(before, after)}"
                 raise ModelError(
-                    f"layer {self._layer.name} changes {shared.mine.name}{_changed_key(before, after)}, which layer "
-                    f"{shared.other} of another stage has, too, in {shared.theirs.name}: there, it is another one. "
-                    "Return the value as part of the output, or make one layer of both; if the other layer does not "
-                    "need it, pass example= so that it is proved"
+                    f"layer {self._layer.name} changes {changed}, which layer {shared.other} of another stage has, "
+                    f"too, in {shared.theirs.name}: there, it is another one. Return the value as part of the output, "
+                    "or make one layer of both; if the other layer does not need it, pass example= so that it is proved"
                 )
         self._left -= 1
         if not self._left:
-            self._before, self._shared = [], []
+            self._before = []
+            self._shared = []
             for hook in self._hooks:
                 hook.remove()
 
@@ -132,16 +134,17 @@ class _Watch:
 def _places_of(layer: NamedLayer) -> dict[Any, Place]:
     """The places that the code of a layer has, by keys that are the same for all who have them."""
     found: dict[Any, Place] = {}
-    for path, module in layer.module.named_modules(prefix=layer.name):
-        found[id(module)] = Place(path, functools.partial(_attributes, module))
+    modules = list(layer.module.named_modules(prefix=layer.name))
+    for path, module in modules:
+        found[id(module)] = Place(path, partial(_attributes, module))
         for name, buffer in module.named_buffers(path, recurse=False):
-            found[id(buffer)] = Place(name, functools.partial(_content, buffer), is_buffer=True)
-    for path, module in layer.module.named_modules(prefix=layer.name):
+            found[id(buffer)] = Place(name, partial(_content, buffer), is_buffer=True)
+    for path, module in modules:
         for name, value in _named_attributes(module):
             _walk(f"{path}.{name}", value, found)
     for variable in outer_variables(layer.module):
         if variable.is_read:
-            found[variable.key] = Place(variable.name, functools.partial(_value, variable))
+            found[variable.key] = Place(variable.name, partial(_value, variable))
             _walk(variable.name, variable.get(), found)
     return found
 
@@ -167,7 +170,7 @@ def _walk(name: str, value: Any, found: dict[Any, Place], depth: int = 0) -> Non
     if id(value) in found or depth > _DEPTH or len(found) > _MOST:
         return
     if isinstance(value, nn.Module) or can_change(value):
-        found[id(value)] = Place(name, functools.partial(_content, value))
+        found[id(value)] = Place(name, partial(_content, value))
     elif not isinstance(value, tuple):
         return
     for inner, one in _named_inside(name, value):
@@ -176,40 +179,30 @@ def _walk(name: str, value: Any, found: dict[Any, Place], depth: int = 0) -> Non
 
 def _named_inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The values that a value holds, with their names."""
-    if isinstance(value, dict):
-        for key, one in list(value.items()):
-            yield f"{name}[{str(key)[:40]!r}]", one
-    elif isinstance(value, list | tuple | set | deque):
-        for index, one in enumerate(list(value)):
-            yield f"{name}[{index}]", one
-    elif isinstance(value, nn.Module):
-        for key, one in [*_named_attributes(value), *value._buffers.items()]:
+    if isinstance(value, nn.Module):
+        for key, one in _attributes_and_buffers(value):
             yield f"{name}.{key}", one
-    elif not isinstance(value, Tensor) and hasattr(value, "__dict__"):
-        for key, one in list(vars(value).items()):
-            yield f"{name}.{key}", one
+    elif not isinstance(value, Tensor):
+        yield from named_parts(name, value)
+
+
+def _attributes_and_buffers(module: nn.Module) -> list[tuple[str, Any]]:
+    return [*_named_attributes(module), *module._buffers.items()]
 
 
 def _content(value: Any) -> list[Any]:
     """The values that a place holds: the same ones, not copies, unless they are data."""
     if isinstance(value, Tensor):
         return [value._version]
-    if isinstance(value, np.ndarray):
-        return [value.tobytes()]
-    if isinstance(value, torch.Generator):
-        return [value.get_state().numpy().tobytes()]
-    if isinstance(value, random.Random):
-        return [value.getstate()]
-    if isinstance(value, np.random.Generator):
-        return [repr(value.bit_generator.state)]
-    if isinstance(value, np.random.RandomState):
-        return [repr(value.get_state())]
+    data = data_of(value)
+    if data is not None:
+        return [data]
     if isinstance(value, dict):
         return _parts(value.items())
     if isinstance(value, list | set | deque):
         return list(value)
     if isinstance(value, nn.Module):
-        return _parts([*_named_attributes(value), *value._buffers.items()])
+        return _parts(_attributes_and_buffers(value))
     return _parts(vars(value).items())
 
 
@@ -217,8 +210,9 @@ def _changed_key(before: Sequence[Any], after: Sequence[Any]) -> str:
     """The key or attribute of the first value that is another one, for people; empty: it has none."""
     for place, (old, new) in enumerate(zip(before, after, strict=False)):
         if not _is_same([old], [new]):
-            if place % 2 and isinstance(before[place - 1], str):
-                return f" ({before[place - 1]})"
+            key = before[place - 1]
+            if place % 2 and isinstance(key, str):
+                return f" ({key})"
             return ""
     return ""
 
@@ -230,7 +224,8 @@ def _is_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
 
 
 def _are_equal(a: Any, b: Any) -> bool:
-    plain = bool | int | float | complex | str | bytes
     if isinstance(a, tuple) and isinstance(b, tuple):
         return _is_same(a, b)
-    return isinstance(a, plain) and isinstance(b, plain) and (a == b or (a != a and b != b))
+    if isinstance(a, _PLAIN) and isinstance(b, _PLAIN):
+        return a == b or (a != a and b != b)
+    return False

@@ -15,21 +15,26 @@ The arguments of a block that cross its border are not guessed: they are those t
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipefit.cutting.own import Arguments
+from pipefit.cutting.own import Arguments, Result
 from pipefit.cutting.stubs import nan_like
 from pipefit.cutting.tensor_plan import Rules, tensor_rules
 from pipefit.cutting.tracking import arrived, stood_in
 from pipefit.errors import ModelError
 from pipefit.parallel import Ruled
 from pipefit.stage.stage import replaced_forwards
+
+Forward = Callable[..., Any]
+
+Owned = tuple[nn.Module, frozenset[int]]
+"""A module, and the numbers of the layers that have its weights."""
 
 Enter = Callable[[int], None]
 """Called when the forward reaches a layer that computes, with the layer's number."""
@@ -65,7 +70,7 @@ class Shell:
     """A model with the places where it can be cut.
 
     Attributes:
-        model: as its author wrote it.
+        model: the module that its author wrote.
         blocks: modules that are called once and in this order; block i is layer i + 1.
         units: other modules with weights, and the layers that call them.
         spine: modules that hold blocks; their forwards are the code between the layers.
@@ -73,11 +78,11 @@ class Shell:
             these weights; the others get stand-ins of them.
         shared: modules without weights that this code calls, such as rotary tables; every stage has them.
         labels: the paths of blocks and units.
-        arguments: from a batch to the positional and keyword arguments of the model.
-        result: from the output of the model to the input of the loss.
-        carried: of each block, the modules in it whose outputs the model gathers from hooks for its end, such as the
+        arguments: makes the positional and keyword arguments of the model from a batch.
+        result: makes the input of the loss from the output of the model.
+        carried: the modules in each block whose outputs the model gathers from hooks for its end, such as the
             routers of a mixture of experts; they are sent with the values that cross the borders.
-        crossing: of each border k (0: none), the positions of the leaves that cross it among the arguments of block k,
+        crossing: the positions of the leaves that cross each border k (0: none) among the arguments of block k,
             and for the last among the outputs of the last block.
         copies: blocks that write into what they are given, by number: as the first of a stage they get a copy.
         writes: values that crossed a border are also written into the tensors that they replace, for models whose own
@@ -86,14 +91,14 @@ class Shell:
 
     model: nn.Module
     blocks: Sequence[nn.Module]
-    units: Sequence[tuple[nn.Module, frozenset[int]]]
+    units: Sequence[Owned]
     spine: Sequence[nn.Module]
-    bare: Sequence[tuple[nn.Module, frozenset[int]]]
+    bare: Sequence[Owned]
     shared: Sequence[nn.Module]
     labels: Mapping[nn.Module, str]
     arguments: Arguments
-    result: Callable[[Any], Any]
-    stubs: Mapping[nn.Module, Callable[..., Any]]
+    result: Result
+    stubs: Mapping[nn.Module, Forward]
     carried: Sequence[Sequence[nn.Module]] = ()
     crossing: Mapping[int, Sequence[int]] = field(default_factory=dict)
     copies: set[int] = field(default_factory=set)
@@ -133,12 +138,12 @@ class Shell:
         """Runs the code before the last block, with stand-ins for all modules with weights.
 
         Args:
-            batch: of the model.
+            batch: one batch of the model's kind.
             note: called with the leaves of each block's arguments.
         """
         num_blocks = len(self.blocks)
 
-        def noted(number: int, stub: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(number: int, stub: Forward) -> Forward:
             def run(*args: Any, **kwargs: Any) -> Any:
                 note(pytree.tree_leaves((args, kwargs)))
                 if number == num_blocks:
@@ -147,9 +152,12 @@ class Shell:
 
             return run
 
-        stubs = {block: noted(number, self.stubs[block]) for number, block in enumerate(self.blocks, 1)}
+        stubs = dict(self.stubs)
+        for number, block in enumerate(self.blocks, 1):
+            stubs[block] = noted(number, stubs[block])
         begin = Payload(batch, [], [])._asdict()
-        replace(self, stubs={**self.stubs, **stubs}, carried=()).run(num_blocks + 1, num_blocks, begin)
+        passed = replace(self, stubs=stubs, carried=())
+        passed.run(num_blocks + 1, num_blocks, begin)
 
     def train(self, mode: bool) -> None:
         """Training or evaluation mode of all that runs between the layers."""
@@ -171,24 +179,29 @@ class _Passage:
         self.last = last
         self.values = begin.values
         self.enter = enter
-        self.carried, self.next = list(begin.carried), 1
+        self.carried = list(begin.carried)
+        self.next = 1
         # Values that crossed the border, by the stub's tensor that they replace wherever the forward uses it again.
         self.arrived: dict[int, tuple[Any, Any]] = {}
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
         """The context of a run, in which the forwards of modules are replaced."""
-        shell, inside = self.shell, range(self.first, self.last + 1)
-        forwards: dict[nn.Module, Callable[..., Any]] = {}
+        shell = self.shell
+        inside = range(self.first, self.last + 1)
+        forwards: dict[nn.Module, Forward] = {}
         for unit, owners in shell.units:
             if unit not in shell.stubs:
-                forwards[unit] = functools.partial(self._uncalled, shell.labels[unit])
+                forwards[unit] = partial(self._uncalled, shell.labels[unit])
             elif owners.isdisjoint(inside):
                 forwards[unit] = shell.stubs[unit]
         for number, block in enumerate(shell.blocks, 1):
-            forwards[block] = functools.partial(self._in_order, number, self._forward_of(number, block))
-        away = [module for module, owners in shell.bare if owners.isdisjoint(inside)]
-        hidden = [(module, dict(module._parameters)) for module in away]
+            forward = self._forward_of(number, block)
+            forwards[block] = partial(self._in_order, number, forward)
+        hidden = []
+        for module, owners in shell.bare:
+            if owners.isdisjoint(inside):
+                hidden.append((module, dict(module._parameters)))
         try:
             for module, parameters in hidden:
                 stand_ins = {name: nan_like(p) for name, p in parameters.items() if p is not None}
@@ -208,27 +221,21 @@ class _Passage:
         Raises:
             ModelError: another block would be.
         """
-        blocks = self.shell.blocks
-        if self.next <= len(blocks):
+        wanted = None
+        if self.next <= len(self.shell.blocks):
             wanted = self.next
-        else:
-            wanted = None
-        if block == wanted:
-            return
-        if block is None:
-            came = "the forward ended"
-        else:
-            came = f"{self._label(block)} was called"
-        if wanted is None:
-            other = "it ended"
-        else:
-            other = f"{self._label(wanted)} was called"
-        raise ModelError(
-            f"{came} where in the example {other}: which blocks run must not depend on the data; put the branch into "
-            "the forward of the block, or give cuts=[…] elsewhere"
-        )
+        if block != wanted:
+            raise ModelError(
+                f"{self._event(block)} where in the example {self._event(wanted)}: which blocks run must not depend on "
+                "the data; put the branch into the forward of the block, or give cuts=[…] elsewhere"
+            )
 
-    def _in_order(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _event(self, block: int | None) -> str:
+        if block is None:
+            return "the forward ended"
+        return f"{self._label(block)} was called"
+
+    def _in_order(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         self.check(number)
         self.next += 1
         return forward(*args, **kwargs)
@@ -239,41 +246,24 @@ class _Passage:
             "the data; put the branch into the forward of the module, or give an example that calls it"
         )
 
-    def _forward_of(self, number: int, block: nn.Module) -> Callable[..., Any]:
-        stub, num_blocks = self.shell.stubs[block], len(self.shell.blocks)
+    def _forward_of(self, number: int, block: nn.Module) -> Forward:
+        stub = self.shell.stubs[block]
+        num_blocks = len(self.shell.blocks)
         if number > self.last:
-            return functools.partial(self._reached, number)
-        if number < self.first:
-            is_replayed = self.last > num_blocks and (number == num_blocks or self.shell.carried)
-            if is_replayed:
-                return functools.partial(self._skipped, number, stub)
-            return stub
-        return functools.partial(self._computes, number, block.forward)
+            return partial(self._reached, number)
+        if number >= self.first:
+            return partial(self._computes, number, block.forward)
+        if self.last > num_blocks and (number == num_blocks or self.shell.carried):
+            return partial(self._skipped, number, stub)
+        return stub
 
     def _reached(self, number: int, *args: Any, **kwargs: Any) -> None:
-        raise _Reached(self._crossing(number, self._with_arrived((args, kwargs))))
+        given = self._with_arrived((args, kwargs))
+        raise _Reached(self._crossing(number, given))
 
-    def _computes(self, number: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _computes(self, number: int, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         if number == self.first:
-            leaves, structure = pytree.tree_flatten((args, kwargs))
-            for place, value in zip(self.shell.crossing[number], self.values, strict=True):
-                if place >= len(leaves) or getattr(leaves[place], "shape", None) != value.shape:
-                    raise ModelError(
-                        f"a value that enters {self._label(number)} has another shape than its stand-in; no cut there"
-                    )
-                known = self.arrived.setdefault(id(leaves[place]), (leaves[place], value))
-                if known[1] is not value:
-                    raise ModelError(
-                        f"two values that enter {self._label(number)} cannot be distinguished; no cut there"
-                    )
-                if self.shell.writes and not leaves[place].requires_grad:
-                    leaves[place].copy_(value)
-                    arrived(leaves[place])
-                if number in self.shell.copies:
-                    leaves[place] = value.clone()
-                else:
-                    leaves[place] = value
-            args, kwargs = pytree.tree_unflatten(leaves, structure)
+            args, kwargs = self._entered(number, (args, kwargs))
         elif len(self.arrived) > 1:
             args, kwargs = self._with_arrived((args, kwargs))
         self.enter(number)
@@ -287,23 +277,49 @@ class _Passage:
             self.enter(number + 1)
         return output
 
-    def _carrying(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _entered(self, number: int, tree: Any) -> Any:
+        """The arguments of the first block of a stage, with the values that crossed the border."""
+        leaves, structure = pytree.tree_flatten(tree)
+        for place, value in zip(self.shell.crossing[number], self.values, strict=True):
+            if place >= len(leaves) or getattr(leaves[place], "shape", None) != value.shape:
+                raise ModelError(
+                    f"a value that enters {self._label(number)} has another shape than its stand-in; no cut there"
+                )
+            stand_in = leaves[place]
+            _, known = self.arrived.setdefault(id(stand_in), (stand_in, value))
+            if known is not value:
+                raise ModelError(f"two values that enter {self._label(number)} cannot be distinguished; no cut there")
+            if self.shell.writes and not stand_in.requires_grad:
+                stand_in.copy_(value)
+                arrived(stand_in)
+            leaves[place] = value
+            if number in self.shell.copies:
+                leaves[place] = value.clone()
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _carrying(self, number: int, forward: Forward, args: Any, kwargs: Any) -> Any:
         """Runs a block and keeps the outputs of the modules in it that are carried."""
         kept: list[Any] = []
         self.carried.append(kept)
+
+        def keep(module: nn.Module, given: Any, output: Any) -> None:
+            kept.append(output)
+
         with contextlib.ExitStack() as hooks:
             for module in self.shell.carried[number - 1]:
-                hooks.enter_context(module.register_forward_hook(lambda _, given, output: kept.append(output)))
+                hooks.enter_context(module.register_forward_hook(keep))
             return forward(*args, **kwargs)
 
-    def _skipped(self, number: int, stub: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _skipped(self, number: int, stub: Forward, *args: Any, **kwargs: Any) -> Any:
         """The output of an earlier block, where the model's end runs: the model's own hooks get the carried outputs."""
         if self.shell.carried:
-            for module, output in zip(self.shell.carried[number - 1], self.carried[number - 1], strict=True):
-                with replaced_forwards({module: lambda output=output: output}):
+            modules = self.shell.carried[number - 1]
+            for module, output in zip(modules, self.carried[number - 1], strict=True):
+                with replaced_forwards({module: partial(_given, output)}):
                     module()
         output = stub(*args, **kwargs)
-        if number < self.first - 1 or self.first <= len(self.shell.blocks):
+        num_blocks = len(self.shell.blocks)
+        if number < num_blocks or self.first <= num_blocks:
             return output
         leaves, structure = pytree.tree_flatten(output)
         for place, value in zip(self.shell.crossing[self.first], self.values, strict=True):
@@ -314,10 +330,16 @@ class _Passage:
     def _with_arrived(self, tree: Any) -> Any:
         if not self.arrived:
             return tree
-        return pytree.tree_map(lambda leaf: self.arrived.get(id(leaf), (leaf, leaf))[1], tree)
+
+        def current(leaf: Any) -> Any:
+            _, value = self.arrived.get(id(leaf), (leaf, leaf))
+            return value
+
+        return pytree.tree_map(current, tree)
 
     def _crossing(self, border: int, tree: Any) -> list[Any]:
-        leaves, places = pytree.tree_leaves(tree), self.shell.crossing[border]
+        leaves = pytree.tree_leaves(tree)
+        places = self.shell.crossing[border]
         if any(place >= len(leaves) for place in places):
             raise ModelError(f"what enters {self._label(border)} has another structure than in the example")
         return [leaves[place] for place in places]
@@ -334,8 +356,8 @@ class CutLayer(nn.Module):
     """A layer of a cut model: the weights of some of its modules, under their own names, and its part of the forward.
 
     Args:
-        shell: of the whole model, the same for all its layers: a `Shell`, or what takes its place.
-        number: of the layer.
+        shell: the whole model, the same for all its layers: a `Shell`, or what takes its place.
+        number: the layer's number.
         holder: a module whose parameters, buffers and children are the layer's; they stay shared with it.
     """
 
@@ -343,10 +365,11 @@ class CutLayer(nn.Module):
 
     def __init__(self, shell: Any, number: int, holder: nn.Module) -> None:
         super().__init__()
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            self.__dict__[name] = holder.__dict__[name]
-        self.shell, self.number = shell, number
+        share_tensors(self, holder)
+        self.__dict__["_modules"] = holder._modules
         self.__dict__["holder"] = holder
+        self.shell = shell
+        self.number = number
 
     def train(self, mode: bool = True) -> CutLayer:
         """Training or evaluation mode of the layer, and of all modules between the layers."""
@@ -360,12 +383,15 @@ class CutLayer(nn.Module):
         for module in self.shell.shared:
             module._apply(fn)
         for module in self.shell.spine:
-            module._buffers.update({name: fn(value) for name, value in module._buffers.items() if value is not None})
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
         return self
 
     def everywhere(self) -> list[Tensor]:
         """The buffers of the code between the layers, which every stage runs."""
-        return [buffer for module in self.shell.spine for buffer in module._buffers.values() if buffer is not None]
+        buffers = [buffer for module in self.shell.spine for buffer in module._buffers.values()]
+        return [buffer for buffer in buffers if buffer is not None]
 
     @property
     def block(self) -> nn.Module | None:
@@ -376,7 +402,7 @@ class CutLayer(nn.Module):
         """Its modules that have a rule for tensor parallelism, by their paths.
 
         Args:
-            known: the rules of whole models; gets those of this layer's model.
+            known: the rules of whole models; the rules of this layer's model are added.
 
         Raises:
             ModelError: the model has no plan for it, or one that cannot be followed.
@@ -384,12 +410,11 @@ class CutLayer(nn.Module):
         model = self.shell.model
         if not isinstance(self.shell, Shell):
             raise ModelError(f"{type(model).__name__} is cut in its graph, which cannot be sharded; use tensor=1")
-        if model in known:
-            known[model] = rules = known[model]
-        else:
-            known[model] = rules = tensor_rules(model)
-        modules = ((path, module if path else self.holder) for path, module in self.named_modules())
-        return {path: Ruled(module, rules[module]) for path, module in modules if module in rules}
+        if model not in known:
+            known[model] = tensor_rules(model)
+        rules = known[model]
+        modules = {**dict(self.named_modules()), "": self.holder}
+        return {path: Ruled(module, rules[module]) for path, module in modules.items() if module in rules}
 
     def forward(self, payload: Any) -> Any:
         """The payload of the next layer."""
@@ -398,6 +423,16 @@ class CutLayer(nn.Module):
     def through(self, last: CutLayer, payload: Any, enter: Enter) -> Any:
         """The payload after this layer and those that follow up to `last`; see `Shell.run`."""
         return self.shell.run(self.number, last.number, payload, enter)
+
+
+def share_tensors(module: nn.Module, holder: nn.Module) -> None:
+    """Gives a module the parameters and buffers of another one, which stay shared."""
+    for name in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+        module.__dict__[name] = holder.__dict__[name]
+
+
+def _given(output: Any) -> Any:
+    return output
 
 
 def node_at(root: nn.Module, path: str) -> nn.Module:

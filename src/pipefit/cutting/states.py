@@ -60,8 +60,8 @@ class State:
     """One state of a model.
 
     Attributes:
-        dicts: of its modules.
-        values: of its outer variables.
+        dicts: one for each module.
+        values: one for each outer variable.
     """
 
     dicts: list[dict[str, Any]]
@@ -179,15 +179,14 @@ def kept_buffers(model: nn.Module) -> Iterator[Callable[[], None]]:
     It gives the function that does this.
     """
     kept = [(module, dict(module._buffers)) for module in model.modules()]
-    values = {id(one): one.clone() for _, buffers in kept for one in buffers.values() if one is not None}
+    values = {buffer: buffer.clone() for buffer in model.buffers()}
 
     @torch.no_grad()
     def restore() -> None:
         for module, buffers in kept:
             module._buffers.update(buffers)
-            for buffer in buffers.values():
-                if buffer is not None:
-                    buffer.copy_(values[id(buffer)])
+        for buffer, value in values.items():
+            buffer.copy_(value)
 
     try:
         yield restore
@@ -236,16 +235,28 @@ def seed_torch(number: int) -> None:
 
 def own_copy(batch: Any) -> Any:
     """A batch that a forward may write into."""
-    return pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone().requires_grad_(leaf.requires_grad), batch)
+
+    def copied(leaf: Tensor) -> Tensor:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map_only(Tensor, copied, batch)
 
 
-def buffers_of(modules: Iterable[nn.Module]) -> dict[tuple[nn.Module, str], Tensor]:
+Buffers = Mapping[tuple[nn.Module, str], Tensor]
+"""Buffers by module and name."""
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> Buffers:
     """Copies of the buffers of some modules."""
-    every = ((module, name, one) for module in modules for name, one in module._buffers.items())
-    return {(module, name): one.detach().clone() for module, name, one in every if one is not None}
+    found = {}
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found[module, name] = buffer.detach().clone()
+    return found
 
 
-def put_buffers(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
+def put_buffers(buffers: Buffers) -> None:
     """Gives modules copies of buffers."""
     for (module, name), value in buffers.items():
         module._buffers[name] = value.clone()

@@ -27,8 +27,8 @@ def nan_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 class Stub:
     """A stand-in for a module.
 
-    The shapes of its output are those of the arguments that had the output's shapes in the example; where there are
-    none, those of the module's output on the meta device, found once for each kind of arguments.
+    Its output has the shapes of the arguments that had the output's shapes in the example; where there are
+    none, the shapes of the module's output on the meta device, found once for each kind of arguments.
 
     Args:
         module: stays as it is.

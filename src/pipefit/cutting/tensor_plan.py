@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ _LINEAR = {
 }
 _PARAMETERS = {"colwise": (2, 1), "packed_colwise": (2, 2), "rowwise": (1, 1)}
 """The dimension of a parameter, counted from its last, that is split by a kind, and how many weights it joins."""
+_COLUMNS = (ways.Columns, ways.JoinedColumns)
 _WHOLE_OUTSIDE = (ways.JoinedColumns, ways.SplitRows, ways.Tokens)
 
 
@@ -63,13 +65,14 @@ def _general(path: str) -> str:
 
 def _rule(way: type[nn.Module], module: nn.Module, shards: Mapping[str, ShardSpec] = {}, **sizes: int) -> TensorRule:
     for name, spec in shards.items():
-        if (parameter := getattr(module, name, None)) is not None:
+        parameter = getattr(module, name, None)
+        if parameter is not None:
+            key = f"{name}.shape[{spec.dim}]"
             if spec.parts > 1:
-                parts = f"/{spec.parts}"
-            else:
-                parts = ""
-            sizes[f"{name}.shape[{spec.dim}]{parts}"] = parameter.shape[spec.dim] // spec.parts
-    return TensorRule(ways.mixed(way, type(module)), shards, lambda _: sizes, may_stay_whole=way in _WHOLE_OUTSIDE)
+                key += f"/{spec.parts}"
+            sizes[key] = parameter.shape[spec.dim] // spec.parts
+    kind = ways.mixed(way, type(module))
+    return TensorRule(kind, shards, lambda _: sizes, may_stay_whole=way in _WHOLE_OUTSIDE)
 
 
 def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: Mapping[str, str]) -> Rules:
@@ -88,18 +91,19 @@ def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: 
         if linear is module:
             return rules
         if _is_lora(module):
-            return rules | dict(_adapter(module, _LINEAR[kind]))
+            return rules | _adapter(module, _LINEAR[kind])
     elif kind == "embedding_rowwise" and isinstance(module, nn.Embedding):
         return {module: _rule(ways.Tokens, module, {"weight": ShardSpec(0)})}
     elif kind == "replicated_with_grad_allreduce" and linear is module:
         return {module: _rule(ways.OnShards, module)}
-    elif kind == "moe_tp_experts" and (shards := _shards_of(path, dict(module.named_parameters()), plan)):
-        if len(shards) == len(list(module.parameters())):
+    elif kind == "moe_tp_experts":
+        parameters = dict(module.named_parameters())
+        shards = _shards_of(path, parameters, plan)
+        if shards and len(shards) == len(parameters):
             return {module: _rule(ways.Experts, module, shards)}
     elif kind == "local_params":
-        return {
-            module: _rule(ways.Divided, module, _shards_of(path, dict(module.named_parameters(recurse=False)), plan))
-        }
+        parameters = dict(module.named_parameters(recurse=False))
+        return {module: _rule(ways.Divided, module, _shards_of(path, parameters, plan))}
     raise ModelError(
         f"{path} ({type(module).__name__}): the model's plan for tensor parallelism shards it by {kind!r}, which "
         "pipefit does not know for such a module; use tensor=1"
@@ -107,7 +111,7 @@ def _rules_of(path: str, module: nn.Module, kind: str, parent: nn.Module, plan: 
 
 
 def _shards_of(path: str, parameters: Mapping[str, nn.Parameter], plan: Mapping[str, str]) -> dict[str, ShardSpec]:
-    """How those of a module's parameters are split that have a known kind of their own."""
+    """The splits of the parameters for which a plan has a known kind."""
     shards = {}
     for name, parameter in parameters.items():
         kind = plan.get(_general(f"{path}.{name}"))
@@ -120,38 +124,42 @@ def _shards_of(path: str, parameters: Mapping[str, nn.Parameter], plan: Mapping[
 
 
 def _linear(way: type[nn.Module], linear: nn.Module, **sizes: int) -> TensorRule:
-    is_columns = way in (ways.Columns, ways.JoinedColumns)
-    if is_columns:
+    shards = {"weight": ShardSpec(1)}
+    if way in _COLUMNS:
         shards = {"weight": ShardSpec(0), "bias": ShardSpec(0)}
-    else:
-        shards = {"weight": ShardSpec(1)}
     return _rule(way, linear, shards, **sizes)
 
 
 def _is_lora(module: Any) -> bool:
     """Whether a module with a base layer has two low-rank factors next to it, and nothing else."""
-    parts = [getattr(module, name, nn.Module()) for name in ("base_layer", "lora_A", "lora_B")]
-    return len(list(module.parameters())) == sum(len(list(part.parameters())) for part in parts)
+    inside: list[nn.Parameter] = []
+    for name in ("base_layer", "lora_A", "lora_B"):
+        inside += getattr(module, name, nn.Module()).parameters()
+    return len(inside) == len(list(module.parameters()))
 
 
-def _adapter(module: Any, way: type[nn.Module]) -> Iterator[tuple[nn.Module, TensorRule]]:
+def _adapter(module: Any, way: type[nn.Module]) -> Rules:
     """The rules of a LoRA adapter around a linear layer, one of whose factors is sharded as the layer is."""
-    for factor in (module.lora_B if way in (ways.Columns, ways.JoinedColumns) else module.lora_A).values():
-        yield factor, _linear(way, factor)
-    for dropout in module.lora_dropout.values() if way in (ways.Columns, ways.Rows) else ():
-        yield dropout, _rule(ways.DividedDropout if way is ways.Rows else ways.WholeDropout, dropout)
+    factors = module.lora_A
+    if way in _COLUMNS:
+        factors = module.lora_B
+    rules: Rules = {factor: _linear(way, factor) for factor in factors.values()}
+    dropouts = {ways.Columns: ways.WholeDropout, ways.Rows: ways.DividedDropout}
+    if way in dropouts:
+        for dropout in module.lora_dropout.values():
+            rules[dropout] = _rule(dropouts[way], dropout)
+    return rules
 
 
 def _without_half_tied(base: nn.Module, rules: Rules) -> Rules:
-    """The rules, but those of modules that may stay whole and share a weight with one that does."""
-    users: dict[int, list[tuple[str, nn.Module, ShardSpec | None]]] = {}
+    """The rules without modules that may stay whole and share a weight with a module that does."""
+    users: dict[nn.Parameter, list[tuple[str, nn.Module, ShardSpec | None]]] = defaultdict(list)
     for path, module in base.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
+            spec = None
             if module in rules:
                 spec = rules[module].shards.get(name)
-            else:
-                spec = None
-            users.setdefault(id(parameter), []).append((f"{path}.{name}", module, spec))
+            users[parameter].append((f"{path}.{name}", module, spec))
     for found in users.values():
         if len({spec for _, _, spec in found}) > 1:
             for name, module, spec in found:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +29,15 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.exported import flow_of
 from pipefit.cutting.flow import Flow, modules_of, num_bytes
-from pipefit.cutting.lines import by_lines, by_weights, crossings, found_lines, named_lines, weighty
-from pipefit.cutting.own import Arguments
-from pipefit.cutting.shell import CutLayer, Enter, Payload, entering, node_at
+from pipefit.cutting.lines import Layers, by_lines, by_weights, crossings, found_lines, named_lines, weighty
+from pipefit.cutting.own import Arguments, Leaves, Paths, Result
+from pipefit.cutting.shell import CutLayer, Enter, Payload, entering, node_at, share_tensors
 from pipefit.errors import ModelError
 from pipefit.stage.opened import Rest
 from pipefit.stage.split import NamedLayer
 
-_RECURRENT = {torch.ops.aten.lstm, torch.ops.aten.gru, torch.ops.aten.rnn_tanh, torch.ops.aten.rnn_relu}
+_LIBRARY = torch.ops.aten
+_RECURRENT = {_LIBRARY.lstm, _LIBRARY.gru, _LIBRARY.rnn_tanh, _LIBRARY.rnn_relu}
 """Operations whose dropout draws other numbers when it is compiled."""
 
 
@@ -56,17 +57,21 @@ class Runner(nn.Module):
         return self.label
 
 
+_WEIGHTS, _INPUTS, _VALUES = range(3)
+"""The sources of a segment's arguments: the layer's weights, the leaves of the batch, and the values that enter."""
+
+
 class Segment(NamedTuple):
     """The operations of a layer.
 
     Attributes:
-        run: from its arguments to the values that leave it.
-        sources: of each argument, from the layer's weights, the leaves of the batch, and the values that enter.
+        run: computes the values that leave it from its arguments.
+        sources: the number of each argument's source, and a function that takes it from there.
         is_recurrent: it has an operation of `nn.LSTM` or the like.
     """
 
     run: fx.GraphModule
-    sources: Sequence[Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]]
+    sources: Sequence[tuple[int, Callable[[Any], Any]]]
     is_recurrent: bool = False
 
     @classmethod
@@ -74,32 +79,42 @@ class Segment(NamedTuple):
         """The segment of some nodes.
 
         Args:
-            flow: of the whole model.
+            flow: the whole model's operations.
             entering: nodes of earlier layers.
             nodes: those computed here, and placeholders.
             leaving: nodes or plain values.
         """
-        graph, env = fx.Graph(), {}
-        sources: dict[fx.Node, Any] = {node: lambda w, i, v, k=k: v[k] for k, node in enumerate(entering)}
-        sources |= {node: lambda w, i, v, k=k: i[k] for k, node in enumerate(flow.inputs) if node in nodes}
-        for node, (name, *others) in flow.state.items():
-            # A batch norm has several names: its module is called as a whole.
-            get = attrgetter(name.rpartition(".")[0] if others else name)
+        sources: dict[fx.Node, tuple[int, Callable[[Any], Any]]] = {}
+        for place, node in enumerate(entering):
+            sources[node] = _VALUES, itemgetter(place)
+        for place, node in enumerate(flow.inputs):
             if node in nodes:
-                sources |= {node: lambda w, i, v, get=get: get(w)}
-        sources |= {node: lambda w, i, v, c=value: c for node, value in flow.constants.items() if node in nodes}
-        for node in sources:
-            env[node] = graph.placeholder(node.name)
+                sources[node] = _INPUTS, itemgetter(place)
+        for node, (name, *others) in flow.state.items():
+            if node in nodes:
+                if others:  # A batch norm has several names: its module is called as a whole.
+                    name = name.rpartition(".")[0]
+                sources[node] = _WEIGHTS, attrgetter(name)
+        for node, value in flow.constants.items():
+            if node in nodes:
+                sources[node] = _WEIGHTS, partial(_constant, value)
+        graph = fx.Graph()
+        env = {node: graph.placeholder(node.name) for node in sources}
         for node in entering:
             if flow.writing(node) & nodes:  # not into a leaf of the stage's own graph
-                env[node] = graph.call_function(torch.ops.aten.clone.default, (env[node],))
+                env[node] = graph.call_function(_LIBRARY.clone.default, (env[node],))
         for node in flow.nodes:
             if node in nodes:
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = {}
         graph.output(fx.node.map_arg(tuple(leaving), env.__getitem__))
-        is_recurrent = any(getattr(node.target, "overloadpacket", None) in _RECURRENT for node in graph.nodes)
+        packets = {getattr(node.target, "overloadpacket", None) for node in graph.nodes}
+        is_recurrent = not packets.isdisjoint(_RECURRENT)
         return cls(fx.GraphModule(nn.Module(), graph), list(sources.values()), is_recurrent)
+
+
+def _constant(value: Any, source: Any) -> Any:
+    return value
 
 
 class Trace(NamedTuple):
@@ -107,8 +122,15 @@ class Trace(NamedTuple):
 
     segments: list[Segment]
     structure: pytree.TreeSpec | Rest
-    accepts: Callable[[Sequence[Any]], bool]
+    accepts: Callable[[Leaves], bool]
     overwrites: bool = False
+
+
+def _kind(leaf: Any) -> Any:
+    """The part of a batch's leaf that a trace depends on."""
+    if isinstance(leaf, Tensor):
+        return leaf.dim(), leaf.dtype, leaf.device
+    return leaf
 
 
 @dataclass
@@ -117,22 +139,22 @@ class Traced:
 
     Attributes:
         model: the code, without weights.
-        arguments: from a batch to the positional and keyword arguments of the model.
-        result: from the output of the model to what the loss gets.
+        arguments: makes the positional and keyword arguments of the model from a batch.
+        result: makes the input of the loss from the output of the model.
         training: the mode.
-        labels: of the layers.
-        weights: of each layer the names of its parameters and buffers.
-        holders: of each layer the parameters and buffers, under the model's own names.
-        runners: of the segments of each layer.
+        labels: a name for each layer.
+        weights: the names of each layer's parameters and buffers.
+        holders: each layer's parameters and buffers, under the model's own names.
+        runners: a module for each layer that runs its segments.
         known: the operations of the first trace with their layers.
         written: names of the parameters and buffers that a forward writes into.
-        traces: by mode, type of the weights and kind of the batch.
+        traces: all traces, by mode, type of the weights and kind of the batch.
         shared, spine: empty; a `Shell` has such modules.
     """
 
     model: nn.Module
     arguments: Arguments
-    result: Callable[[Any], Any]
+    result: Result
     training: bool
     labels: list[str] = field(default_factory=list)
     weights: list[set[str]] = field(default_factory=list)
@@ -151,7 +173,8 @@ class Traced:
     def __deepcopy__(self, memo: dict[int, Any]) -> Traced:
         """A copy with its own weights and the same graphs."""
         memo[id(self)] = copied = copy.copy(self)
-        copied.traces, copied.holders = self.traces, copy.deepcopy(self.holders, memo)
+        copied.traces = self.traces
+        copied.holders = copy.deepcopy(self.holders, memo)
         return copied
 
     @property
@@ -166,7 +189,8 @@ class Traced:
     @property
     def overwrites(self) -> bool:
         """Whether the model writes into the batch; the segments write into copies."""
-        return any(trace.overwrites for alike in self.traces.values() for trace in alike)
+        every = chain.from_iterable(self.traces.values())
+        return any(trace.overwrites for trace in every)
 
     def block(self, number: int) -> nn.Module:
         """The module that `torch.compile` and replays take for a layer."""
@@ -176,58 +200,78 @@ class Traced:
         """Runs some consecutive layers; see `Shell.run`."""
         begin = entering(first, payload)
         args, kwargs = self.arguments(begin.batch)
-        inputs, values = pytree.tree_leaves((args, kwargs)), begin.values
+        inputs = pytree.tree_leaves((args, kwargs))
+        values = begin.values
         trace = self._trace(args, kwargs, self._converted(first))
         for number in range(first, last + 1):
             enter(number)
-            segment, weights = trace.segments[number], self.holders[number]
-            given = [source(weights, inputs, values) for source in segment.sources]
-            values = list(segment.run(*given) if segment.is_recurrent else self.runners[number](segment.run, *given))
+            run, sources, is_recurrent = trace.segments[number]
+            tables = (self.holders[number], inputs, values)
+            given = [take(tables[table]) for table, take in sources]
+            if is_recurrent:
+                values = list(run(*given))
+            else:
+                values = list(self.runners[number](run, *given))
         if last < self.num_layers - 1:
             return Payload(begin.batch, values, [])._asdict()
-        rest = trace.structure
-        return self.result(rest.closed(values) if isinstance(rest, Rest) else pytree.tree_unflatten(values, rest))
+        if isinstance(trace.structure, Rest):
+            output = trace.structure.closed(values)
+        else:
+            output = pytree.tree_unflatten(values, trace.structure)
+        return self.result(output)
 
     def _converted(self, number: int) -> torch.dtype | None:
         """The type that a layer's floating weights were converted to since the cut; None: they were not."""
-        floating = ((name, p) for name, p in self.holders[number].named_parameters() if p.is_floating_point())
-        kinds = ((p.dtype, self.model.get_parameter(name).dtype) for name, p in floating)
-        now, before = next(kinds, (None, None))
-        if now == before:
-            return None
-        return now
+        for name, parameter in self.holders[number].named_parameters():
+            if parameter.is_floating_point():
+                if parameter.dtype == self.model.get_parameter(name).dtype:
+                    return None
+                return parameter.dtype
+        return None
 
     def _trace(self, args: Any, kwargs: Any, dtype: torch.dtype | None = None, flow: Flow | None = None) -> Trace:
         """The trace of the mode for some arguments: one that is there, or a new one."""
         inputs, structure = pytree.tree_flatten((args, kwargs))
-        kinds = tuple((leaf.dim(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf for leaf in inputs)
+        kinds = tuple(map(_kind, inputs))
         alike = self.traces.setdefault((self.training, dtype, repr(structure), kinds), [])
-        found = next((trace for trace in alike if trace.accepts(inputs)), None)
-        if found is None:
-            flow = flow or self._flow(args, kwargs, dtype)
-            self.written |= flow.state_of([node for node in flow.state if flow.storages[node] & flow.kept])
-            if list(self.known) == [node.name for node in flow.computed]:
-                layers = {node: self.known[node.name] for node in flow.computed}
-            else:
-                layers = by_weights(flow, self.weights)
-            entering, segments = crossings(flow, layers, self.num_layers), []
-            for number, leaving in enumerate([*entering[1:], flow.outputs]):
-                here = flow.free.union(node for node in flow.computed if layers[node] == number)
-                needed = flow.needed([*leaving, *(flow.effects & here)], here.__contains__)
-                names = flow.state_of(needed)
-                if self.holders and not names <= self.weights[number]:
-                    raise ModelError(f"this batch needs {min(names - self.weights[number])} elsewhere than the example")
-                self.weights[number] |= names
-                nodes = (needed & here) | needed.difference(flow.nodes)
-                segments.append(Segment.of(flow, entering[number], nodes, leaving))
-            found = Trace(segments, flow.structure, flow.accepts, flow.overwrites)
-            alike.append(found)
-        return found
+        for trace in alike:
+            if trace.accepts(inputs):
+                return trace
+        trace = self._new_trace(flow or self._flow(args, kwargs, dtype))
+        alike.append(trace)
+        return trace
+
+    def _new_trace(self, flow: Flow) -> Trace:
+        written = [node for node in flow.state if flow.storages[node] & flow.kept]
+        self.written |= flow.state_of(written)
+        if list(self.known) == [node.name for node in flow.computed]:
+            layers = dict(zip(flow.computed, self.known.values(), strict=True))
+        else:
+            layers = by_weights(flow, self.weights)
+        entering = crossings(flow, layers, self.num_layers)
+        segments = []
+        for number, leaving in enumerate([*entering[1:], flow.outputs]):
+            own = {node for node, layer in layers.items() if layer == number}
+            here = flow.free | own
+            effects = flow.effects & here
+            needed = flow.needed([*leaving, *effects], here.__contains__)
+            names = flow.state_of(needed)
+            missing = names - self.weights[number]
+            if self.holders and missing:
+                raise ModelError(f"this batch needs {min(missing)} elsewhere than the example")
+            self.weights[number] |= names
+            nodes = (needed & here) | needed.difference(flow.nodes)
+            segment = Segment.of(flow, entering[number], nodes, leaving)
+            segments.append(segment)
+        return Trace(segments, flow.structure, flow.accepts, flow.overwrites)
 
     def _flow(self, args: Any, kwargs: Any, dtype: torch.dtype | None = None) -> Flow:
-        return flow_of(self.model, args, kwargs, None if self.training == self.model.training else self.training, dtype)
+        training = None
+        if self.training != self.model.training:
+            training = self.training
+        return flow_of(self.model, args, kwargs, training, dtype)
 
-    def choose(self, example: Any, cuts: Sequence[str] | None) -> tuple[tuple[float, int], ...]:
+    def choose(self, example: Any, cuts: Paths | None) -> tuple[tuple[float, int], ...]:
         """Chooses the lines, and with them which layer has which weights.
 
         Args:
@@ -240,13 +284,13 @@ class Traced:
         Raises:
             ModelError: there is no graph, or no line.
         """
-        hooked = [path for path, module in self.model.named_modules() if _has_backward_hooks(module)]
-        if hooked:
-            raise ModelError(f"{hooked[0]} has a backward hook, which its graph would not call: remove it for training")
+        for path, module in self.model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise ModelError(f"{path} has a backward hook, which its graph would not call: remove it for training")
         args, kwargs = self.arguments(example)
         flow = self._flow(args, kwargs)
+        named: dict[int, str] = {}
         if cuts is None:
-            named = {}
             lines = found_lines(flow)
         else:
             named = named_lines(flow, cuts)
@@ -256,85 +300,109 @@ class Traced:
         layers = by_lines(flow, lines)
         self.known = {node.name: layer for node, layer in layers.items()}
         self.weights = [set() for _ in range(len(lines) + 1)]
-        firsts = {layers[node]: node for node in reversed(weighty(flow))}
-        for number, line in enumerate([-1, *lines]):
-            path = named.get(line) or (modules_of(firsts[number]) or [""])[-1]
-            path = path or min(flow.state_of(firsts[number].all_input_nodes))
-            times = sum(label.partition(" ")[0] == path for label in self.labels)
-            self.labels.append(f"{path} ({times + 1})" if times else path)
-        self.runners = [Runner(label) for label in self.labels]
+        self.labels = _labels(flow, layers, [named.get(line, "") for line in (-1, *lines)])
+        self.runners = list(map(Runner, self.labels))
         self._trace(args, kwargs, flow=flow)
         self.training = not self.training
         with contextlib.suppress(ModelError):  # raised again by who needs the other mode
             self._trace(args, kwargs)
         self.training = not self.training
-        for number in range(self.num_layers):
-            self.weights[number] |= self._tables()
-        return tuple((sum(map(num_bytes, nodes)), len(nodes)) for nodes in crossings(flow, layers, self.num_layers)[1:])
+        tables = self._tables()
+        for names in self.weights:
+            names |= tables
+        sizes = []
+        for nodes in crossings(flow, layers, self.num_layers)[1:]:
+            size = sum(map(num_bytes, nodes))
+            sizes.append((size, len(nodes)))
+        return tuple(sizes)
 
     def _tables(self) -> set[str]:
         """The buffers that are not saved, such as tables of positions: any layer may need them for other batches."""
-        return {
-            f"{path}.{name}" if path else name
-            for path, module in self.model.named_modules()
-            for name in module._non_persistent_buffers_set
-            if module._buffers.get(name) is not None
-        } - self.written
+        found = set()
+        for path, module in self.model.named_modules():
+            for name in module._non_persistent_buffers_set:
+                if module._buffers.get(name) is not None:
+                    found.add(f"{path}.{name}".removeprefix("."))
+        return found - self.written
 
     def hold(self, model: nn.Module) -> tuple[NamedLayer, ...]:
         """The layers, with a model's parameters and buffers; the modules whose tensors one layer uses are shared."""
         named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        tensors = dict(named)
-        held = [{id(tensors[name]) for name in names} for names in self.weights]
-        held[0] |= {id(tensor) for tensor in tensors.values()}.difference(*held)  # what nothing uses
-        owners: dict[int, list[int]] = defaultdict(list)
-        for number, mine in enumerate(held):
-            for tensor in mine:
-                owners[tensor].append(number)
-        self.holders = [nn.Module() for _ in held]
-        norms: list[dict[int, nn.Module]] = [{} for _ in held]
-        for path, module in model.named_modules(remove_duplicate=False):
-            for number in sorted({number for tensor in _tensors(module) for number in owners[id(tensor)]}):
-                _place(self.holders[number], path, module, held[number], norms[number])
-        return tuple(
-            NamedLayer(k, "", CutLayer(self, k, self.holders[k]), label) for k, label in enumerate(self.labels)
-        )
+        ids = {name: id(tensor) for name, tensor in named}
+        held = [{ids[name] for name in names} for names in self.weights]
+        unused = set(ids.values()).difference(*held)
+        held[0] |= unused
+        self.holders = []
+        layers = []
+        for number, label in enumerate(self.labels):
+            holder = nn.Module()
+            norms: dict[nn.Module, nn.Module] = {}
+            for path, module in model.named_modules(remove_duplicate=False):
+                if not held[number].isdisjoint(map(id, _tensors(module))):
+                    _place(holder, path, module, held[number], norms)
+            self.holders.append(holder)
+            layers.append(NamedLayer(number, "", CutLayer(self, number, holder), label))
+        return tuple(layers)
 
 
-def _has_backward_hooks(module: nn.Module) -> bool:
-    return bool(module._backward_hooks or module._backward_pre_hooks)
+def _labels(flow: Flow, layers: Layers, given: Paths) -> list[str]:
+    """Names of the layers: those given, else the modules, or weights, of the first operation with weights.
+
+    Args:
+        flow: the whole model's operations.
+        layers: the layer of each operation.
+        given: a name for each layer; empty: none.
+    """
+    firsts: dict[int, fx.Node] = {}
+    for node in weighty(flow):
+        firsts.setdefault(layers[node], node)
+    paths = list(given)
+    for number, first in firsts.items():
+        inner = modules_of(first)
+        if not paths[number] and inner:
+            paths[number] = inner[-1]
+        if not paths[number]:
+            paths[number] = min(flow.state_of(first.all_input_nodes))
+    labels = []
+    for number, path in enumerate(paths):
+        times = paths[:number].count(path)
+        if times:
+            path = f"{path} ({times + 1})"
+        labels.append(path)
+    return labels
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
     """A module's own parameters and buffers."""
-    return [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    every = [*module._parameters.values(), *module._buffers.values()]
+    return [tensor for tensor in every if tensor is not None]
 
 
-def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms: dict[int, nn.Module]) -> None:
+def _place(root: nn.Module, path: str, module: nn.Module, mine: set[int], norms: dict[nn.Module, nn.Module]) -> None:
     """Puts a module into a layer that has tensors of it, or a bare one in its place.
 
     Args:
         root: holds the layer's modules.
         path: the module's in its model.
-        module: of the model.
+        module: the model's module.
         mine: ids of the layer's tensors.
-        norms: the layer's batch norms without children, by the id of the model's own.
+        norms: the layer's batch norms without children, by the model's own.
     """
-    has = [id(tensor) in mine for tensor in _tensors(module)]
+    has_all = mine.issuperset(map(id, _tensors(module)))
     parent, _, name = path.rpartition(".")
-    if all(has) and path and not module._modules:
+    if has_all and path and not module._modules:
         node_at(root, parent)._modules[name] = module
         return
-    if isinstance(module, _BatchNorm) and id(module._buffers["running_mean"]) in mine:
-        node_at(root, parent)._modules[name] = norms.setdefault(id(module), _childless(module))
+    if isinstance(module, _BatchNorm) and id(module.running_mean) in mine:
+        if module not in norms:
+            norms[module] = _childless(module)
+        node_at(root, parent)._modules[name] = norms[module]
     node = node_at(root, path)
-    node._non_persistent_buffers_set = module._non_persistent_buffers_set
-    for kind in ("_parameters", "_buffers"):
-        every = module.__dict__[kind]
-        if all(has):
-            node.__dict__[kind] = every
-        else:
-            node.__dict__[kind] = {n: t for n, t in every.items() if id(t) in mine}
+    share_tensors(node, module)
+    if not has_all:
+        for kind in ("_parameters", "_buffers"):
+            every = module.__dict__[kind]
+            node.__dict__[kind] = {name: tensor for name, tensor in every.items() if id(tensor) in mine}
 
 
 def _childless(module: nn.Module) -> nn.Module:

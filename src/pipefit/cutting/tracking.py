@@ -12,8 +12,10 @@ import contextlib
 import functools
 import linecache
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -102,13 +104,12 @@ class Tracker(TorchDispatchMode):
         for key, storage in storages_of(tree):
             if key in self._weights:
                 continue
-            before = self.known.get(key)
-            if before is not None:
-                self.known[key] = before[0], origin
+            holder = storage
+            if key in self.known:
+                holder, _ = self.known[key]
             elif isinstance(storage, UntypedStorage):
-                self.known[key] = StorageWeakRef(storage), origin
-            else:
-                self.known[key] = storage, origin
+                holder = StorageWeakRef(storage)
+            self.known[key] = holder, origin
 
     def mark_weights(self, origins: Mapping[nn.Parameter, Origin]) -> None:
         """Gives parameters an origin, which their views have too unless parameters share the storage."""
@@ -155,12 +156,17 @@ class Tracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation = _operation(func)
-        used = self.origins((args, kwargs))
-        written = [args[place] if place < len(args) else kwargs.get(name) for place, name in operation.writes]
+        written = []
+        for place, name in operation.writes:
+            if place < len(args):
+                written.append(args[place])
+            else:
+                written.append(kwargs.get(name))
         for key, _ in storages_of(written):
             self.on_write(key)
-        if operation.is_of_shapes:
-            used = {}
+        used = {}
+        if not operation.is_of_shapes:
+            used = self.origins((args, kwargs))
         if used:
             self.on_use(used)
         result = func(*args, **kwargs)
@@ -207,56 +213,55 @@ def arrived(tensor: Tensor) -> None:
 
 def place_in_code(model: nn.Module) -> tuple[str, str]:
     """The path of the module of a model whose code runs now, and the line, for people."""
-    frame: FrameType | None = sys._getframe(1)
-    frames = []
-    while frame is not None:
-        frames.append((frame, frame.f_lineno))
-        frame = frame.f_back
-    return _place(model, frames)
+    return _place(model, traceback.walk_stack(sys._getframe(1)))
 
 
 def is_innermost(module: nn.Module, model: nn.Module) -> bool:
     """Returns whether a module is the one of a model whose forward runs now."""
-    known: set[int] = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    known: set[nn.Module] = set()
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         found = frame.f_locals.get("self")
         if found is module:
             return True
         if isinstance(found, nn.Module):
             # Only now: a model may have thousands of modules, and a norm is called many times.
-            known = known or {id(one) for one in model.modules()}
-            if id(found) in known:
+            known = known or set(model.modules())
+            if found in known:
                 return False
-        frame = frame.f_back
     return False
 
 
 def place_of(problem: BaseException, model: nn.Module) -> tuple[str, str]:
     """The path of the module of a model whose code raised an error, and the line, for people."""
-    traceback, frames = problem.__traceback__, []
-    while traceback is not None:
-        frames.append((traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return _place(model, frames[::-1])
+    frames = list(traceback.walk_tb(problem.__traceback__))
+    return _place(model, reversed(frames))
+
+
+def described(problem: BaseException, model: nn.Module) -> str:
+    """An error of a model's code with its place, for people."""
+    path, line = place_of(problem, model)
+    return f"{type(problem).__name__} in {path} ({line}): {problem}"
 
 
 def _place(model: nn.Module, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, str]:
     """The first frame of the user's code, and the first module of the model at or after it."""
-    paths = {id(module): path or type(model).__name__ for path, module in model.named_modules()}
+    paths = {module: path for path, module in model.named_modules()}
+    kind = type(model).__name__
     text = ""
     for frame, number in frames:
         if not text and not _is_of_torch(frame):
-            code = linecache.getline(frame.f_code.co_filename, number).strip()
-            text = f"line {number} of {frame.f_code.co_filename.rpartition('/')[2]}: `{code}`"
-        path = paths.get(id(frame.f_locals.get("self")))
-        if text and path is not None:
-            return path, text
-    return type(model).__name__, text
+            file = frame.f_code.co_filename
+            code = linecache.getline(file, number).strip()
+            text = f"line {number} of {Path(file).name}: `{code}`"
+        module = frame.f_locals.get("self")
+        if text and isinstance(module, nn.Module) and module in paths:
+            return paths[module] or kind, text
+    return kind, text
 
 
 def _is_of_torch(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "pipefit")
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in ("torch", "pipefit")
 
 
 def storages_of(tree: Any) -> list[tuple[int, Any]]:
@@ -270,7 +275,7 @@ def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
     kind = type(tree)
     if kind in _WITHOUT_TENSORS:
         return
-    if kind is list or kind is tuple:
+    if isinstance(tree, list | tuple):
         for inner in tree:
             _gather_storages(inner, found)
     elif kind is dict:
@@ -284,12 +289,8 @@ def _gather_storages(tree: Any, found: list[tuple[int, Any]]) -> None:
             found.append((storage._cdata, storage))
         except (NotImplementedError, RuntimeError):  # such as sparse tensors
             found.append((id(tree), tree))
-    elif isinstance(tree, list | tuple):
-        for inner in tree:
-            _gather_storages(inner, found)
     elif not pytree.tree_is_leaf(tree):
-        for leaf in pytree.tree_leaves(tree):
-            _gather_storages(leaf, found)
+        _gather_storages(pytree.tree_leaves(tree), found)
 
 
 class _Operation(NamedTuple):
@@ -313,14 +314,26 @@ def _operation(func: Any) -> _Operation:
     if not isinstance(func, OpOverload):
         return _Operation()
     name = func._schema.name
-    is_indexing = name in ("aten::index", "aten::_unsafe_index")
-    is_read = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
-    arguments = enumerate(func._schema.arguments)
-    writes = ((k, one.name) for k, one in arguments if one.alias_info is not None and one.alias_info.is_write)
-    return _Operation(name in _OF_SHAPES, is_read and not is_indexing, is_indexing, tuple(writes))
+    if name in ("aten::index", "aten::_unsafe_index"):
+        is_indexing = True
+        is_read = False
+    else:
+        is_indexing = False
+        is_read = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+    return _Operation(name in _OF_SHAPES, is_read, is_indexing, writes_of(func))
+
+
+def writes_of(operation: OpOverload) -> tuple[tuple[int, str], ...]:
+    """The places and names of the arguments that an operation writes into, by its schema."""
+    found = []
+    for place, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append((place, argument.name))
+    return tuple(found)
 
 
 def _takes_mask(args: Any) -> bool:
     """Returns whether there is a mask among the places that an indexing operation gets."""
     places = pytree.tree_leaves(args[1:])
-    return any(isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8) for one in places)
+    kinds = {one.dtype for one in places if isinstance(one, Tensor)}
+    return not kinds.isdisjoint((torch.bool, torch.uint8))

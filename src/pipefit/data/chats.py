@@ -54,7 +54,7 @@ def chat_tokens(messages: Sequence[Any], tokenizer: Any, where: str, learns_all:
 
     Args:
         messages: dicts with role and content.
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         where: place of the record, for messages.
         learns_all: whether all tokens are learned, not only the answers.
 

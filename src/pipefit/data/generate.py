@@ -29,7 +29,7 @@ def sample(
         prompt: at least one byte.
         num_bytes: bytes to add.
         temperature: 0 takes the likeliest byte; 1 samples from the model's distribution.
-        seed: of the sampling; the same seed gives the same text.
+        seed: the seed of the sampling; the same seed gives the same text.
         context: the longest window that the model takes.
 
     Raises:

@@ -32,7 +32,7 @@ class TokenBatches(ArrayBatches):
         batch: sequences per batch.
         padding: the id of padding.
         context: maximum number of tokens in a sequence.
-        seed: of the orders.
+        seed: the seed of the orders.
         ragged: as in `ArrayBatches`.
     """
 
@@ -77,7 +77,7 @@ def token_samples(
     Args:
         paths: `.jsonl` or `.parquet` with records, of which each is a sequence; any other file is text, which is
             packed. None: the built-in text.
-        tokenizer: of transformers.
+        tokenizer: a tokenizer of transformers.
         context: maximum number of tokens in a sequence.
         packed: records follow each other without padding; they are split into sequences of `context` tokens, which
             attend across the ends of records.

@@ -17,7 +17,7 @@ class SyntheticBatches(Resumable):
     Args:
         example: gives random (x, y) for a batch size and a seed, as `ModelBundle.example` does.
         batch: samples per batch.
-        seed: of the first batch; the others follow.
+        seed: the seed of the first batch; the others follow.
     """
 
     def __init__(self, example: Callable[[int, int], tuple[Any, Any]], batch: int, seed: int = 0) -> None:

@@ -22,7 +22,7 @@ class TextBatches(Resumable):
         corpus: bytes, from `text` or `split_corpus`.
         batch: windows per batch.
         context: bytes per window.
-        seed: of the window starts.
+        seed: the seed of the window starts.
         num_batches: batches until the iterator ends; None never ends.
 
     Raises:

@@ -35,11 +35,14 @@ def arrows(scene: Scene, plan: Layout, microbatch: int) -> Iterator[str]:
             kind = "soft"
             if (stage, version) in used:
                 kind = "mark"
-            place = f'x="{plan.x(time_s):.1f}" y="{y + ROOM - 5:.1f}"'
+            x = plan.x(time_s)
+            below = y + ROOM - 5
+            place = f'x="{x:.1f}" y="{below:.1f}"'
             yield f'<text class="{kind}" font-size="9" text-anchor="middle" {place}>w{version}</text>'
         for box in followed:
             if box.rank == rank:
-                yield from _arrow(box, births[box.stage, box.version], plan, y)
+                birth_s = births[box.stage, box.version]
+                yield from _arrow(box, birth_s, plan, y)
 
 
 def _arrow(box: Box, birth_s: float, plan: Layout, y: float) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipefit.draw.axes import label_number, time_scale
 from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import Box, Scene
+from pipefit.ir.instruction import Indices
 from pipefit.units import format_seconds
 
 TITLES = {
@@ -29,7 +30,7 @@ def title_of(schedule: str) -> str:
     return TITLES.get(schedule, schedule)
 
 
-def stages_words(stages: tuple[int, ...]) -> str:
+def stages_words(stages: Indices) -> str:
     """The stages of a rank, for the edge of a picture.
 
     >>> stages_words((0, 4)), stages_words((0, 4, 8, 12, 16))

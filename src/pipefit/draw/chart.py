@@ -67,14 +67,14 @@ def chart(
     """A chart of one or several series as SVG text.
 
     Args:
-        series: for each name, its points (x, y). Texts as x are categories in the order they come.
+        series: the points (x, y) of each name. Texts as x are categories in the order they come.
         kind: lines with points, bars side by side, or points alone.
         front: points that a line joins, above the others; its name in the legend is "front".
         title: above it.
-        x_label: under the axis, with its unit.
+        x_label: the words under the axis, with its unit.
         y_label: next to the axis, with its unit.
         log_x: x grows by factors; only for numbers above 0.
-        width: of the picture, in pixels.
+        width: the picture's width in pixels.
         height: likewise.
 
     Raises:
@@ -93,7 +93,8 @@ def chart(
         else:
             _lines(axes, series, log_x, joined=kind == "line")
         heights = [0, *(y for points in series.values() for _, y in points)]
-        axes.set_ylim(1.05 * min(heights), 1.05 * max(heights) or None)
+        top = 1.05 * max(heights)
+        axes.set_ylim(1.05 * min(heights), top or None)
         axes.yaxis.set_major_formatter(lambda value, _: label_number(value))
         if width >= _NARROW:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -108,7 +109,7 @@ def plotted(draw: Callable[[Figure], None], width: int, height: int, title: str)
 
     Args:
         draw: called with an empty figure of matplotlib.
-        width: of the picture, in pixels.
+        width: the picture's width in pixels.
         height: likewise.
         title: above it.
 
@@ -184,7 +185,8 @@ def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
         dashes = ""
         size = 4
         if joined:
-            dashes = _DASHES[index // len(_MARKS) % len(_DASHES)]
+            round_of_marks = index // len(_MARKS)
+            dashes = _DASHES[round_of_marks % len(_DASHES)]
             size = 6
         if joined and len(points) > _MOST_MARKS:
             every = len(points) // 10
@@ -202,18 +204,18 @@ def _lines(axes: Axes, series: Series, log_x: bool, joined: bool) -> None:
         places = _places(series)
         axes.set_xscale("log")
         axes.minorticks_off()
-        axes.set_xticks(places, [_words(place) for place in places])
+        axes.set_xticks(places, list(map(_words, places)))
 
 
 def _bars(axes: Axes, series: Series) -> None:
     places = _places(series)
     wide = 0.8 / len(series)
     for index, (name, points) in enumerate(series.items()):
-        shift = wide * (index + 0.5)
-        middles = [places.index(x) - 0.4 + shift for x, _ in points]
+        shift = wide * (index + 0.5) - 0.4
+        middles = [places.index(x) + shift for x, _ in points]
         heights = [y for _, y in points]
         bars = axes.bar(middles, heights, 0.94 * wide, label=name, color=hue(index))
         if len(places) * len(series) <= _MOST_LABELS:
             axes.bar_label(bars, list(map(label_number, heights)))
-    axes.set_xticks(range(len(places)), [_words(place) for place in places])
+    axes.set_xticks(range(len(places)), list(map(_words, places)))
     axes.grid(axis="x", visible=False)

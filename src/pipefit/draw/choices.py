@@ -41,7 +41,7 @@ def others(facts: Facts, pricing: Pricing, how: DrawOptions | None, is_lecture: 
     """The drawings of a page in addition to its first one and the shelf's, as many as take no noticeable time.
 
     Args:
-        facts: of the drawing.
+        facts: the drawing's numbers.
         pricing: the costs of other programs.
         how: options of spilling; None: no stage spills.
         is_lecture: whether it has the costs of the shelf.
@@ -68,7 +68,7 @@ def others(facts: Facts, pricing: Pricing, how: DrawOptions | None, is_lecture: 
 
 
 def _plain(facts: Facts, is_lecture: bool) -> Iterator[Wish]:
-    """The other schedules in the drawing's shape; then, where its costs are not those of the shelf, other shapes."""
+    """The other schedules in the drawing's shape; then, where its costs differ from the shelf's, other shapes."""
     shape = facts.depth, facts.num_microbatches, facts.num_chunks
     chunks = sorted({1, facts.num_chunks}, reverse=True)
     for name, several in product(over_ranks(), chunks):

@@ -20,6 +20,7 @@ from pipefit.draw.save import save
 from pipefit.draw.scene import scene_of
 from pipefit.draw.shelf import shelf
 from pipefit.draw.svg import svg
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import Header, Program
 from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
@@ -35,8 +36,8 @@ class Drawing:
     """A simulated schedule. Notebooks display it; `print` gives its grid.
 
     Attributes:
-        timeline: of the schedule.
-        cost: of its simulation.
+        timeline: the schedule's times.
+        cost: the costs of its simulation.
         steady: the same schedule with enough updates for a steady state, where one pass does not give its period.
         pricing: the costs for other programs, for the page's choices.
         how: options of spilling; None: no stage spills.
@@ -70,7 +71,7 @@ class Drawing:
         """The interactive page, also with schedules and shapes around this one, at the same costs.
 
         Args:
-            options: as for `pipefit.draw.html`.
+            options: the options of `pipefit.draw.html`.
         """
         shape = _shape_key(self.timeline)
         facts = scene_of(self.timeline).facts
@@ -185,7 +186,7 @@ def drawing_by(
         shape = spilled(made, shape, slots, how)
 
     def pricing(header: Header) -> CostModel:
-        # The costs are those of one copy of a stage.
+        # The costs are for one copy of a stage.
         share = header.num_stages / header.num_chunks / header.num_ranks
         return weighted(asked.model(header), [share * work for work in asked.stage_work])
 
@@ -225,7 +226,7 @@ def _shape_key(timeline: Timeline) -> tuple[object, ...]:
     return header.schedule, header.placement, header.num_microbatches, header.num_steps, header.spill
 
 
-def _replayed(recompute: bool | Sequence[int]) -> tuple[int, ...] | None:
+def _replayed(recompute: bool | Sequence[int]) -> Indices | None:
     """The stages that replay; None: all."""
     if isinstance(recompute, bool):
         if recompute:

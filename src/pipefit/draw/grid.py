@@ -38,8 +38,8 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
 
     Args:
         timeline: simulated or measured.
-        width: columns to use; None: those of the terminal.
-        color: with ANSI colours; None: when standard output is a terminal and NO_COLOR is not set.
+        width: columns to use; None: as many as the terminal has.
+        color: whether to use ANSI colours; None: when standard output is a terminal and NO_COLOR is not set.
         seconds: whether times are real seconds; None: when the timeline was measured.
     """
     if color is None:
@@ -58,10 +58,12 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     per_second, labelled, exact = _scale(scene, width - gutter - right - 1)
     length = max(round(scene.facts.makespan_s * per_second), 1)
     head = f"{title_of(scene.facts.schedule)}  {counts(scene)}  ({scene.timeline.source})"
-    lines = [head, "", " " * (gutter + length) + "peak".rjust(right)]
+    above = " " * (gutter + length) + "peak".rjust(right)
+    lines = [head, "", above]
     for rank, name in enumerate(names):
         row = _row(scene, rank, per_second, length, labelled, exact, paint)
-        lines.append(f"{name:<{gutter}}{row}{peaks[rank].rjust(right)}")
+        peak = peaks[rank].rjust(right)
+        lines.append(f"{name:<{gutter}}{row}{peak}")
         lines += _copy_rows(scene, rank, per_second, length, gutter)
     lines += [
         _axis(scene, gutter, per_second, length),

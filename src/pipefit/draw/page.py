@@ -31,7 +31,7 @@ def html(
     Args:
         timelines: one or several; a mapping or pairs also name them. Several of one name are distinguished by their
             shape: the page has a choice for each of p, m, v and, where programs spill, of the slots.
-        title: of the page.
+        title: the page's title.
         seconds: whether times are real seconds; they also are where one timeline was measured.
         compare: whether it opens with two drawings; None: with exactly two timelines it does.
         more: drawings encoded before, as further choices; of one name and shape the first counts.
@@ -85,12 +85,17 @@ def _named(timelines: Timelines) -> list[tuple[str, Timeline]]:
 
 def _colours(chunks: list[int]) -> str:
     """The palette: variables for the page, rules for cells of pictures with 1, 2, … chunks."""
-    light = ";".join(f"--{name}:{by_day}" for name, (by_day, _) in INKS.items())
-    dark = ";".join(f"--{name}:{by_night}" for name, (_, by_night) in INKS.items())
-    rules = "".join(cell_rules(f".chunks-{count}", count, False) for count in chunks)
-    night = "".join(cell_rules(f".chunks-{count}", count, True) for count in chunks)
+    day, day_rules = _palette(chunks, is_dark=False)
+    night, night_rules = _palette(chunks, is_dark=True)
     media = "@media (prefers-color-scheme:dark)"
-    return f":root{{{light}}}{media}{{:root{{{dark}}}}}{rules}{media}{{{night}}}"
+    return f"{day}{media}{{{night}}}{day_rules}{media}{{{night_rules}}}"
+
+
+def _palette(chunks: list[int], is_dark: bool) -> tuple[str, str]:
+    """The variables and the rules of one palette."""
+    variables = ";".join(f"--{name}:{colours[is_dark]}" for name, colours in INKS.items())
+    rules = [cell_rules(f".chunks-{count}", count, is_dark) for count in chunks]
+    return f":root{{{variables}}}", "".join(rules)
 
 
 @cache

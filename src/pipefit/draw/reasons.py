@@ -1,4 +1,4 @@
-"""Reasons why each item of a scene started when it did: those of `timeline.path`, followed back to an item.
+"""Reasons why each item of a scene started when it did: `timeline.path`, followed back to an item.
 
 The items are the boxes and, where a program spills, its copies and steps on the host.
 """

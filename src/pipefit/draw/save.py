@@ -64,7 +64,7 @@ def save(timeline: Timeline, path: str | Path, **options: Any) -> Path:
     Args:
         timeline: simulated or measured.
         path: ends in one of `SUFFIXES`.
-        options: of the function that makes this kind of picture.
+        options: the options of the function that makes this kind of picture.
 
     Raises:
         PipefitError: another suffix, or a path that cannot be written.

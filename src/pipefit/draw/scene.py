@@ -8,7 +8,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import kept_inputs, peak_inflight, weight_versions
 from pipefit.ir.op import OP_SPEC, Op
 from pipefit.ir.program import Header, WeightRule
@@ -61,7 +61,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """The numbers of a caption. Counts and shapes are the header's; times are those of the timeline.
+    """The numbers of a caption. Counts and shapes are the header's; times are the timeline's.
 
     `peak_bytes` of each rank is known where the timeline has its memory and times are real. `spill` describes the
     spilled stages; `slots` is their number of slots on a device, 0 without spilling. `kept_inputs` are inputs of stages
@@ -79,8 +79,8 @@ class Facts:
     bubble_fraction: float
     bubble_over_ideal: float
     peak_inflight: tuple[float, ...]
-    weight_versions: tuple[int, ...]
-    kept_inputs: tuple[int, ...]
+    weight_versions: Indices
+    kept_inputs: Indices
     peak_bytes: tuple[float, ...] = ()
     spill: str = ""
     slots: int = 0
@@ -92,21 +92,21 @@ class Scene:
 
     Attributes:
         timeline: that is drawn.
-        boxes: by rank, then in time; a box's number is its place here.
+        boxes: all boxes by rank, then in time; a box's number is its place here.
         bars: copies and steps on the host, where stages are spilled: by rank, lane and time.
         first: number of each rank's first box, and at the end how many there are.
-        stages: of each rank.
+        stages: the stages of each rank.
         facts: the caption.
         unit: "s" when times are seconds, "" when they are units of a forward or the like.
-        letters: of the boxes, in the order of the legend.
-        scale_s: the time that sets the unit of its numbers: its makespan, or that of a longer picture next to it.
+        letters: the letters of the boxes, in the order of the legend.
+        scale_s: the time that sets the unit of its numbers: its makespan, or a longer picture's next to it.
     """
 
     timeline: Timeline
     boxes: tuple[Box, ...]
     bars: tuple[Box, ...]
-    first: tuple[int, ...]
-    stages: tuple[tuple[int, ...], ...]
+    first: Indices
+    stages: tuple[Indices, ...]
     facts: Facts
     unit: str
     letters: tuple[str, ...]
@@ -268,7 +268,6 @@ def _spill_words(header: Header) -> str:
 
 
 def _peak_bytes(timeline: Timeline) -> tuple[float, ...]:
-    followed = len(timeline.memory) == len(timeline.program.ranks) and all(timeline.memory)
-    if followed:
-        return tuple(max(size for _, size in samples) for samples in timeline.memory)
-    return ()
+    if len(timeline.memory) < len(timeline.program.ranks) or not all(timeline.memory):
+        return ()
+    return tuple(map(timeline.peak_bytes, range(len(timeline.memory))))

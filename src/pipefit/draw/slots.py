@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipefit.draw.scene import Scene
 from pipefit.ir.op import Kind, Op
 
-_KINDS = (Kind.WEIGHTS.value, Kind.OPTIM.value)  # gradients have a second slot next to that of their weights
+_KINDS = (Kind.WEIGHTS.value, Kind.OPTIM.value)  # gradients have a second slot next to the slot of their weights
 
 
 class Stay(NamedTuple):

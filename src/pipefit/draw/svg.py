@@ -32,7 +32,7 @@ def svg(
     Args:
         timeline: simulated or measured; or its scene.
         title: instead of the schedule's name.
-        width: of the whole picture in pixels; None: as wide as its numbers need.
+        width: the whole picture's width in pixels; None: as wide as its numbers need.
         seconds: whether times are real seconds; None: when the timeline was measured.
         follow: a micro-batch whose forwards and backwards get arrows to the weight versions that they use.
 
@@ -203,17 +203,20 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
     for rank, lane in product(range(scene.num_ranks), scene.lanes):
         y = plan.lane_y(rank, lane)
         name = _text("soft end", plan.left - 14, y + 9, lane, 9)
-        parts.append(_rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT) + name)
+        row = _rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT)
+        parts.append(row + name)
     for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
-        instruction = scene.timeline.program.ranks[bar.rank][bar.position]
+        own = scene.timeline.program.ranks[bar.rank]
+        words = escape(str(own[bar.position]))
         x = plan.x(bar.start_s)
         y = plan.lane_y(bar.rank, bar.lane)
         size = 8.5
         width = max(plan.x(bar.end_s) - x, 1.5)
         place = f'x="{x + 0.4:.2f}" y="{y:.1f}" width="{width - 0.8:.2f}" height="{BAR_HEIGHT}" rx="2"'
-        parts.append(f'<rect class="{bar.lane}" {place}><title>{escape(str(instruction))}</title></rect>')
+        parts.append(f'<rect class="{bar.lane}" {place}><title>{words}</title></rect>')
         if len(bar.short) * 0.6 * size <= width - 2:
-            place = f'x="{x + width / 2:.2f}" y="{y + 8.6:.1f}"'
+            middle = x + width / 2
+            place = f'x="{middle:.2f}" y="{y + 8.6:.1f}"'
             parts.append(f'<text class="n paper" font-size="{size}" {place}>{bar.short}</text>')
     return parts
 
@@ -243,9 +246,11 @@ def _memory(scene: Scene, plan: Layout) -> list[str]:
         length = float(PEAK_WIDTH * peak / highest)
         parts.append(_rect("lane", x, middle - 5, PEAK_WIDTH, 10))
         parts.append(_rect("bar", x, middle - 5, length, 10))
-        parts.append(_text("ink", x + PEAK_WIDTH + 8, base, peak_words(scene, rank)))
+        words = peak_words(scene, rank)
+        parts.append(_text("ink", x + PEAK_WIDTH + 8, base, words))
         if several:
-            parts.append(_text("ink", x_weights, base, counted(versions[rank], "version")))
+            held = counted(versions[rank], "version")
+            parts.append(_text("ink", x_weights, base, held))
         if sizes:
             parts.append(_text("ink", x_bytes, base, sizes[rank]))
     return parts
@@ -264,9 +269,11 @@ def _legend(plan: Layout) -> list[str]:
             height = 4
             shift = 4
         for name in item.classes:
-            parts.append(_rect(name, x, top + shift, item.swatch, height))
+            swatch = _rect(name, x, top + shift, item.swatch, height)
+            parts.append(swatch)
             x += item.swatch + 1
         if item.classes:
             x += 5
-        parts.append(_text("soft", x, top + 10, escape(item.words)))
+        words = escape(item.words)
+        parts.append(_text("soft", x, top + 10, words))
     return parts

@@ -42,7 +42,7 @@ class Layout:
         version_size: font size of the weight versions below them.
         versions: whether cells are labelled with their weight version.
         foot: below the last row.
-        bytes_offset: from the memory strip's left edge to its column of bytes.
+        bytes_offset: the distance from the memory strip's left edge to its column of bytes.
     """
 
     left: int

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pipefit.ir.graph import Graph
+from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Op
 
 
-def _awaited(graph: Graph) -> list[tuple[int, ...]]:
+def _awaited(graph: Graph) -> list[Indices]:
     """For each instruction, the sends of the messages that it needs; for a send, its receive."""
     receive_op = Op.RECV
     came = {n: send for n, send in graph.partner.items() if graph.instructions[n].op is receive_op}

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from typing import Final
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import OP_SPEC, WORK_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
@@ -28,9 +28,9 @@ class Graph:
     Attributes:
         program: its source.
         starts: number of each rank's first instruction, and at the end the number of all instructions.
-        instructions: of all ranks, one rank after the other.
+        instructions: the instructions of all ranks, one rank after the other.
         ranks: the rank of each.
-        preds: for each, the earlier instructions of its rank that made the values it needs (of several on the compute
+        preds: the earlier instructions of each one's rank that made the values it needs (of several on the compute
             lane that add to one gradient, the newest); for a fetch, also those
             that wrote the value it reads and that free its slot; for a forward of a frozen stage, also the send that
             makes room for another.
@@ -45,11 +45,11 @@ class Graph:
     starts: list[int]
     instructions: list[Instruction]
     ranks: list[int]
-    preds: list[tuple[int, ...]]
+    preds: list[Indices]
     missing: list[tuple[int, Value]]
     partner: dict[int, int]
     unmatched: list[int]
-    collectives: list[tuple[int, ...]]
+    collectives: list[Indices]
     collective_of: dict[int, int]
 
     def place(self, number: int) -> tuple[int, int]:
@@ -57,7 +57,7 @@ class Graph:
         rank = self.ranks[number]
         return rank, number - self.starts[rank]
 
-    def sides(self, number: int) -> tuple[int, ...]:
+    def sides(self, number: int) -> Indices:
         """All sides of a message or collective; anything else has one."""
         if number in self.partner:
             return number, self.partner[number]
@@ -105,7 +105,7 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
     start = graph.starts[rank]
     waits = copy_waits(program, rank)
     header = program.header
-    makers: dict[Value, tuple[int, ...]] = {}
+    makers: dict[Value, Indices] = {}
     for stage in header.stages_of(rank):
         if not header.is_spilled(stage):
             makers[Value(WEIGHTS, stage, 0)] = ()
@@ -115,7 +115,7 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
     frozen = header.frozen
     for number, instruction in enumerate(instructions, start):
         op = instruction.op
-        found: tuple[int, ...] = ()
+        found: Indices = ()
         if waits:
             found = tuple(start + earlier for earlier in waits.get(number - start, ()))
         if 0 <= instruction.stage < frozen:
@@ -143,8 +143,11 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
                 makers[value] = (number,)
 
 
+_Key = tuple[object, ...]
+
+
 def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[int, int], list[int]]:
-    waiting: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    waiting: dict[_Key, list[int]] = defaultdict(list)
     partner: dict[int, int] = {}
     unmatched = []
     send_op = Op.SEND
@@ -167,22 +170,26 @@ def _match_messages(flat: list[Instruction], rank_of: list[int]) -> tuple[dict[i
     return partner, sorted(unmatched)
 
 
-def collective_members(header: Header, instruction: Instruction) -> tuple[int, ...]:
+def collective_members(header: Header, instruction: Instruction) -> Indices:
     """The ranks that must take part in a reduce or barrier, in increasing order.
 
     A tied weight is summed over every rank that holds a stage of its group, replicas included.
     """
-    if instruction.op is Op.BARRIER or (instruction.kind == Reduction.NORM and instruction.stage < 0):
-        return tuple(range(header.num_ranks))
+    stage = instruction.stage
+    everyone = tuple(range(header.num_ranks))
+    if instruction.op is Op.BARRIER:
+        return everyone
+    if instruction.kind == Reduction.NORM and stage < 0:
+        return everyone
     if instruction.kind == Reduction.TIED:
-        return tuple(r for r in range(header.num_ranks) if tied_stages(header, instruction.stage, r))
-    return tuple(sorted(header.placement[instruction.stage]))
+        return tuple(rank for rank in everyone if tied_stages(header, stage, rank))
+    return tuple(sorted(header.placement[stage]))
 
 
-def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[tuple[int, ...]]:
+def _collectives(program: Program, flat: list[Instruction], rank_of: list[int]) -> list[Indices]:
     """Groups the k-th occurrence of each collective on every rank."""
-    seen: Counter[tuple[object, ...]] = Counter()
-    groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    seen: Counter[_Key] = Counter()
+    groups: dict[_Key, list[int]] = defaultdict(list)
     for number, i in enumerate(flat):
         if OP_SPEC[i.op].is_collective:
             what = (i.op, i.kind, i.stage, i.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -19,11 +20,12 @@ class Instruction(msgspec.Struct, frozen=True, gc=False):
         op: the operation.
         stage: global stage index, from 0 at the input.
         mb: global micro-batch index within the program.
-        version: of the stage's weights; for `reduce` and `step` also the index of the update whose gradients are meant.
-        kind: of the value moved, or of the reduction.
+        version: a version of the stage's weights; for `reduce` and `step` also the index of the update whose gradients
+            are meant.
+        kind: the kind of the value moved, or of the reduction.
         peer: the other rank of a message.
         tier: "host" or "disk".
-        slot: of the device that a fetch fills.
+        slot: the slot of the device that a fetch fills.
     """
 
     op: Op
@@ -86,3 +88,21 @@ def bwd_weight(stage: int, mb: int) -> Instruction:
 def recompute(stage: int, mb: int) -> Instruction:
     """A replay of a forward."""
     return Instruction(Op.RECOMPUTE, stage, mb)
+
+
+def forward_backward(stage: int, mbs: Sequence[int]) -> list[Instruction]:
+    """A forward and its backward for each micro-batch."""
+    return [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+
+
+Instructions = Sequence[Instruction]
+"""The instructions of a rank, in order."""
+
+StageAt = tuple[int, int]
+"""A stage, and one of its micro-batches, updates or versions."""
+
+ValueKey = tuple[str, int, int]
+"""The kind, the stage and the micro-batch of a value."""
+
+Indices = tuple[int, ...]
+"""Stages, ranks, micro-batches or instructions, by their numbers."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 import msgspec
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instructions
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
@@ -37,7 +37,7 @@ class Lifetime(msgspec.Struct, gc=False):
     dies: int
 
 
-def is_in_place(instructions: Sequence[Instruction], index: int) -> bool:
+def is_in_place(instructions: Instructions, index: int) -> bool:
     """Returns whether a `step` may overwrite its weights: the next instruction drops the version it starts from."""
     if index + 1 == len(instructions):
         return False
@@ -78,7 +78,8 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
                 lives[value].dies = index
         spilled = spills and header.is_spilled(instruction.stage)
         birth = index
-        if spills and (op is evict or (spilled and (op is step or op is drop))):
+        frees = op is evict or (spilled and (op is step or op is drop))
+        if spills and frees:
             for value in CONSUMES[op](instruction, program, rank):
                 if value in lives:
                     ended.append(lives.pop(value))
@@ -114,7 +115,7 @@ def peak_at(lives: Sequence[Lifetime], size: Size) -> tuple[float, int]:
             changes += [(life.born, 0, amount), (life.dies, 1, -amount)]
     held = highest = 0.0
     where = -1
-    for index, _, amount in sorted(changes, key=lambda change: change[:2]):
+    for index, _, amount in sorted(changes, key=itemgetter(0, 1)):
         held += amount
         if held > highest:
             highest = held

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction, StageAt
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
 
@@ -59,12 +59,12 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     """
 
     schedule: str
-    placement: tuple[tuple[int, ...], ...]
+    placement: tuple[Indices, ...]
     num_microbatches: int
     num_steps: int
     weights: WeightRule
-    updates: tuple[int, ...]
-    ties: tuple[tuple[int, ...], ...] = ()
+    updates: Indices
+    ties: tuple[Indices, ...] = ()
     clip: bool = False
     sharded: bool = False
     tensor: int = 1
@@ -169,13 +169,13 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         ranks = self.placement[stage]
         return ranks[mb % len(ranks)]
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> Indices:
         """The stages of a rank, starting from the input."""
         return self._stages_by_rank.get(rank, ())
 
     @cached_property
-    def _stages_by_rank(self) -> dict[int, tuple[int, ...]]:
-        found: dict[int, tuple[int, ...]] = {}
+    def _stages_by_rank(self) -> dict[int, Indices]:
+        found: dict[int, Indices] = {}
         for stage, ranks in enumerate(self.placement):
             for rank in ranks:
                 found[rank] = (*found.get(rank, ()), stage)
@@ -238,7 +238,7 @@ class Program(msgspec.Struct, frozen=True, dict=True):
                 yield rank, index, instruction
 
     @cached_property
-    def recomputed(self) -> frozenset[tuple[int, int]]:
+    def recomputed(self) -> frozenset[StageAt]:
         """The (stage, micro-batch) pairs whose forward saves nothing because a recompute follows."""
         replay = Op.RECOMPUTE
         return frozenset((i.stage, i.mb) for _, _, i in self if i.op is replay)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pipefit.ir.instruction import Indices, ValueKey
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Kind, Op
 from pipefit.ir.program import Program
 
 _WEIGHTS = Kind.WEIGHTS.value
 _WGRAD = Kind.WGRAD.value
-_Value = tuple[str, int, int]
+_Value = ValueKey
 
 
 @dataclass
@@ -46,7 +47,7 @@ class _Copies:
         self.fetched = {}
 
 
-def copy_waits(program: Program, rank: int, later: bool = False) -> dict[int, tuple[int, ...]]:
+def copy_waits(program: Program, rank: int, later: bool = False) -> dict[int, Indices]:
     """For each instruction of a rank, the earlier ones it must wait for in addition to the makers of its values.
 
     fetch: the evict that wrote the value it reads; the drop or evict that frees its slot (a step frees gradients); for
@@ -75,8 +76,8 @@ def kept_fetches(program: Program, rank: int, later: bool = False) -> frozenset[
     return frozenset(_walk(program, rank, later)[1])
 
 
-def _walk(program: Program, rank: int, later: bool) -> tuple[dict[int, tuple[int, ...]], list[int]]:
-    waits: dict[int, tuple[int, ...]] = {}
+def _walk(program: Program, rank: int, later: bool) -> tuple[dict[int, Indices], list[int]]:
+    waits: dict[int, Indices] = {}
     kept: list[int] = []
     copies = _Copies()
     if program.header.spill is None:
@@ -87,12 +88,12 @@ def _walk(program: Program, rank: int, later: bool) -> tuple[dict[int, tuple[int
     return waits, kept
 
 
-def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, tuple[int, ...]], list[int]]:
+def _pass(program: Program, rank: int, copies: _Copies) -> tuple[dict[int, Indices], list[int]]:
     home = copies.home
     freed = copies.freed
     fetched = copies.fetched
     written = copies.written
-    waits: dict[int, tuple[int, ...]] = {}
+    waits: dict[int, Indices] = {}
     kept = []
     for index, i in enumerate(program.ranks[rank]):
         op = i.op

@@ -7,6 +7,7 @@ from typing import Final
 import msgspec
 
 from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import Indices
 from pipefit.ir.op import Kind
 
 GRAIN_BYTES: Final = 4096
@@ -31,8 +32,8 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         tier: "host" or "disk".
-        weights_slots: of each rank that has spilled stages.
-        optim_slots: of each such rank for the states of the optimizer; 0 when they are not moved.
+        weights_slots: the number of slots on each rank that has spilled stages.
+        optim_slots: the number of slots there for the states of the optimizer; 0 when they are not moved.
         stages: the spilled stages, in increasing order; all others stay on their device.
         activations: whether the input of a spilled stage waits on the tier too, from its forward to its replay.
         on_host: the spilled stages that step on the host, in increasing order: their gradients are written back, and
@@ -44,10 +45,10 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tier: str
     weights_slots: int
     optim_slots: int
-    stages: tuple[int, ...]
+    stages: Indices
     activations: bool = False
-    on_host: tuple[int, ...] = ()
-    keeps: tuple[int, ...] = ()
+    on_host: Indices = ()
+    keeps: Indices = ()
 
     def __post_init__(self) -> None:
         if self.tier not in TIERS:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipefit.errors import PipefitError, ProgramError, ScheduleError, nearest
 from pipefit.ir.collector import collector_paused
-from pipefit.ir.instruction import PREFIX, Instruction, arrow
+from pipefit.ir.instruction import PREFIX, Indices, Instruction, arrow
 from pipefit.ir.op import OP_SPEC, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule, check_size
 from pipefit.ir.spill import Spill
@@ -24,12 +24,13 @@ MOST_MISSING = 1000
 
 def dump(program: Program) -> str:
     """The text of a program."""
-    header = program.header
     lines = [_FORMAT]
     for name, (write, _) in _LINES.items():
-        lines += [f"{name} {words}".rstrip() for words in write(header)]
+        for words in write(program.header):
+            lines.append(f"{name} {words}".rstrip())
     for rank, instructions in enumerate(program.ranks):
-        lines += ["", f"rank {rank}", *(f"  {instruction}" for instruction in instructions)]
+        lines += ["", f"rank {rank}"]
+        lines += [f"  {instruction}" for instruction in instructions]
     return "\n".join(lines) + "\n"
 
 
@@ -102,12 +103,19 @@ def _whole(word: str) -> int:
     return int(word)
 
 
+def _numbers(words: Iterable[str]) -> Indices:
+    return tuple(map(_whole, words))
+
+
 def _spaced(numbers: Iterable[int]) -> str:
     return " ".join(map(str, numbers))
 
 
-def _spill_words(spill: Spill) -> str:
+def _spill_words(header: Header) -> list[str]:
     """The words of a header for its `Spill`: "host weights 2 optim 2 stages 0 1 2"."""
+    spill = header.spill
+    if spill is None:
+        return []
     text = f"{spill.tier} weights {spill.weights_slots} optim {spill.optim_slots} stages {_spaced(spill.stages)}"
     if spill.activations:
         text += " activations"
@@ -115,7 +123,7 @@ def _spill_words(spill: Spill) -> str:
         text += f" on-host {_spaced(spill.on_host)}"
     if spill.keeps:
         text += f" keeps {_spaced(spill.keeps)}"
-    return text
+    return [text]
 
 
 def _spill(words: list[str]) -> Spill:
@@ -126,38 +134,73 @@ def _spill(words: list[str]) -> Spill:
     activations = words[-1] == "activations"
     if activations:
         words.pop()
-    stages = tuple(map(_whole, words[6:]))
-    return Spill(words[0], _whole(words[2]), _whole(words[4]), stages, activations, on_host, keeps)
+    tier, _, weights_slots, _, optim_slots, _, *stages = words
+    return Spill(tier, _whole(weights_slots), _whole(optim_slots), _numbers(stages), activations, on_host, keeps)
 
 
-def _cut_off(word: str, words: list[str]) -> tuple[list[str], tuple[int, ...]]:
+def _cut_off(word: str, words: list[str]) -> tuple[list[str], Indices]:
     """The words before one, and the numbers after it."""
     if word not in words:
         return words, ()
     place = words.index(word)
-    return words[:place], tuple(map(_whole, words[place + 1 :]))
+    return words[:place], _numbers(words[place + 1 :])
 
 
 _REQUIRED = ("schedule", "microbatches", "steps", "weights", "placement", "updates")
-_LINES: dict[str, tuple[Callable[[Header], list[str]], Callable[[list[str]], dict[str, Any]]]] = {
+_Line = tuple[Callable[[Header], list[str]], Callable[[list[str]], dict[str, Any]]]
+"""A line of a header: how it is written (a tie has several, some have none) and read."""
+
+
+def _number(field: str) -> _Line:
+    """A line with a number; there is none for 0."""
+
+    def write(header: Header) -> list[str]:
+        value = getattr(header, field)
+        if value:
+            return [str(value)]
+        return []
+
+    return write, lambda words: {field: _whole(words[0])}
+
+
+def _flag(field: str) -> _Line:
+    """A line without words, which is there or not."""
+    return lambda header: [""] * getattr(header, field), lambda words: {field: True}
+
+
+def _placement_words(header: Header) -> list[str]:
+    return [" ".join("+".join(map(str, ranks)) for ranks in header.placement)]
+
+
+def _read_placement(words: list[str]) -> dict[str, Any]:
+    return {"placement": tuple(_numbers(ranks.split("+")) for ranks in words)}
+
+
+def _tensor_words(header: Header) -> list[str]:
+    if header.tensor == 1:
+        return []
+    if header.pieces:
+        return [f"{header.tensor} pieces"]
+    return [str(header.tensor)]
+
+
+def _read_tensor(words: list[str]) -> dict[str, Any]:
+    return {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]}
+
+
+_LINES: dict[str, _Line] = {
     "schedule": (lambda h: [h.schedule], lambda words: {"schedule": " ".join(words)}),
-    "microbatches": (lambda h: [str(h.num_microbatches)], lambda words: {"num_microbatches": _whole(words[0])}),
-    "steps": (lambda h: [str(h.num_steps)], lambda words: {"num_steps": _whole(words[0])}),
+    "microbatches": _number("num_microbatches"),
+    "steps": _number("num_steps"),
     "weights": (lambda h: [h.weights.value], lambda words: {"weights": WeightRule(words[0])}),
-    "placement": (
-        lambda h: [" ".join("+".join(map(str, ranks)) for ranks in h.placement)],
-        lambda words: {"placement": tuple(tuple(map(_whole, ranks.split("+"))) for ranks in words)},
-    ),
-    "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": tuple(map(_whole, words))}),
-    "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (tuple(map(_whole, words)),)}),
-    "clip": (lambda h: [""] * h.clip, lambda words: {"clip": True}),
-    "sharded": (lambda h: [""] * h.sharded, lambda words: {"sharded": True}),
-    "tensor": (
-        lambda h: [f"{h.tensor}{' pieces' * h.pieces}"] if h.tensor > 1 else [],
-        lambda words: {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]},
-    ),
-    "spill": (lambda h: [_spill_words(h.spill)] if h.spill else [], lambda words: {"spill": _spill(words)}),
-    "frozen": (lambda h: [str(h.frozen)] if h.frozen else [], lambda words: {"frozen": _whole(words[0])}),
+    "placement": (_placement_words, _read_placement),
+    "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": _numbers(words)}),
+    "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (_numbers(words),)}),
+    "clip": _flag("clip"),
+    "sharded": _flag("sharded"),
+    "tensor": (_tensor_words, _read_tensor),
+    "spill": (_spill_words, lambda words: {"spill": _spill(words)}),
+    "frozen": _number("frozen"),
 }
 """The lines of a header: how each is written (a tie has several, some have none) and read."""
 
@@ -169,7 +212,7 @@ def parse_instruction(text: str) -> Instruction:
     Instruction(op=<Op.SEND: 'send'>, stage=1, mb=5, version=-1, kind='act', peer=2, tier='', slot=-1)
 
     Raises:
-        ProgramError: an unknown operation, or operands other than those of `OP_SPEC`.
+        ProgramError: an unknown operation, or operands other than `OP_SPEC` names.
     """
     return _instruction(text.split())
 
@@ -196,8 +239,8 @@ class _Operands(dict[str, int | str]):
     """Operands of a field by their text, each read when it first occurs.
 
     Args:
-        field: of instructions.
-        prefix: of its numbers.
+        field: the name of a field of instructions.
+        prefix: the letter before its numbers.
     """
 
     def __init__(self, field: str, prefix: str) -> None:
@@ -215,11 +258,12 @@ class _Operands(dict[str, int | str]):
 
     def _number(self, text: str) -> int:
         number = text.removeprefix(self._prefix)
-        if number == text or not re.fullmatch(rf"{_NUMBER}|\*", number) or (number == "*" and self._field == "peer"):
-            raise ProgramError(f"expected {self._field} as {self._prefix}0, {self._prefix}1, …, got {text!r}")
-        if number == "*":
-            return -1
-        return int(number)
+        if number != text:
+            if number == "*" and self._field != "peer":
+                return -1
+            if re.fullmatch(_NUMBER, number):
+                return int(number)
+        raise ProgramError(f"expected {self._field} as {self._prefix}0, {self._prefix}1, …, got {text!r}")
 
 
 _FIELDS = Instruction.__struct_fields__[1:]

@@ -13,7 +13,7 @@ from functools import reduce
 
 import msgspec
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import OP_SPEC, PIECE_OF, WHOLE_OF, Kind, Reduction
 from pipefit.ir.program import Header, Program
 
@@ -61,7 +61,7 @@ def consumes(instruction: Instruction, program: Program, rank: int) -> Values:
     return CONSUMES[instruction.op](instruction, program, rank)
 
 
-def tied_stages(header: Header, stage: int, rank: int) -> tuple[int, ...]:
+def tied_stages(header: Header, stage: int, rank: int) -> Indices:
     """The stages of a rank that belong to the tie group whose first stage is `stage`."""
     for tie in header.ties:
         if tie[0] == stage:
@@ -69,7 +69,7 @@ def tied_stages(header: Header, stage: int, rank: int) -> tuple[int, ...]:
     return ()
 
 
-def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> tuple[int, ...]:
+def reduced_stages(header: Header, kind: str, stage: int, rank: int) -> Indices:
     """The stages of a rank whose gradients a reduction takes."""
     if kind == Reduction.NORM and stage < 0:
         return header.stages_of(rank)
@@ -133,32 +133,69 @@ def _in_slots(i: Instruction, program: Program, rank: int) -> Values:
     return (weights, gradients, *_states(i, program, rank))
 
 
+def _of_microbatch(kind: str) -> Rule:
+    """The value of a kind for the stage and micro-batch of an instruction."""
+    return lambda i, program, rank: (Value(kind, i.stage, i.mb),)
+
+
+def _of_last_stage(kind: str) -> Rule:
+    """The value of a kind for the last stage and the micro-batch of an instruction."""
+    return lambda i, program, rank: (Value(kind, program.header.last_stage, i.mb),)
+
+
+def _of_version(kind: str) -> Rule:
+    """The value of a kind for the stage and version, or update, of an instruction."""
+    return lambda i, program, rank: (Value(kind, i.stage, i.version),)
+
+
+def _stage_input(i: Instruction, program: Program, rank: int) -> Values:
+    if i.stage > 0:
+        return (Value(ACT, i.stage - 1, i.mb),)
+    return (Value(INPUT, 0, i.mb),)
+
+
+def _input_gradient(i: Instruction, program: Program, rank: int) -> Values:
+    if i.stage > program.header.frozen:
+        return (Value(GRAD, i.stage - 1, i.mb),)
+    return ()
+
+
+def _saved(i: Instruction, program: Program, rank: int) -> Values:
+    if i.stage < program.header.frozen or (i.stage, i.mb) in program.recomputed:
+        return ()
+    return (Value(SAVED, i.stage, i.mb),)
+
+
+def _weight_gradient(i: Instruction, program: Program, rank: int) -> Values:
+    return (Value(WGRAD, i.stage, program.header.update_of(i.stage, i.mb)),)
+
+
+def _norm(i: Instruction, program: Program, rank: int) -> Values:
+    if program.header.clip:
+        return (Value(NORM, -1, i.version),)
+    return ()
+
+
 _VALUES: dict[str, Rule] = {
-    "input[s,m]": lambda i, program, rank: (Value(INPUT, i.stage, i.mb),),
-    "input[last,m]": lambda i, program, rank: (Value(INPUT, program.header.last_stage, i.mb),),
-    "act[s-1,m]": lambda i, program, rank: (Value(ACT, i.stage - 1, i.mb) if i.stage > 0 else Value(INPUT, 0, i.mb),),
-    "act[s,m]": lambda i, program, rank: (Value(ACT, i.stage, i.mb),),
-    "act[last,m]": lambda i, program, rank: (Value(ACT, program.header.last_stage, i.mb),),
-    "grad[s-1,m]": lambda i, program, rank: (
-        (Value(GRAD, i.stage - 1, i.mb),) if i.stage > program.header.frozen else ()
-    ),
-    "grad[s,m]": lambda i, program, rank: (Value(GRAD, i.stage, i.mb),),
-    "grad[last,m]": lambda i, program, rank: (Value(GRAD, program.header.last_stage, i.mb),),
-    "saved[s,m]": lambda i, program, rank: (Value(SAVED, i.stage, i.mb),),
-    "saved[s,m] unless replayed": lambda i, program, rank: (
-        ()
-        if i.stage < program.header.frozen or (i.stage, i.mb) in program.recomputed
-        else (Value(SAVED, i.stage, i.mb),)
-    ),
-    "half[s,m]": lambda i, program, rank: (Value(HALF, i.stage, i.mb),),
-    "weights[s,w]": lambda i, program, rank: (Value(WEIGHTS, i.stage, i.version),),
+    "input[s,m]": _of_microbatch(INPUT),
+    "input[last,m]": _of_last_stage(INPUT),
+    "act[s-1,m]": _stage_input,
+    "act[s,m]": _of_microbatch(ACT),
+    "act[last,m]": _of_last_stage(ACT),
+    "grad[s-1,m]": _input_gradient,
+    "grad[s,m]": _of_microbatch(GRAD),
+    "grad[last,m]": _of_last_stage(GRAD),
+    "saved[s,m]": _of_microbatch(SAVED),
+    "saved[s,m] unless replayed": _saved,
+    "half[s,m]": _of_microbatch(HALF),
+    "weights[s,w]": _of_version(WEIGHTS),
     "stepped[s,w+1]": _stepped,
-    "wgrad[s,w]": lambda i, program, rank: (Value(WGRAD, i.stage, i.version),),
-    "wgrad[s,u]": lambda i, program, rank: (Value(WGRAD, i.stage, program.header.update_of(i.stage, i.mb)),),
+    "wgrad[s,w]": _of_version(WGRAD),
+    "wgrad[s,u]": _weight_gradient,
     "optim[s,w]": _states,
     "optim[s,w+1]": _new_states,
     "in slots[s,w]": _in_slots,
-    "norm[w]": lambda i, program, rank: (Value(NORM, -1, i.version),) if program.header.clip else (),
+    "norm[w]": _norm,
     "terms[s,w]": _terms,
     "result[s,w]": _result,
     "kind[s,m]": lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instructions, StageAt
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op
 from pipefit.ir.program import Header, WeightRule
 
 
-def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) -> Mapping[tuple[int, int], int]:
+def required_versions(header: Header, ranks: Sequence[Instructions]) -> Mapping[StageAt, int]:
     """The version for each (stage, micro-batch) whose forward is in the program.
 
     The rules with "newest" depend on the order of forwards and backwards: an update is finished on a rank after the
@@ -23,14 +23,12 @@ def required_versions(header: Header, ranks: Sequence[Sequence[Instruction]]) ->
     return _by_rule(header, ranks, pairs) | dict.fromkeys(frozen, 0)
 
 
-def _by_rule(
-    header: Header, ranks: Sequence[Sequence[Instruction]], pairs: Sequence[tuple[int, int]]
-) -> dict[tuple[int, int], int]:
+def _by_rule(header: Header, ranks: Sequence[Instructions], pairs: Sequence[StageAt]) -> dict[StageAt, int]:
     if header.weights is WeightRule.FLUSH:
         return {(stage, mb): header.update_of(stage, mb) for stage, mb in pairs}
     if header.weights is WeightRule.DOUBLE:
         return {(stage, mb): max(header.update_of(stage, mb) - 1, 0) for stage, mb in pairs}
-    newest: dict[tuple[int, int], int] = {}
+    newest: dict[StageAt, int] = {}
     for rank, instructions in enumerate(ranks):
         newest.update(_newest(header, rank, instructions))
     if header.weights is WeightRule.STASH:
@@ -38,15 +36,15 @@ def _by_rule(
     return {(stage, mb): newest.get((header.frozen, mb), 0) for stage, mb in pairs}
 
 
-def _newest(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[tuple[int, int], int]:
+def _newest(header: Header, rank: int, instructions: Instructions) -> dict[StageAt, int]:
     """Number of updates that each stage of the rank has finished when the forward of each micro-batch starts."""
     stages = header.stages_of(rank)
-    pending: Counter[tuple[int, int]] = Counter()
+    pending: Counter[StageAt] = Counter()
     for stage in stages:
         for mb in header.microbatches_of(stage, rank):
             pending[stage, header.update_of(stage, mb)] += 1
     finished = dict.fromkeys(stages, 0)
-    result: dict[tuple[int, int], int] = {}
+    result: dict[StageAt, int] = {}
     for i in instructions:
         stage = i.stage
         if i.op is Op.FWD:

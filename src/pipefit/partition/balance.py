@@ -44,7 +44,7 @@ def gpipe(
         num_stages: number of stages.
         costs: of each layer; None: its forward and backward time, the loss with the last layer. (GPipe estimates
             floating-point operations.)
-        speeds: of each stage's device, by which its cost is divided, when they differ.
+        speeds: the speed of each stage's device, by which its cost is divided, when they differ.
 
     Raises:
         PlanError: fewer layers than stages, or another number of costs than layers.
@@ -73,10 +73,10 @@ def minmax(
     Args:
         profile: the layers.
         num_stages: number of stages.
-        costs: of each layer; None: its forward and backward time in seconds, the loss with the last layer.
+        costs: the costs of each layer; None: its forward and backward time in seconds, the loss with the last layer.
         bandwidth_bytes_per_s: of the link between stages; the cost of a stage then includes receiving activations and
             sending gradients across the cut in front of it, and the reverse behind it, without overlap. None: nothing.
-        latency_s: of each of those messages.
+        latency_s: the latency of each message.
 
     Raises:
         PlanError: fewer layers than stages, another number of costs than layers, or no bandwidth.
@@ -154,7 +154,7 @@ def divide(costs: Sequence[Array]) -> list[int] | None:
 
 
 def least_maximum(costs: Iterable[Array]) -> float:
-    """The cost of the dearest stage of the best division; the arrays are those of `divide`, infinite for no layers."""
+    """The cost of the dearest stage of the best division, from the arrays of `divide`; infinite for no layers."""
     return float(_least(list(costs), np.maximum)[0][0])
 
 

@@ -27,7 +27,7 @@ def hydra(
 
     Args:
         profile: figures of one micro-batch, layers in their order.
-        capacity_bytes: of the device.
+        capacity_bytes: the capacity of the device.
         optimizer_factor: optimizer bytes per weight byte (2 for Adam, 1 for momentum, 0 for plain SGD).
         double_buffer: reserve room for the weights, optimizer state and input of the largest next shard.
 

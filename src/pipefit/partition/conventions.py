@@ -64,9 +64,9 @@ def stage_s(
     Args:
         rule: the convention.
         compute_s: seconds per mini-batch on one component.
-        trained_bytes: of the stage's weights that train.
+        trained_bytes: the bytes of the stage's weights that train.
         replicas: m.
-        bandwidth: of the level, bytes per second.
+        bandwidth: the bandwidth of the level, bytes per second.
         below: components of the level below (1 for devices).
         first: the stage is the first of its level, or its only one.
     """

@@ -33,7 +33,7 @@ class LevelStage:
     Attributes:
         layers: indices in the profile.
         replicas: components of the level below that run copies of it.
-        stages: of one such component.
+        stages: the stages of one such component.
     """
 
     layers: tuple[int, ...]
@@ -282,7 +282,7 @@ def _data_parallel_bytes(problem: CutProblem) -> float:
 
 
 def _why_nothing_fits(problem: CutProblem) -> str:
-    """The bytes that the largest layer needs, and those of a device."""
+    """The bytes that the largest layer needs, and the bytes of a device."""
     memory = problem.memory
     layers = problem.states.profile.layers
     if not memory.is_limited:

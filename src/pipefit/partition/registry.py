@@ -1,4 +1,4 @@
-"""Partitioners by name, those of other packages included.
+"""Partitioners by name, with the partitioners of other packages.
 
 Another package adds one in its pyproject.toml:
 
@@ -58,7 +58,7 @@ _AT_MOST = {"hydra", "pipedream"}
 
 
 def partitioner_names() -> tuple[str, ...]:
-    """All names that `partition` knows, those of installed packages included."""
+    """All names that `partition` knows, from installed packages too."""
     return tuple(sorted({*_BUILT_IN, *(point.name for point in entry_points(group=_GROUP))}))
 
 

@@ -31,7 +31,7 @@ class Memory:
     k·(versions·W + A) + state·W + F; k is ceil(devices from the stage on / its replicas).
 
     Attributes:
-        limit_bytes: of one device; infinite: no limit.
+        limit_bytes: the limit of one device; infinite: no limit.
         versions: 1.0 when every mini-batch in flight keeps the weights it used (weight stashing), 0.0 when none does.
         state: bytes of gradients and optimizer states (and of the weights, where versions is 0) per weight byte.
     """

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+
+import msgspec
 
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.graph import Graph, graph_of_messages
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, Instructions, ValueKey
 from pipefit.ir.op import COMPUTE_OPS, GRADIENT_OPS, Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import ACT, GRAD
-from pipefit.passes.places import computes_back, entering, inserted
+from pipefit.passes.places import Added, computes_back, entering, inserted
 
 
 def with_communication(program: Program, ahead: int = 1) -> Program:
@@ -23,25 +24,40 @@ def with_communication(program: Program, ahead: int = 1) -> Program:
     is first-in-first-out and needs no tags. Where ranks would wait for each other because a send waits for its
     receive, the receive is posted as much earlier as necessary.
     """
-    sends = [_sends(program.header, rank, instructions) for rank, instructions in enumerate(program.ranks)]
+    sends = []
+    needed = []
     links: dict[tuple[int, int], list[Instruction]] = defaultdict(list)
-    for rank, after in enumerate(sends):
+    for rank, own in enumerate(program.ranks):
+        after = _sends(program.header, rank, own)
         for send in after.values():
             links[rank, send.peer].append(send)
-    computing = ([(n, i) for n, i in enumerate(own) if i.op in COMPUTE_OPS] for own in program.ranks)
-    needed = [{entering(i): index for index, i in reversed(own)} for own in computing]
-    posts: list[dict[int, list[Instruction]]] = [defaultdict(list) for _ in program.ranks]
+        sends.append(after)
+        needed.append(_first_uses(own))
+    posts: list[Added] = [defaultdict(list) for _ in program.ranks]
     for (source, target), messages in links.items():
-        limit = len(program.ranks[target])
+        own = program.ranks[target]
+        limit = len(own)
         for message in reversed(messages):
-            at = needed[target].get((message.kind, message.stage, message.mb), limit)
-            limit = min(limit, computes_back(program.ranks[target], at, ahead))
-            receive = Instruction(Op.RECV, message.stage, message.mb, kind=message.kind, peer=source)
+            value = (message.kind, message.stage, message.mb)
+            use = needed[target].get(value, limit)
+            limit = min(limit, computes_back(own, use, ahead))
+            receive = msgspec.structs.replace(message, op=Op.RECV, peer=source)
             posts[target][limit].insert(0, receive)
-    for own, posted in zip(sends, posts, strict=True):
-        for index, send in own.items():
+    ranks = []
+    for own, after, posted in zip(program.ranks, sends, posts, strict=True):
+        for index, send in after.items():
             posted[index + 1].insert(0, send)
-    return _without_deadlock(program.with_ranks(list(map(inserted, program.ranks, posts))))
+        ranks.append(inserted(own, posted))
+    return _without_deadlock(program.with_ranks(ranks))
+
+
+def _first_uses(instructions: Instructions) -> dict[ValueKey, int]:
+    """For each value that enters a stage, the index of the first instruction that takes it."""
+    found: dict[ValueKey, int] = {}
+    for index, i in enumerate(instructions):
+        if i.op in COMPUTE_OPS:
+            found.setdefault(entering(i), index)
+    return found
 
 
 def _without_deadlock(program: Program) -> Program:
@@ -53,26 +69,24 @@ def _without_deadlock(program: Program) -> Program:
     graph = _messages(program)
     run = Blocking(graph)
     while stuck := run.run():
-        sends = [
-            next((run.at[rank] for rank in cycle if graph.instructions[run.at[rank]].op is Op.SEND), None)
-            for cycle in run.cycles(stuck)
-        ]
-        if not any(send is not None for send in sends):
+        sends = []
+        for cycle in run.cycles(stuck):
+            waiting = [run.at[rank] for rank in cycle]
+            sends += [number for number in waiting if graph.instructions[number].op is Op.SEND][:1]
+        if not sends:
             break
         for send in sends:
-            if send is not None:
-                run.post(send)
+            run.post(send)
     if not run.posted_early:
         return program
-    early: dict[int, list[Instruction]] = defaultdict(list)
+    early: Added = defaultdict(list)
     for receive, number in run.posted_early.items():
         early[number].append(graph.instructions[receive])
     ranks: list[list[Instruction]] = [[] for _ in program.ranks]
-    for number, (rank, i) in enumerate(zip(graph.ranks, graph.instructions, strict=True)):
-        if number in early:
-            ranks[rank] += early[number]
+    for number, rank in enumerate(graph.ranks):
+        ranks[rank] += early.get(number, [])
         if number not in run.posted_early:
-            ranks[rank].append(i)
+            ranks[rank].append(graph.instructions[number])
     return program.with_ranks(ranks)
 
 
@@ -81,30 +95,30 @@ def _messages(program: Program) -> Graph:
     graph = graph_of_messages(program)
     receive = Op.RECV
     for rank, instructions in enumerate(program.ranks):
-        came: dict[tuple[str, int, int], int] = {}
+        came: dict[ValueKey, int] = {}
         for number, i in enumerate(instructions, graph.starts[rank]):
             if i.op is receive:
                 came[i.kind, i.stage, i.mb] = number
-            elif i.op in COMPUTE_OPS and (arrival := came.pop(entering(i), -1)) >= 0:
-                graph.preds[number] = (arrival,)
+            elif i.op in COMPUTE_OPS and came:
+                arrival = came.pop(entering(i), None)
+                if arrival is not None:
+                    graph.preds[number] = (arrival,)
     return graph
 
 
-def _sends(header: Header, rank: int, instructions: Sequence[Instruction]) -> dict[int, Instruction]:
+def _sends(header: Header, rank: int, instructions: Instructions) -> dict[int, Instruction]:
     """For the index of each instruction whose result another rank needs: the send that follows it."""
     result: dict[int, Instruction] = {}
     forward = Op.FWD
     for index, i in enumerate(instructions):
         if i.op is forward and i.stage < header.last_stage:
-            user = i.stage + 1
-            stage = i.stage
-            kind = ACT
+            peer = header.rank_of(i.stage + 1, i.mb)
+            send = Instruction(Op.SEND, i.stage, i.mb, kind=ACT, peer=peer)
         elif i.op in GRADIENT_OPS and i.stage > header.frozen:
-            user = i.stage - 1
-            stage = i.stage - 1
-            kind = GRAD
+            peer = header.rank_of(i.stage - 1, i.mb)
+            send = Instruction(Op.SEND, i.stage - 1, i.mb, kind=GRAD, peer=peer)
         else:
             continue
-        if (peer := header.rank_of(user, i.mb)) != rank:
-            result[index] = Instruction(Op.SEND, stage, i.mb, kind=kind, peer=peer)
+        if peer != rank:
+            result[index] = send
     return result

@@ -8,13 +8,16 @@ from itertools import accumulate
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
-from pipefit.passes.places import inserted
+from pipefit.passes.places import Added, inserted
 
 
 def with_frozen(program: Program) -> Program:
     """Leaves out the backwards of frozen stages, and so their replays, gradient messages, reductions and steps."""
     first = program.header.frozen
-    return program.with_ranks([[i for i in own if i.op is Op.FWD or i.stage >= first] for own in program.ranks])
+    ranks = []
+    for own in program.ranks:
+        ranks.append([i for i in own if i.op is Op.FWD or i.stage >= first])
+    return program.with_ranks(ranks)
 
 
 def with_norms_everywhere(program: Program) -> Program:
@@ -38,7 +41,7 @@ def with_norms_everywhere(program: Program) -> Program:
     updates = sorted(before)
     ranks = []
     for rank, own in enumerate(program.ranks):
-        added: dict[int, list[Instruction]] = {}
+        added: Added = {}
         if header.stages_of(rank)[-1] < header.frozen:
             needed = {s: [max(before[update][s + 1 :]) for update in updates] for s in header.stages_of(rank)}
             places = [0] * (len(updates) + 1)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, Instructions, StageAt, ValueKey
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WEIGHT_GRADIENT_OPS
 from pipefit.ir.program import Header
 from pipefit.ir.values import ACT, GRAD
 
+Added = dict[int, list[Instruction]]
+"""Instructions to be inserted before others, by the index of these."""
 
-def inserted(listed: Sequence[Instruction], before: Mapping[int, Sequence[Instruction]]) -> list[Instruction]:
+
+def inserted(listed: Instructions, before: Mapping[int, Instructions]) -> list[Instruction]:
     """The list with instructions inserted before some indices."""
     result: list[Instruction] = []
     done = 0
@@ -20,7 +23,7 @@ def inserted(listed: Sequence[Instruction], before: Mapping[int, Sequence[Instru
     return [*result, *listed[done:]]
 
 
-def entering(i: Instruction) -> tuple[str, int, int]:
+def entering(i: Instruction) -> ValueKey:
     """The value, by kind, stage and micro-batch, that a compute instruction may need from another rank."""
     if i.op in FORWARD_OPS:
         return ACT, i.stage - 1, i.mb
@@ -29,13 +32,16 @@ def entering(i: Instruction) -> tuple[str, int, int]:
     return ("", -1, -1)
 
 
-def last_backwards(header: Header, listed: Sequence[Instruction]) -> dict[tuple[int, int], int]:
+def last_backwards(header: Header, listed: Instructions) -> dict[StageAt, int]:
     """The index of the last own backward of each (stage, update): there its gradients are complete."""
-    done = enumerate(listed)
-    return {(i.stage, header.update_of(i.stage, i.mb)): index for index, i in done if i.op in WEIGHT_GRADIENT_OPS}
+    found = {}
+    for index, i in enumerate(listed):
+        if i.op in WEIGHT_GRADIENT_OPS:
+            found[i.stage, header.update_of(i.stage, i.mb)] = index
+    return found
 
 
-def computes_back(listed: Sequence[Instruction], index: int, count: int) -> int:
+def computes_back(listed: Instructions, index: int, count: int) -> int:
     """The index of the compute instruction that lies `count` compute instructions before `index`."""
     while index > 0 and count > 0:
         index -= 1

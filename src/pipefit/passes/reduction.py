@@ -9,12 +9,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from pipefit.ir.graph import collective_members
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, Instructions, StageAt
 from pipefit.ir.liveness import is_in_place
 from pipefit.ir.op import STEP_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import tied_stages
-from pipefit.passes.places import inserted, last_backwards
+from pipefit.passes.places import Added, inserted, last_backwards
 
 
 def with_reductions(program: Program) -> Program:
@@ -26,42 +26,65 @@ def with_reductions(program: Program) -> Program:
     clipping needs all reductions, so it comes just before the first step of its update. Where each replica steps a part
     of the weights, the new weights are gathered right after the step, while the rank continues.
     """
-    ends = [last_backwards(program.header, own) for own in program.ranks]
-    return program.with_ranks(
-        [_with_reductions(program.header, rank, own, ends) for rank, own in enumerate(program.ranks)]
-    )
+    header = program.header
+    ends = [last_backwards(header, own) for own in program.ranks]
+    ranks = []
+    for rank, own in enumerate(program.ranks):
+        added: Added = defaultdict(list)
+        _reduce_replicas(header, rank, ends, added)
+        _reduce_ties(header, rank, ends[rank], added)
+        _add_norms_and_gathers(header, own, added)
+        ranks.append(inserted(own, added))
+    return program.with_ranks(ranks)
 
 
-def _with_reductions(
-    header: Header, rank: int, instructions: Sequence[Instruction], ends: Sequence[Mapping[tuple[int, int], int]]
-) -> list[Instruction]:
-    added: dict[int, list[Instruction]] = defaultdict(list)
+_Ends = Mapping[StageAt, int]
+"""The index of the last backward of each (stage, update) of a rank."""
+
+
+def _reduce_replicas(header: Header, rank: int, ends: Sequence[_Ends], added: Added) -> None:
+    """Adds the reductions over the replicas of each stage of a rank."""
+
+    def end_on_first(key: StageAt) -> int:
+        stage, _ = key
+        return ends[header.placement[stage][0]][key]
+
     last = ends[rank]
-    # Replicas of unequal numbers of micro-batches complete their stages in different orders: that of the first counts.
+    # Replicas of unequal numbers of micro-batches complete their stages in different orders: the first one's counts.
     complete: dict[Sequence[int], int] = defaultdict(int)
-    for stage, update in sorted(last, key=lambda key: ends[header.placement[key[0]][0]][key]):
+    for stage, update in sorted(last, key=end_on_first):
         members = header.placement[stage]
         complete[members] = max(complete[members], last[stage, update])
+        kind = Reduction.REPLICAS
         if header.is_sharded(stage):
             kind = Reduction.SCATTER
-        else:
-            kind = Reduction.REPLICAS
         if len(members) > 1:
             added[complete[members] + 1].append(_reduce(kind, stage, update))
+
+
+def _reduce_ties(header: Header, rank: int, last: _Ends, added: Added) -> None:
+    """Adds the reductions of the weights that several stages share."""
     for tie in header.ties:
         own = tied_stages(header, tie[0], rank)
-        if own and (len(own) > 1 or len(collective_members(header, _reduce(Reduction.TIED, tie[0], 0))) > 1):
+        members = collective_members(header, _reduce(Reduction.TIED, tie[0], 0))
+        if own and (len(own) > 1 or len(members) > 1):
             for update in {update for stage, update in last if stage in own}:
                 ready = max(index for (_, of), index in last.items() if of == update)
                 added[ready + 1].append(_reduce(Reduction.TIED, tie[0], update))
+
+
+def _add_norms_and_gathers(header: Header, instructions: Instructions, added: Added) -> None:
+    """Adds the norms before the first steps, and after the steps what gathers sharded weights."""
     normed: set[int] = set()
     for index, i in enumerate(instructions):
         if header.clip and i.op in STEP_OPS and i.version not in normed:
             normed.add(i.version)
-            added[index].append(_reduce(Reduction.NORM, -1, i.version))
+            norm = _reduce(Reduction.NORM, -1, i.version)
+            added[index].append(norm)
         if i.op is Op.STEP and header.is_sharded(i.stage):
-            added[index + 1 + is_in_place(instructions, index)].append(_reduce(Reduction.SHARDS, i.stage, i.version))
-    return inserted(instructions, added)
+            place = index + 1 + is_in_place(instructions, index)
+            gather = _reduce(Reduction.SHARDS, i.stage, i.version)
+            added[place].append(gather)
 
 
 def _reduce(kind: Reduction, stage: int, update: int) -> Instruction:

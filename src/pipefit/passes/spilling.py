@@ -10,16 +10,21 @@ as soon as the slot is free, while the rank computes with another.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+
+import msgspec
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction, Instructions, StageAt
 from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, GRADIENT_OPS, MESSAGE_OPS, WEIGHT_GRADIENT_OPS, Kind, Op, Reduction
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.ir.values import reduced_stages
-from pipefit.passes.places import computes_back, inserted, last_backwards
+from pipefit.passes.places import Added, computes_back, inserted, last_backwards
 from pipefit.passes.stays import Stay, stays
 from pipefit.passes.versions import step_of, steps_at_once
 
@@ -65,80 +70,94 @@ def with_spilling(program: Program, prefetch: int | None = None) -> Program:
     return program.with_ranks(ranks)
 
 
-def _finished_at_once(header: Header, rank: int, listed: Sequence[Instruction]) -> list[Instruction]:
+def _finished_at_once(header: Header, rank: int, listed: Instructions) -> list[Instruction]:
     """Adds the step of each spilled stage, or its part of the norm, at the point where its gradients are complete."""
     ready = last_backwards(header, listed)
+    first_uses: dict[StageAt, int] = {}
     for index, i in enumerate(listed):
         if i.op is Op.REDUCE and i.kind != Reduction.NORM:
-            ready |= {(stage, i.version): index for stage in reduced_stages(header, i.kind, i.stage, rank)}
-    first_uses = {(i.stage, i.version): index for index, i in reversed([*enumerate(listed)]) if i.op in COMPUTE_OPS}
-    begins = {index for (stage, version), index in first_uses.items() if version and steps_at_once(header, stage)}
-    after: dict[int, list[Instruction]] = defaultdict(list)
+            for stage in reduced_stages(header, i.kind, i.stage, rank):
+                ready[stage, i.version] = index
+        if i.op in COMPUTE_OPS:
+            first_uses.setdefault((i.stage, i.version), index)
+    begins = set()
+    for (stage, version), index in first_uses.items():
+        if version and steps_at_once(header, stage):
+            begins.add(index)
+    after: Added = defaultdict(list)
     for (stage, update), index in ready.items():
         if header.is_spilled(stage):
-            part = Instruction(Op.REDUCE, stage, version=update, kind=Reduction.NORM.value)
             if steps_at_once(header, stage):
                 done = step_of(header, stage, update)
             else:
-                done = part
+                done = Instruction(Op.REDUCE, stage, version=update, kind=Reduction.NORM.value)
             place = _past_messages(listed, index + 1)
             if place in begins:
                 # Receives of the next update are posted after the step.
-                place = 1 + max(n for n in range(index, place) if listed[n].op is not Op.RECV)
+                while listed[place - 1].op is Op.RECV:
+                    place -= 1
             after[place].append(done)
     return inserted(listed, after)
 
 
-def _past_messages(listed: Sequence[Instruction], index: int) -> int:
+def _past_messages(listed: Instructions, index: int) -> int:
     """The place after the messages that follow, because other ranks wait for those."""
     while index < len(listed) and listed[index].op in MESSAGE_OPS:
         index += 1
     return index
 
 
-def _visited(header: Header, rank: int, i: Instruction) -> tuple[int, ...]:
+def _visited(header: Header, rank: int, i: Instruction) -> Indices:
     """The spilled stages that must be in slots for an instruction."""
-    if i.stage < 0 or not (i.op in _USES or i.op is Op.REDUCE):
-        return ()
-    if i.op is Op.REDUCE:
+    stages: Iterable[int] = ()
+    if i.op is Op.REDUCE and i.stage >= 0:
         stages = reduced_stages(header, i.kind, i.stage, rank)
-    else:
+    elif i.op in _USES:
         stages = (i.stage,)
     return tuple(filter(header.is_spilled, stages))
 
 
 def _weight_stays(header: Header, rank: int, listed: list[Instruction]) -> list[Stay]:
     assert header.spill is not None
-    visits = [(index, stages) for index, i in enumerate(listed) if (stages := _visited(header, rank, i))]
+    visits = []
     # Weights that step on the host become stale on the device: their stage leaves after its last use before the step.
     last: dict[int, int] = {}
-    leaving: set[tuple[int, int]] = set()
+    leaving: set[StageAt] = set()
     for index, i in enumerate(listed):
-        last.update(dict.fromkeys(_visited(header, rank, i), index))
+        stages = _visited(header, rank, i)
+        if stages:
+            visits.append((index, stages))
+            last |= dict.fromkeys(stages, index)
         if i.op is Op.HOST_STEP:
             leaving.add((last[i.stage], i.stage))
     return stays(visits, header.spill.weights_slots, leaving)
 
 
+def _numbers(found: Sequence[Stay]) -> dict[StageAt, int]:
+    """The number of the stay to which a visit of a stage belongs."""
+    numbers = {}
+    for number, stay in enumerate(found):
+        for index in stay.visits:
+            numbers[index, stay.stage] = number
+    return numbers
+
+
 def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Instruction]:
     """Adds the replays that are due because a forward and its backward fall into different stays."""
     assert header.spill is not None
-    stay_of = {
-        (index, stay.stage): number
-        for number, stay in enumerate(_weight_stays(header, rank, listed))
-        for index in stay.visits
-        if stay.stage not in header.spill.keeps
-    }
-    kept: dict[tuple[int, int], int] = {}
+    keeps = header.spill.keeps
+    stay_of = _numbers([stay for stay in _weight_stays(header, rank, listed) if stay.stage not in keeps])
+    kept: dict[StageAt, int] = {}
     result = []
     for index, i in enumerate(listed):
         stay = stay_of.get((index, i.stage), -1)
+        has_left = kept.get((i.stage, i.mb), stay) != stay
         if i.op in FORWARD_OPS:
             kept[i.stage, i.mb] = stay
-        elif i.op in GRADIENT_OPS and kept.get((i.stage, i.mb), stay) != stay:
+        elif i.op in GRADIENT_OPS and has_left:
             result.append(Instruction(Op.RECOMPUTE, i.stage, i.mb, i.version))
             kept[i.stage, i.mb] = stay
-        elif i.op is Op.BWD_WEIGHT and kept.get((i.stage, i.mb), stay) != stay:
+        elif i.op is Op.BWD_WEIGHT and has_left:
             raise ScheduleError(
                 f"{header.schedule}: stage {i.stage} would leave the device between the two halves of the backward of "
                 f"micro-batch {i.mb}; give it more slots, or use a schedule with full backwards"
@@ -147,70 +166,101 @@ def _replayed(header: Header, rank: int, listed: list[Instruction]) -> list[Inst
     return result
 
 
+class _Placed(NamedTuple):
+    """An instruction that copies, with its place among the others.
+
+    Attributes:
+        place: the index of the instruction of the rank before which it comes.
+        fills: whether it fills a slot: freeing a slot comes before filling it.
+        needed: the index of the instruction that waits for it. Fetches come in the order in which they are needed, and
+            the evictions that free their slots likewise: where copies bind, the one that is waited for comes first.
+        instruction: the instruction itself.
+    """
+
+    place: int
+    fills: bool
+    needed: int
+    instruction: Instruction
+
+
 def _with_copies(header: Header, rank: int, listed: list[Instruction], prefetch: int | None) -> list[Instruction]:
     """The list with the instructions that fill and free slots."""
     assert header.spill is not None
     weights = _weight_stays(header, rank, listed)
     _carry(header, listed, weights)
-    moved = [(weights, Kind.WEIGHTS.value)]
+    moved = [(Kind.WEIGHTS, weights)]
     if header.spill.optim_slots:
         steps = [(n, (i.stage,)) for n, i in enumerate(listed) if i.op is Op.STEP and header.is_spilled(i.stage)]
         states = stays(steps, header.spill.optim_slots)
         for stay in states:
             stay.version = listed[stay.first].version
             stay.left = listed[stay.last].version + 1
-        moved.append((states, Kind.OPTIM.value))
-    # Freeing a slot comes before filling it. Fetches come in the order in which they are needed, and the evictions that
-    # free their slots likewise: where copies bind, the one that is waited for is written back first.
+        moved.append((Kind.OPTIM, states))
     placed = []
     ahead: list[tuple[int, int]] = []
-    for found, kind in moved:
+    for kind, found in moved:
         starts = _starts(listed, found, prefetch, ahead)
         ahead = [(stay.first, start) for stay, start in zip(found, starts, strict=True)]
-        after = {id(stay.before): (stay.first, start) for stay, start in zip(found, starts, strict=True) if stay.before}
-        for stay, start in zip(found, starts, strict=True):
-            placed += [(start, 1, stay.first, i) for i in _filling(header.spill, kind, stay)]
-            end = _past_messages(listed, stay.last + 1)
-            needed, start = after.get(id(stay), (len(listed), end))
-            at_need = prefetch == 0 and not stay.goes_at_once
-            placed += [(start if at_need else end, 0, needed, i) for i in _freeing(header.spill, kind, stay)]
+        placed += _moved(header.spill, kind, listed, found, ahead, at_need=prefetch == 0)
     if header.spill.activations:
-        placed += _parked(header, listed, weights, prefetch)
-    placed.sort(key=lambda item: item[:3])
-    at: dict[int, list[Instruction]] = defaultdict(list)
-    for place, _, _, instruction in placed:
-        at[place].append(instruction)
+        placed += _parked(header.spill, listed, weights, prefetch)
+    placed.sort(key=itemgetter(0, 1, 2))
+    at: Added = defaultdict(list)
+    for one in placed:
+        at[one.place].append(one.instruction)
     return inserted(listed, at)
 
 
-def _parked(
-    header: Header, listed: list[Instruction], found: list[Stay], prefetch: int | None
-) -> list[tuple[int, int, int, Instruction]]:
+def _moved(
+    spill: Spill, kind: Kind, listed: list[Instruction], found: list[Stay], came: list[tuple[int, int]], at_need: bool
+) -> list[_Placed]:
+    """The instructions that move values of one kind to and from the slots.
+
+    Args:
+        spill: what the program spills, and where to.
+        kind: the kind of the values.
+        listed: the instructions of the rank.
+        found: the stays of the values.
+        came: the first visit of each stay, and the index before which it is fetched.
+        at_need: whether a slot is freed only when another stay needs it.
+    """
+    placed = []
+    after = {stay.before: start for stay, start in zip(found, came, strict=True)}
+    for stay, (first, start) in zip(found, came, strict=True):
+        for i in _filling(spill, kind, stay):
+            placed.append(_Placed(start, True, first, i))
+        end = _past_messages(listed, stay.last + 1)
+        needed, place = after.get(stay, (len(listed), end))
+        if stay.goes_at_once or not at_need:
+            place = end
+        for i in _freeing(spill, kind, stay):
+            placed.append(_Placed(place, False, needed, i))
+    return placed
+
+
+def _parked(spill: Spill, listed: list[Instruction], found: list[Stay], prefetch: int | None) -> list[_Placed]:
     """Moves the input of a stage to the tier until its replay, where the replay is in another stay of the stage.
 
     It is fetched a few computations earlier: the replays and backwards of two micro-batches.
     """
-    assert header.spill is not None
-    stay_of = {(index, stay.stage): number for number, stay in enumerate(found) for index in stay.visits}
-    forward: dict[tuple[int, int], int] = {}
+    stay_of = _numbers(found)
+    forward: dict[StageAt, int] = {}
     placed = []
     for index, i in enumerate(listed):
         if i.op is Op.FWD:
             forward[i.stage, i.mb] = index
-        before = forward.get((i.stage, i.mb), -1)
-        left = stay_of.get((before, i.stage)) != stay_of.get((index, i.stage))
-        if i.op is Op.RECOMPUTE and i.stage > 0 and before >= 0 and left:
-            evict, fetch = (
-                Instruction(op, i.stage - 1, version=i.mb, kind=Kind.ACT.value, tier=header.spill.tier)
-                for op in (Op.EVICT, Op.FETCH)
-            )
-            out = _past_messages(listed, before + 1)
-            if prefetch == 0:
-                back = index
-            else:
-                back = max(computes_back(listed, index, _AHEAD), out)
-            placed.append((out, 0, index, evict))
-            placed.append((back, 1, index, fetch))
+        if i.op is not Op.RECOMPUTE or i.stage == 0:
+            continue
+        before = forward.get((i.stage, i.mb))
+        if before is None or stay_of.get((before, i.stage)) == stay_of.get((index, i.stage)):
+            continue
+        out = _past_messages(listed, before + 1)
+        back = index
+        if prefetch != 0:
+            back = max(computes_back(listed, index, _AHEAD), out)
+        evict = Instruction(Op.EVICT, i.stage - 1, version=i.mb, kind=Kind.ACT.value, tier=spill.tier)
+        placed.append(_Placed(out, False, index, evict))
+        placed.append(_Placed(back, True, index, msgspec.structs.replace(evict, op=Op.FETCH)))
     return placed
 
 
@@ -227,17 +277,19 @@ def _starts(
     """
     starts: list[int] = []
     stepped = _host_steps(listed)
+    start = 0
     for number, stay in enumerate(found):
         if stay.before:
-            start = _past_messages(listed, stay.before.last + 1)
-        else:
-            start = 0
-        start = max((start, *(other for first, other in ahead if first < stay.first)))
+            start = max(start, _past_messages(listed, stay.before.last + 1))
+        for first, other in ahead:
+            if first < stay.first:
+                start = max(start, other)
         if prefetch is not None and number >= prefetch:
             start = max(start, found[number - prefetch].first)
         if stay.version and stay.stage in stepped:
-            start = max(start, stepped[stay.stage][stay.version - 1] + 1)
-        starts.append(max(start, starts[-1]) if starts else start)
+            step = stepped[stay.stage][stay.version - 1]
+            start = max(start, step + 1)
+        starts.append(start)
     return starts
 
 
@@ -249,7 +301,7 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
     for stay in found:
         stage = stay.stage
         if stage in stepped:
-            version[stage] = sum(index < stay.first for index in stepped[stage])
+            version[stage] = bisect_left(stepped[stage], stay.first)
             if summing.get(stage, version[stage]) < version[stage]:
                 del summing[stage]
         mine = [listed[index] for index in stay.visits]
@@ -266,10 +318,9 @@ def _carry(header: Header, listed: list[Instruction], found: Iterable[Stay]) -> 
                 here = False
                 summing.pop(stage, None)
         stay.left = version[stage]
+        stay.gradients_left = -1
         if here:
             stay.gradients_left = summing[stage]
-        else:
-            stay.gradients_left = -1
 
 
 def _host_steps(listed: list[Instruction]) -> dict[int, list[int]]:
@@ -281,24 +332,22 @@ def _host_steps(listed: list[Instruction]) -> dict[int, list[int]]:
     return found
 
 
-def _filling(spill: Spill, kind: str, stay: Stay) -> list[Instruction]:
-    fetches = [(kind, stay.version)]
-    if stay.gradients >= 0:
-        fetches.append((Kind.WGRAD.value, stay.gradients))
-    return [
-        Instruction(Op.FETCH, stay.stage, kind=what, version=at, tier=spill.tier, slot=stay.slot)
-        for what, at in fetches
-    ]
+def _filling(spill: Spill, kind: Kind, stay: Stay) -> list[Instruction]:
+    """The instructions that load a stay's values."""
+    fetch = Instruction(Op.FETCH, stay.stage, version=stay.version, kind=kind.value, tier=spill.tier, slot=stay.slot)
+    if stay.gradients < 0:
+        return [fetch]
+    return [fetch, msgspec.structs.replace(fetch, version=stay.gradients, kind=Kind.WGRAD.value)]
 
 
-def _freeing(spill: Spill, kind: str, stay: Stay) -> list[Instruction]:
+def _freeing(spill: Spill, kind: Kind, stay: Stay) -> list[Instruction]:
     """The instructions that write back changed values and drop the others."""
+    evict = Instruction(Op.EVICT, stay.stage, version=stay.left, kind=kind.value, tier=spill.tier)
     result = []
     if stay.gradients_left >= 0:
-        at = stay.gradients_left
-        result.append(Instruction(Op.EVICT, stay.stage, kind=Kind.WGRAD.value, version=at, tier=spill.tier))
+        result.append(msgspec.structs.replace(evict, version=stay.gradients_left, kind=Kind.WGRAD.value))
     if stay.left != stay.version:
-        result.append(Instruction(Op.EVICT, stay.stage, kind=kind, version=stay.left, tier=spill.tier))
+        result.append(evict)
     else:
         result.append(Instruction(Op.DROP, stay.stage, version=stay.version))
     return result

@@ -6,10 +6,15 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from pipefit.errors import ScheduleError
+from pipefit.ir.instruction import StageAt
 
 _NEVER = 1 << 60
+
+Visit = tuple[int, tuple[int, ...]]
+"""The index of an instruction, and the stages that it uses."""
 
 
 @dataclass(eq=False)
@@ -49,9 +54,7 @@ class Stay:
         return self.visits[-1]
 
 
-def stays(
-    visits: Sequence[tuple[int, tuple[int, ...]]], num_slots: int, leaving: Collection[tuple[int, int]] = ()
-) -> list[Stay]:
+def stays(visits: Sequence[Visit], num_slots: int, leaving: Collection[StageAt] = ()) -> list[Stay]:
     """The stays that serve some visits with the fewest loads, in the order of their first visits.
 
     The stage that is visited again the latest leaves; of those never visited again, the one that finished first.
@@ -61,7 +64,7 @@ def stays(
     [(0, 0, [0]), (1, 1, [1, 3]), (2, 0, [2])]
 
     Args:
-        visits: index of an instruction and the stages that it uses, in order.
+        visits: the instructions that use stages, in order.
         num_slots: number of slots.
         leaving: index of an instruction and a stage that leaves after it, because its values there are stale.
 
@@ -79,7 +82,10 @@ def stays(
     def urgency(stage: int, index: int) -> tuple[int, int]:
         later = coming[stage]
         place = bisect_right(later, index)
-        return (later[place] if place < len(later) else _NEVER), -here[stage].last
+        again = _NEVER
+        if place < len(later):
+            again = later[place]
+        return again, -here[stage].last
 
     for index, stages in visits:
         if len(stages) > num_slots:
@@ -90,7 +96,8 @@ def stays(
         for stage in stages:
             if stage not in here:
                 if not free:
-                    gone = here.pop(max((s for s in here if s not in stages), key=lambda s: urgency(s, index)))
+                    others = [other for other in here if other not in stages]
+                    gone = here.pop(max(others, key=partial(urgency, index=index)))
                     free.append((gone.slot, gone))
                 here[stage] = Stay(stage, *free.pop(0))
                 found.append(here[stage])

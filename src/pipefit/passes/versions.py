@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from operator import attrgetter
 
 import msgspec
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, StageAt
 from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.ir.versions import required_versions
-from pipefit.passes.places import inserted, last_backwards
+from pipefit.passes.places import Added, inserted, last_backwards
 
 
 def with_versions(program: Program) -> Program:
     """Sets the version operand of every forward, recompute and backward by the program's weight rule."""
     versions = required_versions(program.header, program.ranks)
-    ranks = [
-        [
-            msgspec.structs.replace(i, version=versions[i.stage, i.mb]) if i.op in COMPUTE_OPS else i
-            for i in instructions
-        ]
-        for instructions in program.ranks
-    ]
+    ranks = []
+    for instructions in program.ranks:
+        listed = list(instructions)
+        for index, i in enumerate(instructions):
+            if i.op in COMPUTE_OPS:
+                listed[index] = msgspec.structs.replace(i, version=versions[i.stage, i.mb])
+        ranks.append(listed)
     return program.with_ranks(ranks)
 
 
@@ -35,34 +36,40 @@ def with_steps(program: Program) -> Program:
     never delays the backward of another. Spilled stages step while they are on the device (`with_spilling`); under
     clipping, which first needs the norm of all gradients, they step here.
     """
-    eager = program.header.weights is WeightRule.STASH
+    header = program.header
+    eager = header.weights is WeightRule.STASH
     ranks = []
     for instructions in program.ranks:
-        due = {index: key for key, index in last_backwards(program.header, instructions).items()}
-        waiting: dict[tuple[int, int], Instruction] = {}
+        due = {}
+        for (stage, update), index in last_backwards(header, instructions).items():
+            if not steps_at_once(header, stage):
+                due[index] = step_of(header, stage, update)
+        waiting: list[Instruction] = []
         listed = []
         for index, i in enumerate(instructions):
-            if waiting:
-                listed += [waiting.pop(key) for key in sorted(waiting) if _must_precede(key, i, program)]
+            first = [step for step in waiting if _must_precede(step, i, header)]
+            for step in first:
+                waiting.remove(step)
+            listed += sorted(first, key=attrgetter("stage", "version"))
             listed.append(i)
-            if index in due and not steps_at_once(program.header, due[index][0]):
-                step = step_of(program.header, *due[index])
+            if index in due:
                 if eager:
-                    listed.append(step)
+                    listed.append(due[index])
                 else:
-                    waiting[due[index]] = step
+                    waiting.append(due[index])
         # At the end of a flush every stage steps: the update's index first, so that all finish one update together.
-        listed += [waiting[key] for key in sorted(waiting, key=lambda key: (key[1], key[0]))]
+        listed += sorted(waiting, key=attrgetter("version", "stage"))
         ranks.append(listed)
     return program.with_ranks(ranks)
 
 
-def _must_precede(step: tuple[int, int], i: Instruction, program: Program) -> bool:
-    """Returns whether an instruction uses the version made by a step of (stage, update), or adds to later gradients."""
-    stage, update = step
-    if i.stage != stage or i.op not in COMPUTE_OPS:
+def _must_precede(step: Instruction, i: Instruction, header: Header) -> bool:
+    """Returns whether an instruction uses the version that a step makes, or adds to later gradients."""
+    if i.stage != step.stage or i.op not in COMPUTE_OPS:
         return False
-    return i.version > update or (i.op in BACKWARD_OPS and program.header.update_of(stage, i.mb) > update)
+    if i.version > step.version:
+        return True
+    return i.op in BACKWARD_OPS and header.update_of(i.stage, i.mb) > step.version
 
 
 def steps_at_once(header: Header, stage: int) -> bool:
@@ -72,7 +79,10 @@ def steps_at_once(header: Header, stage: int) -> bool:
 
 def step_of(header: Header, stage: int, update: int) -> Instruction:
     """The step of a stage, on the device or on the host."""
-    return Instruction(Op.HOST_STEP if header.steps_on_host(stage) else Op.STEP, stage, version=update)
+    op = Op.STEP
+    if header.steps_on_host(stage):
+        op = Op.HOST_STEP
+    return Instruction(op, stage, version=update)
 
 
 def with_drops(program: Program) -> Program:
@@ -83,16 +93,17 @@ def with_drops(program: Program) -> Program:
     ranks = []
     step = Op.STEP
     for instructions in program.ranks:
-        last_use: dict[tuple[int, int], int] = {}
-        newest: dict[int, int] = {}
+        last_use: dict[StageAt, int] = {}
+        newest: dict[int, int] = defaultdict(int)
         for index, i in enumerate(instructions):
             if i.op in COMPUTE_OPS or i.op is step:
                 last_use[i.stage, i.version] = index
             if i.op is step:
-                newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
-        dead: dict[int, list[Instruction]] = defaultdict(list)
+                newest[i.stage] = max(newest[i.stage], i.version + 1)
+        dead: Added = defaultdict(list)
         for (stage, version), index in sorted(last_use.items()):
-            if version < newest.get(stage, 0) and not program.header.is_spilled(stage):
-                dead[index + 1].append(Instruction(Op.DROP, stage, version=version))
+            if version < newest[stage] and not program.header.is_spilled(stage):
+                drop = Instruction(Op.DROP, stage, version=version)
+                dead[index + 1].append(drop)
         ranks.append(inserted(instructions, dead))
     return program.with_ranks(ranks)

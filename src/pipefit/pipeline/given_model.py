@@ -18,7 +18,7 @@ from pipefit.stage.compiler import backend_of
 from pipefit.stage.device import process_device
 from pipefit.stage.materialise import InitialiseLayer
 from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
-from pipefit.stage.precision import first_scale, half_of
+from pipefit.stage.precision import TF32, first_scale, half_of
 from pipefit.stage.training import Loss, Training
 
 
@@ -77,6 +77,8 @@ class GivenModel:
             place = process_device(device)
         precision = Precision.of(precision)
         half = half_of(precision.dtype)
+        if precision.dtype == TF32 and place.type == "cuda":
+            torch.set_float32_matmul_precision("high")
         work = Workload(
             layers,
             loss,

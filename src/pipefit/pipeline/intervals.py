@@ -21,7 +21,7 @@ class Interval:
     """Says at which steps a training pauses, and whether a checkpoint is due there.
 
     Args:
-        share: of the time, that saving may take.
+        share: the share of the time that saving may take.
         clock: returns seconds.
     """
 

@@ -116,8 +116,8 @@ class Evaluation(NamedTuple):
     """Means over held-out data.
 
     Attributes:
-        loss: of the training.
-        measured: of the caller's metric; 0 without one.
+        loss: the loss of the training.
+        measured: the value of the caller's metric; 0 without one.
         metrics: that the loss returned, by name.
     """
 
@@ -137,10 +137,10 @@ def evaluate(
 
     Args:
         engine: the ranks.
-        header: of the training's program: its stages, and the micro-batches of a full batch.
-        batches: of (input, target).
-        metric: from output and target to a number.
-        weigh: from a target to the weight of its micro-batch.
+        header: the header of the training's program: its stages, and the micro-batches of a full batch.
+        batches: pairs of (input, target).
+        metric: gives a number from output and target.
+        weigh: gives the weight of a micro-batch from its target.
 
     Raises:
         DataError: there are no batches, or ranks have different ones.

@@ -77,8 +77,9 @@ class Pipeline:
             recompute and the tensor width are those of the plan.
         example: one batch, (input, target) or a dict, for measuring and for cutting.
         parallelism: distribution of the model over processes: ranks, chunks, replicas, tensor width and the like.
-        precision: "fp32" (the model's own type), "bf16" or "fp16": layers run under autocast, weights stay float32;
-            or a `Precision`, with the first scale of the loss, or with `compile=True`: layers train by torch.compile.
+        precision: "fp32" (the model's own type), "tf32" (the same, with products rounded by a GPU), "bf16" or "fp16"
+            (layers run under autocast, weights stay float32); or a `Precision`, with the first scale of the loss, or
+            with `compile=True`: layers train by torch.compile.
         updates: learning-rate schedule, clipping, weights of micro-batches, seed.
         spill: stages are kept on the host or on disk; a cap on the device's memory (with `example`) also determines
             the stages.

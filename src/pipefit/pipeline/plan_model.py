@@ -33,9 +33,9 @@ class Planned:
 
     Attributes:
         plan: the plan found.
-        profile: of the model, measured.
-        topology: of the machine.
-        options: of the search, for `sweep`.
+        profile: the profile of the model, measured.
+        topology: the topology of the machine.
+        options: the options of the search, for `sweep`.
     """
 
     plan: Plan

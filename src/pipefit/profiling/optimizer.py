@@ -29,7 +29,7 @@ def step_seconds(
     Args:
         weights: that the optimizer steps; a gradient that is missing counts as zeros.
         optimizer: parameters -> optimizer.
-        clock: of their device.
+        clock: the clock of their device.
         repeats: measured steps.
         clips: whether a step takes the norm of the gradients and scales them.
         before: called before each step, with all other work of a training step, so that the processor's caches are as

@@ -20,10 +20,10 @@ class Workload:
     """A model and its training, before it is split into stages.
 
     Attributes:
-        layers: of the whole model; under a memory cap they may be on the meta device.
-        loss: from the model's output and the target to their mean loss.
-        optimizer: from the parameters of a stage to their optimizer.
-        device: of a rank.
+        layers: the layers of the whole model; under a memory cap they may be on the meta device.
+        loss: gives the mean loss from the model's output and the target.
+        optimizer: makes the optimizer of a stage's parameters.
+        device: the device of a rank.
         example: (input, target) of one batch; None: nothing can be measured.
         clips: gradients are clipped by their global norm.
         half: the type that autocast computes in; None: no autocast.

@@ -6,7 +6,7 @@
 
 A chart's `published` are lines of numbers, and its `courses` give all points of a line. With `values`, the points of
 `over` name values of the entry, and it gives the names of the lines through ours and through the published ones. Other
-options are those of `pipefit.draw.chart`.
+options have the names that `pipefit.draw.chart` uses.
 """
 
 from __future__ import annotations

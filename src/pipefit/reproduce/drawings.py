@@ -22,7 +22,7 @@ def metric(run: Bench, step: Draw, name: str, at: int | str | None = None) -> An
         run: runs steps.
         step: draws.
         name: the figure's.
-        at: of the figures of every rank, the rank, or "max"; None: it is one figure.
+        at: the rank whose figure is meant, or "max"; None: it is one figure.
     """
     found = run(step).metrics[name]
     if at == "max":

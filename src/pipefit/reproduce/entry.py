@@ -75,7 +75,7 @@ class Value:
         unit: "%": both are fractions; else it follows the number.
         within: largest |ours / published − 1| that counts as agreement; 0: all printed digits.
         why: named cause of a difference.
-        source: source of the published value, where it is not that of the entry.
+        source: source of the published value, where it is not the entry's.
         sort: sort of the published value; None: nothing is published.
     """
 
@@ -122,7 +122,7 @@ class Entry:
     """A figure, table or number of a lecture.
 
     Attributes:
-        name: for `pipefit reproduce NAME`.
+        name: the NAME of `pipefit reproduce NAME`.
         topic: topic of the slide.
         line: its content in one line.
         kind: how it is made again.

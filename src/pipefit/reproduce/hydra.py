@@ -36,7 +36,7 @@ def study_time(run: Bench, policy: str = "", microbatches: int = 0) -> float:
 
     Args:
         run: runs steps.
-        policy: of the turns.
+        policy: the policy of the turns.
         microbatches: without a policy, of GPipe's schedule over all devices; 1: naive model parallelism.
     """
     if policy:

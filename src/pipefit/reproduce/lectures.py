@@ -55,7 +55,7 @@ def _entry(record: Record, calls: Record) -> Entry:
 
 
 def _value(entry: Record, record: Record, calls: Record) -> Value:
-    """A value of a record, whose `why` is that of its entry if it has none of its own."""
+    """A value of a record, with the `why` of its entry if it has none of its own."""
     where = f"{entry['name']}: {record['name']}"
     within = record.get("within", 0.0)
     if within > MOST_WITHIN:

@@ -15,7 +15,7 @@ def lectures_page(outcomes: Sequence[Outcome]) -> str:
     """The page as text.
 
     Args:
-        outcomes: of the entries to show.
+        outcomes: the outcomes of the entries to show.
     """
     import jinja2
 

@@ -154,7 +154,7 @@ def make_of(record: Record, calls: Record) -> Make:
     """The way to make a value that a record describes.
 
     Raises:
-        PipefitError: an unknown figure or call, or a record that is none of those of this module.
+        PipefitError: an unknown figure or call, or a record that this module does not know.
     """
     if "figure" in record:
         return figure_of(record, calls)

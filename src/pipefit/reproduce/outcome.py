@@ -168,7 +168,7 @@ class Tally:
 
 
 def tally(outcomes: Iterable[Outcome]) -> Tally:
-    """Counts the values of entries, those of repeating entries apart."""
+    """Counts the values of entries, and apart from them the values of repeating entries."""
     agreeing: Counter[Sort] = Counter()
     judged: Counter[Sort] = Counter()
     unpublished = 0
@@ -206,7 +206,7 @@ def run_entry(entry: Entry, bench: Bench | None = None) -> Outcome:
     """Makes an entry again.
 
     Args:
-        entry: to run.
+        entry: the entry to run.
         bench: that has run other entries, whose steps need not be repeated.
 
     Raises:
@@ -232,7 +232,7 @@ def run_all(entries: Iterable[Entry], say: Callable[[str], None] | None = None) 
     """Makes entries again, with common steps only once.
 
     Args:
-        entries: to run.
+        entries: the entries to run.
         say: is given the name of each entry before it runs.
     """
     bench = Bench()

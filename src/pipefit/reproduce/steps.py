@@ -170,7 +170,7 @@ def step_of(record: Mapping[str, Any], calls: Mapping[str, Any]) -> Step:
     """The call that a record describes: { draw = ["gpipe", 4, 8], recompute = true } or { call = "its template", … }.
 
     Args:
-        record: of a call.
+        record: the record of a call.
         calls: templates by name; their places such as "{model}" are filled from the record, whose other keys are
             options.
 

@@ -26,8 +26,8 @@ def continued(folder: Path, prompt: str, num_tokens: int, temperature: float, se
         folder: of a model or adapters, as `save_pretrained` writes them, or of a run of `pipefit train -o folder`.
         prompt: the beginning.
         num_tokens: at most; of a model of bytes, bytes.
-        temperature: of the sampling; 0: always the most probable token.
-        seed: of the sampling.
+        temperature: the temperature of the sampling; 0: always the most probable token.
+        seed: the seed of the sampling.
         chat: whether the prompt is a message to an assistant, in the format of the tokenizer's chat template.
 
     Raises:

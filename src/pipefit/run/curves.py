@@ -55,7 +55,7 @@ def curves(entries: Sequence[dict[str, Any]], baseline: Sequence[Any] | None) ->
     """The charts of a run, each as SVG text, for the figures that it has.
 
     Args:
-        entries: of `figures_of`.
+        entries: the entries of `figures_of`.
         baseline: name and value of a loss to compare with.
     """
     found = []

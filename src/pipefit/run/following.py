@@ -25,8 +25,8 @@ class LatestTimeline:
 
     Args:
         pipe: that is trained, by a synchronous schedule.
-        folder: of the run; the result and timeline of an earlier run in it are removed.
-        steps: of the whole run.
+        folder: the folder of the run; the result and timeline of an earlier run in it are removed.
+        steps: the steps of the whole run.
     """
 
     def __init__(self, pipe: Any, folder: Path, steps: int) -> None:
@@ -50,7 +50,7 @@ def server_of(folder: Path, port: int) -> ThreadingHTTPServer:
     """A server of the page of a run, which follows it; on the loopback interface.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         port: 0: any free one.
 
     Raises:

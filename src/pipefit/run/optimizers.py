@@ -32,10 +32,10 @@ def make_optimizer(
     """A maker of optimizers: "sgd" (momentum 0.9), "adam" or "adamw".
 
     Args:
-        name: of the optimizer.
+        name: the name of the optimizer.
         lr: peak learning rate.
         weight_decay: None: 0.1 for adamw, else 0.
-        betas: of the two moments; (): 0.9 and 0.99 for adamw, 0.9 and 0.999 for adam.
+        betas: the betas of the two moments; (): 0.9 and 0.99 for adamw, 0.9 and 0.999 for adam.
 
     Raises:
         PipefitError: another name (the nearest is suggested), or `betas` that the optimizer does not take.
@@ -63,10 +63,10 @@ class Rates(LRScheduler):
     Its settings are part of its state, so that a run that resumes keeps the rates of the first one.
 
     Args:
-        optimizer: of a stage; its rate is the peak.
+        optimizer: the optimizer of a stage; its rate is the peak.
         kind: "cosine", "linear" or "constant".
         warmup: steps of linear warm-up.
-        num_steps: of the run; later ones have the last rate.
+        num_steps: the number of steps of the run; later ones have the last rate.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, kind: str, warmup: int, num_steps: int) -> None:

@@ -29,7 +29,7 @@ def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
     """Writes the page of a run of `pipefit train -o folder`, also of one that has not ended.
 
     Args:
-        folder: of the run.
+        folder: the folder of the run.
         output: path of the page; None: `folder/report.html`.
 
     Raises:

@@ -22,7 +22,7 @@ class HeldOutPrompt(NamedTuple):
     """The beginning of a held-out sequence, and what follows there.
 
     Attributes:
-        tokens: of the beginning.
+        tokens: the tokens of the beginning.
         target: the tokens that follow.
         is_answer: whether these are an answer, which has one right form, and not a text that may go on in many ways.
     """
@@ -37,8 +37,8 @@ class Texts:
     """The sequences of a run.
 
     Attributes:
-        name: of the data, for people.
-        tokenizer: of the model.
+        name: the name of the data, for people.
+        tokenizer: the tokenizer of the model.
         train: to train on.
         held_out: to evaluate on; may be empty.
         context: maximum number of tokens in a sequence.

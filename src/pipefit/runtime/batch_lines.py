@@ -17,8 +17,8 @@ class BatchLines:
 
     Args:
         process: its number.
-        group: of all processes.
-        tag: of the lines.
+        group: the group of all processes.
+        tag: the tag of the lines.
     """
 
     def __init__(self, process: int, group: dist.ProcessGroup, tag: int) -> None:

@@ -60,9 +60,9 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     """Makes the default process group, unless the user has made it.
 
     Args:
-        rank: of this process.
-        num_ranks: of the run.
-        folder: of a run that pipefit itself has started, all on this machine; else None.
+        rank: the rank of this process.
+        num_ranks: the number of ranks of the run.
+        folder: the folder of a run that pipefit itself has started, all on this machine; else None.
 
     Raises:
         PipefitError: the processes could not meet.
@@ -139,8 +139,8 @@ def agree_on_start(store: Any, rank: int, num_ranks: int, restart: int) -> tuple
 
     Args:
         store: that all processes share, also those of earlier starts, which have ended.
-        rank: of this process.
-        num_ranks: of this start.
+        rank: the rank of this process.
+        num_ranks: the number of ranks of this start.
         restart: number of earlier starts that this process knows of.
     """
     word = uuid.uuid4().hex

@@ -60,7 +60,7 @@ class Position(NamedTuple):
         passes: number of passes begun.
         index: in the program's list, or one of the places outside it (negative).
         program: number of the program, in the order in which programs were first run.
-        pid: of the rank's process.
+        pid: the id of the rank's process.
         since_s: time of its arrival there (monotonic seconds of its machine).
         waits: whether it waits for others there: for what its instruction needs, or outside of programs for all.
         calls: number of roll calls that it has begun.

@@ -173,7 +173,7 @@ def patience(
     Args:
         rank: that waits.
         program: that it runs.
-        positions: of all ranks that are known.
+        positions: the positions of all ranks that are known.
         deadline_s: the limit of an instruction.
         now_s: monotonic seconds of this machine.
     """
@@ -191,7 +191,7 @@ def patience(
 
 
 def states_of(rank: int, positions: Mapping[int, Position]) -> dict[int, str]:
-    """The states of the ranks' processes; that of `rank` is running, even if it was stopped for a while."""
+    """The states of the ranks' processes; `rank` is running, even if it was stopped for a while."""
     return {other: "there" if other == rank else state_of(position.pid) for other, position in positions.items()}
 
 
@@ -241,10 +241,10 @@ def hang_report(
     Args:
         rank: that detected the hang.
         program: that it runs.
-        positions: of all ranks that are known.
+        positions: the positions of all ranks that are known.
         stood_s: seconds that it has been at its instruction.
         deadline_s: limit of these seconds.
-        num_ranks: of the run.
+        num_ranks: the number of ranks of the run.
         stacks: from a rank to its Python stack, "" if it is not available.
     """
     states = states_of(rank, positions)

@@ -61,10 +61,10 @@ class Watchdog:
     compiles and warms up) unless it is given.
 
     Args:
-        rank: of this process.
-        num_ranks: of the run.
-        progress: of this rank.
-        folder: of a run that pipefit has started, for the page; else None.
+        rank: the rank of this process.
+        num_ranks: the number of ranks of the run.
+        progress: the progress of this rank.
+        folder: the folder of a run that pipefit has started, for the page; else None.
         shared: folder of the positions of the ranks on this machine; None: unknown.
         floor_s: smallest deadline; 0: no deadline.
     """

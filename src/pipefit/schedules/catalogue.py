@@ -1,10 +1,11 @@
-"""Schedules by name (built-in ones, a user's own, and those of other packages), and the program of a plan."""
+"""Schedules by name (built-in, a user's own, or from other packages), and the program of a plan."""
 
 from __future__ import annotations
 
 from importlib.metadata import entry_points
 
 from pipefit.errors import ScheduleError, look_up
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
 from pipefit.schedules import gpipe, looped, one_f_one_b, spilled, zero_bubble
@@ -42,11 +43,11 @@ def generate(name: str, shape: Shape) -> Program:
     return find(name)(shape)
 
 
-def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...] = (), clip: bool = False) -> Shape:
+def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[Indices, ...] = (), clip: bool = False) -> Shape:
     """The shape from which a plan's program is generated.
 
     Args:
-        plan: of the run.
+        plan: the plan of a run.
         num_steps: weight updates in the program.
         ties: groups of stages that share a weight; a property of the model, not of the plan.
         clip: gradients are clipped by their global norm.
@@ -75,8 +76,10 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[tuple[int, ...], ...
 def _spill(plan: Plan) -> Spill | None:
     if plan.spill is None:
         return None
-    same = {name: getattr(plan.spill, name) for name in Spill.__struct_fields__}
-    return Spill(**same | {"stages": plan.spill.stages or tuple(range(len(plan.partition.stages)))})
+    own = {name: getattr(plan.spill, name) for name in Spill.__struct_fields__}
+    if not plan.spill.stages:
+        own["stages"] = tuple(range(len(plan.partition.stages)))
+    return Spill(**own)
 
 
 def program_of(plan: Plan, *, num_steps: int = 1) -> Program:

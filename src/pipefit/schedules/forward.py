@@ -25,11 +25,13 @@ def forward_only(header: Header, num_microbatches: int) -> Program:
     )
     order = []
     for rank in range(header.num_ranks):
-        mine = [fwd(stage, mb) for stage in header.stages_of(rank) for mb in header.microbatches_of(stage, rank)]
         # Stage by stage where stages are fetched, so that each is fetched once; else micro-batch by micro-batch.
+        size = header.num_ranks
         if header.spill and header.num_ranks == 1:
             size = header.total_microbatches
-        else:
-            size = header.num_ranks
-        order.append(sorted(mine, key=lambda i: (i.mb // size, i.stage, i.mb)))
+        placed = []
+        for stage in header.stages_of(rank):
+            for mb in header.microbatches_of(stage, rank):
+                placed.append((mb // size, stage, mb))
+        order.append([fwd(stage, mb) for _, stage, mb in sorted(placed)])
     return build(header, order)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pipefit.ir.instruction import Instruction, bwd, fwd
-from pipefit.schedules.registry import Task, schedule
+from pipefit.ir.instruction import bwd, forward_backward, fwd
+from pipefit.schedules.registry import Orders, Task, schedule
 
 
 @schedule(name="naive")
-def _naive(task: Task) -> Iterator[list[Instruction]]:
+def _naive(task: Task) -> Orders:
     """Naive model parallelism: one micro-batch at a time, one rank at a time.
 
         F0 .  .  .  .  B0 F1 .  .  .  .  B1   rank 0
@@ -20,11 +18,11 @@ def _naive(task: Task) -> Iterator[list[Instruction]]:
     Time m·[p(f+b) + 2(p−1)c]; utilisation 1/p; one micro-batch of activations.
     """
     for stage, mbs in task.one_stage_each():
-        yield [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+        yield forward_backward(stage, mbs)
 
 
 @schedule(name="data-parallel", layout="replicas")
-def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
+def _data_parallel(task: Task) -> Orders:
     """Data parallelism: the whole model on every rank, micro-batches round-robin, gradients averaged.
 
         F0 B0 F3 B3   rank 0
@@ -34,11 +32,11 @@ def _data_parallel(task: Task) -> Iterator[list[Instruction]]:
     F forward, B backward of the whole model, digits micro-batches; drawn for f = b.
     """
     for stage, mbs in task.one_stage_each():
-        yield [op(stage, mb) for mb in mbs for op in (fwd, bwd)]
+        yield forward_backward(stage, mbs)
 
 
 @schedule(name="gpipe")
-def _gpipe(task: Task) -> Iterator[list[Instruction]]:
+def _gpipe(task: Task) -> Orders:
     """GPipe: all forwards, then all backwards in reverse.
 
         F0 F1 F2 F3 .  .  .  .  B3 B2 B1 B0   rank 0
@@ -50,4 +48,6 @@ def _gpipe(task: Task) -> Iterator[list[Instruction]]:
     Source: GPipe (NeurIPS 2019) §2.2, figure 2c.
     """
     for stage, mbs in task.one_stage_each():
-        yield [fwd(stage, mb) for mb in mbs] + [bwd(stage, mb) for mb in reversed(mbs)]
+        forwards = [fwd(stage, mb) for mb in mbs]
+        backwards = [bwd(stage, mb) for mb in reversed(mbs)]
+        yield forwards + backwards

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction, bwd, fwd
+from pipefit.ir.instruction import bwd, forward_backward, fwd
 from pipefit.schedules.one_f_one_b import alternate, num_warmup
-from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
 
 
 def _interleavable(shape: Shape) -> None:
     group = shape.options.get("group", 0)
-    most = max(shape.depth, shape.num_microbatches)
-    if group and not shape.depth <= group <= most:
-        least = shape.depth
+    least = shape.depth
+    most = max(least, shape.num_microbatches)
+    if group and not least <= group <= most:
+        wanted = f"{least} to {most}"
         if least == most:
             wanted = f"{least}"
-        else:
-            wanted = f"{least} to {most}"
         raise ScheduleError(
             f"interleaved: group: expected {wanted} micro-batches (with fewer than the "
-            f"{shape.depth} ranks of the pipeline they would wait for each other), or 0 for {least}; got {group}"
+            f"{least} ranks of the pipeline they would wait for each other), or 0 for {least}; got {group}"
         )
     if len(set(shape.replicas)) > 1:
         raise ScheduleError(
@@ -31,7 +28,7 @@ def _interleavable(shape: Shape) -> None:
 
 
 @schedule(name="interleaved", chunks=True, options={"group": 0}, check=_interleavable)
-def _interleaved(task: Task) -> Iterator[list[Instruction]]:
+def _interleaved(task: Task) -> Orders:
     """Interleaved 1F1B: groups of p micro-batches go through a rank's chunks; the bubble shrinks by v.
 
         F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 .    B2.2 .    B2.3 B0.2 B0.3   rank 0
@@ -45,21 +42,26 @@ def _interleaved(task: Task) -> Iterator[list[Instruction]]:
     size = task.options["group"] or task.depth
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
-        mbs = task.microbatches_of(stages[0], rank)
+        slots = task.microbatches_of(stages[0], rank)
         # The order of a full last group without its missing micro-batches: fewer cannot cause a cycle of waits.
-        lacking = range(-1, -1 - (-len(mbs) % size), -1)
-        slots = [*mbs, *lacking]
-        groups = [slots[start : start + size] for start in range(0, len(slots), size)]
-        forwards = [fwd(stage, mb) for group in groups for stage in stages for mb in group]
-        backwards = [bwd(stage, mb) for group in groups for stage in reversed(stages) for mb in group]
-        warmup = 2 * (task.depth - 1 - stages[0] % task.depth) + (len(stages) - 1) * size
+        while len(slots) % size:
+            slots.append(-1)
+        forwards = []
+        backwards = []
+        for start in range(0, len(slots), size):
+            group = slots[start : start + size]
+            forwards += [fwd(stage, mb) for stage in stages for mb in group]
+            backwards += [bwd(stage, mb) for stage in reversed(stages) for mb in group]
         if task.header.num_chunks == 1:
             warmup = num_warmup(task.header, stages[0])
+        else:
+            position = stages[0] % task.depth
+            warmup = 2 * (task.depth - 1 - position) + (len(stages) - 1) * size
         yield [i for i in alternate(forwards, backwards, warmup) if i.mb >= 0]
 
 
 @schedule(name="breadth-first", chunks=True, options={"turn": 0})
-def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
+def _breadth_first(task: Task) -> Orders:
     """Breadth-first: all micro-batches through one chunk, then through the next; backwards likewise.
 
         F0.0 F0.1 F0.2 F0.3 F2.0 F2.1 F2.2 F2.3 .    .    B2.0 B2.1 B2.2 B2.3 B0.0 B0.1 B0.2 B0.3   rank 0
@@ -74,8 +76,12 @@ def _breadth_first(task: Task) -> Iterator[list[Instruction]]:
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
         mbs = task.microbatches_of(stages[0], rank)
-        turn = [stage for stage in stages if task.options["turn"] and stage == task.num_stages - 1]
-        others = [stage for stage in stages if stage not in turn]
-        order = [fwd(stage, mb) for stage in others for mb in mbs]
-        order += [op(stage, mb) for stage in turn for mb in mbs for op in (fwd, bwd)]
-        yield order + [bwd(stage, mb) for stage in reversed(others) for mb in mbs]
+        order = []
+        left = []
+        for stage in stages:
+            if task.options["turn"] and stage == task.num_stages - 1:
+                order += forward_backward(stage, mbs)
+            else:
+                order += [fwd(stage, mb) for mb in mbs]
+                left.append(stage)
+        yield order + [bwd(stage, mb) for stage in reversed(left) for mb in mbs]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pipefit.errors import ScheduleError
 from pipefit.ir.instruction import Instruction, bwd, fwd
 from pipefit.ir.program import Header, WeightRule
-from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
 
 
 def alternate(forwards: list[Instruction], backwards: list[Instruction], warmup: int) -> list[Instruction]:
     """Some forwards first, then one forward and one backward alternating, then the backwards that are left."""
-    warmup = min(warmup, len(forwards))
-    steady = [i for pair in zip(forwards[warmup:], backwards, strict=False) for i in pair]
-    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+    order = forwards[:warmup]
+    ahead = forwards[warmup:]
+    for forward, backward in zip(ahead, backwards, strict=False):
+        order += (forward, backward)
+    return order + backwards[len(ahead) :]
 
 
 def num_warmup(header: Header, stage: int) -> int:
@@ -39,14 +39,16 @@ def _warmup_in_reach(shape: Shape) -> None:
         )
 
 
-def _one_f_one_b(task: Task) -> Iterator[list[Instruction]]:
+def _one_f_one_b(task: Task) -> Orders:
     for stage, mbs in task.one_stage_each():
         warmup = task.options["warmup"] * num_warmup(task.header, stage)
-        yield alternate([fwd(stage, mb) for mb in mbs], [bwd(stage, mb) for mb in mbs], warmup)
+        forwards = [fwd(stage, mb) for mb in mbs]
+        backwards = [bwd(stage, mb) for mb in mbs]
+        yield alternate(forwards, backwards, warmup)
 
 
 @schedule(name="1f1b", options={"warmup": 1}, check=_warmup_in_reach)
-def _flush(task: Task) -> Iterator[list[Instruction]]:
+def _flush(task: Task) -> Orders:
     """1F1B, also called PipeDream-Flush: as little as possible in flight, a flush at the end.
 
         F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3   rank 0
@@ -62,7 +64,7 @@ def _flush(task: Task) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="pipedream", weights=WeightRule.STASH, options={"warmup": 1}, check=_warmup_in_reach)
-def _pipedream(task: Task) -> Iterator[list[Instruction]]:
+def _pipedream(task: Task) -> Orders:
     """PipeDream: 1F1B without flush; every mini-batch steps, its backward uses the weights its forward used.
 
         F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4   rank 0: three versions of its weights
@@ -78,7 +80,7 @@ def _pipedream(task: Task) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="pipedream-vertical-sync", weights=WeightRule.VERTICAL, options={"warmup": 1}, check=_warmup_in_reach)
-def _vertical_sync(task: Task) -> Iterator[list[Instruction]]:
+def _vertical_sync(task: Task) -> Orders:
     """PipeDream with vertical sync: a mini-batch uses the same version at every stage, the one it used at stage 0.
 
         F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4   rank 0: F3 and B3 use version 1
@@ -106,7 +108,7 @@ def _enough_for_double_buffering(shape: Shape) -> None:
 
 
 @schedule(name="pipedream-2bw", weights=WeightRule.DOUBLE, options={"warmup": 1}, check=_enough_for_double_buffering)
-def _double_buffered(task: Task) -> Iterator[list[Instruction]]:
+def _double_buffered(task: Task) -> Orders:
     """PipeDream-2BW: 1F1B without flush, gradients coalesced over m micro-batches, two versions of the weights.
 
         F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5   rank 0

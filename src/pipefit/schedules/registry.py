@@ -1,4 +1,4 @@
-"""Schedules by name: built-in ones, those of other packages, and a user's own."""
+"""Schedules by name: built-in ones, schedules of other packages, and a user's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypedDict, Unpack, overload
 
 from pipefit.errors import ScheduleError, look_up
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program, WeightRule
 from pipefit.passes.build import build
@@ -42,7 +42,7 @@ class Task:
         """Number of stages."""
         return self.header.num_stages
 
-    def stages_of(self, rank: int) -> tuple[int, ...]:
+    def stages_of(self, rank: int) -> Indices:
         """The stages of a rank, starting from the input."""
         return self.header.stages_of(rank)
 
@@ -57,6 +57,9 @@ class Task:
             yield stage, self.microbatches_of(stage, rank)
 
 
+Orders = Iterator[list[Instruction]]
+"""The forwards and backwards of each rank."""
+
 Order = Callable[[Task], Iterable[Iterable[Instruction]]]
 
 
@@ -65,7 +68,7 @@ class Schedule:
     """A named generator: a callable from a `Shape` to a `Program`.
 
     Attributes:
-        name: by which users request it.
+        name: the name by which users request it.
         order: the forwards and backwards of each rank.
         weights: its rule for weight versions.
         layout: placement of stages on ranks; see `placement_of`.
@@ -117,18 +120,21 @@ class Schedule:
         header = shape.header(self.name, self.layout, self.weights, self.spills)
         self._refuse_placement(header)
         span = range(header.total_microbatches)
+        size = len(span)
         if self.is_synchronous:
             size = shape.num_microbatches
-        else:
-            size = len(span)
-        spans = [range(start, start + size) for start in range(0, len(span), size)]
         options = {**self.options, **shape.options}
-        orders = [list(self.order(Task(header, part, shape.depth, options))) for part in spans]
-        ranks = [[i for order in orders for i in order[rank]] for rank in range(header.num_ranks)]
+        ranks: list[list[Instruction]] = [[] for _ in range(header.num_ranks)]
+        for start in span[::size]:
+            task = Task(header, span[start : start + size], shape.depth, options)
+            order = list(self.order(task))
+            for rank, listed in enumerate(ranks):
+                listed += order[rank]
         self._refuse_inside(header, ranks, shape.inside)
         recompute = shape.recompute
         if self.spills and header.spill and recompute == ():
-            recompute = tuple(stage for stage in range(header.num_stages) if stage not in header.spill.keeps)
+            keeps = header.spill.keeps
+            recompute = tuple(stage for stage in range(header.num_stages) if stage not in keeps)
         return build(header, ranks, recompute=recompute, ahead=shape.ahead, prefetch=shape.prefetch)
 
     def _refuse_inside(self, header: Header, ranks: list[list[Instruction]], inside: dict[int, str]) -> None:
@@ -136,17 +142,19 @@ class Schedule:
         for stage, kind in inside.items():
             if header.is_spilled(stage):
                 raise ScheduleError(f"recompute {kind}: stage {stage} is spilled; use stage (or none, and keep) there")
-            if kind == "layer" and any(i.op is Op.BWD_INPUT and i.stage == stage for rank in ranks for i in rank):
+            halves = [i for listed in ranks for i in listed if i.op is Op.BWD_INPUT and i.stage == stage]
+            if kind == "layer" and halves:
                 raise ScheduleError(f"{self.name}: recompute layer: {NO_HALVES}")
 
     def _refuse_placement(self, header: Header) -> None:
+        most = 1
+        expected = "one stage"
+        if self.chunks:
+            most = header.num_stages
+            expected = "at least one stage"
         for rank in range(header.num_ranks):
             stages = header.stages_of(rank)
-            if not stages or (len(stages) > 1 and not self.chunks):
-                if self.chunks:
-                    expected = "at least one stage"
-                else:
-                    expected = "one stage"
+            if not 1 <= len(stages) <= most:
                 raise ScheduleError(
                     f"{self.name}: placement: expected {expected} on every rank from 0 on, "
                     f"rank {rank} has {list(stages)}"

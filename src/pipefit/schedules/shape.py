@@ -7,9 +7,13 @@ from itertools import count as count_from
 import msgspec
 
 from pipefit.errors import ScheduleError, check_figures
+from pipefit.ir.instruction import Indices
 from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
+
+_OF_HEADER = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces", "frozen")
+"""The fields that a header has as well."""
 
 
 class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -41,11 +45,11 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     num_microbatches: int
     num_chunks: int = 1
     num_steps: int = 1
-    replicas: tuple[int, ...] = ()
-    placement: tuple[tuple[int, ...], ...] = ()
-    recompute: tuple[int, ...] | None = ()
+    replicas: Indices = ()
+    placement: tuple[Indices, ...] = ()
+    recompute: Indices | None = ()
     inside: dict[int, str] = {}
-    ties: tuple[tuple[int, ...], ...] = ()
+    ties: tuple[Indices, ...] = ()
     clip: bool = False
     sharded: bool = False
     ahead: int = 1
@@ -65,20 +69,20 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     def header(self, schedule: str, layout: str, weights: WeightRule, spills: bool = False) -> Header:
         """The header of this shape's program under a schedule; one that `spills` spills all stages by default."""
         placement = self.placement or placement_of(self.depth, self.num_chunks, layout, self.replicas)
-        copies = [len(ranks) for ranks in placement]
-        updates = [self.num_microbatches] * len(placement)
-        if weights is WeightRule.STASH:
-            # Replicas average the gradients of their consecutive mini-batches before each step.
-            updates = [self.num_microbatches * count for count in copies]
-        elif weights is WeightRule.VERTICAL and len(set(copies)) > 1:
+        num_stages = len(placement)
+        copies = list(map(len, placement))
+        if weights is WeightRule.VERTICAL and len(set(copies)) > 1:
             raise ScheduleError(
                 f"{schedule}: all stages need equally many replicas (their versions advance together), got {copies}"
             )
-        elif weights is WeightRule.VERTICAL:
-            updates = [self.num_microbatches * copies[0]] * len(placement)
-        spill = self.spill or (Spill.of(len(placement)) if spills else None)
-        same = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces", "frozen")
-        own = {name: getattr(self, name) for name in same}
+        updates = [self.num_microbatches] * num_stages
+        if weights in (WeightRule.STASH, WeightRule.VERTICAL):
+            # Replicas average the gradients of their consecutive mini-batches before each step.
+            updates = [self.num_microbatches * count for count in copies]
+        spill = self.spill
+        if spill is None and spills:
+            spill = Spill.of(num_stages)
+        own = {name: getattr(self, name) for name in _OF_HEADER}
         header = Header(schedule, placement, weights=weights, updates=tuple(updates), spill=spill, **own)
         self._refuse_replicas_without_work(header, max(copies))
         self._refuse_updates_that_differ(header)
@@ -95,33 +99,37 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
             return
 
         def works(num_steps: int) -> bool:
-            rests = (num_steps * self.num_microbatches % count for count in header.updates)
-            return all(rest == 0 or rest >= len(ranks) for rest, ranks in zip(rests, header.placement, strict=True))
+            for count, ranks in zip(header.updates, header.placement, strict=True):
+                rest = num_steps * self.num_microbatches % count
+                if 0 < rest < len(ranks):
+                    return False
+            return True
 
         if not works(self.num_steps):
-            below = next((steps for steps in range(self.num_steps, 0, -1) if works(steps)), None)
-            above = next(steps for steps in count_from(self.num_steps) if works(steps))
+            wanted = str(next(filter(works, count_from(self.num_steps))))
+            below = next(filter(works, range(self.num_steps, 0, -1)), None)
+            if below:
+                wanted = f"{below} or {wanted}"
             raise ScheduleError(
                 f"{header.schedule}: {self.num_steps} steps of {self.num_microbatches} micro-batches leave replicas of "
-                f"a stage without one in the last update; use {f'{below} or ' if below else ''}{above} steps"
+                f"a stage without one in the last update; use {wanted} steps"
             )
 
     def _refuse_updates_that_differ(self, header: Header) -> None:
         """Stages that share a weight, and all stages under clipping, must step together."""
-        for stages in (*self.ties, *((tuple(range(header.num_stages)),) if self.clip else ())):
+        together = [(tie, "a tied weight") for tie in self.ties]
+        if self.clip:
+            together.append((tuple(range(header.num_stages)), "clipping by the global norm"))
+        for stages, why in together:
             counts = [header.updates[stage] for stage in stages]
             if len(set(counts)) > 1:
-                clips = len(stages) == header.num_stages and self.clip
-                why = "clipping by the global norm" if clips else "a tied weight"
                 raise ScheduleError(
                     f"{header.schedule}: {why} needs stages that step together, but stages {list(stages)} step once in "
                     f"{counts} micro-batches; give them equally many replicas"
                 )
 
 
-def placement_of(
-    depth: int, num_chunks: int, layout: str, replicas: tuple[int, ...] = ()
-) -> tuple[tuple[int, ...], ...]:
+def placement_of(depth: int, num_chunks: int, layout: str, replicas: Indices = ()) -> tuple[Indices, ...]:
     """The ranks of each stage.
 
     Layouts: "loop" (stage s on position s mod p; linear when there is one chunk), "wave" (down and up again, a V for
@@ -136,27 +144,32 @@ def placement_of(
     """
     if layout == "replicas":
         return (tuple(range(depth)),)
-    stages = depth * num_chunks
-    if replicas and len(replicas) not in (1, depth):
-        raise ScheduleError(f"replicas: expected one count per stage ({depth}), got {list(replicas)}")
-    if len(replicas) <= 1:
-        counts = list(replicas or (1,)) * depth
-    else:
-        counts = list(replicas[:depth])
+    given = list(replicas)
+    if len(given) > 1 and len(given) != depth:
+        raise ScheduleError(f"replicas: expected one count per stage ({depth}), got {given}")
+    counts = given or [1]
+    if len(counts) == 1:
+        counts *= depth
     if min(counts) < 1 or max(counts) > MOST_STAGES:
-        raise ScheduleError(f"replicas: expected counts from 1 to {MOST_STAGES}, got {list(replicas)}")
+        raise ScheduleError(f"replicas: expected counts from 1 to {MOST_STAGES}, got {given}")
+    is_uniform = len(set(counts)) == 1
     if layout == "single":
-        if len(set(counts)) > 1:
-            raise ScheduleError(f"replicas: expected the same number for all stages of a rank, got {list(replicas)}")
-        return (tuple(range(counts[0])),) * stages
-    if len(set(counts)) == 1:
-        positions = [tuple(position + depth * copy for copy in range(counts[0])) for position in range(depth)]
-    else:
-        starts = [sum(counts[:position]) for position in range(depth)]
-        positions = [tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
-    result = []
-    for stage in range(stages):
-        lap, place = divmod(stage, depth)
-        backward = layout == "wave" and lap % 2 == 1
-        result.append(positions[depth - 1 - place if backward else place])
+        if not is_uniform:
+            raise ScheduleError(f"replicas: expected the same number for all stages of a rank, got {given}")
+        return (tuple(range(counts[0])),) * depth * num_chunks
+    positions = []
+    start = 0
+    for position, count in enumerate(counts):
+        if is_uniform:
+            ranks = range(position, depth * count, depth)
+        else:
+            ranks = range(start, start + count)
+            start += count
+        positions.append(tuple(ranks))
+    result: list[Indices] = []
+    for lap in range(num_chunks):
+        if layout == "wave" and lap % 2 == 1:
+            result += reversed(positions)
+        else:
+            result += positions
     return tuple(result)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 
-from pipefit.ir.instruction import Instruction, bwd, fwd
-from pipefit.schedules.registry import Task, schedule
+from pipefit.ir.instruction import bwd, forward_backward, fwd
+from pipefit.schedules.registry import Orders, Task, schedule
 
 
 @schedule(name="spilled", layout="single", chunks=True, spills=True)
-def _spilled(task: Task) -> Iterator[list[Instruction]]:
+def _spilled(task: Task) -> Orders:
     """Spilled execution (Hydra): stages fetched one after the other to one device, all micro-batches at each visit.
 
         .    F0.0 F0.1 F1.0 F1.1 F2.0 B2.0 F2.1 B2.1 S2   B1.0 B1.1 S1   B0.0 B0.1 S0   .    compute
@@ -21,11 +21,17 @@ def _spilled(task: Task) -> Iterator[list[Instruction]]:
     and once for their backwards, so the bytes moved do not grow with their number; at the turn the stage stays.
     Source: Nagrecha and Kumar, Hydra (VLDB 2022) §4.
     """
+    turn = task.num_stages - 1
     for rank in range(task.num_ranks):
         stages = task.stages_of(rank)
-        mbs = {stage: task.microbatches_of(stage, rank) for stage in stages}
-        turn = task.num_stages - 1
-        order = [fwd(stage, mb) for stage in stages if stage != turn for mb in mbs[stage]]
-        # At the turn each backward follows its own forward: one micro-batch of activations, and nothing to replay.
-        order += [op(turn, mb) for mb in mbs.get(turn, ()) for op in (fwd, bwd)]
-        yield order + [bwd(stage, mb) for stage in reversed(stages) if stage != turn for mb in mbs[stage]]
+        order = []
+        backwards = []
+        for stage in stages:
+            mbs = task.microbatches_of(stage, rank)
+            if stage == turn:
+                # Each backward follows its own forward: one micro-batch of activations, and nothing to replay.
+                order += forward_backward(stage, mbs)
+            else:
+                order += [fwd(stage, mb) for mb in mbs]
+                backwards.append([bwd(stage, mb) for mb in mbs])
+        yield [*order, *chain.from_iterable(reversed(backwards))]

@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from itertools import count
 
 from pipefit.errors import ScheduleError
-from pipefit.ir.instruction import Instruction, bwd_input, bwd_weight, fwd
+from pipefit.ir.instruction import bwd_input, bwd_weight, fwd
 from pipefit.ir.op import Op
 from pipefit.schedules.one_f_one_b import num_warmup
-from pipefit.schedules.registry import Task, schedule
+from pipefit.schedules.registry import Orders, Task, schedule
 from pipefit.schedules.shape import Shape
 
 
-def _late_weights(task: Task, depth: int) -> Iterator[list[Instruction]]:
+def _late_weights(task: Task, depth: int) -> Orders:
     """1F1B with `depth` times its warm-up; weight halves are delayed until all stages hold as much as the first.
 
     A later stage has fewer micro-batches in flight than the first; it has as many pending weight halves instead.
     """
     most = depth * num_warmup(task.header, 0)
     for stage, mbs in task.one_stage_each():
-        warmup = min(depth * num_warmup(task.header, stage), len(mbs))
+        in_flight = depth * num_warmup(task.header, stage)
+        warmup = min(in_flight, len(mbs))
         # A stage with fewer replicas than the first has more micro-batches in flight: nothing is delayed.
-        late = min(max(most - depth * num_warmup(task.header, stage), 0), len(mbs))
-        order = [fwd(stage, mb) for mb in mbs[:warmup]]
+        late = min(max(most - in_flight, 0), len(mbs))
+        ahead = [fwd(stage, mb) for mb in mbs]
+        weights = [bwd_weight(stage, mb) for mb in mbs]
+        order = ahead[:warmup]
         for done, mb in enumerate(mbs):
-            order += [fwd(stage, ahead) for ahead in mbs[warmup + done : warmup + done + 1]]
+            if warmup + done < len(mbs):
+                order.append(ahead[warmup + done])
             order.append(bwd_input(stage, mb))
             if done >= late:
-                order.append(bwd_weight(stage, mbs[done - late]))
-        yield order + [bwd_weight(stage, mb) for mb in mbs[len(mbs) - late :]]
+                order.append(weights[done - late])
+        yield order + weights[len(mbs) - late :]
 
 
 @schedule(name="zb-h1")
-def _h1(task: Task) -> Iterator[list[Instruction]]:
+def _h1(task: Task) -> Orders:
     """Zero-bubble H1: 1F1B whose weight gradients fill gaps; no rank holds more activations than 1F1B's first.
 
         F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3   rank 0
@@ -50,7 +52,7 @@ def _h1(task: Task) -> Iterator[list[Instruction]]:
 
 
 @schedule(name="zb-h2", flushes=False)
-def _h2(task: Task) -> Iterator[list[Instruction]]:
+def _h2(task: Task) -> Orders:
     """Zero-bubble H2: H1 with twice the warm-up; ranks are idle only before the first update and after the last.
 
         F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .    rank 0
@@ -76,7 +78,7 @@ def _two_chunks(shape: Shape) -> None:
 
 
 @schedule(name="zb-v", flushes=False, layout="wave", chunks=True, check=_two_chunks)
-def _v(task: Task) -> Iterator[list[Instruction]]:
+def _v(task: Task) -> Orders:
     """Zero-bubble V: stages go down the ranks and up again, so that all ranks hold equally much and none is idle.
 
         F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 I0.1 W0.1 I0.2 W0.2 W3.2 .      rank 0
@@ -107,17 +109,21 @@ def _v(task: Task) -> Iterator[list[Instruction]]:
 @cache
 def _found_work(depth: int, num_microbatches: int) -> list[list[tuple[Op, int, int]]]:
     """For each rank of a V, its instructions in order: operation, stage and micro-batch."""
-    ops = (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT)
-    ended: _Ended = {op: [[] for _ in range(2 * depth)] for op in ops}
+    ended: _Ended = {}
+    for op in (Op.FWD, Op.BWD_INPUT, Op.BWD_WEIGHT):
+        ended[op] = [[] for _ in range(2 * depth)]
     orders: list[list[tuple[Op, int, int]]] = [[] for _ in range(depth)]
-    for now in count():
-        if all(len(order) == 6 * num_microbatches for order in orders):
-            break
+    left = 6 * num_microbatches * depth
+    now = 0
+    while left:
         for position, order in enumerate(orders):
-            if (found := _next(ended, depth, num_microbatches, position, now)) is not None:
+            found = _next(ended, depth, num_microbatches, position, now)
+            if found is not None:
                 op, stage = found
                 order.append((op, stage, len(ended[op][stage])))
                 ended[op][stage].append(now + 1)
+                left -= 1
+        now += 1
     return orders
 
 
@@ -130,19 +136,22 @@ def _next(ended: _Ended, depth: int, num_microbatches: int, position: int, now: 
     forwards, inputs, weights = ended.values()
     last = 2 * depth - 1
     stages = (position, last - position)
-    weight = next(((Op.BWD_WEIGHT, s) for s in stages if len(weights[s]) < len(inputs[s])), None)
+    weight = None
+    for stage in reversed(stages):
+        if len(weights[stage]) < len(inputs[stage]):
+            weight = Op.BWD_WEIGHT, stage
     for stage in reversed(stages):
         index = len(forwards[stage])
-        if index < num_microbatches and (stage == 0 or _is_there(forwards[stage - 1], index, now)):
+        is_fed = stage == 0 or _is_there(forwards[stage - 1], index, now)
+        if is_fed and index < num_microbatches:
             held = sum(len(forwards[s]) - len(weights[s]) for s in stages)
             if held < 2 * depth:
                 return Op.FWD, stage
             if weight:
                 return weight
     for stage in stages:
-        if stage == last:
-            before = forwards[last]
-        else:
+        before = forwards[last]
+        if stage < last:
             before = inputs[stage + 1]
         index = len(inputs[stage])
         if index < len(forwards[stage]) and _is_there(before, index, now):

@@ -22,9 +22,9 @@ def metrics(
     """Figures of a program and its timeline, in the unit of the costs.
 
     Args:
-        program: of the timeline.
-        timeline: of the program.
-        cost: of the simulation; None: unit costs without latency.
+        program: the timeline's program.
+        timeline: the program's times.
+        cost: the costs of the simulation; None: unit costs without latency.
         steady: the same schedule with more steps, for the period of an asynchronous one; see `steady_period_s`.
     """
     header = program.header

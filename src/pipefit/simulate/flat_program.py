@@ -37,7 +37,7 @@ class FlatProgram:
         users: for each of those, the PENDING instructions that need it.
         costs: for each, the index of the entry in `kinds` with the same cost.
         kinds: an instruction and its rank for each different cost.
-        partners: of messages; −1 for the rest.
+        partners: the partners of messages; −1 for the rest.
     """
 
     graph: Graph

@@ -151,8 +151,11 @@ class Precision(Checked):
     In Python `compile` may also be the name of a backend of torch.compile, such as "aot_eager"; True is "inductor".
     """
 
-    dtype: Literal["fp32", "bf16", "fp16"] = setting(
-        "fp32", "Type that layers compute in: fp32 (the model's own), or bf16 or fp16, under autocast.", "--precision"
+    dtype: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
+        "fp32",
+        "Type that layers compute in: fp32 (the model's own), tf32 (the same, with products that a GPU rounds), or "
+        "bf16 or fp16, under autocast.",
+        "--precision",
     )
     loss_scale: float | None = setting(
         None,

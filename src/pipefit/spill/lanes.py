@@ -82,8 +82,8 @@ class Lane:
     """One direction of copies, in order.
 
     Args:
-        name: of its thread.
-        device: of the copies; on a CUDA device they get their own stream.
+        name: the name of its thread.
+        device: the device of the copies; on a CUDA device they get their own stream.
         threaded: whether it has a thread; else the caller makes the copy, on the current stream.
     """
 
@@ -132,7 +132,7 @@ class Lanes:
     """The lanes of one device; several stores may share them.
 
     Args:
-        device: of the copies; None: the CPU.
+        device: the device of the copies; None: the CPU.
         threaded: whether copies run while the rank computes; else in the caller, which is faster for small ones.
 
     Attributes:

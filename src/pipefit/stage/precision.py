@@ -19,14 +19,17 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.spec.options import LARGEST_LOSS_SCALE
 
-PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+TF32 = "tf32"
+"""The precision whose products of float32 are rounded by a GPU; elsewhere it is fp32."""
+
+PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, TF32: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of a name; None: the model's own."""
 
 _FIRST_SCALE = 2.0**16
 
 
 def half_of(name: str) -> torch.dtype | None:
-    """The half type of a precision by name; None for "fp32".
+    """The half type of a precision by name; None for "fp32" and "tf32".
 
     Raises:
         PipefitError: another name; the nearest is suggested.

@@ -53,10 +53,12 @@ def bound_s(problem: OrderProblem) -> float:
         if not held:
             continue
         # Micro-batches of a stage that fit on its rank.
-        window = min(problem.room[problem.home[stage]] / held, num_microbatches)
+        room = problem.room[problem.home[stage]]
+        window = min(room / held, num_microbatches)
         if window >= 1:
             edges.append(Edge(last + stage, stage, 0.0, int(window)))
-    heads = _longest(chain, edges, seconds, [0.0] * len(seconds), num_microbatches)
+    nothing = [0.0] * len(seconds)
+    heads = _longest(chain, edges, seconds, nothing, num_microbatches)
     # The same from the end: the work that must follow each step.
     back = [Edge(edge.target, edge.source, edge.lag, edge.shift) for edge in edges]
     closing = [problem.closing_s[problem.home[step % count]] for step in range(len(seconds))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -17,8 +18,8 @@ class Policy:
     """The preferences of ranks.
 
     Attributes:
-        eager: of each rank, whether it takes a forward before the first half of a backward.
-        room: of each rank, the memory that it uses.
+        eager: whether each rank takes a forward before the first half of a backward.
+        room: the memory that each rank uses.
         group: micro-batches that go through one stage of a rank before its next stage.
         patience: a fraction of a second half's time: a rank waits instead of starting that half where other work
             arrives within it.
@@ -99,7 +100,7 @@ class _Board:
         held: memory of each rank.
         done: steps so far: forwards, then first halves (or whole backwards), then second halves.
         arrived: the time at which the input of each forward and backward is on its rank.
-        order: of each rank.
+        order: the steps of each rank.
     """
 
     def __init__(self, problem: OrderProblem, policy: Policy) -> None:
@@ -121,7 +122,9 @@ class _Board:
         """Returns whether all steps are done."""
         stages = range(self.count)
         firsts = self.done[: 2 * self.count]
-        return min(firsts) == self.problem.num_microbatches and not any(map(self.pending, stages))
+        if min(firsts) < self.problem.num_microbatches:
+            return False
+        return not any(map(self.pending, stages))
 
     def pending(self, stage: int) -> int:
         """Second halves of a stage still to do."""
@@ -163,7 +166,8 @@ class _Board:
         stage = max(self.problem.stages[rank], key=lambda s: (self.pending(s), s))
         half = WEIGHT * self.count + stage
         patience_s = self.policy.patience * self.problem.seconds[half]
-        if self.pending(stage) and all(time >= now + patience_s for time, _ in coming):
+        next_s = min((time for time, _ in coming), default=math.inf)
+        if self.pending(stage) and next_s >= now + patience_s:
             return half
         return None
 
@@ -192,7 +196,8 @@ class _Board:
         events = [(end, rank)]
         if step in self.feeds:
             fed = self.feeds[step]
+            target = problem.home[fed % self.count]
             arrival = end + problem.feeds[fed][1]
             self.arrived[fed].append(arrival)
-            events.append((arrival, problem.home[fed % self.count]))
+            events.append((arrival, target))
         return events

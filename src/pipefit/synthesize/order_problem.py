@@ -14,7 +14,7 @@ from operator import sub
 from typing import Final
 
 from pipefit.cost.model import CostModel
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.liveness import device_peak_bytes, peak_inflight
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header, Program
@@ -37,7 +37,7 @@ class Limit:
 
     Attributes:
         in_flight: micro-batches of the rank's layers whose activations are held.
-        capacity_bytes: of all values held.
+        capacity_bytes: the most bytes of all values held.
     """
 
     in_flight: tuple[float, ...] | None = None
@@ -62,13 +62,13 @@ class OrderProblem:
 
     Attributes:
         header: placement and micro-batches.
-        seconds: of each step.
-        feeds: for each step the step that feeds it, and the seconds of the transfer; −1: only earlier steps of its
+        seconds: the duration of each step.
+        feeds: the step that feeds each step, and the seconds of the transfer; −1: only earlier steps of its
             stage. The feeding step is a forward or, for whole and split backwards alike, a first half.
         closing_s: seconds of each rank after its last step: the optimizer's.
         takes: memory that a forward adds to its rank, by stage: bytes, or 1 where micro-batches are counted.
         halves: memory that the first half of a backward adds until the second; 0 where backwards stay whole.
-        room: of each rank, in these units.
+        room: the memory of each rank, in these units.
         split: whether backwards may come in halves.
     """
 
@@ -90,8 +90,8 @@ class OrderProblem:
         Args:
             header: placement and micro-batches.
             cost: seconds and bytes.
-            limit: of memory.
-            static_bytes: of each rank, in addition to activations.
+            limit: the limit of memory.
+            static_bytes: the bytes of each rank in addition to activations.
             split: whether backwards may come in halves.
         """
         count = header.num_stages
@@ -150,13 +150,13 @@ class OrderProblem:
         return self.header.num_microbatches
 
     @cached_property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
+    def stages(self) -> tuple[Indices, ...]:
         """The stages of each rank."""
         header = self.header
         return tuple(map(header.stages_of, range(header.num_ranks)))
 
     @cached_property
-    def home(self) -> tuple[int, ...]:
+    def home(self) -> Indices:
         """The rank of each stage."""
         return tuple(ranks[0] for ranks in self.header.placement)
 

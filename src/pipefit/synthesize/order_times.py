@@ -13,10 +13,10 @@ class Times:
     """The times of an order.
 
     Attributes:
-        makespan_s: of the whole.
-        starts: of each step of each rank.
-        fed_by: for each step, the step (rank, index) whose message it waited for; None: only for its rank.
-        ends: of each rank.
+        makespan_s: seconds from the first start to the last end.
+        starts: the start of each step of each rank.
+        fed_by: the step (rank, index) whose message each step waited for; None: only for its rank.
+        ends: the end of each rank's last step.
     """
 
     makespan_s: float

@@ -29,7 +29,7 @@ class Synthesis:
     """A schedule that was found.
 
     Attributes:
-        schedule: for this one shape; it generates `program`.
+        schedule: a schedule for this one shape; it generates `program`.
         program: proved by the verifier.
         makespan_s: simulated.
         bound_s: a lower bound over all orders.
@@ -101,7 +101,7 @@ def synthesize(
         split: whether backwards may come in halves.
         candidates: maximum number of orders to examine.
         seconds: maximum duration of the search.
-        seed: of the random moves.
+        seed: the seed of the random moves.
 
     Raises:
         ScheduleError: a stage has several ranks, or a limit makes no sense.
@@ -141,9 +141,10 @@ def synthesize(
         )
     took = [_makespan_s(program, cost) for _, program in found]
     limit_s = min(took) * (1 + EQUAL)
+    # Of equally fast ones, the one with the least memory.
     equal = [place for place, seconds in enumerate(took) if seconds <= limit_s]
-    # Of equally fast ones, that with the least memory.
-    fastest = min(equal, key=lambda place: _held(found[place][1]))
+    held = [_held(program) for _, program in found]
+    fastest = min(equal, key=held.__getitem__)
     schedule, program = found[fastest]
     verify(program).raise_if_bad()
     built_in = {name: _makespan_s(rival, cost) for name, rival in fitting.items()}

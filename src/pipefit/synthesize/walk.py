@@ -27,10 +27,10 @@ class Walk:
     """A running search.
 
     Attributes:
-        problem: of the order.
+        problem: the problem whose order is searched.
         bound: a lower bound over all orders; the search ends there.
         candidates: maximum number of orders to examine.
-        seconds: of the clock.
+        seconds: the time limit, by the clock.
         best: the best orders, each with its makespan.
         looked_at: orders examined so far.
         is_cut_short: whether the clock has ended a part of it.
@@ -65,7 +65,8 @@ class Walk:
     def _list_schedules(self, random: Random, deadline: float) -> None:
         known = []
         for policy in policies(self.problem):
-            known.append((self._look(listed(self.problem, policy)), policy))
+            order = listed(self.problem, policy)
+            known.append((self._look(order), policy))
             if self._is_over(deadline):
                 return
         known = sorted(known, key=lambda item: item[0])[:_STARTS]
@@ -156,14 +157,16 @@ def _worth(times: Times) -> float:
 
 def _moved(steps: list[int], index: int, random: Random) -> list[int]:
     """A rank's steps with one moved, or with a step before it moved past it; later steps of its kind may move along."""
-    by = random.randint(1, _REACH) * random.choice((-1, 1))
+    by = random.randint(1, _REACH)
+    by *= random.choice((-1, 1))
     if random.random() < 0.5 and index:
         # A step that delays a critical one moves behind it.
         index = max(index - abs(by), 0)
         by = abs(by)
     places = [index]
     if random.random() < 0.2:
-        likes = [place for place in range(index + 1, len(steps)) if steps[place] == steps[index]]
+        later = range(index + 1, len(steps))
+        likes = [place for place in later if steps[place] == steps[index]]
         count = random.randint(1, max(len(likes), 1))
         places += likes[:count]
     if by > 0:

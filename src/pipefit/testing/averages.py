@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+
+from pipefit.testing.case import Tensors
 
 _TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 _FUNCTIONAL = inspect.signature(F.batch_norm)
@@ -36,11 +39,8 @@ class _Call(NamedTuple):
 
 def tracking_norms(root: nn.Module) -> dict[str, _BatchNorm]:
     """The batch norms with running averages, by their paths."""
-    return {
-        path: module
-        for path, module in root.named_modules()
-        if isinstance(module, _BatchNorm) and module._buffers.get("running_mean") is not None
-    }
+    norms = {path: module for path, module in root.named_modules() if isinstance(module, _BatchNorm)}
+    return {path: norm for path, norm in norms.items() if norm._buffers.get("running_mean") is not None}
 
 
 class MiniBatchAverages:
@@ -83,16 +83,17 @@ class MiniBatchAverages:
         """Changes the averages by all micro-batches since the last update.
 
         Args:
-            names: of buffers; only averages among them change. None: all.
+            names: the names of buffers; only averages among them change. None: all.
         """
         for path, norm in self._norms.items():
-            if norm not in self._calls or (names is not None and f"{path}.running_mean" not in names):
+            is_meant = names is None or f"{path}.running_mean" in names
+            if norm not in self._calls or not is_meant:
                 continue
             micro_batches = self._calls.pop(norm)
-            for number in range(max(map(len, micro_batches))):
-                calls = [calls[number] for calls in micro_batches if number < len(calls)]
-                together = torch.cat([call.values for call in calls], 1).T
-                F.batch_norm(together, norm.running_mean, norm.running_var, None, None, True, calls[-1].share)
+            for calls in zip_longest(*micro_batches):
+                there = [call for call in calls if call is not None]
+                together = torch.cat([call.values for call in there], 1).T
+                F.batch_norm(together, norm.running_mean, norm.running_var, None, None, True, there[-1].share)
             counter = self._counters.pop(norm)
             if counter is not None and norm.num_batches_tracked is not None:
                 norm.num_batches_tracked.copy_(counter)
@@ -102,10 +103,10 @@ class _Notes(TorchFunctionMode):
     """The calls of batch norms while it is entered.
 
     Args:
-        norms: by the id of their running mean.
+        norms: the batch norms, by the id of their running mean.
 
     Attributes:
-        calls: of each norm.
+        calls: the calls of each norm.
         counters: the batches that each of them has counted, as it was when the mode was left.
     """
 
@@ -143,7 +144,8 @@ class _Notes(TorchFunctionMode):
             return func(*args, **named)
         x = given["input"]
         share = given["momentum"]
-        self.calls.setdefault(norm, []).append(_Call(x.detach().transpose(0, 1).flatten(1).clone(), share))
+        values = x.detach().transpose(0, 1).flatten(1).clone()
+        self.calls.setdefault(norm, []).append(_Call(values, share))
         # `F.batch_norm` refuses one value per channel. A mini-batch must have more; a micro-batch may have one.
         return torch.batch_norm(
             x,
@@ -158,5 +160,5 @@ class _Notes(TorchFunctionMode):
         )
 
 
-def _copies(table: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def _copies(table: Mapping[str, Tensor | None]) -> Tensors:
     return {name: value.clone() for name, value in table.items() if value is not None and name in _TRACKED}

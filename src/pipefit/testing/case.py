@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.ir.instruction import Indices
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.planner import ranks_of
 from pipefit.spec.options import Precision, Request, Updates
@@ -21,6 +22,10 @@ def descend(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+Tensors = dict[str, Tensor]
+"""Tensors by their names."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data and the training of both sides. Neither side changes it: each works on a deep copy.
@@ -30,15 +35,15 @@ class Case:
         batches: (input, target) of each step, all of one program.
         counts: layers of each stage.
         request: schedule, micro-batches and parallelism of the pipeline, with its number of processes.
-        precision: in which both sides compute.
+        precision: the precision in which both sides compute.
         updates: clipping, learning rates, weights of micro-batches and seed of both sides.
-        loss: from output and target to their mean.
-        optimizer: from parameters to an optimizer.
+        loss: gives the mean from output and target.
+        optimizer: makes an optimizer of parameters.
     """
 
     model: nn.Module | Sequence[nn.Module]
     batches: Sequence[tuple[Any, Any]]
-    counts: tuple[int, ...]
+    counts: Indices
     request: Request
     precision: Precision = Precision()
     updates: Updates = Updates()
@@ -66,7 +71,7 @@ class Case:
         return self.request.parallelism.device or "cpu"
 
     @property
-    def copies(self) -> tuple[int, ...]:
+    def copies(self) -> Indices:
         """Copies of each stage."""
         depth = len(self.counts)
         copies = self.request.parallelism.copies or (1,)
@@ -90,20 +95,20 @@ class Outcome:
     """The losses, gradients and weights of a training run, with each rank's copy of a weight on several ranks.
 
     Attributes:
-        losses: of each step.
-        gradients: of the first update at the optimizer, by rank and the user's names.
+        losses: one for each step.
+        gradients: the optimizer's gradients at the first update, by rank and the user's names.
         weights: weights and buffers at the end, by rank and the user's names.
-        names: for the reference: of every parameter that trains, each once, in the model's order.
+        names: every parameter that trains, each once, in the model's order; only the reference has them.
     """
 
     losses: list[float]
-    gradients: dict[int, dict[str, Tensor]]
-    weights: dict[int, dict[str, Tensor]]
+    gradients: dict[int, Tensors]
+    weights: dict[int, Tensors]
     names: tuple[str, ...] = ()
 
     @staticmethod
     def joined(parts: Sequence[Outcome]) -> Outcome:
-        """The outcome of all ranks from those of each process; every process has all losses."""
+        """The outcome of all ranks from the outcome of each process; every process has all losses."""
         gradients = {rank: table for part in parts for rank, table in part.gradients.items()}
         weights = {rank: table for part in parts for rank, table in part.weights.items()}
         return Outcome(parts[0].losses, gradients, weights)

@@ -17,6 +17,7 @@ Source: PipeDream (SOSP 2019) §3.2–3.4; PipeDream-2BW (ICML 2021) §3.1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch import Tensor, nn
 
 from pipefit.errors import PipefitError
 from pipefit.testing.averages import MiniBatchAverages
-from pipefit.testing.case import Case, Outcome
-from pipefit.testing.reference import micro_batches, optimizer_of
+from pipefit.testing.case import Case, Outcome, Tensors
+from pipefit.testing.reference import MicroBatch, micro_batches, optimizer_of
 from pipefit.testing.users_model import Whole, first_layers, whole
 
 Rule = Callable[[int, int], int]
@@ -62,7 +63,7 @@ class _Part:
 
     Args:
         model: the user's.
-        index: of the stage.
+        index: the stage's index.
         size: micro-batches per update.
 
     Attributes:
@@ -76,31 +77,32 @@ class _Part:
     def __init__(self, model: Whole, index: int, size: int) -> None:
         case = model.case
         start = sum(case.counts[:index])
-        self.held = frozenset[str]().union(*model.held[start : start + case.counts[index]])
-        trained = {name: p for name, p in model.root.named_parameters() if p.requires_grad}
-        aliases = model.aliases()
-        mine = {name: p for name, p in trained.items() if not self.held.isdisjoint(aliases[name])}
-        self.names = {name: aliases[name] for name in mine}
-        self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in mine.items()}
-        self.versions = [{name: p.detach().clone() for name, p in mine.items()}]
-        named = list(self.masters.items())
-        if named:
-            self.optimizer: torch.optim.Optimizer | None = optimizer_of(case, model.root, named)
-        else:
-            self.optimizer = None
-        make = case.updates.scheduler
-        if make and self.optimizer:
-            self.scheduler = make(self.optimizer)
-        else:
-            self.scheduler = None
+        layers = model.held[start : start + case.counts[index]]
+        self.held = frozenset[str]().union(*layers)
         self.size = size
+        self.names: dict[str, Sequence[str]] = {}
+        self.masters: dict[str, nn.Parameter] = {}
+        aliases = model.aliases()
+        for name, parameter in model.root.named_parameters():
+            if parameter.requires_grad and not self.held.isdisjoint(aliases[name]):
+                self.names[name] = aliases[name]
+                self.masters[name] = nn.Parameter(parameter.detach().clone())
+        self.versions: list[Tensors] = []
+        self._keep_version()
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scheduler: Any = None
+        if self.masters:
+            self.optimizer = optimizer_of(case, model.root, list(self.masters.items()))
+            if case.updates.scheduler:
+                self.scheduler = case.updates.scheduler(self.optimizer)
         self.sums: dict[int, Gradients] = {}
         self.leaves: dict[str, nn.Parameter] = {}
-        places = dict(model.root.named_modules(remove_duplicate=False))
-        self._slots = {
-            name: [(places[alias.rpartition(".")[0]], alias.rpartition(".")[2]) for alias in names]
-            for name, names in self.names.items()
-        }
+        self._slots: dict[str, list[tuple[nn.Module, str]]] = {}
+        for name, names in self.names.items():
+            self._slots[name] = [_slot(model.root, alias) for alias in names]
+
+    def _keep_version(self) -> None:
+        self.versions.append({name: master.detach().clone() for name, master in self.masters.items()})
 
     def load(self, version: int) -> None:
         """Makes the leaves of a micro-batch from a version."""
@@ -113,20 +115,23 @@ class _Part:
                 setattr(module, key, leaf)
 
     def accumulate(self, update: int, scale: float) -> None:
-        """Adds the gradients of the micro-batch that has just run to those of its update.
+        """Adds the gradients of the micro-batch that has just run to the sums of its update.
 
         Raises:
             PipefitError: one is not finite; the formulas here do not cover the scales of later losses.
         """
         grads = {name: leaf.grad for name, leaf in self.leaves.items()}
-        if scale != 1 and not all(torch.isfinite(grad).all() for grad in grads.values() if grad is not None):
+        is_finite = all(bool(torch.isfinite(grad).all()) for grad in grads.values() if grad is not None)
+        if scale != 1 and not is_finite:
             raise PipefitError(
                 f"a gradient overflows at a loss scale of {scale:g}, and skipped updates are not compared without a "
                 "flush; give a smaller loss scale"
             )
         sums = self.sums.setdefault(update, {})
         for name, grad in grads.items():
-            sums[name] = _plus(sums.get(name), None if grad is None else grad / scale)
+            if grad is not None:
+                grad = grad / scale
+            sums[name] = _plus(sums.get(name), grad)
 
     def step(self, gradients: Gradients) -> None:
         """w(t+1) = optimizer(w(t), gradient), for a gradient of any version."""
@@ -140,29 +145,39 @@ class _Part:
             self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
-        self.versions.append({name: master.detach().clone() for name, master in self.masters.items()})
+        self._keep_version()
+
+
+def _slot(root: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a weight, and the weight's name there."""
+    path, _, key = name.rpartition(".")
+    return root.get_submodule(path), key
 
 
 def delayed_reference(case: Case) -> Outcome:
     """Trains in this process with the delays of an asynchronous schedule."""
     m = case.request.num_microbatches
     depth = len(case.counts)
-    replicas = case.copies
     model = whole(case)
     averages = MiniBatchAverages(model.root)
-    is_whole = case.schedule == "pipedream-2bw"  # its mini-batch of m micro-batches is split among the replicas
-    parts = [_Part(model, s, m if is_whole else m * replicas[s]) for s in range(depth)]
-    changing = [s for s, part in enumerate(parts) if part.masters or averages.are_in(part.held)]
+    sizes = [m] * depth
+    if case.schedule != "pipedream-2bw":  # its mini-batch of m micro-batches is split among the replicas
+        sizes = [m * copies for copies in case.copies]
+    parts = [_Part(model, stage, size) for stage, size in enumerate(sizes)]
+    changing = [stage for stage, part in enumerate(parts) if part.masters or averages.are_in(part.held)]
     warmup = case.request.parallelism.options.get("warmup", 1)
-    version = version_rule(case.schedule, replicas, m, warmup, min(changing, default=depth - 1))
-    first: dict[str, Tensor] = {}
+    version = version_rule(case.schedule, case.copies, m, warmup, min(changing, default=depth - 1))
+    first: Tensors = {}
     losses = [0.0] * len(case.batches)
-    data = [part for batch in case.batches for part in micro_batches(case, batch)]
+    data: list[MicroBatch] = []
+    for batch in case.batches:
+        data += micro_batches(case, batch)
     for k, micro_batch in enumerate(data):
-        for s, part in enumerate(parts):
-            part.load(version(s, k))
-        losses[k // m] += _run(model, averages, parts, k, *micro_batch)
-        done = {part: k // part.size for part in parts if (k + 1) % part.size == 0 or k + 1 == len(data)}
+        for stage, part in enumerate(parts):
+            part.load(version(stage, k))
+        losses[k // m] += _run(model, averages, parts, k, micro_batch)
+        is_last = k + 1 == len(data)
+        done = {part: k // part.size for part in parts if is_last or (k + 1) % part.size == 0}
         # A weight that several stages hold is stepped on all of them by the sum of their gradients.
         gradients = _clipped(_summed(done, m, len(data)), case.updates.clip_norm)
         for part, update in done.items():
@@ -170,13 +185,13 @@ def delayed_reference(case: Case) -> Outcome:
                 first.update(_shown(part, gradients))
             part.step(gradients)
             averages.update(part.held)
-    names = dict.fromkeys(name for part in parts for name in part.names)
+    names: dict[str, None] = {}
+    for part in parts:
+        names |= dict.fromkeys(part.names)
     return Outcome(losses, {0: first}, {0: _newest(model, parts)}, tuple(names))
 
 
-def _run(
-    model: Whole, averages: MiniBatchAverages, parts: Sequence[_Part], k: int, x: Any, y: Any, share: float
-) -> float:
+def _run(model: Whole, averages: MiniBatchAverages, parts: Sequence[_Part], k: int, micro_batch: MicroBatch) -> float:
     """Runs forward and backward of micro-batch k at the leaves of all stages; returns its weighted loss."""
     _require_one_version(model, parts)
     starts = dict(zip(first_layers(model.case), parts, strict=True))
@@ -187,6 +202,7 @@ def _run(
         if layer in starts:
             starts[layer].point()
 
+    x, y, share = micro_batch
     scale = model.case.first_scale or 1.0
     with averages.micro_batch() as forward:
         with forward:
@@ -206,7 +222,7 @@ def _require_one_version(model: Whole, parts: Sequence[_Part]) -> None:
     """
     if model.begins_layers:
         return
-    seen: dict[str, Tensor] = {}
+    seen: Tensors = {}
     for part in parts:
         for name, leaf in part.leaves.items():
             if not torch.equal(seen.setdefault(name, leaf), leaf):
@@ -228,13 +244,14 @@ def _shown(part: _Part, gradients: Gradients) -> Iterable[tuple[str, Tensor]]:
         yield from dict.fromkeys(names, shown).items()
 
 
-def _newest(model: Whole, parts: Sequence[_Part]) -> dict[str, Tensor]:
+def _newest(model: Whole, parts: Sequence[_Part]) -> Tensors:
     """The newest weights and buffers."""
     weights = model.state()
     for part in parts:
         part.load(-1)
         part.point()
-        weights.update({name: value for name, value in model.state().items() if name in part.held})
+        state = model.state()
+        weights |= {name: state[name] for name in state if name in part.held}
     return weights
 
 
@@ -242,9 +259,12 @@ def _summed(done: dict[_Part, int], m: int, total: int) -> Gradients:
     """The gradients of the complete updates: the mean over their mini-batches, tied ones summed over stages."""
     found: Gradients = {}
     for part, update in done.items():
-        mini_batches = -(-min(part.size, total - update * part.size) // m)
+        size = min(part.size, total - update * part.size)
+        mini_batches = math.ceil(size / m)
         for name, gradient in part.sums.pop(update).items():
-            found[name] = _plus(found.get(name), None if gradient is None else gradient / mini_batches)
+            if gradient is not None:
+                gradient = gradient / mini_batches
+            found[name] = _plus(found.get(name), gradient)
     return found
 
 
@@ -260,6 +280,8 @@ def _clipped(gradients: Gradients, clip_norm: float | None) -> Gradients:
     """The gradients of an update, scaled to a global norm of at most `clip_norm`; a tied weight counts once."""
     if clip_norm is None:
         return gradients
-    norm = sum(float(g.double().square().sum()) for g in gradients.values() if g is not None) ** 0.5
+    present = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    norm = sum(float(gradient.double().square().sum()) for gradient in present.values()) ** 0.5
     factor = min(1.0, clip_norm / (norm + 1e-6))
-    return {name: None if g is None else g * factor for name, g in gradients.items()}
+    scaled = {name: gradient * factor for name, gradient in present.items()}
+    return gradients | scaled

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting import Cut
 from pipefit.errors import ModelError, PipefitError
+from pipefit.ir.instruction import Indices
 from pipefit.models.examples import Example, Loss, mean_cross_entropy
 from pipefit.planner import by_hand, ranks_of
 from pipefit.runtime.launch import launch
@@ -27,6 +28,9 @@ from pipefit.testing.delayed import delayed_reference
 from pipefit.testing.pipelined import run_pipeline
 from pipefit.testing.reference import reference
 from pipefit.testing.users_model import whole
+
+Tables = Mapping[int, Mapping[str, Tensor]]
+"""The tensors of each rank, by name."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +92,17 @@ def check(
         schedule: its name.
         microbatches: per step.
         stages: layers of each stage; None: as even as possible.
-        parallelism: of the pipeline; 2 ranks where it gives no number.
+        parallelism: the pipeline's parallelism; 2 ranks where it gives no number.
         precision: "bf16" or "fp16": both sides run their layers under autocast; needs float32. Where layers are
-            compiled, only those of the pipeline are.
+            compiled, only the layers of the pipeline are.
         updates: clipping, learning rates, weights of micro-batches, seed of data and dropout.
-        optimizer: from parameters to an optimizer; SGD, not Adam, which hides a wrongly scaled gradient.
+        optimizer: makes an optimizer of parameters; SGD, not Adam, which hides a wrongly scaled gradient.
         steps: number of updates.
         batch_size: samples per step, one number or one for each step; None: two for each micro-batch, and one more so
             that micro-batches differ in size.
-        loss: from output and target to their mean; None: the bundle's, else cross entropy.
+        loss: gives the mean from output and target; None: the bundle's, else cross entropy.
         example: (batch, seed) -> random (input, target); None: the bundle's.
-        dtype: to which model and data are converted.
+        dtype: the type to which model and data are converted.
         transport: "local" (all ranks in this process) or "distributed" (one process each); None: local, except for
             tensor parallelism, which needs processes.
 
@@ -115,22 +119,21 @@ def check(
     sizes = _sizes(batch_size, steps, microbatches)
     num_ranks = ranks_of(parallelism.ranks or 2, parallelism.tensor)
     num_layers = len(named_layers(layers))
-    case = Case(
-        model=_converted(layers, dtype),
-        batches=[_cast(example(size, updates.seed + 1 + step), dtype) for step, size in enumerate(sizes)],
-        counts=layer_counts(num_layers, num_ranks, schedule, parallelism.chunks, parallelism.copies, stages),
-        request=Request(schedule, microbatches, parallelism=parallelism),
-        precision=precision,
-        updates=updates,
-        loss=loss,
-        optimizer=optimizer,
-    )
-    transport = transport or ("local" if parallelism.tensor == 1 else "distributed")
-    found = compare(
-        run(case, transport),
-        expected(case),
-        tolerance_of(dtype, case.half, parallelism.tensor, precision.compile is not False, isinstance(case.model, Cut)),
-    )
+    counts = layer_counts(num_layers, num_ranks, schedule, parallelism.chunks, parallelism.copies, stages)
+    batches = []
+    for step, size in enumerate(sizes):
+        batch = example(size, updates.seed + 1 + step)
+        batches.append(_cast(batch, dtype))
+    converted = _converted(layers, dtype)
+    request = Request(schedule, microbatches, parallelism=parallelism)
+    case = Case(converted, batches, counts, request, precision, updates, loss, optimizer)
+    if transport is None:
+        transport = "local"
+        if parallelism.tensor > 1:
+            transport = "distributed"
+    is_compiled = precision.compile is not False
+    tolerance = tolerance_of(dtype, case.half, parallelism.tensor, is_compiled, isinstance(converted, Cut))
+    found = compare(run(case, transport), expected(case), tolerance)
     return replace(found, num_norms=len(tracking_norms(whole(case).root)))
 
 
@@ -164,37 +167,35 @@ def tolerance_of(
         return torch.finfo(half).eps ** 0.5
     if compiled and dtype == torch.float64:
         dtype = torch.float32
-    return {torch.float64: 1e-10, torch.float32: 1e-4}.get(dtype, torch.finfo(dtype).eps ** 0.5)
+    if dtype == torch.float64:
+        return 1e-10
+    if dtype == torch.float32:
+        return 1e-4
+    return torch.finfo(dtype).eps ** 0.5
 
 
 def compare(got: Outcome, wanted: Outcome, tolerance: float) -> CheckResult:
     """Compares every rank's numbers with the reference's."""
-    got_losses, wanted_losses = (torch.tensor(one.losses, dtype=torch.float64) for one in (got, wanted))
+    got_losses = torch.tensor(got.losses, dtype=torch.float64)
+    wanted_losses = torch.tensor(wanted.losses, dtype=torch.float64)
     loss_diff = _difference(got_losses, wanted_losses, floor=0.0)
     gradients = dict(_differences(got.gradients, wanted.gradients[0], wanted.names))
     weights = dict(_differences(got.weights, wanted.weights[0], tuple(wanted.weights[0])))
-    names = [
-        name for table in (gradients, weights) for name, difference in table.items() if not difference <= tolerance
-    ]
-    losses_differ = not loss_diff <= tolerance
-    return CheckResult(
-        equal=not names and not losses_differ,
-        loss_diff=loss_diff,
-        grad_diff=max(gradients.values(), default=0.0),
-        weight_diff=max(weights.values(), default=0.0),
-        first_difference=names[0] if names else "the loss" if losses_differ else None,
-        tolerance=tolerance,
-    )
+    differing = []
+    for table in (gradients, weights, {"the loss": loss_diff}):
+        differing += [name for name, difference in table.items() if not difference <= tolerance]
+    first = next(iter(differing), None)
+    grad_diff = max(gradients.values(), default=0.0)
+    weight_diff = max(weights.values(), default=0.0)
+    return CheckResult(not differing, loss_diff, grad_diff, weight_diff, first, tolerance)
 
 
-def _differences(
-    got: Mapping[int, Mapping[str, Tensor]], wanted: Mapping[str, Tensor], names: Sequence[str]
-) -> Iterator[tuple[str, float]]:
+def _differences(got: Tables, wanted: Mapping[str, Tensor], names: Sequence[str]) -> Iterator[tuple[str, float]]:
     """The difference of each tensor of each rank, in the reference's order; infinite for missing or extra tensors.
 
     Args:
-        got: of each rank.
-        wanted: under every name; tied weights have several.
+        got: what the ranks have.
+        wanted: each tensor under every name; tied weights have several.
         names: that some rank must have.
     """
     floor = max(map(_largest, wanted.values()), default=0.0) / 100
@@ -203,10 +204,9 @@ def _differences(
         if not holders and name in names:
             yield name, float("inf")
         for rank in holders:
-            if rank == holders[0]:
-                label = name
-            else:
-                label = f"{name} (rank {rank})"
+            label = name
+            if rank != holders[0]:
+                label += f" (rank {rank})"
             yield label, _difference(got[rank][name], tensor.cpu(), floor)
     for rank, table in got.items():
         for name in table:
@@ -227,22 +227,25 @@ def _difference(got: Tensor, wanted: Tensor, floor: float) -> float:
         return 0.0
     if not wanted.is_floating_point():
         return float("inf")
-    difference = float((got.double() - wanted.double()).abs().max()) / (max(_largest(wanted), floor) or 1.0)
+    scale = max(_largest(wanted), floor) or 1.0
+    difference = _largest(got.double() - wanted.double()) / scale
     if difference == difference:
         return difference
     return float("inf")
 
 
 def _parts(model: Any, loss: Loss | None, example: Example | None) -> tuple[Any, Loss, Example]:
+    layers = model
     if not isinstance(model, nn.Module | list | tuple | Cut):
+        layers = model.layers
         loss = loss or model.loss
         example = example or model.example
-        model = model.layers
     if example is None:
         raise ModelError(
             "a check needs random data of the model's shapes: give example=function(batch, seed) -> (input, target)"
         )
-    return model, loss or getattr(model, "loss", None) or mean_cross_entropy, example
+    own = getattr(layers, "loss", None)
+    return layers, loss or own or mean_cross_entropy, example
 
 
 def layer_counts(
@@ -252,7 +255,7 @@ def layer_counts(
     num_chunks: int = 1,
     replicas: Sequence[int] = (),
     stages: Sequence[int] | None = None,
-) -> tuple[int, ...]:
+) -> Indices:
     """Layers of each stage: as given, else as even as possible, with one more in the first stages."""
     made = by_hand(
         num_layers,
@@ -288,4 +291,9 @@ def _converted(layers: Any, dtype: torch.dtype) -> Any:
 
 
 def _cast(payload: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, payload)
+    def cast(leaf: Tensor) -> Tensor:
+        if leaf.is_floating_point():
+            return leaf.to(dtype)
+        return leaf
+
+    return pytree.tree_map(cast, payload)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,19 +14,23 @@ from torch import Tensor
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
-from pipefit.testing.case import Case, Outcome
+from pipefit.testing.case import Case, Outcome, Tensors
 
 
 def make_pipeline(case: Case) -> Pipeline:
     """The pipeline of a case, over a deep copy of its model."""
+    stages: Sequence[int] | None = case.counts
+    if find(case.schedule).layout == "replicas":
+        stages = None
+    parallelism = replace(case.request.parallelism, ranks=case.num_processes, device=case.device)
     return Pipeline(
         copy.deepcopy(case.model),
         loss=case.loss,
         optimizer=case.optimizer,
-        stages=None if find(case.schedule).layout == "replicas" else case.counts,
+        stages=stages,
         schedule=case.schedule,
         microbatches=case.request.num_microbatches,
-        parallelism=replace(case.request.parallelism, ranks=case.num_processes, device=case.device),
+        parallelism=parallelism,
         precision=case.precision,
         updates=case.updates,
     )
@@ -37,41 +42,52 @@ def run_pipeline(case: Case) -> Outcome:
     Without a launcher the process holds all ranks. Under one, every rank calls it, and `Outcome.joined` joins them.
     """
     pipe = make_pipeline(case)
-    workers = pipe.workers
-    gradients = {worker.rank: _recorded(worker) for worker in workers}
-    losses = pipe.fit(case.batches, steps=len(case.batches))
-    if case.request.parallelism.tensor > 1:
-        gradients = {workers[0].process: _whole(workers[0], gradients[workers[0].rank])}
-        return Outcome(list(losses), gradients, {workers[0].process: _whole(workers[0], _state(workers[0]))})
-    return Outcome(list(losses), gradients, {worker.rank: _state(worker) for worker in workers})
+    recorded = [(worker, _recorded(worker)) for worker in pipe.workers]
+    losses = list(pipe.fit(case.batches, steps=len(case.batches)))
+    gradients = {}
+    weights = {}
+    for worker, table in recorded:
+        if case.request.parallelism.tensor > 1:
+            gradients[worker.process] = _whole(worker, table)
+            weights[worker.process] = _whole(worker, _state(worker))
+        else:
+            gradients[worker.rank] = table
+            weights[worker.rank] = _state(worker)
+    return Outcome(losses, gradients, weights)
 
 
-def _whole(worker: Worker, table: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole tensors from those of the processes that share a rank; all of them call it."""
-    return {name: worker.mesh.whole(name, table[name].to(worker.device)).cpu() for name in sorted(table)}
+def _whole(worker: Worker, table: Tensors) -> Tensors:
+    """Whole tensors from the shards of the processes that share a rank; all of them call it."""
+    found = {}
+    for name in sorted(table):
+        part = table[name].to(worker.device)
+        found[name] = worker.mesh.whole(name, part).cpu()
+    return found
 
 
-def _recorded(worker: Worker) -> dict[str, Tensor]:
+def _recorded(worker: Worker) -> Tensors:
     """A table that is filled with a rank's gradients just before the first step of its optimizers."""
-    table: dict[str, Tensor] = {}
+    table: Tensors = {}
+
+    def record(named: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for name, master in named.items():
+            if name not in table:
+                grad = master.grad
+                if grad is None:
+                    grad = torch.zeros_like(master)
+                table[name] = grad.detach().cpu().clone()
+
     for stage, optimizer in worker.optimizers.items():
-        pairs = list(zip((o.name for o in worker.owned[stage]), worker.stores[stage].masters, strict=True))
-
-        def record(
-            optimizer: torch.optim.Optimizer, args: Any, kwargs: Any, pairs: Sequence[tuple[str, Tensor]] = pairs
-        ) -> None:
-            for name, master in pairs:
-                if name not in table:
-                    grad = master.grad
-                    table[name] = (torch.zeros_like(master) if grad is None else grad).detach().cpu().clone()
-
-        optimizer.register_step_pre_hook(record)
+        names = [one.name for one in worker.owned[stage]]
+        masters = dict(zip(names, worker.stores[stage].masters, strict=True))
+        optimizer.register_step_pre_hook(partial(record, masters))
     return table
 
 
-def _state(worker: Worker) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _state(worker: Worker) -> Tensors:
+    found: Tensors = {}
     for index, stage in worker.stages.items():
         with worker.presence(index):
-            found |= {name: value.detach().cpu().clone() for name, value in stage.state_dict().items()}
+            for name, value in stage.state_dict().items():
+                found[name] = value.detach().cpu().clone()
     return found

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pipefit.testing.averages import MiniBatchAverages
-from pipefit.testing.case import Case, Outcome
+from pipefit.testing.case import Case, Outcome, Tensors
 from pipefit.testing.users_model import Whole, whole
 
 
@@ -28,32 +28,31 @@ def reference(case: Case) -> Outcome:
     """Trains the whole model in this process: forward and backward of each micro-batch, then one optimizer step."""
     model = whole(case)
     averages = MiniBatchAverages(model.root)
-    named = [(name, p) for name, p in model.root.named_parameters() if p.requires_grad]
-    if named:
-        optimizer = optimizer_of(case, model.root, named)
-    else:
-        optimizer = None
-    if case.updates.scheduler and optimizer:
-        scheduler = case.updates.scheduler(optimizer)
-    else:
-        scheduler = None
-    scale = case.first_scale
-    scaler = torch.amp.GradScaler(case.device, scale or 1.0, enabled=scale is not None and optimizer is not None)
-    first: dict[str, Tensor] = {}
+    trained = {name: parameter for name, parameter in model.root.named_parameters() if parameter.requires_grad}
+    optimizer = None
+    scheduler: Any = None
+    if trained:
+        optimizer = optimizer_of(case, model.root, list(trained.items()))
+        if case.updates.scheduler:
+            scheduler = case.updates.scheduler(optimizer)
+    is_scaled = case.first_scale is not None and optimizer is not None
+    scaler = torch.amp.GradScaler(case.device, case.first_scale or 1.0, enabled=is_scaled)
+    first: Tensors = {}
     losses = []
     for step, batch in enumerate(case.batches):
-        losses.append(_accumulate(model, averages, batch, step * case.request.num_microbatches, scaler))
+        number = step * case.request.num_microbatches
+        losses.append(_accumulate(model, averages, batch, number, scaler))
         if optimizer is not None:
             scaler.unscale_(optimizer)
-        if case.updates.clip_norm is not None and named:
-            torch.nn.utils.clip_grad_norm_([p for _, p in named], case.updates.clip_norm)
+        if case.updates.clip_norm is not None and trained:
+            torch.nn.utils.clip_grad_norm_(trained.values(), case.updates.clip_norm)
         gradients = first or _gradients(model)
         if optimizer is None or _taken(scaler, optimizer):
             first = gradients
             if scheduler is not None:
                 scheduler.step()
         averages.update()
-    return Outcome(losses, {0: first}, {0: model.state()}, tuple(name for name, _ in named))
+    return Outcome(losses, {0: first}, {0: model.state()}, tuple(trained))
 
 
 def _accumulate(
@@ -80,28 +79,41 @@ def _taken(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
     return not scaler.is_enabled() or scaler.get_scale() >= before
 
 
-def _gradients(model: Whole) -> dict[str, Tensor]:
+def _gradients(model: Whole) -> Tensors:
     """A copy of every gradient under every name; zeros where there is none."""
-    return {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        for name, parameter in model.root.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad
-    }
+    found = {}
+    for name, parameter in model.root.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            grad = parameter.grad
+            if grad is None:
+                grad = torch.zeros_like(parameter)
+            found[name] = grad.clone()
+    return found
 
 
-def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[tuple[Any, Any, float]]:
-    """The micro-batches of a batch: input, target, and the share in the mean loss of the batch."""
+MicroBatch = tuple[Any, Any, float]
+"""Input, target, and the share in the mean loss of the batch."""
+
+
+def _num_samples(target: Any) -> int:
+    return len(pytree.tree_leaves(target)[0])
+
+
+def micro_batches(case: Case, batch: tuple[Any, Any]) -> Iterator[MicroBatch]:
+    """The micro-batches of a batch."""
     inputs, targets = (_split(payload, case.request.num_microbatches) for payload in batch)
-    weigh = case.updates.weigh or (lambda target: len(pytree.tree_leaves(target)[0]))
+    weigh = case.updates.weigh or _num_samples
     counts = [float(weigh(target)) for target in targets]
-    yield from zip(inputs, targets, (count / sum(counts) for count in counts), strict=True)
+    total = sum(counts)
+    for x, y, count in zip(inputs, targets, counts, strict=True):
+        yield x, y, count / total
 
 
 def _split(batch: Any, count: int) -> list[Any]:
     """A pytree of tensors split along the first dimension: sizes differ by at most one, the larger ones first."""
     leaves, structure = pytree.tree_flatten(batch)
-    columns = zip(*(leaf.tensor_split(count) for leaf in leaves), strict=True)
-    return [pytree.tree_unflatten(list(column), structure) for column in columns]
+    parts = [leaf.tensor_split(count) for leaf in leaves]
+    return [pytree.tree_unflatten(list(own), structure) for own in zip(*parts, strict=True)]
 
 
 def optimizer_of(case: Case, root: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -109,22 +121,21 @@ def optimizer_of(case: Case, root: nn.Module, named: Sequence[tuple[str, nn.Para
 
     Args:
         case: has the user's function, from parameters, or from (name, parameter) pairs if its argument says so.
-        root: of the model, whose modules have a part in the choice.
+        root: the model, whose modules have a part in the choice.
         named: the parameters, each under the first of its names.
     """
-    takes_names = next(iter(inspect.signature(case.optimizer).parameters), "") in ("named", "named_parameters")
-    if takes_names:
-        given: Any = list(named)
-    else:
+    given: Any = list(named)
+    first_argument = next(iter(inspect.signature(case.optimizer).parameters), "")
+    if first_argument not in ("named", "named_parameters"):
         given = [parameter for _, parameter in named]
     optimizer = case.optimizer(given)
     spared = _spared(case.updates.no_decay, root)
-    without_decay = {id(parameter) for name, parameter in named if name in spared}
+    without_decay = {parameter for name, parameter in named if name in spared}
     for group in list(optimizer.param_groups):
         group.pop("param_names", None)
-        own = [parameter for parameter in group["params"] if id(parameter) in without_decay]
+        own = [parameter for parameter in group["params"] if parameter in without_decay]
         if own:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in without_decay]
+            group["params"] = [parameter for parameter in group["params"] if parameter not in without_decay]
             optimizer.add_param_group({**group, "params": own, "weight_decay": 0.0})
     return optimizer
 
@@ -132,15 +143,14 @@ def optimizer_of(case: Case, root: nn.Module, named: Sequence[tuple[str, nn.Para
 def _spared(no_decay: Sequence[str] | str, root: nn.Module) -> set[str]:
     """All names of the parameters with one of some words in a name, or in the class of a module that holds them."""
     if isinstance(no_decay, str):
-        words: Sequence[str] = no_decay.split(",")
-    else:
-        words = no_decay
-    lower = [word.strip().lower() for word in words if word.strip()]
-    chosen: set[int] = set()
+        no_decay = no_decay.split(",")
+    words = [word.strip().lower() for word in no_decay if word.strip()]
+    chosen: set[nn.Parameter] = set()
     for path, module in root.named_modules(remove_duplicate=False):
+        kind = type(module).__name__
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            texts = (f"{path}.{key}".lower(), type(module).__name__.lower())
-            if any(word in text for word in lower for text in texts):
-                chosen.add(id(parameter))
+            text = f"{path}.{key}\n{kind}".lower()
+            if any(word in text for word in words):
+                chosen.add(parameter)
     named = root.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in named if id(parameter) in chosen}
+    return {name for name, parameter in named if parameter in chosen}

@@ -27,7 +27,7 @@ from pipefit.cutting import Cut
 from pipefit.cutting.traced import Traced
 from pipefit.errors import ModelError
 from pipefit.stage.split import NamedLayer
-from pipefit.testing.case import Case
+from pipefit.testing.case import Case, Tensors
 
 Begin = Callable[[int], None]
 """Called with the number of a layer before the layer computes."""
@@ -43,11 +43,11 @@ class Whole:
 
     Attributes:
         root: has all weights and buffers under the user's names.
-        held: of each layer the names of its weights and buffers.
-        forward: from a batch to the input of the loss; calls `Begin` before each layer.
+        held: the names of each layer's weights and buffers.
+        forward: computes the input of the loss from a batch; calls `Begin` before each layer.
         begins_layers: whether it calls `Begin` for every layer, not only for the first and for layers that draw random
             numbers.
-        case: of the training.
+        case: the training.
         others: buffers that no layer holds, as they were at first.
     """
 
@@ -76,10 +76,10 @@ class Whole:
         """The loss of a micro-batch times its share.
 
         Args:
-            number: of the micro-batch, counted over all batches.
+            number: the micro-batch's number, counted over all batches.
             x: input.
             y: target.
-            share: in the mean loss of the batch.
+            share: the micro-batch's share in the mean loss of the batch.
             begin: called before each layer.
         """
         case = self.case
@@ -104,10 +104,10 @@ class Whole:
         weighted: Tensor = loss * share
         return weighted
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Tensors:
         """A copy of weights and buffers, without the buffers that no layer holds and nothing has changed."""
         state = self.root.state_dict()
-        unchanged = {name for name, value in self.others.items() if torch.equal(state[name], value)}
+        unchanged = [name for name, value in self.others.items() if torch.equal(state[name], value)]
         return {name: value.detach().clone() for name, value in state.items() if name not in unchanged}
 
     def aliases(self) -> dict[str, list[str]]:
@@ -122,7 +122,7 @@ def layer_seed(seed: int, micro_batch: int, layer: int) -> int:
     """The seed of a layer's random numbers, stated once more: nothing that a check compares comes from what it checks.
 
     Args:
-        seed: of the training.
+        seed: the training's seed.
         micro_batch: counted over all batches.
         layer: number of the layer.
 
@@ -190,7 +190,8 @@ def _sent(payload: Any, half: torch.dtype) -> Any:
     torch.clear_autocast_cache()
 
     def rounded(leaf: Tensor) -> Tensor:
-        carries = leaf.requires_grad and leaf.dtype in (torch.float32, half)
+        is_floating = leaf.dtype in (torch.float32, half)
+        carries = leaf.requires_grad and is_floating
         if carries:
             return leaf.to(half).float()
         return leaf

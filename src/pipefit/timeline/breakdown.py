@@ -20,13 +20,19 @@ def breakdown(timeline: Timeline) -> dict[str, float]:
     """
     work = [dict.fromkeys(_PURPOSES, 0.0) for _ in timeline.program.ranks]
     for event in timeline.events:
-        if purpose := _PURPOSE.get(timeline.instruction(event).op):
-            work[event.rank][purpose] += event.end_s - event.start_s
-    whole = timeline.end_s - min((event.start_s for event in timeline.events), default=0)
+        purpose = _PURPOSE.get(timeline.instruction(event).op)
+        if purpose is not None:
+            work[event.rank][purpose] += event.duration_s
+    begin = min((event.start_s for event in timeline.events), default=0)
+    whole = timeline.end_s - begin
     if not whole:
         return {}
-    found = {purpose: sum(each[purpose] for each in work) / len(work) / whole for purpose in _PURPOSES}
+    found = {}
+    for purpose in _PURPOSES:
+        seconds = sum(each[purpose] for each in work)
+        found[purpose] = seconds / len(work) / whole
     busiest = max(sum(each.values()) for each in work) / whole
     setup = (whole - timeline.makespan_s) / whole
-    found |= {"load imbalance": busiest - sum(found.values()), "bubble": 1 - busiest - setup, "set-up": setup}
+    imbalance = busiest - sum(found.values())
+    found |= {"load imbalance": imbalance, "bubble": 1 - busiest - setup, "set-up": setup}
     return {purpose: float(share) for purpose, share in found.items()}

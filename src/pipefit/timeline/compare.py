@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
@@ -48,11 +49,11 @@ def by_kind(timeline: Timeline) -> dict[tuple[str, int], KindTimes]:
 
     For messages and reductions the time is from issuing to arrival, so it contains the wait for the other side.
     """
-    times: dict[tuple[str, int], list[float]] = {}
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in timeline.events:
         i = timeline.instruction(event)
-        times.setdefault((i.op.value, i.stage), []).append(event.end_s - event.start_s)
-    return {key: KindTimes(len(item), sum(item), median(item)) for key, item in sorted(times.items())}
+        times[i.op.value, i.stage].append(event.duration_s)
+    return {key: KindTimes(len(each), sum(each), median(each)) for key, each in sorted(times.items())}
 
 
 def compare(predicted: Timeline, measured: Timeline) -> list[Row]:
@@ -60,34 +61,44 @@ def compare(predicted: Timeline, measured: Timeline) -> list[Row]:
 
     Makespans are per repeat, so that a prediction of one pass compares with a measurement of many.
     """
-    figures = [
-        ("makespan", predicted.makespan_s / predicted.num_repeats, measured.makespan_s / measured.num_repeats),
-        ("period", predicted.period_s, measured.period_s),
+    count = measured.num_repeats
+    one_pass = predicted.makespan_s / predicted.num_repeats
+    measured_pass = measured.makespan_s / count
+    bubble = measured.bubble_fraction - predicted.bubble_fraction
+    rows = [
+        _row("makespan", one_pass, measured_pass, count),
+        _row("period", predicted.period_s, measured.period_s, count),
+        Row("bubble", predicted.bubble_fraction, measured.bubble_fraction, bubble, count),
     ]
-    rows = [_row(name, a, b, measured.num_repeats) for name, a, b in figures]
-    a = predicted.bubble_fraction
-    b = measured.bubble_fraction
-    rows.append(Row("bubble", a, b, b - a, measured.num_repeats))
     expected = by_kind(predicted)
     found = by_kind(measured)
+    nothing = KindTimes(0, 0, 0)
     for op, stage in sorted(expected.keys() | found.keys()):
-        nothing = KindTimes(0, 0, 0)
         this = expected.get((op, stage), nothing)
         that = found.get((op, stage), nothing)
-        rows.append(_row(f"{op} s{stage}" if stage >= 0 else op, this.median_s, that.median_s, that.num_times))
+        name = op
+        if stage >= 0:
+            name += f" s{stage}"
+        rows.append(_row(name, this.median_s, that.median_s, that.num_times))
     return rows
 
 
 def notable(rows: Sequence[Row]) -> list[Row]:
     """The rows of which a part of the period is predicted that can be measured: at least a percent.
 
-    The time of a shorter operation is mostly that of starting it, and its error says nothing about the run.
+    A shorter operation takes mostly the time to start it, and its error says nothing about the run.
     """
-    period = max((row.measured for row in rows if row.name == "period"), default=0.0)
-    return [row for row in rows if row.name == "bubble" or row.predicted >= _NOTABLE * period]
+    least = 0.0
+    for row in rows:
+        if row.name == "period":
+            least = _NOTABLE * row.measured
+    return [row for row in rows if row.name == "bubble" or row.predicted >= least]
 
 
 def _row(name: str, predicted: float, measured: float, count: int) -> Row:
+    error = 0.0
     if predicted:
-        return Row(name, predicted, measured, measured / predicted - 1, count)
-    return Row(name, predicted, measured, float("inf") if measured else 0.0, count)
+        error = measured / predicted - 1
+    elif measured:
+        error = float("inf")
+    return Row(name, predicted, measured, error, count)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
-from pipefit.ir.graph import dependency_graph
+from pipefit.ir.graph import Graph, dependency_graph
 from pipefit.ir.op import COPY_OPS, Lane, Op, Reduction
 from pipefit.timeline.timeline import Event, Timeline
 
@@ -23,7 +24,7 @@ class Wait(NamedTuple):
             "link": another message or reduction, `by`, was on the link or at the port; "lane": another copy, `by`, was
             on the lane.
         by: the event that delayed it; None at the start.
-        waited_s: for the compute lane: idle seconds of the rank before it; otherwise seconds from its issuing to the
+        waited_s: idle seconds of the rank before it on the compute lane; otherwise seconds from its issuing to the
             end of the wait for `by`.
     """
 
@@ -43,20 +44,24 @@ def waited_for(timeline: Timeline, event: Event) -> Wait:
 
 def _work_waited_for(timeline: Timeline, event: Event) -> Wait:
     before = _held_before(timeline, event)
-    if before:
-        free = before.end_s
-    else:
-        free = timeline.start_s
+    free = _free_s(timeline, before)
     issued = timeline.by_place.get(_place_before(timeline, event))
     if issued is not None and issued is not before and timeline.lane(issued) is not Lane.COPY:
         free = max(free, issued.start_s)
-    arrival = max(_arrivals(timeline, event), key=_end, default=None)
+    arrival = _last_arrival(timeline, event)
     waited_s = max(event.start_s - free, 0)
     if arrival is not None and arrival.end_s > free:
         return Wait(_name(timeline, arrival), arrival, waited_s)
     if before:
         return Wait("rank", before, waited_s)
     return Wait("start", None, 0)
+
+
+def _free_s(timeline: Timeline, before: Event | None) -> float:
+    """The time at which a rank was done with the work before."""
+    if before is None:
+        return timeline.start_s
+    return before.end_s
 
 
 def _copy_waited_for(timeline: Timeline, event: Event) -> Wait:
@@ -67,18 +72,15 @@ def _copy_waited_for(timeline: Timeline, event: Event) -> Wait:
         found.append(("rank", before))
     (lane,) = _lanes(timeline, event)
     ahead = _by_lane(timeline)[lane]
-    place = bisect_right(ahead, event.start_s, key=_end) - 1
-    while place >= 0 and (ahead[place] is event or ahead[place].start_s > event.start_s):
-        place -= 1
-    if place >= 0:
-        found.append(("lane", ahead[place]))
+    place = bisect_right(ahead, event.start_s, key=_end)
+    earlier = [one for one in ahead[max(place - 2, 0) : place] if one is not event]
+    if earlier:
+        found.append(("lane", earlier[-1]))
     if not found:
         return Wait("start", None, 0)
-    if before:
-        asked = before.end_s
-    else:
-        asked = timeline.start_s
-    return Wait(*max(found, key=lambda item: item[1].end_s), max(event.start_s - asked, 0))
+    reason, last = max(found, key=lambda one: one[1].end_s)
+    asked = _free_s(timeline, before)
+    return Wait(reason, last, max(event.start_s - asked, 0))
 
 
 def _name(timeline: Timeline, event: Event) -> str:
@@ -92,45 +94,71 @@ def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
     sides = _sides(timeline, event)
     if "no_rendezvous" in timeline.notes:
         # The message had started before its receive was posted, unless the receive came last.
-        sides = [s for s in sides if timeline.instruction(s).op is not Op.RECV or s.start_s >= s.end_s] or sides
+        sides = [side for side in sides if not _is_early_receive(timeline, side)] or sides
     last = max(sides, key=lambda side: (_ready_s(timeline, side), side is event))
     ready = _ready_s(timeline, last)
     ahead = _ahead_on_lane(timeline, event, ready)
     if ahead is not None:
         return Wait("link", ahead, ahead.end_s - event.start_s)
     if last is not event:
-        reasons = {Op.SEND: "sender", Op.RECV: "receiver"}
-        return Wait(reasons.get(timeline.instruction(last).op, "member"), last, max(ready - event.start_s, 0))
-    arrival = max(_arrivals(timeline, event), key=_end, default=None)
+        reason = _SIDES.get(timeline.instruction(last).op, "member")
+        return Wait(reason, last, max(ready - event.start_s, 0))
+    arrival = _last_arrival(timeline, event)
     if arrival is not None and arrival.end_s > event.start_s:
-        return Wait(_name(timeline, arrival), arrival, arrival.end_s - event.start_s)
+        waited_s = arrival.end_s - event.start_s
+        return Wait(_name(timeline, arrival), arrival, waited_s)
     before = _held_before(timeline, event)
-    return Wait("rank" if before else "start", before, 0)
+    if before is None:
+        return Wait("start", None, 0)
+    return Wait("rank", before, 0)
+
+
+_SIDES = {Op.SEND: "sender", Op.RECV: "receiver"}
+
+
+def _is_early_receive(timeline: Timeline, side: Event) -> bool:
+    return timeline.instruction(side).op is Op.RECV and side.start_s < side.end_s
 
 
 def _ready_s(timeline: Timeline, side: Event) -> float:
-    return max([side.start_s, *(item.end_s for item in _arrivals(timeline, side))])
+    ends = [arrival.end_s for arrival in _arrivals(timeline, side)]
+    return max([side.start_s, *ends])
+
+
+def _last_arrival(timeline: Timeline, event: Event) -> Event | None:
+    return max(_arrivals(timeline, event), key=_end, default=None)
 
 
 def _arrivals(timeline: Timeline, event: Event) -> list[Event]:
     """The messages, reductions and copies that an event needs."""
+    graph, number = _node(timeline, event)
+    found = _events(timeline, event.repeat, graph.preds[number])
+    return [one for one in found if timeline.lane(one) is not Lane.COMPUTE]
+
+
+def _node(timeline: Timeline, event: Event) -> tuple[Graph, int]:
+    """The dependency graph, and the number of an event's instruction in it."""
     graph = dependency_graph(timeline.program)
-    needed = graph.preds[graph.starts[event.rank] + event.position]
-    return [e for e in _events(timeline, event.repeat, needed) if timeline.lane(e) is not Lane.COMPUTE]
+    return graph, graph.starts[event.rank] + event.position
 
 
 def _sides(timeline: Timeline, event: Event) -> list[Event]:
     """The events of all sides of a message or collective, this one first."""
-    graph = dependency_graph(timeline.program)
-    sides = graph.sides(graph.starts[event.rank] + event.position)
-    return [event, *(side for side in _events(timeline, event.repeat, sides) if side != event)]
+    graph, number = _node(timeline, event)
+    others = [side for side in graph.sides(number) if side != number]
+    return [event, *_events(timeline, event.repeat, others)]
 
 
 def _events(timeline: Timeline, repeat: int, numbers: Iterable[int]) -> list[Event]:
     """The events of some instructions of the graph in one pass, where they ran."""
-    places = map(dependency_graph(timeline.program).place, numbers)
-    found = (timeline.by_place.get((rank, repeat, position)) for rank, position in places)
-    return [event for event in found if event is not None]
+    graph = dependency_graph(timeline.program)
+    found = []
+    for number in numbers:
+        rank, position = graph.place(number)
+        event = timeline.by_place.get((rank, repeat, position))
+        if event is not None:
+            found.append(event)
+    return found
 
 
 _Queue = tuple[object, ...]
@@ -150,23 +178,25 @@ def _ahead_on_lane(timeline: Timeline, event: Event, ready: float) -> Event | No
 def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
     """Resources that an event holds: a copy its lane, a message its link, and with a reduction its ports."""
     i = timeline.instruction(event)
-    graph = dependency_graph(timeline.program)
     if i.op in COPY_OPS:
         return [(event.rank, i.op, i.tier)]
     hops = []
-    if i.op is Op.SEND or i.op is Op.RECV:
-        hops = [(event.rank, i.peer) if i.op is Op.SEND else (i.peer, event.rank)]
+    if i.op is Op.SEND:
+        hops = [(event.rank, i.peer)]
+    elif i.op is Op.RECV:
+        hops = [(i.peer, event.rank)]
     elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
-        members = sorted(graph.ranks[side] for side in graph.sides(graph.starts[event.rank] + event.position))
-        hops = list(zip(members, [*members[1:], *members[:1]], strict=True))
+        graph, number = _node(timeline, event)
+        members = sorted(graph.ranks[side] for side in graph.sides(number))
+        hops = list(zip(members, [*members[1:], members[0]], strict=True))
+    found: list[_Queue] = []
     if "contention" in timeline.notes and i.op is not Op.REDUCE:
-        found: list[_Queue] = list(hops)
-    else:
-        found = []
+        found += hops
     unit = int(timeline.notes.get("port_unit", 0))
     if unit:
-        apart = [(a // unit, b // unit) for a, b in hops if a // unit != b // unit]
-        found += [lane for a, b in apart for lane in (("out", a), ("in", b))]
+        for source, target in hops:
+            if source // unit != target // unit:
+                found += [("out", source // unit), ("in", target // unit)]
     return found
 
 
@@ -174,11 +204,11 @@ def _by_lane(timeline: Timeline) -> dict[_Queue, list[Event]]:
     """The events of each lane by their end, kept with the timeline; of a message, its send."""
     kept: dict[_Queue, list[Event]] | None = timeline.__dict__.get("_by_lane")
     if kept is None:
-        kept = timeline.__dict__["_by_lane"] = {}
+        kept = timeline.__dict__["_by_lane"] = defaultdict(list)
         for event in sorted(timeline.events, key=_end):
             if timeline.instruction(event).op is not Op.RECV:
                 for lane in _lanes(timeline, event):
-                    kept.setdefault(lane, []).append(event)
+                    kept[lane].append(event)
     return kept
 
 
@@ -194,4 +224,5 @@ def _place_before(timeline: Timeline, event: Event) -> tuple[int, int, int]:
     """(rank, repeat, position) of the rank's previous instruction; the repeat is negative where there is none."""
     if event.position:
         return event.rank, event.repeat, event.position - 1
-    return event.rank, event.repeat - 1, len(timeline.program.ranks[event.rank]) - 1
+    last = len(timeline.program.ranks[event.rank]) - 1
+    return event.rank, event.repeat - 1, last

@@ -56,8 +56,8 @@ class Timeline:
 
     Attributes:
         program: the program that ran.
-        events: by rank, then by repeat, then in the rank's order.
-        memory: for each rank, (time_s, bytes) samples in order; () where it was not recorded.
+        events: all events by rank, then by repeat, then in the rank's order.
+        memory: (time_s, bytes) samples of each rank in order; () where it was not recorded.
         source: "simulated" or "measured".
         num_repeats: passes over the program.
         notes: settings of the simulation that `waited_for` needs: "contention", "no_rendezvous".
@@ -129,15 +129,14 @@ class Timeline:
         header = self.program.header
         ranks = self.program.ranks
         ends: list[float] = [self.start_s] * (header.num_steps * self.num_repeats)
-        spills = header.spill is not None
-        if spills:
-            stepped = [event for event in self.events if self.instruction(event).op is Op.HOST_STEP]
-        else:
-            stepped = []
-        for event in (*self._work, *stepped):
+        events = self._work
+        if header.spill is not None:
+            events = events + [event for event in self.events if self.instruction(event).op is Op.HOST_STEP]
+        for event in events:
             step = step_of(header, ranks[event.rank][event.position])
-            if step >= 0 and event.end_s > ends[step := step + event.repeat * header.num_steps]:
-                ends[step] = event.end_s
+            if step >= 0:
+                step += event.repeat * header.num_steps
+                ends[step] = max(ends[step], event.end_s)
         return tuple(ends)
 
     @cached_property
@@ -160,11 +159,13 @@ class Timeline:
         if last < 1:
             return self.makespan_s
         first = last // 2
-        round_of = lcm(*self.program.header.updates) // self.program.header.num_microbatches
+        updates = self.program.header.updates
+        round_of = lcm(*updates) // self.program.header.num_microbatches
         rounds = max((last - first) // round_of, 1)
         if rounds * round_of <= last:
             first = last - rounds * round_of
-        return (ends[last] - ends[first]) / (last - first)
+        seconds = ends[last] - ends[first]
+        return seconds / (last - first)
 
     def _steady_steps(self) -> int:
         last_forward: dict[int, float] = {}

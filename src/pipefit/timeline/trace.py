@@ -7,7 +7,9 @@ must not cross. Arrows lead from a send to its receive; a counter follows the me
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,22 +33,21 @@ def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
     items: list[dict[str, Any]] = list(_names(timeline, threads))
     items += [_slice(timeline, event, threads[event]) for event in timeline.events]
     items += _arrows(timeline, threads)
+    memory = []
     for rank, samples in enumerate(timeline.memory):
-        for time, size in samples:
-            args = {"bytes": float(size)}
-            items.append({"ph": "C", "name": "memory", "pid": rank, "tid": 0, "ts": float(time) * _US, "args": args})
-    return {
-        "format": _FORMAT,
-        "displayTimeUnit": "ms",
-        "traceEvents": items,
-        "otherData": {
-            "program": text.dump(timeline.program),
-            "source": timeline.source,
-            "num_repeats": timeline.num_repeats,
-            "notes": timeline.notes,
-            "memory": [[[float(time), float(size)] for time, size in samples] for samples in timeline.memory],
-        },
+        own = [[float(time), float(size)] for time, size in samples]
+        memory.append(own)
+        for time, size in own:
+            place = {"pid": rank, "tid": 0, "ts": time * _US}
+            items.append({"ph": "C", "name": "memory", **place, "args": {"bytes": size}})
+    other = {
+        "program": text.dump(timeline.program),
+        "source": timeline.source,
+        "num_repeats": timeline.num_repeats,
+        "notes": timeline.notes,
+        "memory": memory,
     }
+    return {"format": _FORMAT, "displayTimeUnit": "ms", "traceEvents": items, "otherData": other}
 
 
 def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
@@ -55,11 +56,10 @@ def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
     Raises:
         PipefitError: it is not a trace, or malformed.
     """
-    if not isinstance(data, dict) or data.get("format") != _FORMAT:
-        if isinstance(data, dict):
-            found = data.get("format")
-        else:
-            found = type(data).__name__
+    found: object = type(data).__name__
+    if isinstance(data, dict):
+        found = data.get("format")
+    if not isinstance(data, dict) or found != _FORMAT:
         raise PipefitError(f'{where}: expected a trace with "format": "{_FORMAT}", got {found!r}')
     try:
         other = data["otherData"]
@@ -77,7 +77,8 @@ def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
 
 def save_trace(timeline: Timeline, path: str | Path) -> Path:
     """Writes the Chrome trace as JSON, atomically."""
-    return write_atomically(path, json.dumps(to_chrome_trace(timeline), separators=(",", ":")) + "\n")
+    trace = json.dumps(to_chrome_trace(timeline), separators=(",", ":"))
+    return write_atomically(path, trace + "\n")
 
 
 def load_trace(path: str | Path) -> Timeline:
@@ -92,13 +93,14 @@ def load_trace(path: str | Path) -> Timeline:
 def _threads(timeline: Timeline) -> dict[Event, int]:
     """The thread of each event: the first of its lane on which it crosses no other."""
     threads: dict[Event, int] = {}
-    free: dict[tuple[int, str], list[float]] = {}
-    for event in sorted(timeline.events, key=lambda event: (event.start_s, event.end_s)):
+    free: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for event in sorted(timeline.events, key=attrgetter("start_s", "end_s")):
         lane = _lane(timeline, event)
-        ends = free.setdefault((event.rank, lane), [])
+        ends = free[event.rank, lane]
         track = 0
         if lane != "compute":
-            track = next((index for index, end in enumerate(ends) if end <= event.start_s), len(ends))
+            while track < len(ends) and ends[track] > event.start_s:
+                track += 1
         if track == len(ends):
             ends.append(event.end_s)
         ends[track] = event.end_s
@@ -115,14 +117,18 @@ def _lane(timeline: Timeline, event: Event) -> str:
 
 
 def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:
+    header = timeline.program.header
     for rank in range(len(timeline.program.ranks)):
-        stages = ", ".join(f"s{stage}" for stage in timeline.program.header.stages_of(rank))
+        stages = ", ".join(f"s{stage}" for stage in header.stages_of(rank))
         yield _metadata("process_name", rank, 0, name=f"rank {rank} ({stages})")
         yield _metadata("process_sort_index", rank, 0, sort_index=rank)
     lanes = {(event.rank, thread): _lane(timeline, event) for event, thread in threads.items()}
     for (rank, thread), lane in sorted(lanes.items()):
+        name = lane
         track = thread - _THREADS[lane]
-        yield _metadata("thread_name", rank, thread, name=f"{lane} {track + 1}" if track else lane)
+        if track:
+            name += f" {track + 1}"
+        yield _metadata("thread_name", rank, thread, name=name)
         yield _metadata("thread_sort_index", rank, thread, sort_index=thread)
 
 
@@ -150,7 +156,8 @@ def _arrows(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str,
     graph = dependency_graph(timeline.program)
     number = 0
     for event in timeline.events:
-        partner = graph.partner.get(graph.starts[event.rank] + event.position)
+        number_of_send = graph.starts[event.rank] + event.position
+        partner = graph.partner.get(number_of_send)
         if partner is None or timeline.instruction(event).op is not Op.SEND:
             continue
         rank, position = graph.place(partner)
@@ -158,7 +165,9 @@ def _arrows(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str,
         if receive is not None:
             number += 1
             common = {"name": "message", "cat": "message", "id": number}
+            begin = {"pid": event.rank, "tid": threads[event], "ts": float(event.start_s) * _US}
             # An arrow's end belongs to the slice around it, so it points into the receive, not at its very end.
             at = max(event.start_s, receive.start_s)
-            yield {"ph": "s", "pid": event.rank, "tid": threads[event], "ts": float(event.start_s) * _US, **common}
-            yield {"ph": "f", "bp": "e", "pid": rank, "tid": threads[receive], "ts": float(at) * _US, **common}
+            end = {"pid": rank, "tid": threads[receive], "ts": float(at) * _US}
+            yield {"ph": "s", **begin, **common}
+            yield {"ph": "f", "bp": "e", **end, **common}

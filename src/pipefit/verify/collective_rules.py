@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import combinations_with_replacement
 
 from pipefit.ir.graph import collective_members
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import WEIGHT_GRADIENT_OPS, Op, Reduction
 from pipefit.ir.program import Header
 from pipefit.ir.values import reduced_stages, tied_stages
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 _RULE = "collectives"
 _MOST_NAMED = 16
-_AFTER = (Reduction.NORM.value, Reduction.SHARDS.value)
 
 Key = tuple[str, int, int]
 """A reduction: its kind, its stage and its update."""
@@ -24,7 +24,7 @@ Positions = dict[tuple[int, Key], int]
 """Number of the instruction by rank and reduction."""
 
 
-def collectives(s: Subject) -> Iterator[Finding]:
+def collectives(s: Subject) -> Findings:
     """Each due reduction once on each member, between the gradients it sums and the steps that use them."""
     due = _due(s.header)
     found = _found(s)
@@ -49,10 +49,10 @@ def collectives(s: Subject) -> Iterator[Finding]:
 def _found(s: Subject) -> dict[tuple[int, Key], list[int]]:
     """The numbers of all reductions, by rank and reduction."""
     found: dict[tuple[int, Key], list[int]] = defaultdict(list)
-    for _, _, number in s.each(Op.REDUCE):
-        i = s.graph.instructions[number]
+    for stage, update, number in s.each(Op.REDUCE):
+        kind = s.graph.instructions[number].kind
         rank = s.graph.ranks[number]
-        found[rank, (i.kind, i.stage, i.version)].append(number)
+        found[rank, (kind, stage, update)].append(number)
     return found
 
 
@@ -100,25 +100,20 @@ def _groups(header: Header) -> Iterator[tuple[str, int]]:
 def _norms(header: Header) -> dict[Key, Ranks]:
     """The norms of all gradients, and the parts that spilled stages give to them."""
     norm = Reduction.NORM.value
-    due: dict[Key, Ranks] = {}
     everyone = tuple(range(header.num_ranks))
-    for update in range(max(map(header.num_updates, range(header.num_stages)))):
-        due[norm, -1, update] = everyone
+    due: dict[Key, Ranks] = {}
     for stage in range(header.num_stages):
-        if header.is_spilled(stage):
-            for update in range(header.num_updates(stage)):
+        for update in range(header.num_updates(stage)):
+            due[norm, -1, update] = everyone
+            if header.is_spilled(stage):
                 due[norm, stage, update] = tuple(sorted(header.placement[stage]))
     return due
 
 
-def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
+def _misplaced(s: Subject, positions: Positions) -> Findings:
     """Reductions before gradients they must contain, before other reductions they must contain, or after a step."""
     last_gradient = _last_gradients(s)
     steps = _first_steps(s)
-    others: dict[tuple[int, int], list[tuple[Key, int]]] = defaultdict(list)
-    for (rank, key), number in positions.items():
-        update = key[2]
-        others[rank, update].append((key, number))
     for (rank, key), number in positions.items():
         kind, stage, update = key
         # A gather of new weights follows its step; the rules of values check that it has their shards.
@@ -132,47 +127,59 @@ def _misplaced(s: Subject, positions: Positions) -> Iterator[Finding]:
             step = steps.get((rank, member, update), number)
             if step < number:
                 yield s.at(_RULE, number, f"comes after the step that uses it: {s.where(step)}")
-        if kind == Reduction.NORM:
-            yield from _norm_too_early(s, rank, number, set(members), others[rank, update])
+    yield from _norms_too_early(s, positions)
 
 
-def _last_gradients(s: Subject) -> dict[tuple[int, int, int], int]:
+Places = dict[tuple[int, int, int], int]
+"""Number of an instruction by rank, stage and update."""
+
+
+def _last_gradients(s: Subject) -> Places:
     """The last instruction that adds to a gradient, by rank, stage and update."""
-    found: dict[tuple[int, int, int], int] = {}
+    found: Places = defaultdict(int)
     for stage, mb, number in s.each(*WEIGHT_GRADIENT_OPS):
-        key = s.graph.ranks[number], stage, s.header.update_of(stage, mb)
-        found[key] = max(found.get(key, -1), number)
+        rank = s.graph.ranks[number]
+        update = s.header.update_of(stage, mb)
+        found[rank, stage, update] = max(found[rank, stage, update], number)
     return found
 
 
-def _first_steps(s: Subject) -> dict[tuple[int, int, int], int]:
+def _first_steps(s: Subject) -> Places:
     """The first step by rank, stage and update."""
-    found: dict[tuple[int, int, int], int] = {}
+    found: Places = {}
     for stage, update, number in s.each(Op.STEP):
-        found.setdefault((s.graph.ranks[number], stage, update), number)
+        rank = s.graph.ranks[number]
+        found.setdefault((rank, stage, update), number)
     return found
 
 
-def _norm_too_early(
-    s: Subject, rank: int, number: int, stages: set[int], others: Sequence[tuple[Key, int]]
-) -> Iterator[Finding]:
-    """Reductions of the same gradients that come after the norm of them."""
-    for (kind, stage, _), other in others:
-        if kind in _AFTER or other <= number:
-            continue
-        if stages.intersection(reduced_stages(s.header, kind, stage, rank)):
-            yield s.at(_RULE, number, f"the norm is of reduced gradients: {s.where(other)} comes later")
+def _norms_too_early(s: Subject, positions: Positions) -> Findings:
+    """Norms that come before a reduction of the same gradients."""
+    reduced: dict[tuple[int, int], list[tuple[int, set[int]]]] = defaultdict(list)
+    norms = []
+    for (rank, (kind, stage, update)), number in positions.items():
+        stages = set(reduced_stages(s.header, kind, stage, rank))
+        if kind == Reduction.NORM:
+            norms.append((rank, update, number, stages))
+        elif kind != Reduction.SHARDS:
+            reduced[rank, update].append((number, stages))
+    for rank, update, number, stages in norms:
+        for other, theirs in reduced[rank, update]:
+            if other > number and stages & theirs:
+                yield s.at(_RULE, number, f"the norm is of reduced gradients: {s.where(other)} comes later")
 
 
-def _barriers(s: Subject) -> Iterator[Finding]:
-    counts = [sum(i.op is Op.BARRIER for i in instructions) for instructions in s.program.ranks]
+def _barriers(s: Subject) -> Findings:
+    counts = [0] * s.header.num_ranks
+    for _, _, number in s.each(Op.BARRIER):
+        counts[s.graph.ranks[number]] += 1
     most = max(counts)
     for rank, count in enumerate(counts):
         if count < most:
             yield Finding(_RULE, rank, -1, f"has {count} barriers, other ranks have {most}")
 
 
-def _out_of_order(s: Subject) -> Iterator[Finding]:
+def _out_of_order(s: Subject) -> Findings:
     """Any two ranks issue the collectives they share in the same order.
 
     Ranks can differ only where two sets of members overlap, so one sequence for each pair of sets is compared.
@@ -181,17 +188,16 @@ def _out_of_order(s: Subject) -> Iterator[Finding]:
     expected: dict[tuple[Ranks, Ranks], tuple[int, list[int]]] = {}
     for rank in range(s.header.num_ranks):
         by_set = _by_members(s, rank)
-        sets = sorted(by_set)
-        for position, one in enumerate(sets):
-            for other in sets[position:]:
-                numbers = sorted({*by_set[one], *by_set[other]})
-                order = [graph.collective_of[number] for number in numbers]
-                first, reference = expected.setdefault((one, other), (rank, order))
-                for number, mine, theirs in zip(numbers, order, reference, strict=True):
-                    if mine != theirs:
-                        there = next(n for n in graph.collectives[theirs] if graph.ranks[n] == first)
-                        yield s.at(_RULE, number, f"out of order: here rank {first} has {s.where(there)}")
-                        break
+        for pair in combinations_with_replacement(sorted(by_set), 2):
+            numbers = sorted(set().union(*(by_set[members] for members in pair)))
+            order = [graph.collective_of[number] for number in numbers]
+            first, reference = expected.setdefault(pair, (rank, order))
+            for number, mine, theirs in zip(numbers, order, reference, strict=True):
+                if mine != theirs:
+                    sides = graph.collectives[theirs]
+                    there = [s.where(side) for side in sides if graph.ranks[side] == first]
+                    yield s.at(_RULE, number, f"out of order: here rank {first} has {there[0]}")
+                    break
 
 
 def _by_members(s: Subject, rank: int) -> dict[Ranks, list[int]]:
@@ -199,8 +205,9 @@ def _by_members(s: Subject, rank: int) -> dict[Ranks, list[int]]:
     graph = s.graph
     found: dict[Ranks, list[int]] = defaultdict(list)
     for number in range(graph.starts[rank], graph.starts[rank + 1]):
-        if number in graph.collective_of:
-            group = graph.collectives[graph.collective_of[number]]
-            members = tuple(sorted(graph.ranks[one] for one in group))
-            found[members].append(number)
+        collective = graph.collective_of.get(number)
+        if collective is not None:
+            sides = graph.collectives[collective]
+            members = sorted(graph.ranks[side] for side in sides)
+            found[tuple(members)].append(number)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, Instructions
 from pipefit.ir.op import MESSAGE_OPS, OP_SPEC, Op, Reduction
 from pipefit.units import columns
 
@@ -50,7 +50,7 @@ def cell(i: Instruction) -> str:
     return name
 
 
-def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int) -> str:
+def excerpt(ranks: Sequence[Instructions], rank: int, index: int) -> str:
     """The grid around an instruction; its cell is marked >like this<. Columns are positions, not times.
 
     Args:
@@ -58,15 +58,16 @@ def excerpt(ranks: Sequence[Sequence[Instruction]], rank: int, index: int) -> st
         rank: row of the mark.
         index: column of the mark.
     """
-    top = min(rank - _ROWS // 2, len(ranks) - _ROWS)
-    rows = range(len(ranks))[max(0, top) :][:_ROWS]
+    last_top = max(0, len(ranks) - _ROWS)
+    top = min(max(0, rank - _ROWS // 2), last_top)
     left = max(0, index - _AROUND)
     shown = range(left, index + _AROUND + 1)
     table = [["", *map(str, shown)]]
-    for row in rows:
-        cells = [cell(i) for i in ranks[row][left : shown.stop]]
+    for row, instructions in enumerate(ranks[top : top + _ROWS], top):
+        cells = [cell(i) for i in instructions[left : shown.stop]]
         cells += [""] * (len(shown) - len(cells))
         if row == rank:
-            cells[index - left] = f">{cells[index - left]}<"
+            marked = cells[index - left]
+            cells[index - left] = f">{marked}<"
         table.append([f"rank {row}", *cells])
     return "\n".join(f"    {line}" for line in columns(table))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 
 from pipefit.errors import PipefitError
 from pipefit.ir.liveness import Size, arena_bytes, device_peak_bytes, lies_in_slot, lifetimes, tier_peak_bytes
 from pipefit.units import format_bytes
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 
 def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[float]:
@@ -30,7 +30,7 @@ def capacities(capacity_bytes: float | Sequence[float], num_ranks: int) -> list[
     return given
 
 
-def memory(s: Subject, given: Sequence[float], size: Size) -> Iterator[Finding]:
+def memory(s: Subject, given: Sequence[float], size: Size) -> Findings:
     """The highest sum of sizes on each rank is at most its capacity."""
     for rank, capacity in enumerate(given):
         highest, index = device_peak_bytes(s.program, rank, size)
@@ -38,43 +38,50 @@ def memory(s: Subject, given: Sequence[float], size: Size) -> Iterator[Finding]:
             continue
         held = _held(s, rank, index, size)
         over = format_bytes(highest - capacity)
-        message = f"holds {format_bytes(highest)}, capacity {format_bytes(capacity)}, {over} too much: {held}"
+        own = f"holds {format_bytes(highest)}, capacity {format_bytes(capacity)}"
+        message = f"{own}, {over} too much: {held}"
         last = len(s.program.ranks[rank]) - 1
         if last < 0:
             yield Finding("memory", rank, -1, message)
         else:
-            number = s.graph.starts[rank] + min(max(index, 0), last)
+            place = min(max(index, 0), last)
+            number = s.graph.starts[rank] + place
             yield s.at("memory", number, message)
 
 
 def _held(s: Subject, rank: int, index: int, size: Size) -> str:
     """The number and the bytes of the values of each kind that a rank holds at an instruction, the most first."""
-    sizes: dict[str, list[float]] = defaultdict(list)
+    totals: dict[str, float] = defaultdict(float)
+    times: Counter[str] = Counter()
     for life in lifetimes(s.program, rank):
         if lies_in_slot(s.header, life.value):
             continue
         nbytes = size(life.value)
         if nbytes and life.born <= index <= life.dies:
-            sizes[life.value.kind].append(nbytes)
-    totals = {kind: sum(every) for kind, every in sizes.items()}
+            totals[life.value.kind] += nbytes
+            times[life.value.kind] += 1
     parts = []
     for kind in reversed(sorted(totals, key=totals.__getitem__)):
-        parts.append(f"{len(sizes[kind])} {kind} {format_bytes(totals[kind])}")
+        size_of_kind = format_bytes(totals[kind])
+        parts.append(f"{times[kind]} {kind} {size_of_kind}")
     slots = arena_bytes(s.header, rank, size)
     if slots:
         parts.append(f"slots {format_bytes(slots)}")
     return ", ".join(parts)
 
 
-def tiers(s: Subject, limit_bytes: float, size: Size) -> Iterator[Finding]:
+def tiers(s: Subject, limit_bytes: float, size: Size) -> Findings:
     """The bytes of all ranks on the tier at their peak, one copy of each value, are at most its capacity."""
     spill = s.header.spill
     if spill is None:
         return
-    peaks = [tier_peak_bytes(s.program, rank, size) for rank in range(s.header.num_ranks)]
-    total = sum(highest for highest, _ in peaks)
+    peaks = []
+    for rank in range(s.header.num_ranks):
+        highest, _ = tier_peak_bytes(s.program, rank, size)
+        peaks.append(highest)
+    total = sum(peaks)
     if total > limit_bytes:
-        fullest = max(range(len(peaks)), key=lambda rank: peaks[rank][0])
+        fullest = peaks.index(max(peaks))
         over = format_bytes(total - limit_bytes)
         held = f"the {spill.tier} holds {format_bytes(total)} for all ranks"
         message = f"{held}, capacity {format_bytes(limit_bytes)}, {over} too much"

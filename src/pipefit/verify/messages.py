@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, ValueKey
 from pipefit.ir.op import MESSAGE_OPS, WHOLE_OF, Op
 from pipefit.ir.program import Header
 from pipefit.ir.values import ACT, GRAD
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
-Owed = tuple[str, int, int]
+Link = tuple[int, int]
+"""The ranks that send and receive a value."""
 
 
-def messages(s: Subject) -> Iterator[Finding]:
+def messages(s: Subject) -> Findings:
     """Each value that another rank needs is sent once, whole or in pieces, from its maker to its user."""
     links = _owed(s.header)
-    crossed: dict[Owed, int] = {}
+    crossed: dict[ValueKey, int] = {}
     unmatched = set(s.graph.unmatched)
     for _, _, number in s.each(*MESSAGE_OPS):
         i = s.graph.instructions[number]
         whole = WHOLE_OF.get(i.kind, i.kind)
         key = whole, i.stage, i.mb
-        problem = _wrong_link(i, s.graph.ranks[number], links.get(key))
+        rank = s.graph.ranks[number]
+        problem = _wrong_link(i, rank, links.get(key))
         if problem:
             yield s.at("messages", number, problem)
         elif number in unmatched:
@@ -33,7 +33,8 @@ def messages(s: Subject) -> Iterator[Finding]:
             yield s.at("messages", number, f"rank {i.peer} has no {other} for it")
         elif i.op is Op.SEND:
             if key in crossed:
-                yield s.at("messages", number, f"is already sent: {s.where(crossed[key])}")
+                first = s.where(crossed[key])
+                yield s.at("messages", number, f"is already sent: {first}")
             crossed.setdefault(key, number)
     yield from _gathers(s)
     for key, (source, target) in links.items():
@@ -43,9 +44,9 @@ def messages(s: Subject) -> Iterator[Finding]:
             yield Finding("messages", source, -1, message)
 
 
-def _gathers(s: Subject) -> Iterator[Finding]:
+def _gathers(s: Subject) -> Findings:
     """A value that came in pieces is gathered once; the rule of dependencies checks that its pieces are there."""
-    seen: dict[Owed, int] = {}
+    seen: dict[ValueKey, int] = {}
     for stage, mb, number in s.each(Op.GATHER):
         kind = s.graph.instructions[number].kind
         first = seen.setdefault((kind, stage, mb), number)
@@ -53,9 +54,9 @@ def _gathers(s: Subject) -> Iterator[Finding]:
             yield s.at("messages", number, f"is already gathered: {s.where(first)}")
 
 
-def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
+def _owed(header: Header) -> dict[ValueKey, Link]:
     """The values that must be sent, with source and target rank."""
-    result: dict[Owed, tuple[int, int]] = {}
+    result: dict[ValueKey, Link] = {}
     for stage in range(header.last_stage):
         here = header.placement[stage]
         after = header.placement[stage + 1]
@@ -69,7 +70,7 @@ def _owed(header: Header) -> dict[Owed, tuple[int, int]]:
     return result
 
 
-def _wrong_link(i: Instruction, rank: int, link: tuple[int, int] | None) -> str:
+def _wrong_link(i: Instruction, rank: int, link: Link | None) -> str:
     if link is None:
         return f"no other rank needs {i.kind} s{i.stage} m{i.mb}"
     source, target = link
@@ -82,9 +83,9 @@ def _wrong_link(i: Instruction, rank: int, link: tuple[int, int] | None) -> str:
     return f"{i.kind} s{i.stage} m{i.mb} goes from rank {source} to rank {target}"
 
 
-def fifo(s: Subject) -> Iterator[Finding]:
+def fifo(s: Subject) -> Findings:
     """On each link, receives in the order of their sends."""
-    newest: dict[tuple[int, int], int] = {}
+    newest: dict[Link, int] = {}
     receive = Op.RECV
     for number, i in enumerate(s.graph.instructions):
         if i.op is receive and number in s.graph.partner:

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
 
 from pipefit.ir.blocking import Blocking
 from pipefit.ir.op import Op
 from pipefit.ir.values import Value, makes
-from pipefit.verify.subject import Finding, Places, Subject
+from pipefit.verify.subject import Findings, Places, Subject
 
 
-def dependencies(s: Subject) -> Iterator[Finding]:
+def dependencies(s: Subject) -> Findings:
     """Needed values that nothing on the rank makes in time; and replays that come before their forward."""
+    made: Places = {}
     if s.graph.missing:
         made = s.places_of(makes)
-    else:
-        made = {}
     for number, value in s.graph.missing:
         if _last_gone(s, number, value) is None:
             why = _later_maker(s, made, number, value)
             yield s.at("dependencies", number, f"needs {value}, which {why}")
     # A replay uses the random numbers that its forward drew, which are not a value.
     ranks = s.graph.ranks
-    for key, numbers in s.places[Op.RECOMPUTE].items():
-        for forward in s.places[Op.FWD].get(key, [])[:1]:
-            for number in numbers:
-                if number < forward and ranks[number] == ranks[forward]:
-                    yield s.at("dependencies", number, f"replays a forward that comes later: {s.where(forward)}")
+    for stage, mb, number in s.each(Op.RECOMPUTE):
+        forwards = s.places[Op.FWD].get((stage, mb))
+        if forwards and number < forwards[0] and ranks[number] == ranks[forwards[0]]:
+            later = s.where(forwards[0])
+            yield s.at("dependencies", number, f"replays a forward that comes later: {later}")
 
 
-def use_after_free(s: Subject) -> Iterator[Finding]:
+def use_after_free(s: Subject) -> Findings:
     """Needed values that were there but have been consumed, dropped or evicted."""
     for number, value in s.graph.missing:
         gone = _last_gone(s, number, value)
@@ -38,7 +36,7 @@ def use_after_free(s: Subject) -> Iterator[Finding]:
             yield s.at("use-after-free", number, f"needs {value}, which is gone since {s.where(gone)}")
 
 
-def deadlock(s: Subject) -> Iterator[Finding]:
+def deadlock(s: Subject) -> Findings:
     """Every cycle of ranks that wait for each other, as a list, under blocking execution (`pipefit.ir.blocking`)."""
     run = Blocking(s.graph)
     stuck = run.run()

@@ -31,8 +31,8 @@ class Violation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         rule: a key of `RULES`.
-        rank: of the place; −1 when it belongs to no rank.
-        index: in the rank's list; −1 when something is missing.
+        rank: the rank of the place; −1 when it belongs to no rank.
+        index: the place in the rank's list; −1 when something is missing.
         instruction: its text, "" when index is −1.
         message: the expectation, and the finding in its place.
         excerpt: the grid around it, with a mark.
@@ -63,7 +63,7 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         schedule: the name in the program's header.
         num_instructions: number of instructions checked.
-        violations: by rule in the order of `RULES`, then by rank and index.
+        violations: all findings by rule in the order of `RULES`, then by rank and index.
     """
 
     schedule: str

@@ -29,29 +29,31 @@ def set_aside(program: Program) -> tuple[Program, list[list[int]] | None, list[F
     """
     header = program.header
     findings = []
+    kept: list[list[int]] = [[] for _ in range(header.num_ranks)]
     for rank, instructions in enumerate(program.ranks):
         known: dict[tuple[object, ...], tuple[range, range]] = {}
         for index, i in enumerate(instructions):
             key = i.op, i.stage, i.kind, i.peer, i.tier, i.slot
-            mbs, versions = known.get(key) or known.setdefault(key, _ranges(header, i, rank))
-            if i.mb in mbs and i.version in versions:
-                problem = None
-            else:
+            if key not in known:
+                known[key] = _ranges(header, i, rank)
+            mbs, versions = known[key]
+            problem = None
+            if i.mb not in mbs or i.version not in versions:
                 problem = next(_problems(header, i, rank), None)
             if problem:
-                findings.append(Finding(problem[0], rank, index, problem[1]))
-    bad = {(finding.rank, finding.position) for finding in findings}
-    listed = len(program.ranks)
-    named = header.num_ranks
-    findings += [
-        Finding("ownership", rank, -1, f"the program has no rank {rank}; its placement needs {named} ranks")
-        for rank in range(listed, named)
-    ]
+                rule, message = problem
+                findings.append(Finding(rule, rank, index, message))
+            elif rank < header.num_ranks:
+                kept[rank].append(index)
+    for rank in range(len(program.ranks), header.num_ranks):
+        message = f"the program has no rank {rank}; its placement needs {header.num_ranks} ranks"
+        findings.append(Finding("ownership", rank, -1, message))
     if not findings:
         return program, None, findings
-    lists = [*program.ranks, *[()] * (named - listed)][:named]
-    kept = [[n for n in range(len(own)) if (rank, n) not in bad] for rank, own in enumerate(lists)]
-    return program.with_ranks([[lists[rank][n] for n in own] for rank, own in enumerate(kept)]), kept, findings
+    ranks: list[list[Instruction]] = [[] for _ in kept]
+    for rank, own in enumerate(kept):
+        ranks[rank] = [program.ranks[rank][index] for index in own]
+    return program.with_ranks(ranks), kept, findings
 
 
 def _ranges(header: Header, i: Instruction, rank: int) -> tuple[range, range]:
@@ -60,16 +62,21 @@ def _ranges(header: Header, i: Instruction, rank: int) -> tuple[range, range]:
     Both are empty where it never is, and for copies, whose versions have several meanings.
     """
     fields = OP_SPEC[i.op].fields
-    first = replace(i, mb=0 if "mb" in fields else i.mb, version=0 if "version" in fields else i.version)
-    if "tier" in fields or any(_problems(header, first, rank)):
-        return range(0), range(0)
+    mbs = range(i.mb, i.mb + 1)
+    versions = range(i.version, i.version + 1)
+    first = i
     if "mb" in fields:
         mbs = range(header.total_microbatches)
-    else:
-        mbs = range(i.mb, i.mb + 1)
-    if "version" not in fields:
-        return mbs, range(i.version, i.version + 1)
-    return mbs, range(_updates(header, i) + (i.op is not Op.REDUCE and i.op not in STEP_OPS))
+        first = replace(first, mb=0)
+    if "version" in fields:
+        first = replace(first, version=0)
+    if "tier" in fields or any(_problems(header, first, rank)):
+        return range(0), range(0)
+    if "version" in fields:
+        # A step or reduction is of an update; other instructions also use the version after the last one.
+        is_of_update = i.op is Op.REDUCE or i.op in STEP_OPS
+        versions = range(_updates(header, i) + (not is_of_update))
+    return mbs, versions
 
 
 def refuse_malformed(program: Program) -> None:
@@ -81,15 +88,12 @@ def refuse_malformed(program: Program) -> None:
     _, _, findings = set_aside(program)
     if findings:
         rule, rank, index, message = findings[0]
+        place = f"rank {rank}"
         if index >= 0:
-            place = f"rank {rank}[{index}] {program.ranks[rank][index]}"
-        else:
-            place = f"rank {rank}"
+            place += f"[{index}] {program.ranks[rank][index]}"
         if len(findings) > 1:
-            more = f", and {len(findings) - 1} more"
-        else:
-            more = ""
-        raise InvalidProgramError(f"{rule}: {place}: {message}{more}; `pipefit verify` lists all")
+            message += f", and {len(findings) - 1} more"
+        raise InvalidProgramError(f"{rule}: {place}: {message}; `pipefit verify` lists all")
 
 
 def _problems(header: Header, i: Instruction, rank: int) -> Problems:
@@ -98,40 +102,50 @@ def _problems(header: Header, i: Instruction, rank: int) -> Problems:
     if rank >= header.num_ranks:
         yield "ownership", f"there is no rank {rank}: the placement names {header.num_ranks} ranks"
     if kinds and i.kind not in kinds:
-        if i.op is Op.REDUCE:
-            rule = "collectives"
-        else:
-            if "tier" in fields:
-                rule = "residency"
-            else:
-                rule = "messages"
-        yield rule, f"expected one of {', '.join(kinds)}, got {i.kind or 'nothing'!r}"
+        got = i.kind or "nothing"
+        yield _rule_of_kinds(i), f"expected one of {', '.join(kinds)}, got {got!r}"
     if "tier" in fields:
         yield from _tier(header, i)
     if i.op in MESSAGE_OPS or i.op is Op.GATHER:
         yield from _message(header, i, rank)
-    is_norm = i.op is Op.REDUCE and i.kind == Reduction.NORM
-    if is_norm and i.stage != -1:
-        if not (0 <= i.stage < header.num_stages and header.clip and header.is_spilled(i.stage)):
+    has_stage = 0 <= i.stage < header.num_stages
+    is_reduce = i.op is Op.REDUCE
+    if is_reduce and i.kind == Reduction.NORM:
+        gives_part = has_stage and header.clip and header.is_spilled(i.stage)
+        if i.stage != -1 and not gives_part:
             yield "collectives", "the norm is of all stages: it takes s*; only a spilled stage gives its part of it"
-    elif "stage" in fields and not is_norm and not 0 <= i.stage < header.num_stages:
+    elif "stage" in fields and not has_stage:
         yield "ownership", f"there is no stage {i.stage}: the placement has {header.num_stages} stages"
     if "mb" in fields and not 0 <= i.mb < header.total_microbatches:
         yield "ownership", f"there is no micro-batch {i.mb}: the program has {header.total_microbatches}"
-    if i.op is Op.REDUCE and i.kind == Reduction.TIED and all(tie[0] != i.stage for tie in header.ties):
+    firsts = [tie[0] for tie in header.ties]
+    if is_reduce and i.kind == Reduction.TIED and i.stage not in firsts:
         yield "collectives", f"no group of tied stages starts with stage {i.stage}: the header has {header.ties}"
     if "tier" in fields:
         yield from _moved(header, i)
-    if "version" in fields and ("tier" not in fields or i.kind in SLOTTED):
+    is_parked = "tier" in fields and i.kind not in SLOTTED
+    if "version" in fields and not is_parked:
         yield from _version(header, i)
     if "slot" in fields:
         yield from _slot(header, i)
-    if i.op in STEP_OPS and header.steps_on_host(i.stage) != (i.op is Op.HOST_STEP):
-        if i.op is Op.HOST_STEP:
-            expected = "its device: expected step"
-        else:
-            expected = "the host: expected host_step"
-        yield "residency", f"the header says that stage {i.stage} steps on {expected}"
+    if i.op in STEP_OPS:
+        yield from _place_of_step(header, i)
+
+
+def _rule_of_kinds(i: Instruction) -> str:
+    if i.op is Op.REDUCE:
+        return "collectives"
+    if "tier" in OP_SPEC[i.op].fields:
+        return "residency"
+    return "messages"
+
+
+def _place_of_step(header: Header, i: Instruction) -> Problems:
+    on_host = header.steps_on_host(i.stage)
+    if on_host and i.op is Op.STEP:
+        yield "residency", f"the header says that stage {i.stage} steps on the host: expected host_step"
+    if i.op is Op.HOST_STEP and not on_host:
+        yield "residency", f"the header says that stage {i.stage} steps on its device: expected step"
 
 
 def _message(header: Header, i: Instruction, rank: int) -> Problems:
@@ -141,35 +155,37 @@ def _message(header: Header, i: Instruction, rank: int) -> Problems:
         yield "messages", f"{i.kind} travels only between ranks of several tensor-parallel processes: the header has 1"
     if i.peer == rank:
         yield "messages", "a rank cannot send to itself: what it made is already there"
-    if i.op in MESSAGE_OPS and not 0 <= i.peer < header.num_ranks:
+    exists = 0 <= i.peer < header.num_ranks
+    if i.op in MESSAGE_OPS and not exists:
         yield "messages", f"there is no rank {i.peer}: the placement names {header.num_ranks} ranks"
 
 
 def _version(header: Header, i: Instruction) -> Problems:
     """Checks that the version exists, or the update where its gradients are meant."""
     updates = _updates(header, i)
-    if i.op is Op.REDUCE and not 0 <= i.version < updates:
+    is_update = 0 <= i.version < updates
+    if i.op is Op.REDUCE and not is_update:
         yield "collectives", f"there is no update {i.version}: there are {updates}"
-    if (i.op in STEP_OPS or i.kind == Kind.WGRAD) and not 0 <= i.version < updates:
+    if not is_update and (i.op in STEP_OPS or i.kind == Kind.WGRAD):
         yield "complete", f"there is no update {i.version}: stage {i.stage} makes {updates} updates"
-    if not 0 <= i.version <= updates:
+    if not is_update and i.version != updates:
         yield "versions", f"there is no such version: stage {i.stage} has versions 0 to {updates}"
 
 
 def _updates(header: Header, i: Instruction) -> int:
     """Number of updates that a stage makes, or for the norm of all gradients any stage."""
-    stages = range(header.num_stages) if i.kind == Reduction.NORM else (i.stage,)
-    return max(map(header.num_updates, stages))
+    if i.kind == Reduction.NORM:
+        return max(map(header.num_updates, range(header.num_stages)))
+    return header.num_updates(i.stage)
 
 
 def _tier(header: Header, i: Instruction) -> Problems:
     if header.spill is None:
         yield "residency", "the header spills nothing: every stage stays on its device"
     elif i.tier != header.spill.tier:
+        got = "no tier"
         if i.tier in TIERS:
             got = i.tier
-        else:
-            got = "no tier"
         yield "residency", f"the header spills to the {header.spill.tier}, got {got!r}"
 
 
@@ -178,18 +194,26 @@ def _moved(header: Header, i: Instruction) -> Problems:
     if i.kind not in SLOTTED:
         if not 0 <= i.version < header.total_microbatches:
             yield "ownership", f"there is no micro-batch {i.version} of stage {i.stage}"
-    elif not header.is_spilled(i.stage) or (i.kind == Kind.OPTIM and not header.is_optim_spilled(i.stage)):
+        return
+    moves = header.is_spilled(i.stage)
+    if i.kind == Kind.OPTIM:
+        moves = header.is_optim_spilled(i.stage)
+    if not moves:
         yield "residency", f"the {i.kind} of stage {i.stage} do not come and go: the header does not spill them"
 
 
 def _slot(header: Header, i: Instruction) -> Problems:
+    most = 0
     if header.spill:
         most = header.spill.slots(i.kind)
+    if most:
+        possible = range(most)
+        expected = f"one of @0 to @{most - 1}"
     else:
-        most = 0
-    if not (0 <= i.slot < most or (not most and i.slot == -1)):
-        if most:
-            expected = f"one of @0 to @{most - 1}"
-        else:
-            expected = "@*: it has no slot"
-        yield "residency", f"expected slot {expected}, got {'@*' if i.slot < 0 else f'@{i.slot}'}"
+        possible = range(-1, 0)
+        expected = "@*: it has no slot"
+    if i.slot not in possible:
+        got = "@*"
+        if i.slot >= 0:
+            got = f"@{i.slot}"
+        yield "residency", f"expected slot {expected}, got {got}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, StageAt, ValueKey
 from pipefit.ir.op import Kind, Op
 from pipefit.ir.program import Header
 from pipefit.ir.spill import SLOTTED
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 _WEIGHTS = Kind.WEIGHTS.value
 _WGRAD = Kind.WGRAD.value
@@ -21,24 +21,28 @@ _OPTIM = Kind.OPTIM.value
 _NOUN = {_WEIGHTS: "weights", _WGRAD: "gradients", _OPTIM: "optimizer states"}
 
 
+_Held = tuple[str, int]
+"""Values that a slot or the tier holds: their kind and stage."""
+
+
 @dataclass
 class _Rank:
     """The content of one rank's device and tier at an instruction.
 
     Attributes:
-        header: of the program.
+        header: the program's header.
         recomputed: the (stage, micro-batch) whose forward is replayed.
         here: (kind, stage) → its slot, and the version or update in it.
         tier: (kind, stage) → the version or update written there.
         parked: the activations there, (kind, stage, micro-batch).
-        saved: of each stage, the micro-batches whose activations autograd keeps, with views of the slot.
+        saved: the micro-batches whose activations autograd keeps for each stage, with views of the slot.
     """
 
     header: Header
-    recomputed: frozenset[tuple[int, int]]
-    here: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    tier: dict[tuple[str, int], int] = field(default_factory=dict)
-    parked: set[tuple[str, int, int]] = field(default_factory=set)
+    recomputed: frozenset[StageAt]
+    here: dict[_Held, tuple[int, int]] = field(default_factory=dict)
+    tier: dict[_Held, int] = field(default_factory=dict)
+    parked: set[ValueKey] = field(default_factory=set)
     saved: dict[int, set[int]] = field(default_factory=dict)
 
     def slot(self, kind: str, stage: int) -> int | None:
@@ -47,7 +51,7 @@ class _Rank:
         return slot
 
 
-def residency(s: Subject) -> Iterator[Finding]:
+def residency(s: Subject) -> Findings:
     """Fetches read existing values into free slots; no change is lost; everything is on its tier at the end."""
     spill = s.header.spill
     if spill is None:
@@ -72,28 +76,39 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
         if (i.kind, i.stage, i.version) not in state.parked:
             yield f"the {i.tier} does not hold the {i.kind} of stage {i.stage}, micro-batch {i.version}"
         return
-    noun = _NOUN[i.kind]
+    noun = f"the {_NOUN[i.kind]} of stage {i.stage}"
     held = state.tier.get((i.kind, i.stage))
     if held != i.version:
-        there = f"holds {'none' if held is None else _name(i.kind, held)}"
-        yield f"fetches {_name(i.kind, i.version)}, but the {i.tier} {there} of the {noun} of stage {i.stage}"
+        there = "none"
+        if held is not None:
+            there = _name(i.kind, held)
+        wanted = _name(i.kind, i.version)
+        yield f"fetches {wanted}, but the {i.tier} holds {there} of {noun}"
     here = state.slot(i.kind, i.stage)
     if here is not None:
-        yield f"the {noun} of stage {i.stage} are already on the device, in slot @{here}"
-    for kind in (_WEIGHTS, _WGRAD) if i.kind == _WEIGHTS else (i.kind,):
-        for stage in [stage for (what, stage), (slot, _) in state.here.items() if (what, slot) == (kind, i.slot)]:
-            yield f"slot @{i.slot} still holds the {_NOUN[kind]} of stage {stage}: evict or drop them first"
+        yield f"{noun} are already on the device, in slot @{here}"
+    yield from _not_free(state, i)
     weights = state.slot(_WEIGHTS, i.stage)
     if i.kind == _WGRAD:
         if weights != i.slot:
-            if weights is None:
-                place = "nowhere"
-            else:
+            place = "nowhere"
+            if weights is not None:
                 place = f"in slot @{weights}"
             yield f"gradients need the second slot of their weights, but the weights of stage {i.stage} are {place}"
         # The sum continues here: the tier's copy is no longer the newest.
         state.tier.pop((i.kind, i.stage), None)
     state.here[i.kind, i.stage] = i.slot, i.version
+
+
+def _not_free(state: _Rank, i: Instruction) -> Iterator[str]:
+    """What the slot of a fetch still holds; weights come with room for their gradients."""
+    kinds = [i.kind]
+    if i.kind == _WEIGHTS:
+        kinds.append(_WGRAD)
+    for kind in kinds:
+        for (what, stage), (slot, _) in state.here.items():
+            if what == kind and slot == i.slot:
+                yield f"slot @{i.slot} still holds the {_NOUN[kind]} of stage {stage}: evict or drop them first"
 
 
 def _evict(state: _Rank, i: Instruction) -> Iterator[str]:
@@ -112,7 +127,8 @@ def _drop(state: _Rank, i: Instruction) -> Iterator[str]:
         return
     yield from _kept_views(state, i)
     held = state.tier.get((_WEIGHTS, i.stage))
-    if state.here.pop((_WEIGHTS, i.stage), None) is not None and held != i.version:
+    was_here = state.here.pop((_WEIGHTS, i.stage), None)
+    if was_here and held != i.version:
         yield f"w{i.version} would be lost: stage {i.stage} has stepped since the tier's w{held}; evict it"
 
 
@@ -129,7 +145,8 @@ def _kept_views(state: _Rank, i: Instruction) -> Iterator[str]:
 
 
 def _forward(state: _Rank, i: Instruction) -> Iterator[str]:
-    saves = i.stage >= state.header.frozen and (i.op is Op.RECOMPUTE or (i.stage, i.mb) not in state.recomputed)
+    is_replayed = i.op is Op.FWD and (i.stage, i.mb) in state.recomputed
+    saves = i.stage >= state.header.frozen and not is_replayed
     if saves and state.header.is_spilled(i.stage):
         state.saved.setdefault(i.stage, set()).add(i.mb)
     return iter(())
@@ -160,14 +177,14 @@ def _step(state: _Rank, i: Instruction) -> Iterator[str]:
 
 
 def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
-    held, summed = (state.tier.get((kind, i.stage)) for kind in (_WEIGHTS, _WGRAD))
+    held = state.tier.get((_WEIGHTS, i.stage))
+    summed = state.tier.get((_WGRAD, i.stage))
     if held != i.version:
         yield f"steps from w{i.version} on the host, which holds w{held} of stage {i.stage}"
     if summed != i.version:
-        if summed is None:
-            there = "none"
-        else:
-            there = f"those of update {summed}"
+        there = "none"
+        if summed is not None:
+            there = f"the gradients of update {summed}"
         yield f"needs the gradients of update {i.version} on the host, which holds {there}: evict them first"
     if (_WEIGHTS, i.stage) in state.here:
         yield f"w{i.version} of stage {i.stage} is still on the device, and stale after this: drop it first"
@@ -175,15 +192,17 @@ def _host_step(state: _Rank, i: Instruction) -> Iterator[str]:
     state.tier.pop((_WGRAD, i.stage), None)
 
 
-def _at_home(state: _Rank, rank: int) -> Iterator[Finding]:
+def _at_home(state: _Rank, rank: int) -> Findings:
     for (kind, stage), (_, at) in sorted(state.here.items()):
-        message = f"the {_NOUN[kind]} of stage {stage} ({_name(kind, at)}) are still on the device at the end: "
-        yield Finding("residency", rank, -1, message + "evict them, or drop them if they are unchanged")
+        what = _name(kind, at)
+        held = f"the {_NOUN[kind]} of stage {stage} ({what}) are still on the device at the end"
+        yield Finding("residency", rank, -1, f"{held}: evict them, or drop them if they are unchanged")
     for (kind, stage), at in sorted(state.tier.items()):
         last = state.header.num_updates(stage)
-        if kind != _WGRAD and at != last and (kind, stage) not in state.here:
-            message = f"the {_NOUN[kind]} of stage {stage} end as w{at} on the tier, expected w{last}"
-            yield Finding("residency", rank, -1, message)
+        if kind == _WGRAD or at == last or (kind, stage) in state.here:
+            continue
+        message = f"the {_NOUN[kind]} of stage {stage} end as w{at} on the tier, expected w{last}"
+        yield Finding("residency", rank, -1, message)
 
 
 def _name(kind: str, at: int) -> str:

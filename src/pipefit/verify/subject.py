@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from pipefit.ir.graph import Graph, dependency_graph
-from pipefit.ir.instruction import Instruction
+from pipefit.ir.instruction import Instruction, StageAt
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.ir.values import Value, consumes
@@ -17,13 +17,17 @@ from pipefit.ir.values import Value, consumes
 Places = dict[tuple[int, Value], list[int]]
 """Numbers of instructions by rank and value."""
 
+ByOperation = dict[Op, defaultdict[StageAt, list[int]]]
+ValuesOf = Callable[[Instruction, Program, int], tuple[Value, ...]]
+"""The values of an instruction of a program on a rank."""
+
 
 class Finding(NamedTuple):
     """A finding of a rule.
 
     Attributes:
         rule: its name.
-        rank: of the place; −1 when it belongs to no rank.
+        rank: the rank of the place; −1 when it belongs to no rank.
         position: the index in the rank's list; −1 when something is missing.
         message: the expectation, and the finding in its place.
     """
@@ -32,6 +36,9 @@ class Finding(NamedTuple):
     rank: int
     position: int
     message: str
+
+
+Findings = Iterator[Finding]
 
 
 @dataclass(frozen=True)
@@ -49,18 +56,24 @@ class Subject:
     program: Program
     graph: Graph
     kept: list[list[int]] | None
-    places: dict[Op, defaultdict[tuple[int, int], list[int]]]
+    places: ByOperation
 
     @classmethod
     def of(cls, program: Program, kept: list[list[int]] | None = None) -> Subject:
         """The subject of a program."""
         graph = dependency_graph(program)
-        places: dict[Op, defaultdict[tuple[int, int], list[int]]] = {op: defaultdict(list) for op in Op}
+        places: ByOperation = {op: defaultdict(list) for op in Op}
         places[Op.HOST_STEP] = places[Op.STEP]
         loss = Op.LOSS
         last = program.header.last_stage
         for number, i in enumerate(graph.instructions):
-            places[i.op][last if i.op is loss else i.stage, i.mb if i.mb >= 0 else i.version].append(number)
+            stage = i.stage
+            if i.op is loss:
+                stage = last
+            at = i.mb
+            if at < 0:
+                at = i.version
+            places[i.op][stage, at].append(number)
         return cls(program, graph, kept, places)
 
     def each(self, *ops: Op) -> Iterator[tuple[int, int, int]]:
@@ -83,23 +96,27 @@ class Subject:
     def place(self, number: int) -> tuple[int, int]:
         """The rank of an instruction, and its index in the given program."""
         rank, index = self.graph.place(number)
-        return rank, index if self.kept is None else self.kept[rank][index]
+        if self.kept is not None:
+            index = self.kept[rank][index]
+        return rank, index
 
     def at(self, rule: str, number: int, message: str) -> Finding:
         """A finding about an instruction."""
-        return Finding(rule, *self.place(number), message)
+        rank, index = self.place(number)
+        return Finding(rule, rank, index, message)
 
     def where(self, number: int) -> str:
         """An instruction and its place, for messages."""
         rank, index = self.place(number)
         return f"rank {rank}[{index}] {self.graph.instructions[number]}"
 
-    def places_of(self, values: Callable[[Instruction, Program, int], tuple[Value, ...]]) -> Places:
+    def places_of(self, values: ValuesOf) -> Places:
         """The instructions that make (or need, or consume) each value, in order, by its rank and the value."""
-        found: Places = {}
-        for number, (i, rank) in enumerate(zip(self.graph.instructions, self.graph.ranks, strict=True)):
+        found: Places = defaultdict(list)
+        for number, i in enumerate(self.graph.instructions):
+            rank = self.graph.ranks[number]
             for value in values(i, self.program, rank):
-                found.setdefault((rank, value), []).append(number)
+                found[rank, value].append(number)
         return found
 
 

@@ -53,8 +53,8 @@ def verify(
         capacity_bytes: memory of each rank, or one number for all; None: the rule `memory` is not checked.
         size: bytes of a value; needed with `capacity_bytes` and `tier_bytes`.
         tier_bytes: capacity of the tier that stages are spilled to, for all ranks together (None: no limit).
-        max_versions: of one stage's weights alive at once (None: one with a flush, two with double buffering, else
-            as many as the order needs).
+        max_versions: the most versions of a stage's weights alive at once (None: one with a flush, two with double
+            buffering, else as many as the order needs).
 
     >>> from pipefit.schedules import Shape, generate
     >>> print(verify(generate("1f1b", Shape(depth=2, num_microbatches=4))))
@@ -79,18 +79,18 @@ def verify(
 
 
 def _violations(program: Program, findings: list[Finding]) -> tuple[Violation, ...]:
-    order = {rule: position for position, rule in enumerate(RULES)}
-    findings.sort(key=lambda finding: (order[finding.rule], finding.rank, finding.position))
+    rules = list(RULES)
+
+    def order(finding: Finding) -> tuple[int, int, int]:
+        return rules.index(finding.rule), finding.rank, finding.position
+
     result = []
-    for number, (rule, rank, index, message) in enumerate(findings):
-        there = 0 <= rank < len(program.ranks) and index >= 0
-        if there:
+    for number, (rule, rank, index, message) in enumerate(sorted(findings, key=order)):
+        text = ""
+        grid = ""
+        if 0 <= rank < len(program.ranks) and index >= 0:
             text = str(program.ranks[rank][index])
-        else:
-            text = ""
-        if there and number < _MOST_GRIDS:
-            grid = excerpt(program.ranks, rank, index)
-        else:
-            grid = ""
+            if number < _MOST_GRIDS:
+                grid = excerpt(program.ranks, rank, index)
         result.append(Violation(rule, rank, index, text, message, grid))
     return tuple(result)

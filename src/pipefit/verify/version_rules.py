@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
 from itertools import pairwise
 
+from pipefit.ir.instruction import StageAt
 from pipefit.ir.liveness import is_in_place
 from pipefit.ir.op import COMPUTE_OPS, Kind, Op
 from pipefit.ir.program import WeightRule
 from pipefit.ir.versions import required_versions
-from pipefit.verify.subject import Finding, Subject
+from pipefit.verify.subject import Finding, Findings, Subject
 
 _WAITED_FOR = COMPUTE_OPS | {Op.STEP}
 _MAKE_OR_DROP = {Op.STEP, Op.DROP}
-_DROP_OR_EVICT = {Op.DROP, Op.EVICT}
 _MOST = {WeightRule.FLUSH: 1, WeightRule.DOUBLE: 2}
 _ASKS = {
     WeightRule.FLUSH: "a flush asks for the version its update starts from",
@@ -23,7 +23,7 @@ _ASKS = {
 }
 
 
-def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
+def versions(s: Subject, max_versions: int | None = None) -> Findings:
     """The header's weight rule; at most k versions of a stage alive; each dropped right after its last use."""
     yield from _used(s)
     if max_versions is None:
@@ -35,7 +35,7 @@ def versions(s: Subject, max_versions: int | None = None) -> Iterator[Finding]:
         yield from _alive(s, rank, most)
 
 
-def _used(s: Subject) -> Iterator[Finding]:
+def _used(s: Subject) -> Findings:
     required = required_versions(s.header, s.program.ranks)
     why = _ASKS[s.header.weights]
     for stage, mb, number in s.each(*COMPUTE_OPS):
@@ -45,27 +45,28 @@ def _used(s: Subject) -> Iterator[Finding]:
             yield s.at("versions", number, f"uses w{version}, expected w{expected}: {why}")
 
 
-def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
+def _dropped(s: Subject, rank: int) -> Findings:
     """Checks that each version is dropped after its last use and before the next computation."""
-    last_use: dict[tuple[int, int], int] = {}
-    gone: dict[tuple[int, int], int] = {}
-    newest = {stage: 0 for stage in s.header.stages_of(rank) if not s.header.is_spilled(stage)}
+    last_use: dict[StageAt, int] = {}
+    gone: dict[StageAt, int] = {}
+    newest: dict[int, int] = defaultdict(int)
     busy = []
     for number, i in enumerate(s.program.ranks[rank], s.graph.starts[rank]):
-        if i.op in _WAITED_FOR:
+        is_use = i.op in _WAITED_FOR
+        if is_use:
             busy.append(number)
         if s.header.is_spilled(i.stage):
             continue
-        if i.op in _WAITED_FOR:
+        if is_use:
             last_use[i.stage, i.version] = number
             if i.op is Op.STEP:
-                newest[i.stage] = max(newest.get(i.stage, 0), i.version + 1)
-        elif i.op in _DROP_OR_EVICT and (i.op is Op.DROP or i.kind == Kind.WEIGHTS):
+                newest[i.stage] = max(newest[i.stage], i.version + 1)
+        elif i.op is Op.DROP or (i.op is Op.EVICT and i.kind == Kind.WEIGHTS):
             gone[i.stage, i.version] = number
     next_busy = dict(pairwise(busy))
     for (stage, version), number in gone.items():
         used = last_use.get((stage, version), -1)
-        if version >= newest.get(stage, 0):
+        if version >= newest[stage]:
             yield s.at("versions", number, f"w{version} is the newest of stage {stage} and must stay")
         elif number < used:
             yield s.at("versions", number, f"drops a version that is used later: {s.where(used)}")
@@ -78,19 +79,22 @@ def _dropped(s: Subject, rank: int) -> Iterator[Finding]:
                 yield Finding("versions", rank, -1, message)
 
 
-def _alive(s: Subject, rank: int, most: int | None) -> Iterator[Finding]:
+def _alive(s: Subject, rank: int, most: int | None) -> Findings:
     """Checks the number of versions alive after each step; a step in place overwrites its weights and adds none."""
     if most is None:
         return
     instructions = s.program.ranks[rank]
-    alive = {stage: 1 for stage in s.header.stages_of(rank)}
+    alive: dict[int, int] = dict.fromkeys(s.header.stages_of(rank), 1)
     for index, i in enumerate(instructions):
         if i.op not in _MAKE_OR_DROP or s.header.is_spilled(i.stage):
             continue
-        if i.op is Op.STEP:
-            alive[i.stage] = alive.get(i.stage, 0) + 1
-            if alive[i.stage] > most + is_in_place(instructions, index):
-                held = f"{alive[i.stage]} versions of stage {i.stage} alive, at most {most} allowed"
-                yield s.at("versions", s.graph.starts[rank] + index, held)
-        else:
-            alive[i.stage] = alive.get(i.stage, 0) - 1
+        alive.setdefault(i.stage, 0)
+        if i.op is Op.DROP:
+            alive[i.stage] -= 1
+            continue
+        alive[i.stage] += 1
+        if alive[i.stage] > most + is_in_place(instructions, index):
+            count = alive[i.stage]
+            held = f"{count} versions of stage {i.stage} alive, at most {most} allowed"
+            number = s.graph.starts[rank] + index
+            yield s.at("versions", number, held)

@@ -35,11 +35,11 @@ class Settings(NamedTuple):
     """The initial data of a worker.
 
     Attributes:
-        number: of the worker, and of its device.
-        spec: of the study.
-        folder: of the trials' folders.
+        number: the number of the worker, and of its device.
+        spec: the study's specification.
+        folder: the place of the trials' folders.
         log: file of its output.
-        trials: by number.
+        trials: all trials by number.
         define: makes a trial from values that a search chooses later.
     """
 

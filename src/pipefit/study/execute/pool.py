@@ -37,7 +37,7 @@ class Pool:
 
     Attributes:
         idle: workers without a job.
-        jobs: of the other workers; the first job is to start.
+        jobs: the jobs of the other workers; the first job is to start.
     """
 
     def __init__(self, settings_of: Callable[[int], Settings], count: int, forked: bool) -> None:
