@@ -23,8 +23,8 @@ from pipefit.cli.version import version_text
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
 VERBS: Final = (
-    "train", "run", "check", "cut", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize",
-    "schedules", "study", "reproduce", "report", "generate", "watch", "links", "fit-machine", "doctor",
+    "train", "run", "check", "rehearse", "cut", "compare", "profile", "plan", "draw", "verify", "simulate",
+    "synthesize", "schedules", "study", "reproduce", "report", "generate", "watch", "links", "fit-machine", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command` (with _ for -)."""
 
@@ -38,6 +38,7 @@ _WORK: Final = {
     "links": "measuring links and devices",
     "plan": "searching for the best plan",
     "profile": "measuring the layers",
+    "rehearse": "rehearsing",
     "report": "writing the page",
     "simulate": "simulating",
     "synthesize": "searching for the best schedule",

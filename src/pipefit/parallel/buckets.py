@@ -189,7 +189,7 @@ class GradientBuckets:
             view = self._views[index]
             grad = parameter.grad
             # In a slot each gradient is moved to its place when it is made.
-            if grad is not None and grad is not view and grad.data_ptr() != view.data_ptr():
+            if grad is not None and grad is not view and _place_of(grad) != _place_of(view):
                 places.append(view)
                 made.append(grad)
                 parameter.grad = view
@@ -242,6 +242,11 @@ class GradientBuckets:
             self.marks[self.idle] = 0
         while self._started < len(self.flats):
             self._start()
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the elements of a tensor begin: in which storage, and at which of its elements."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _gradient_added(buckets: weakref.ref[GradientBuckets], number: int, parameter: Tensor) -> None:

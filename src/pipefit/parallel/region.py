@@ -134,7 +134,7 @@ class Region:
 
     def sum(self, x: Tensor, op: Any = dist.ReduceOp.SUM, *, spent: bool = False) -> Tensor:
         """All-reduce, in a new tensor; one that is `spent` may itself become the result."""
-        if x.is_meta:  # where a module only says its shapes
+        if self._has_only_shape(x):
             return x
         self.moved_bytes += 2 * (self.size - 1) / self.size * x.nbytes
         if self._is_pair(x):
@@ -151,7 +151,7 @@ class Region:
 
     def gathered(self, x: Tensor, dim: int) -> Tensor:
         """All-gather along a dimension."""
-        if x.is_meta:
+        if self._has_only_shape(x):
             return torch.cat((x,) * self.size, dim)
         self.moved_bytes += (self.size - 1) * x.nbytes
         x = x.contiguous()
@@ -174,7 +174,7 @@ class Region:
             parts = x.chunk(2, dim)
             return self._exchanged(parts[1 - self.index]).add_(parts[self.index])
         stacked = x.unflatten(dim, (self.size, -1)).movedim(dim, 0).contiguous()
-        if x.is_cuda:
+        if x.device.type != "cpu":
             out = torch.empty_like(stacked[0])
             reduce_scatter_single(out, stacked.flatten(0, 1), group=self.group)
             return out
@@ -185,7 +185,11 @@ class Region:
 
     def _is_pair(self, x: Tensor) -> bool:
         """Returns whether two processes on CPUs exchange whole tensors: the same bytes, with only one wait."""
-        return self.size == 2 and not x.is_cuda
+        return self.size == 2 and x.device.type == "cpu"
+
+    def _has_only_shape(self, x: Tensor) -> bool:
+        """Returns whether a module only says its shapes: real processes cannot exchange a tensor without numbers."""
+        return x.is_meta and dist.get_backend(self.group) != dist.Backend.FAKE
 
     def _exchanged(self, x: Tensor) -> Tensor:
         """The tensor that the other of two processes sends in exchange for x."""

@@ -84,7 +84,7 @@ def assemble(
     layers = given.work.layers
     device = given.work.device
     initialise = given.initialise
-    if mesh.region is not None and is_meta(layers):
+    if mesh.region is not None and is_meta(layers) and not session.is_rehearsal:
         if initialise is None or not hasattr(initialise, "over"):
             raise ModelError(
                 "weights of the meta device are drawn layer by layer, which tensor parallelism cannot do: build the "
@@ -117,7 +117,8 @@ def assemble(
             opening = partial(open_tier, rank, header.spill, where, device, run)
             spillings[-1] = Spilling.create(stages, program, training, device, opening, where)
         staying = [own for stage, own in part.items() if not header.is_spilled(stage)]
-        materialise(list(chain.from_iterable(staying)), training.seed, device, initialise)
+        if not session.is_rehearsal:
+            materialise(list(chain.from_iterable(staying)), training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)

@@ -12,6 +12,7 @@ from pipefit.errors import ModelError
 from pipefit.parallel import Mesh
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import Weigh, pair_of
+from pipefit.runtime.session import current
 from pipefit.spec.options import Precision, Updates
 from pipefit.stage.compiler import backend_of
 from pipefit.stage.device import process_device
@@ -70,7 +71,10 @@ class GivenModel:
         layers = list(made.layers)
         maker = OptimizerMaker(optimizer, layers, updates.no_decay)
         check_scheduler(updates.scheduler)
-        place = process_device(device)
+        if current().is_rehearsal:
+            place = torch.device("meta")
+        else:
+            place = process_device(device)
         precision = Precision.of(precision)
         half = half_of(precision.dtype)
         if precision.dtype == TF32 and place.type == "cuda":

@@ -24,6 +24,8 @@ def exchange(session: Session, data: Any) -> list[Any]:
     """Returns the JSON data of every process, by number."""
     if not session.is_distributed:
         return [json.loads(json.dumps(data))]
+    if session.is_rehearsal:
+        return [json.loads(json.dumps(data))] * session.num_ranks
     with session.progress.waiting():
         return exchange_in_group(data, session.group)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.tags import Tags
 from pipefit.runtime.transport import Ending, Message
 from pipefit.stage.device import settle
-from pipefit.stage.payload import Contract, Structure
+from pipefit.stage.payload import ONLY_SHAPES, Contract, Structure
 
 _OVER_ALL = (Reduction.NORM, Op.BARRIER.value)
 """Collectives of every process of the run; others are among the processes of equal j of some ranks."""
@@ -68,12 +68,13 @@ class DistributedTransport:
         self._mesh = mesh
         self._tags = Tags(num_stages)
         self._process = rank * mesh.tensor + mesh.index
-        self._has_link_groups = link_groups or device.type == "cuda"
+        self._has_link_groups = link_groups or device.type != "cpu"
         world: Any = dist.group.WORLD
         self._world: dist.ProcessGroup = world
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._made: dict[tuple[int, str], Contract] = {}
         self._announced: dict[tuple[int, int, str], Contract] = {}
+        self._predicted: dict[tuple[int, str], Contract] = {}
         self._told: set[tuple[int, int, str]] = set()
         # The peers that have received an announcement in this pass.
         self._learning: set[int] = set()
@@ -124,6 +125,7 @@ class DistributedTransport:
                 group = self._world if len(processes) == dist.get_world_size() else dist.new_group(processes)
                 if j == self._mesh.index:
                     self._groups[members] = group
+                if self._process in processes:
                     made.append(group)
         self._warm_up(made)
 
@@ -133,7 +135,7 @@ class DistributedTransport:
         Args:
             made: of this process's reductions.
         """
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return
         token = torch.zeros(1, device=self.device)
         for link in sorted(self._links.keys() - self._warm):
@@ -194,14 +196,10 @@ class DistributedTransport:
         if known != contract:
             raise ModelError(
                 f"stage {i.stage} gave {contract} for micro-batch {i.mb}, but {known} for an earlier input of the same "
-                "shape; a stage's output may depend only on the shape of the model's input"
+                f"shape; {ONLY_SHAPES}"
             )
-        if len(contract.leaves) > Tags.MOST_LEAVES:
-            raise ModelError(
-                f"the output of stage {i.stage} has {len(contract.leaves)} tensors, at most {Tags.MOST_LEAVES} can "
-                "be sent; stack some of them"
-            )
-        if (to, i.stage, signature) not in self._told:
+        _check_can_be_sent(i.stage, contract)
+        if (i.stage, signature) not in self._predicted and (to, i.stage, signature) not in self._told:
             self._told.add((to, i.stage, signature))
             self._learning.add(to)
             self._post_known()
@@ -236,8 +234,20 @@ class DistributedTransport:
         i = receive.instruction
         signature = self._feed[i.mb].signature
         if receive.kind == Kind.ACT:
+            if (i.stage, signature) in self._predicted:
+                return self._predicted[i.stage, signature]
             return self._announced.get((receive.peer, i.stage, signature))
         return self._made.get((i.stage, signature))
+
+    def predict(self, contracts: Mapping[tuple[int, str], Contract]) -> None:
+        """Takes contracts in advance, of stages by the signatures of micro-batches: a rehearsal hears no announcement.
+
+        Raises:
+            ModelError: an output has too many tensors.
+        """
+        for (stage, _), contract in contracts.items():
+            _check_can_be_sent(stage, contract)
+        self._predicted.update(contracts)
 
     def _post(self, receive: _Receive, contract: Contract) -> None:
         """Opens buffers for the leaves of a message, or for pieces of them."""
@@ -349,7 +359,7 @@ class DistributedTransport:
         Gloo would sum a whole copy on every rank, so with Gloo parts are exchanged and each rank adds up its own.
         """
         group = self._groups[members]
-        if whole.device.type == "cuda":
+        if whole.device.type != "cpu":
             return _ending(reduce_scatter_single(part, whole, group=group, async_op=True))
         given = torch.empty_like(whole)
 
@@ -394,6 +404,14 @@ class _Receive:
     deliver: Callable[[Message], None]
     message: Message | None = None
     works: Sequence[Any] = ()
+
+
+def _check_can_be_sent(stage: int, contract: Contract) -> None:
+    if len(contract.leaves) > Tags.MOST_LEAVES:
+        raise ModelError(
+            f"the output of stage {stage} has {len(contract.leaves)} tensors, at most {Tags.MOST_LEAVES} can be sent; "
+            "stack some of them"
+        )
 
 
 def _ending(*works: Any, then: Callable[[], None] | None = None) -> Ending:

@@ -98,7 +98,7 @@ class Engine:
         """
         is_new = program.digest not in self._prepared
         if is_new:
-            self._prepare(program)
+            self.prepare(program)
         if self.mesh.region is not None:
             self.mesh.region.moved_bytes = 0.0
         if self._moments is not None:
@@ -131,7 +131,8 @@ class Engine:
                 keep_freed()
         return self.executions
 
-    def _prepare(self, program: Program) -> None:
+    def prepare(self, program: Program) -> None:
+        """Makes the buckets and process groups of a program, before its first pass."""
         self._prepared.add(program.digest)
         for worker in self.workers:
             make_buckets(worker, program)

@@ -57,6 +57,9 @@ def is_taken(run: Execution, update: int) -> bool:
 def _decide(run: Execution, update: int) -> None:
     """Decides about an update from its norms, which come to the host with its losses: the one wait for a GPU's step."""
     header, norms = run.compiled.program.header, run.norms[update]
+    if norms.is_meta:  # a rehearsal has no numbers, and makes every update
+        run.decided[update] = True
+        return
     own = {mb: loss for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update}
     losses = [loss.reshape(1).double().to(norms.device) for loss in own.values()]
     run.known[update], *losses = torch.cat([norms, *losses]).cpu().split([len(norms), *[1] * len(losses)])
@@ -84,7 +87,8 @@ def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor
     policy = run.worker.training.nonfinite
     if policy not in (STOP, SKIP) or update in run.norms or not gradients:
         return True
-    if torch.stack(torch._foreach_norm(list(gradients))).isfinite().all():
+    norms = torch.stack(torch._foreach_norm(list(gradients)))
+    if norms.is_meta or norms.isfinite().all():
         return True
     if policy == STOP:
         raise NonFiniteLossError(

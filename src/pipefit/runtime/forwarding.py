@@ -131,4 +131,5 @@ def _note_overwritten(run: Execution, i: Instruction, is_changed: bool) -> None:
 def _memory(payload: Any) -> set[int]:
     """The addresses of the memory that the tensors of a payload are in."""
     leaves, _ = flatten_any(payload, "a batch")
-    return {leaf.untyped_storage().data_ptr() for leaf in leaves if leaf.layout == torch.strided}
+    storages = [leaf.untyped_storage() for leaf in leaves if leaf.layout == torch.strided]
+    return {storage.data_ptr() or storage._cdata for storage in storages}  # the meta device has no addresses

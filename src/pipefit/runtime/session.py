@@ -62,6 +62,7 @@ class Session:
         group: the process group of small collectives; None: the default one.
         calls: the process group of roll calls, see `pipefit.runtime.calls`; weak, so that `leave` ends its threads.
         background: the checkpoint that is being written while the training goes on.
+        is_rehearsal: the other ranks are not there, and each is taken to send what this one does; see `rehearsing`.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class Session:
     group: Any = None
     calls: weakref.ref[dist.ProcessGroup] | None = None
     background: Background = field(default_factory=Background)
+    is_rehearsal: bool = False
     _shared: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -183,6 +185,32 @@ def current() -> Session:
     if _session is None:
         _session = join()
     return _session
+
+
+@contextlib.contextmanager
+def rehearsing(rank: int, num_ranks: int) -> Iterator[Session]:
+    """The context in which this process is a rank of a run whose other ranks are not there.
+
+    Messages and reductions go through torch's fake process group, which moves nothing.
+
+    Raises:
+        PipefitError: this process is a rank of a real run.
+    """
+    global _session
+    if dist.is_initialized() or "WORLD_SIZE" in os.environ:
+        raise PipefitError("a rehearsal needs no ranks: start it as one process, without torchrun or pipefit run")
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    before = _session
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    _session = Session(rank, num_ranks, None, Progress(), is_rehearsal=True)
+    try:
+        yield _session
+    finally:
+        dist.destroy_process_group()
+        _session = before
+        sys.excepthook = hook  # torch's names this rank in every traceback
 
 
 def join() -> Session:

@@ -177,7 +177,7 @@ class Worker:
     def forget_idle_gradients(self, stage: int) -> None:
         """Removes zeros in place of gradients that no rank had: the optimizer then skips such weights."""
         for parameter, mark in self._idle.pop(stage, ()):
-            if not mark:
+            if not (mark.is_meta or mark):  # a rehearsal takes another rank to have one
                 parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:

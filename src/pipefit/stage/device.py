@@ -67,7 +67,7 @@ def _own_index() -> int:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a GPU; one of the host is pinned first, so that the host need not wait for the copy."""
-    if tensor.device.type == "cpu":
+    if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

@@ -17,6 +17,9 @@ from pipefit.errors import ModelError
 from pipefit.stage.opened import Rest, opened
 from pipefit.stage.record_layout import name_of
 
+ONLY_SHAPES = "a stage's output may depend only on the shape of the model's input"
+"""The rule that lets both ends of a link agree on shapes once, for messages."""
+
 _PLAIN = (NoneType, bool, int, float, str)
 """Values that are part of a payload's structure."""
 
