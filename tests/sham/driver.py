@@ -15,7 +15,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import importlib.machinery
-import importlib.util
+import itertools
 import json
 import os
 import random
@@ -98,6 +98,7 @@ _set_result, _set_exception = Future.set_result, Future.set_exception
 
 _lanes: list[Pool] = []
 _order = random.Random()
+_numbers = itertools.cycle(range(1, 64))  # of the host's threads; 0: all others
 
 
 class _Task:
@@ -109,8 +110,11 @@ class _Task:
     def run(self) -> None:
         _library.sham_set_host(self.number)
         _library.sham_host_joins(self.clock)
+        # What the call holds goes on this thread, as in the pool of Python.
+        work, self.work = self.work, None
         try:
-            value = self.work()
+            value = work()
+            del work
         except BaseException as problem:
             self.future.set_exception(problem)
         else:
@@ -135,7 +139,7 @@ def submit(self: Pool, work: Any, /, *args: Any, **kwargs: Any) -> Any:
         _lanes.append(self)
         self._sham_tasks = deque()
         self._sham_busy = False
-        self._sham_number = 1 + len(_lanes) % 255
+        self._sham_number = next(_numbers)
     task = _Task(self._sham_number, lambda: work(*args, **kwargs))
     self._sham_tasks.append(task)
     if _order.random() < 0.5:
@@ -275,7 +279,10 @@ def _names(native: Any) -> dict[str, Any]:
             return self.event_id
 
         def elapsed_time(self, end: Any) -> float:
-            return _library.sham_elapsed_ms(self.event_id, end.event_id)
+            elapsed_ms: float = _library.sham_elapsed_ms(self.event_id, end.event_id)
+            if elapsed_ms < 0:
+                raise RuntimeError("CUDA error: device not ready")
+            return elapsed_ms
 
     def device_count() -> int:
         process.use()

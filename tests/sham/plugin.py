@@ -23,6 +23,7 @@ NOT_HERE = {
     "test_a_program_that_has_used_the_gpu_cannot_fork_workers": "this driver opens no /dev/nvidia0",
     "test_records_come_back_as_they_were_while_the_device_computes": "products as large as a CPU needs minutes for",
     "test_every_way_of_the_benchmark_runs": "it also runs torch's own sharding, with NCCL",
+    "test_a_cap_covers_what_the_libraries_of_the_gpu_take": "it measures products that a CPU needs minutes for",
     "test_a_plan_for_a_cap_keeps_it": "a model as large as a CPU needs minutes for",
 }
 """Tests that a simulated device cannot run, with the reason."""

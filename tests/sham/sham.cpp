@@ -27,7 +27,7 @@
 namespace {
 using namespace c10;
 
-constexpr int kDevices = 4, kPool = 32, kStreams = kDevices * (kPool + 1), kHosts = 256;
+constexpr int kDevices = 4, kPool = 32, kStreams = kDevices * (kPool + 1), kHosts = 64;
 constexpr size_t kRounding = 512, kWorkspace = 8519680;
 constexpr unsigned char kPoison = 0xFF;  // of memory that nobody has written: not a number in every floating type
 
@@ -57,6 +57,11 @@ std::string name_of(int stream) {
 }
 void join(Clock& clock, const Clock& other) {
   for (int i = 0; i < kStreams; i++) clock[i] = std::max(clock[i], other[i]);
+}
+bool knows(const Clock& clock, const Clock& other) {
+  for (int i = 0; i < kStreams; i++)
+    if (clock[i] < other[i]) return false;
+  return true;
 }
 void report(const std::string& text) {
   findings.push_back(text);
@@ -101,6 +106,7 @@ std::set<std::pair<std::thread::id, int>> workspaces;
 size_t rounded(size_t bytes) { return (bytes + kRounding - 1) / kRounding * kRounding; }
 
 void take(DeviceIndex device, size_t bytes) {
+  std::lock_guard lock(mutex);
   auto& usage = usages[device];
   TORCH_CHECK_WITH(OutOfMemoryError, usage.bytes + rounded(bytes) <= capacity, "CUDA out of memory. Tried to allocate ",
                    bytes, " bytes, ", capacity - usage.bytes, " are free");
@@ -111,8 +117,9 @@ void take(DeviceIndex device, size_t bytes) {
 void give_back(void* context) {
   auto* block = static_cast<Block*>(context);
   std::lock_guard lock(mutex);
+  // The last reference goes after all others: what any thread of the host has waited for before it let go, has ended.
   Clock home = stream_clocks[block->stream];
-  join(home, host_clocks[host]);
+  for (const auto& thread : host_clocks) join(home, thread);
   for (const auto& a : block->accesses)
     if (a.stream != block->stream && !block->users.count(a.stream) && home[a.stream] < a.when)
       report(std::string("memory of ") + name_of(block->stream) + " is freed while " + a.name + " of " +
@@ -124,8 +131,6 @@ void give_back(void* context) {
 }
 
 DataPtr own(char* data, size_t bytes, DeviceIndex device, Storage made_by_cpu) {
-  std::lock_guard lock(mutex);
-  take(device, bytes);
   auto* block = new Block{data, bytes, device, stream_of(device), std::move(made_by_cpu)};
   return {data, block, &give_back, Device(DeviceType::CUDA, device)};
 }
@@ -133,6 +138,7 @@ DataPtr own(char* data, size_t bytes, DeviceIndex device, Storage made_by_cpu) {
 struct DeviceMemory final : Allocator {
   DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, Device(DeviceType::CUDA, current)};
+    take(current, bytes);
     auto* data = static_cast<char*>(aligned_alloc(kRounding, rounded(bytes)));
     memset(data, kPoison, bytes);
     return own(data, bytes, current, {});
@@ -203,12 +209,14 @@ void land_copies() {
 
 void host_waits(const Clock& clock, const char* kind, bool warns = false) {
   if (unseen) return;
+  bool is_known;  // that all of it has ended: then there is no wait
   {
     std::lock_guard lock(mutex);
+    is_known = knows(host_clocks[host], clock);
     join(host_clocks[host], clock);
     land_copies();
   }
-  if (note) note(kind);
+  if (note && !is_known) note(kind);
   if (warns && sync_debug_mode) TORCH_WARN("called a synchronizing CUDA operation");
   std::lock_guard lock(mutex);
   raise_findings();
@@ -396,7 +404,10 @@ at::Tensor like(const at::Tensor& t, Storage storage) {
 Storage on_device(const Storage& made, DeviceIndex device) {
   auto* data = static_cast<char*>(made.mutable_data());
   DataPtr owned(nullptr, Device(DeviceType::CUDA, device));
-  if (data) owned = own(data, made.nbytes(), device, made);
+  if (data) {
+    take(device, made.nbytes());
+    owned = own(data, made.nbytes(), device, made);
+  }
   return Storage(Storage::use_byte_size_t(), made.nbytes(), std::move(owned), &device_memory, true);
 }
 
@@ -665,7 +676,11 @@ int sham_device() { return current; }
 void sham_set_device(int device) { current = device; }
 int64_t sham_stream(int device) { return current_streams[device]; }
 void sham_set_stream(int device, int64_t id) { current_streams[device] = id; }
-double sham_elapsed_ms(void* start, void* end) { return Guard().elapsedTime(start, end, 0); }
+double sham_elapsed_ms(void* start, void* end) {
+  std::lock_guard lock(mutex);
+  bool has_ended = knows(host_clocks[host], static_cast<Mark*>(start)->clock) && knows(host_clocks[host], static_cast<Mark*>(end)->clock);
+  return has_ended ? Guard().elapsedTime(start, end, 0) : -1;
+}
 void sham_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 int64_t sham_bytes(int device) { return usages[device].bytes; }
 int64_t sham_peak(int device) { return usages[device].peak; }
@@ -701,5 +716,4 @@ void sham_host_joins(const uint64_t* clock) {
   for (int i = 0; i < kStreams; i++) host_clocks[host][i] = std::max(host_clocks[host][i], clock[i]);
   land_copies();
 }
-void sham_forget_findings() { findings.clear(); }
 }
