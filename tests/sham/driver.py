@@ -20,6 +20,7 @@ import json
 import os
 import random
 import sys
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libtorch_python.so")
 
 waits: Counter[str] = Counter()
-"""How often the host has waited for a device at each place: "file function: kind"."""
+"""How often the host has waited for a device at each place: "file function: kind"; threads of lanes do not count."""
 
 _library: Any = None
 _seen: set[str] = set()
@@ -80,7 +81,8 @@ def _note(kind: bytes) -> None:
     where = place()
     if where:
         line = f"{where}: {kind.decode().removeprefix('aten::')}"
-        waits[line] += 1
+        if not threading.current_thread().name.startswith("pipefit-"):
+            waits[line] += 1
         _log("wait", line)
 
 

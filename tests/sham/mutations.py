@@ -2,25 +2,25 @@
 
     python -m tests.sham.mutations [PART OF A NAME…]
 
-prints a table; `make gpu-sham` must pass first. A mutation that no case finds is a survivor, which needs a reason here.
+prints a row for each; `make gpu-sham` must pass first. One that no case finds is a survivor, which needs a reason here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from tests.sham.build import build
 
 ROOT = Path(__file__).parents[2]
 STEPS, RANKS = "tests/sham/test_steps.py", "tests/sham/test_ranks.py"
-PROCESSES = 3
+PROCESSES = 4
 FOUND, PASSED = 1, 0
 """Exit codes of pytest: a case has failed, or none."""
 
@@ -69,7 +69,6 @@ MUTATIONS = [
         "        torch.cuda.current_stream(device).synchronize()\n",
         "        pass\n",
         ("tests/gpu/test_studies.py", "two_trials"),
-        "only lanes without a thread need it, whose copies are all to and from files: these block",
     ),
     Mutation("spill/lanes.py", "        self._future.result()\n", "        self._future.done()\n", SPILLED),
     Mutation("runtime/spill_handlers.py", "        copy.wait()\n", "", SPILLED),
@@ -190,44 +189,79 @@ MUTATIONS = [
 ]
 
 
-def is_found(mutation: Mutation, library: Path) -> bool:
-    """Runs the cases with the mutation, in a copy of the package.
+def tried(mutation: Mutation, folder: Path) -> int:
+    """Runs the cases with the mutation, in a copy of the package and a fork of this process; returns pytest's code."""
+    package = folder / "src" / "pipefit"
+    shutil.copytree(ROOT / "src" / "pipefit", package, ignore=shutil.ignore_patterns("__pycache__"))
+    module = package / mutation.path
+    text = module.read_text()
+    assert text.count(mutation.old) == 1, f"{mutation.name}: {text.count(mutation.old)} times"
+    module.write_text(text.replace(mutation.old, mutation.new))
+    file, which = mutation.cases
+    paths = [str(package.parent), str(ROOT)]
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests/sham/site"), *paths])
+    with (folder / "log").open("w") as log, contextlib.redirect_stdout(log):
+        options = [
+            "-qx",
+            "--tb=short",
+            "-p",
+            "tests.sham.plugin",
+            "-p",
+            "no:cacheprovider",
+            "-o",
+            f"pythonpath={package.parent} .",
+        ]
+        return pytest.main([*options, "--timeout", "120", "-m", "gpu", str(ROOT / file), "-k", which])
 
-    Raises:
-        RuntimeError: the tests did not run.
-    """
-    with tempfile.TemporaryDirectory(prefix="pipefit-mutation-") as folder:
-        package = Path(folder) / "src" / "pipefit"
-        shutil.copytree(ROOT / "src" / "pipefit", package, ignore=shutil.ignore_patterns("__pycache__"))
-        module = package / mutation.path
-        text = module.read_text()
-        assert text.count(mutation.old) == 1, f"{mutation.name}: {text.count(mutation.old)} times"
-        module.write_text(text.replace(mutation.old, mutation.new))
-        file, which = mutation.cases
-        path = os.pathsep.join(map(str, [ROOT / "tests/sham/site", package.parent, ROOT]))
-        command = [sys.executable, "-m", "pytest", "-qx", "-p", "tests.sham.plugin", "-p", "no:cacheprovider"]
-        command += ["-o", f"pythonpath={package.parent} .", "--timeout", "120", "-m", "gpu", file, "-k", which]
-        env = os.environ | {"PYTHONPATH": path, "PIPEFIT_SHAM": str(library), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        if done.returncode not in (FOUND, PASSED):
-            raise RuntimeError(f"{mutation.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return done.returncode == FOUND
+
+def start(mutation: Mutation, folder: Path) -> int:
+    """Starts a fork, which has loaded torch already; returns its number."""
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            code = tried(mutation, folder)
+        finally:
+            os._exit(code)
+    return child
+
+
+def verdict(mutation: Mutation, folder: Path, code: int) -> str:
+    """The row of a mutation: the case that finds it, or why none does."""
+    log = (folder / "log").read_text() if (folder / "log").exists() else ""
+    if code == FOUND:
+        summary = [line for line in log.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        errors = [line for line in log.splitlines() if line.startswith("E  ")]
+        found = f"found by {summary[0].partition('[')[2]} {errors[0] if errors else ''}"
+        end = " BUT EXPECTED TO SURVIVE" if mutation.reason else ""
+    elif code == PASSED:
+        found, end = "survives: ", mutation.reason or "NO REASON"
+    else:
+        found, end = "did not run: ", log[-2000:]
+    return f"{mutation.name} → {mutation.new.strip()} | {found}{end}"
 
 
 def main(parts: list[str]) -> None:
-    """Prints a row for each mutation, and fails where one survives without a reason, or is found in spite of one."""
-    library = build()
-    assert library is not None, "there is no C++ compiler"
-    chosen = [m for m in MUTATIONS if not parts or any(part in m.name for part in parts)]
-    wrong = 0
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        for mutation, found in zip(chosen, pool.map(lambda m: is_found(m, library), chosen), strict=True):
-            wrong += found == bool(mutation.reason)
-            print(
-                f"{'found' if found else 'survives'} | {mutation.name} → {mutation.new.strip()} | {mutation.reason}",
-                flush=True,
-            )
-    sys.exit(f"{wrong} not as expected" if wrong else 0)
+    """Prints a row for each mutation, as its cases end."""
+    if "PIPEFIT_SHAM" not in os.environ:
+        library = build()
+        assert library is not None, "there is no C++ compiler"
+        path = os.pathsep.join(map(str, [ROOT / "tests/sham/site", ROOT]))
+        os.environ.update({"PIPEFIT_SHAM": str(library), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
+        os.execv(sys.executable, [sys.executable, "-m", "tests.sham.mutations", *parts])
+    import torch  # noqa: F401
+
+    waiting = [m for m in MUTATIONS if not parts or any(part in m.name for part in parts)]
+    running: dict[int, tuple[Mutation, Path]] = {}
+    with tempfile.TemporaryDirectory(prefix="pipefit-mutations-") as place:
+        while waiting or running:
+            while waiting and len(running) < PROCESSES:
+                mutation, folder = waiting.pop(0), Path(tempfile.mkdtemp(dir=place))
+                running[start(mutation, folder)] = mutation, folder
+            child, status = os.wait()
+            if child in running:
+                print(verdict(*running.pop(child), os.waitstatus_to_exitcode(status)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from tests.gpu import plain
 from tests.gpu.rank_jobs import MODELS, Result
 from tests.pipelines import grouped
-from tests.sham import backend
 
 from pipefit import Pipeline
 
@@ -28,6 +27,8 @@ def trained(model: str, options: dict[str, Any]) -> Result:
 
 def all_trained(tasks: list[tuple[str, dict[str, Any]]]) -> list[Result]:
     """Several trainings, one after the other."""
+    from tests.sham import backend
+
     found = [trained(*task) for task in tasks]
     assert isinstance(dist.group.WORLD, backend.Sham)
     assert dist.get_backend_config() == "cpu:gloo,cuda:sham"
