@@ -69,7 +69,7 @@ zoo: .venv-zoo/stamp ## models of libraries and hand-written tricks against plai
 .venv-zoo/stamp: pyproject.toml tests/zoo/constraints.txt scripts/make-zoo-venv
 	@PYTHON="$(PYTHON)" scripts/make-zoo-venv
 
-check: lint types imports doctest docs test long ## everything a change must pass
+check: lint types imports doctest docs test gpu-sham long ## everything a change must pass
 
 format: .venv/stamp ## rewrite the code in the house's form
 	@$(PY) -m ruff format .
