@@ -1,4 +1,4 @@
-"""Measures pipefit on one GPU: rates, steps next to plain torch, memory under a cap, and a spilled run.
+"""Measures pipefit on one GPU: steps next to plain torch, memory under a cap, and a spilled run.
 
 Each part is a process of its own with a deadline, so a part that hangs or fails is a line of the report and no more.
 """
@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipefit.models import ModelBundle, build
 from pipefit.pipeline.pipeline import Pipeline
@@ -47,57 +47,6 @@ def seconds(work: Callable[[], object], repeats: int = 5, warmup: int = 2) -> fl
         if turn >= warmup:
             found.append(time.perf_counter() - start)
     return median(found)
-
-
-def facts() -> Figures:
-    before, whole = torch.cuda.mem_get_info(DEVICE)
-    torch.mm(torch.ones(64, 64, device=DEVICE), torch.ones(64, 64, device=DEVICE))
-    nn.Linear(64, 64, device=DEVICE)(torch.ones(64, 64, device=DEVICE)).sum().backward()
-    torch.cuda.synchronize()
-    return {
-        "gpu": torch.cuda.get_device_name(DEVICE),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "memory_mib": whole / MIB,
-        "free_mib": before / MIB,
-        "workspaces_mib": torch.cuda.memory_allocated(DEVICE) / MIB,
-    }
-
-
-def rates() -> Figures:
-    figures: Figures = {}
-    size = 8192
-    for name, dtype, precision in (
-        ("fp32", torch.float32, "highest"),
-        ("tf32", torch.float32, "high"),
-        ("bf16", torch.bfloat16, "highest"),
-    ):
-        torch.set_float32_matmul_precision(precision)
-        matrix = torch.randn(size, size, device=DEVICE).to(dtype)
-        figures[f"{name}_tflops"] = 2 * size**3 / seconds(lambda matrix=matrix: torch.mm(matrix, matrix)) / 1e12
-    num_bytes = 256 * MIB
-    there, pageable = (
-        torch.zeros(num_bytes, dtype=torch.uint8, device=DEVICE),
-        torch.zeros(num_bytes, dtype=torch.uint8),
-    )
-    pinned, other = pageable.pin_memory(), torch.empty_like(there)
-    figures["copy_gb_per_s"] = 2 * num_bytes / seconds(lambda: other.copy_(there)) / 1e9
-    for name, host in (("pinned", pinned), ("pageable", pageable)):
-        figures[f"to_device_{name}_gb_per_s"] = (
-            num_bytes / seconds(lambda h=host: there.copy_(h, non_blocking=True)) / 1e9
-        )
-        figures[f"to_host_{name}_gb_per_s"] = (
-            num_bytes / seconds(lambda h=host: h.copy_(there, non_blocking=True)) / 1e9
-        )
-    tiny = torch.zeros(1, device=DEVICE)
-
-    def many() -> None:
-        for _ in range(1000):
-            tiny.add_(1)
-
-    figures["launch_us"] = seconds(many) * 1e3
-    return figures
 
 
 def model(sizes: dict[str, Any]) -> ModelBundle:
@@ -202,8 +151,6 @@ def peak() -> Figures:
 
 
 PARTS: dict[str, tuple[Callable[[], Figures], float]] = {
-    "facts": (facts, 30),
-    "rates": (rates, 30),
     "small": (lambda: steps(SMALL), 45),
     "large": (lambda: steps(LARGE), 60),
     "peak": (peak, 45),

@@ -25,8 +25,8 @@ from cyclopts import Parameter
 
 from benchmarks.devices import own_core
 from pipefit.calibrate.overhead import runtime_costs
-from pipefit.calibrate.prediction import costs_on_ranks
-from pipefit.cost import RuntimeCosts
+from pipefit.calibrate.tensor_shard import profile_on_ranks
+from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
@@ -124,7 +124,7 @@ def hybrid_rank(config: HybridConfig) -> list[HybridRow]:
     work = Workload(named_layers(bundle.layers), bundle.loss, optimizer, torch.device("cpu"), example)
     profile = agreed_profile(work, sizes, session)
     topology = links_of(session, session.num_ranks)
-    contest = _Contest(config, session, profile, work, topology, runtime_costs(session, topology))
+    contest = _Contest(config, session, profile, work, topology, runtime_costs(session))
     pipes = {name: contest.pipeline(settings) for name, (_, settings) in ways.items()}
     seconds = contest.run(pipes, [bundle.example(config.batch, step) for step in range(config.steps)])
     return [contest.row(name, ways[name][0], pipe, seconds[name]) for name, pipe in pipes.items()]
@@ -177,15 +177,9 @@ class _Contest:
 
     def row(self, name: str, shape: tuple[int, int, int], pipe: Pipeline, seconds: list[float]) -> HybridRow:
         """Predicted and measured figures of one way."""
-        cost = costs_on_ranks(
-            pipe.plan,
-            self.profile,
-            self.topology,
-            self.session,
-            self.work,
-            STATE_PER_WEIGHT["adamw"],
-            self.runtime,
-        )
+        profile = profile_on_ranks(pipe.plan, self.profile, self.topology, self.session, self.work)
+        state = STATE_PER_WEIGHT["adamw"]
+        cost = of_plan(profile, pipe.plan, self.topology, state_per_weight=state, runtime=self.runtime)
         steps = self.config.steps
         predicted_s = simulate(pipe.program, cost, repeats=steps).makespan_s / steps
         moved = pipe.report().traffic

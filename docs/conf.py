@@ -1,6 +1,7 @@
 """Sphinx settings of the manual: MyST pages, the furo theme."""
 
 import sys
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
@@ -30,9 +31,16 @@ html_title = "pipefit"
 
 
 def setup(app):
-    """Napoleon takes what stands before a colon in a property's first line for a type; a comment has none."""
+    def options(app, what, name, obj, how, lines):
+        """The fields of a group of options have their help in the field, not in the docstring."""
+        if what == "class" and is_dataclass(obj):
+            helps = {one.name: one.metadata.get("help") for one in fields(obj)}
+            lines += ["", *(f":param {name}: {text}" for name, text in helps.items() if text), ""]
+
+    app.connect("autodoc-process-docstring", options, priority=600)
 
     def first_line(app, what, name, obj, options, lines):
+        """Napoleon takes what stands before a colon in a property's first line for a type; a comment has none."""
         if what == "property":
             lines[:0] = ["..", ""]
 

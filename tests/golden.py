@@ -5,7 +5,8 @@ from itertools import product
 from pathlib import Path
 
 import pipefit.draw.shelf
-from pipefit.draw.choices import How, Wish, drawn, over_ranks
+from pipefit.draw.choices import Wish, drawn, over_ranks
+from pipefit.draw.draw_options import DrawOptions
 from pipefit.draw.drawing import draw
 from pipefit.draw.encode import to_text
 from pipefit.draw.scene import scene_of
@@ -53,7 +54,7 @@ def shelf_now() -> bytes:
     """The drawings made ahead, as they would be made today."""
     pricing = draw("1f1b", 1, 1).pricing
     wishes = [Wish(name, *shape) for name in over_ranks() for shape in product(STAGES, MICROBATCHES, CHUNKS)]
-    found = filter(None, (drawn(wish, pricing, How()) for wish in wishes))
+    found = filter(None, (drawn(wish, pricing, DrawOptions()) for wish in wishes))
     text = "".join(to_text(name, scene_of(timeline)) + "\n" for name, timeline in found)
     return gzip.compress(text.encode(), mtime=0)
 

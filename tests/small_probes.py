@@ -26,6 +26,5 @@ def shrink(set_to: Callable[[Any, str, Any], None] = setattr) -> None:
         set_to(room, "_WARM_UP_S", 0.0)
     set_to(memory_cap, "_NUM_STEPPED", 1 << 14)
     set_to(kinds, "_MOST", 3)
-    set_to(overhead, "_ROUNDS", 1)
-    set_to(overhead, "_REPEATS", 3)
+    set_to(overhead, "_PASSES", 3)
     set_to(tensor_shard, "_REPEATS", 4)

@@ -114,7 +114,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plan": (
         pf.plan,
         {"model": pf.Profile("two", 1, (LAYER,)), "topology": "local:1", "global_batch": 4, "method": "auto",
-         "num_microbatches": (2,), "example": None, "loss": None},
+         "num_microbatches": 2, "example": None, "loss": None},
     ),
     "draw": (
         pf.draw,
@@ -258,7 +258,7 @@ ACCEPTED: dict[str, dict[str, str]] = {
     },
     "plan": {
         "global_batch": "None",
-        "num_microbatches": "list",
+        "num_microbatches": "None",
         "example": "None",
         "loss": "None class",
     },

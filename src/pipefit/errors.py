@@ -137,6 +137,8 @@ _MOST_BITS = 63
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a mistyped `name`: the nearest known names, else all of them, or the first of many."""
     known = sorted(known)
+    if not known:
+        return "there is none"
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if len(known) > _MOST_NAMED:
         more = f", … ({len(known)} in all)"

@@ -86,7 +86,7 @@ def test_the_next_save_a_load_and_the_end_wait_for_it(tmp_path, gate, act):
         assert pipe.load(tmp_path).path == path
     else:
         pipe.fit(batches(1))
-    assert path.exists() and not pipe._session.background.is_open
+    assert path.exists() and not pipe.session.background.is_open
 
 
 def test_one_that_cannot_be_written_is_left_out_and_the_last_one_says_why(tmp_path, monkeypatch, caplog):
@@ -113,7 +113,7 @@ def test_what_no_checkpoint_can_hold_is_refused_at_once(tmp_path):
     pipe.workers[0].stages[0].layers[0].module.register_buffer("sparse", torch.eye(2).to_sparse())
     with pytest.raises(PipefitError, match="which safetensors cannot hold"):
         pipe.save(tmp_path, wait=False)
-    assert not pipe._session.background.is_open
+    assert not pipe.session.background.is_open
 
 
 def test_spilled_stages_are_written_at_once(tmp_path):
@@ -221,7 +221,7 @@ def test_by_default_checkpoints_follow_the_clock(tmp_path):
     def run(schedule="1f1b", count=12):
         pipe = pipeline(schedule=schedule, microbatches=2)
         save = Checkpoints(pipe, tmp_path / schedule, keep=0, share=1.0, clock=Ticking(20.0))
-        losses = pipe.fit(batches(count), steps=count, callbacks=[save, lambda record: pipe._session.settle()])
+        losses = pipe.fit(batches(count), steps=count, callbacks=[save, lambda record: pipe.session.settle()])
         return pipe, losses, sorted(int(path.name[5:]) for path in (tmp_path / schedule).iterdir())
 
     pipe, losses, steps = run()

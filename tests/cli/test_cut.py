@@ -28,7 +28,8 @@ def test_weights_that_several_layers_hold_are_named(capsys):
 
 def test_layers_of_a_sequence_are_drawn_without_borders(capsys, tmp_path):
     path = tmp_path / "mlp.svg"
-    answered(capsys, "cut", "mlp", "--option", "layers=2,width=4", "-o", str(path))
+    found = answered(capsys, "cut", "mlp", "--option", "layers=2,width=4", "-o", str(path))
+    assert [row["layer"] for row in found["layers"]] == ["hidden0", "head"]
     words = "".join(ET.parse(path).getroot().itertext())
     assert "parameters" in words and "tensor" not in words
 

@@ -347,3 +347,7 @@ def test_a_run_that_was_refused_leaves_no_folder_and_one_that_began_keeps_it(tmp
 def test_a_negative_number_is_refused_before_anything_is_trained(name, capsys):
     said = refused(capsys, "train", "--model", "mlp", "--ranks", "1", f"--{name}", "-2")
     assert said.startswith(f"pipefit train: {name.replace('-', '_')}: expected a whole number of at least 0, got -2")
+
+
+def test_adapters_need_a_folder_whose_weights_they_change(capsys):
+    assert "weights of a folder; gpt has none" in refused(capsys, "train", "--model", "gpt", "--lora", "r=4")

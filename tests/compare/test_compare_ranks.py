@@ -14,8 +14,6 @@ from pipefit.cli.compare import _ending_early
 from pipefit.compare.comparison import Comparison, Row
 from pipefit.compare.rounds import compare_on_ranks
 from pipefit.compare.settings import STRATEGIES, USUAL, WHOLE, CompareConfig
-from pipefit.cost import RuntimeCosts
-from pipefit.profiling.links import links_of
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 
@@ -146,12 +144,13 @@ def test_what_cannot_be_compared_is_refused_in_one_message(words, told, capsys):
     assert told in refused(capsys, "compare", *words.split())
 
 
-def calibrated() -> RuntimeCosts:
-    return runtime_costs(current(), links_of(current(), 2))
+def calibrated() -> tuple[float, float]:
+    costs = runtime_costs(current())
+    return costs.overhead_s, costs.post_s
 
 
 @pytest.mark.long
 def test_costs_of_the_executor_are_measured_once_for_all_ranks():
     first, second = launch(calibrated, 2, threads=1, quiet=True)
     assert first == second
-    assert set(first.host_s) == {"load", "fwd", "loss", "bwd", "send", "step", "recompute", "bwd_input", "bwd_weight"}
+    assert min(first) > 0

@@ -134,15 +134,6 @@ def test_issuing_costs_the_rank_posts_copies_and_overhead():
     assert cost.duration_s(Instruction(Op.DROP, 0, version=0), 0) == 0
 
 
-def test_what_the_runtime_needs_for_an_operation_takes_the_place_of_the_usual_overhead():
-    host = {"fwd": 7, "recv": 11}
-    cost = CostModel((1,), (1,), (1,), act_bytes=(10,), post_s=2, overhead_s=4, host_s=host)
-    assert cost.duration_s(fwd(0, 0), 0) == 1 + 7
-    assert cost.duration_s(bwd(0, 0), 0) == 2 + 4
-    assert cost.duration_s(Instruction(Op.RECV, 0, 0, kind="act", peer=1), 0) == 11
-    assert cost.duration_s(Instruction(Op.SEND, 0, 0, kind="act", peer=1), 0) == 2
-
-
 @pytest.mark.parametrize(
     ("figures", "message"),
     [
@@ -253,10 +244,9 @@ def test_ranks_of_a_machine_share_its_tiers_and_step_on_the_host_as_fast_as_it_c
 
 
 def test_the_executor_adds_what_it_was_measured_to_add():
-    runtime = RuntimeCosts(1, 2, {"load": 3, "fwd": 4}, pass_s=5, arrival_s=8)
+    runtime = RuntimeCosts(1, 2, copy_s_per_byte=5)
     cost = of_plan(Profile("chain", 1, THREE), by_counts(1, 2), SERVER, runtime=runtime)
-    assert (cost.overhead_s, cost.post_s, cost.arrival_s, cost.pass_s) == (1, 2, 8, 5)
-    assert cost.host_s == {"load": 3, "fwd": 4}
+    assert (cost.overhead_s, cost.post_s, cost.copy_s_per_byte) == (1, 2, 5)
 
 
 def test_partition_profile_and_topology_must_belong_together():

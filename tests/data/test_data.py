@@ -64,12 +64,10 @@ def test_unigram_entropy_is_that_of_the_byte_frequencies():
 
 
 def test_the_split_keeps_every_byte_once_and_in_order():
-    train, validation = split_corpus(CORPUS, 0.25)
-    assert train + validation == CORPUS and len(validation) == len(CORPUS) // 4
-    with pytest.raises(DataError, match="between 0 and 1"):
-        split_corpus(CORPUS, 1.0)
+    train, validation = split_corpus(CORPUS)
+    assert train + validation == CORPUS and len(validation) == pytest.approx(len(CORPUS) / 10, abs=1)
     with pytest.raises(DataError, match="too few"):
-        split_corpus(b"a", 0.1)
+        split_corpus(b"a")
 
 
 def test_targets_are_the_next_bytes_of_windows_of_the_corpus():

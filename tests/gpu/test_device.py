@@ -9,8 +9,12 @@ from torch import nn
 
 from pipefit import Pipeline
 from pipefit.errors import PipefitError
+from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.launch import launch
+from pipefit.runtime.session import current
 from pipefit.stage.device import process_device, usable_device
+from pipefit.stage.split import named_layers
 
 pytestmark = pytest.mark.gpu
 
@@ -48,6 +52,14 @@ def test_what_was_on_the_gpu_before_is_not_the_peak_of_a_training() -> None:
     pipe = pipeline("cuda")
     pipe.step(*plain.batches()[0])
     assert 0 < pipe.report().peak_memory_bytes[0] < 1 << 29
+
+
+def test_layers_of_a_model_on_the_host_are_measured_on_the_gpu() -> None:
+    layers = named_layers(plain.network())
+    work = Workload(layers, nn.functional.cross_entropy, plain.sgd, torch.device("cuda:0"), plain.batches()[0])
+    profile = agreed_profile(work, [2], current(), repeats=3, warmup=1)
+    assert profile.device.startswith("cuda: ")
+    assert all(p.device.type == "cpu" for layer in layers for p in layer.module.parameters())
 
 
 def with_nccl() -> tuple[list[str], list[float]]:

@@ -28,7 +28,7 @@ def trained(*callbacks, until=4, start=0):
         updates=pf.Updates(clip_norm=1.0),
     )
     data = [(torch.ones(4, 4) * step, torch.ones(4, 2)) for step in range(until)]
-    pipe.loop.num_updates = start
+    pipe.state.num_updates = start
     records = []
     pipe.fit(data[start:], callbacks=[records.append, *callbacks], held_out=data[:1], evaluate_every=2)
     return records

@@ -157,7 +157,7 @@ def test_a_table_that_grows_metrics_keeps_its_rows(tmp_path):
     path = tmp_path / "metrics.csv"
     pipeline(plain).fit(batches(2), callbacks=[pf.csv_log(path)])
     later = pipeline()
-    later.loop.num_updates = 2
+    later.state.num_updates = 2
     later.fit(batches(1), callbacks=[pf.csv_log(path)])
     rows = list(csv.DictReader(path.read_text().splitlines()))
     assert [(row["step"], bool(row["error"]), bool(row["loss"])) for row in rows] == [

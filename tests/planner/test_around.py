@@ -17,11 +17,11 @@ from pipefit.cli import main
 from pipefit.cost import FREE, of_plan
 from pipefit.errors import PlanError, ProfileError, TopologyError
 from pipefit.planner import gpt_profile, plan
-from pipefit.planner.computed_profile import gpt_settings
 from pipefit.planner.explain import explain, training
 from pipefit.planner.machines import load_topology, topology_names
 from pipefit.planner.pictures import Point, depth_svg, explore, pareto, pareto_svg, partition_svg
 from pipefit.planner.refit import refit
+from pipefit.planner.transformer import settings_of
 from pipefit.schedules import program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile, Topology
@@ -63,7 +63,7 @@ def test_training_days_follow_from_the_predicted_throughput():
 @pytest.mark.parametrize("text", ["gpt:layers=2", "gpt:layers=2,hidden=x,heads=1", "gpt:layer=2,hidden=8,heads=1"])
 def test_gpt_sizes_that_are_missing_or_unknown_are_refused(text):
     with pytest.raises(ProfileError, match="gpt:"):
-        gpt_settings(text)
+        settings_of(text)
 
 
 def test_heads_that_do_not_divide_the_hidden_size_are_refused():

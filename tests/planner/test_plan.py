@@ -15,6 +15,7 @@ from pipefit.planner.estimate import estimate
 from pipefit.planner.holdings import holds_all
 from pipefit.planner.machines import load_topology
 from pipefit.planner.methods import problem_of, space_of
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.simulated import simulated
 from pipefit.planner.space import Config, configs
 from pipefit.schedules import Shape, find, generate, names, program_of
@@ -38,7 +39,7 @@ def test_the_winner_is_within_3_percent_of_every_candidate_simulated(seed, bandw
     topology = Topology((Level("machine", 4, bandwidth, 1e-4, one_port=port),))
     made = plan(profile, topology, global_batch=32)
     problem = problem_of(profile, topology, 32)
-    space = space_of(problem, "auto", microbatch_sizes=(2,))
+    space = space_of(problem, PlanOptions(microbatch_sizes=(2,)))
     everything = [simulated(problem, estimate(problem, config)) for config in configs(problem, space)]
     best = min(one.period_s for one in everything if one)
     assert len(everything) > 20

@@ -110,7 +110,7 @@ def load_on_one_rank(place: str) -> None:
     """One rank begins later in its data."""
     pipe = jobs.pipeline()
     if current().rank:
-        pipe.loop.num_updates = 2
+        pipe.state.num_updates = 2
     try:
         pipe.fit(jobs.batches())
     except Exception as problem:

@@ -213,7 +213,7 @@ def save_behind(place: str, options: dict[str, Any]) -> tuple[list[float], dict[
         return now[0] if pipe.rank == 0 else 0.0
 
     def follow(record: Any) -> None:
-        pipe._session.settle()
+        pipe.session.settle()
         now[0] = 30.0 * record.step
         if pipe.rank == 1:
             commit.write_tensors = full if record.step == 4 else original

@@ -12,7 +12,7 @@ from pipefit.runtime.progress import Progress
 from pipefit.runtime.session import Session
 
 
-@pytest.mark.parametrize("costs", [USUAL, RuntimeCosts(1e-6, math.inf, {"fwd": 2e-6})])
+@pytest.mark.parametrize("costs", [USUAL, RuntimeCosts(1e-6, math.inf)])
 def test_costs_are_those_of_the_first_start(costs, tmp_path, monkeypatch):
     monkeypatch.setenv(MEMORY, str(tmp_path))
     first = Session(0, 1, None, Progress())

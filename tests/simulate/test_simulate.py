@@ -14,7 +14,6 @@ from pipefit.ir.op import Op
 from pipefit.ir.text import parse
 from pipefit.schedules import Shape, generate
 from pipefit.simulate import metrics, simulate, steady_period_s
-from pipefit.spec import Topology
 from pipefit.timeline import waited_for
 
 times = st.integers(1, 9).map(Fraction)
@@ -160,27 +159,6 @@ def test_period_of_unequal_replicas_is_per_step_and_not_per_update():
     assert simulate(program, cost).period_s == 3
 
 
-# ------------------------------------------------------------------------------------------- messages that have come
-
-
-@pytest.mark.parametrize("cores", [None, 1])
-def test_a_message_that_has_come_costs_its_receiver_before_it_goes_on(cores):
-    """Naive: nobody works meanwhile, so all messages count; also where the ranks share one core."""
-    program = generate("naive", Shape(2, 5))
-    links = Topology.local(2, 1e30, 0.0, cores=cores)
-    plain = CostModel((2, 2), (2, 2), (2, 2), topology=links)
-    added = simulate(program, replace(plain, arrival_s=3)).makespan_s - simulate(program, plain).makespan_s
-    assert added == pytest.approx(3 * 2 * 5)
-
-
-def test_messages_that_come_while_their_receiver_works_cost_it_as_much():
-    """Rank 1 is the slow one; rank 0 only waits for the last gradient at the end."""
-    program = generate("gpipe", Shape(2, 5))
-    plain = CostModel((1, 10), (0, 10), (1, 10))
-    added = simulate(program, replace(plain, arrival_s=3)).makespan_s - simulate(program, plain).makespan_s
-    assert added == 3 * 5 + 3
-
-
 # -------------------------------------------------------------------------------------------------------------- peaks
 
 
@@ -297,12 +275,6 @@ def test_a_slow_rank_takes_longer_over_the_same_work():
     assert ends(simulate(program, cost), 0, Op.FWD) == [4, 8, 12]
 
 
-def test_every_rank_spends_the_time_between_passes_before_each_of_them():
-    program = generate("naive", Shape(1, 2))
-    timeline = simulate(program, CostModel((1,), (1,), (1,), pass_s=10), repeats=3)
-    assert ends(timeline, 0, Op.FWD) == [11, 14, 27, 30, 43, 46]
-
-
 # -------------------------------------------------------------------------------------------------------- reductions
 
 
@@ -382,7 +354,7 @@ def test_costs_of_another_partition_are_refused():
 def test_metrics_answer_what_draw_promises():
     program = generate("interleaved", Shape(2, 4, num_chunks=2))
     cost = unit(program.header, 1, 2)
-    answer = metrics(program, simulate(program, cost), 1, 2)
+    answer = metrics(program, simulate(program, cost))
     assert answer == {
         "schedule": "interleaved",
         "num_stages": 4,
@@ -405,7 +377,7 @@ def test_an_asynchronous_program_too_short_for_a_rhythm_gets_the_load_of_its_bus
     short = generate("pipedream-2bw", Shape(4, 4))
     assert steady_period_s(short, unit(short.header, 1, 2)) == 12
     longer = generate("pipedream-2bw", Shape(4, 4, num_steps=8))
-    assert metrics(short, simulate(short, unit(short.header)), 1, 2, steady=longer)["period"] == 12
+    assert metrics(short, simulate(short, unit(short.header)), steady=longer)["period"] == 12
 
 
 def test_the_period_is_simulated_the_way_the_timeline_was():
@@ -414,7 +386,7 @@ def test_the_period_is_simulated_the_way_the_timeline_was():
     cost = unit(program.header, 1, 2, latency=1)
     for rendezvous in (True, False):
         timeline = simulate(program, cost, rendezvous=rendezvous)
-        answer = metrics(program, timeline, 1, 2, cost=cost)
+        answer = metrics(program, timeline, cost)
         assert answer["period"] == answer["makespan"] == timeline.makespan_s
     assert timeline.makespan_s == (4 + 3 - 1) * 3 + 2 * 2
 

@@ -1,1 +1,1 @@
-"""The cost of a plan on the ranks at hand: overhead of the executor, layers split over processes, prediction."""
+"""The cost of a plan on the ranks at hand: overhead of the executor, layers split over processes."""

@@ -21,19 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipefit.parallel import Mesh, Region, make_mesh, release, shard_layers
+from pipefit.cost.tensor import tensor_shard
+from pipefit.parallel import Mesh, Region, release, shard_layers
 from pipefit.parallel.region import Exchange, Rehearsal
+from pipefit.pipeline.assembly import mesh_of
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.clock import Clock
 from pipefit.profiling.links import per_core
-from pipefit.profiling.tensors import batch_of, map_tensors, take, tensors_of
+from pipefit.profiling.tensors import batch_of, map_tensors, placed, take, tensors_of
 from pipefit.profiling.untouched import untouched
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
-from pipefit.stage.materialise import lent_weights
+from pipefit.stage.materialise import is_meta, lent_weights
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.training import with_metrics
 
@@ -42,6 +44,18 @@ _REPEATS = 40
 
 Ways = tuple[list[Exchange], list[Exchange]]
 """Exchanges of a forward and of its backward."""
+
+
+def profile_on_ranks(plan: Plan, profile: Profile, topology: Topology, session: Session, work: Workload) -> Profile:
+    """Returns the profile of one process of a rank, from that of the whole model; all ranks make the same call.
+
+    Under tensor parallelism it is a shard's: measured, or computed where layers have no weights yet.
+    """
+    if plan.tensor == 1:
+        return profile
+    if is_meta(work.layers):
+        return tensor_shard(profile, plan.tensor, topology)
+    return profile_of_shard(work, plan, session, topology)
 
 
 def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Topology) -> Profile:
@@ -61,25 +75,26 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
     """
     layers = work.layers
     example = work.batch("measuring the layers")
-    num_ranks = plan.placement.num_ranks
-    sequence = plan.sequence_parallel
-    region = make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, sequence).region
+    region = mesh_of(plan, session).region
     assert region is not None
     size = largest_part(example[0], plan.num_microbatches)
     silent = Rehearsal(region.group, region.size, 0, region.sequence)
-    with lent_weights(nn.ModuleList([layer.module for layer in layers])), _rehearsed(layers, silent) as shards:
-        device = next((p.device for layer in layers for p in layer.module.parameters()), torch.device("cpu"))
+    roots = nn.ModuleList([layer.module for layer in layers])
+    with lent_weights(roots), _rehearsed(layers, silent) as shards:
+        device = next((parameter.device for parameter in roots.parameters()), torch.device("cpu"))
         shards.check(example[0])
         shard_loss = shards.loss(work.loss)
         profile = agreed_profile(replace(work, loss=shard_loss), [size], session)
         batch = batch_of(example[0])
-        x, y = (map_tensors(lambda leaf: leaf.to(device), take(item, size, batch)) for item in example)
+        x, y = (placed(take(item, size, batch), device, None) for item in example)
         each, ends = _exchanges(layers, x, y, shard_loss, silent, device)
-    different = list(dict.fromkeys([*(one for ways in each for way in ways for one in way), *ends]))
+    every = list(ends)
+    for forward, backward in each:
+        every += forward + backward
     clock = Clock(device)
     crowd = per_core(topology, session.num_ranks)
-    count = sum(len(way) for ways in each for way in ways) + len(ends)
-    fill = _matrix_products((profile.step_s or 0.0) / max(count, 1), clock, session)
+    fill = _matrix_products((profile.step_s or 0.0) / max(len(every), 1), clock, session)
+    different = list(dict.fromkeys(every))
     seconds = []
     for one in different:
         together = _samples_s(one, region, fill, clock)
@@ -112,7 +127,12 @@ def _exchanges(
         for layer in layers:
             x, *ways = _both_ways(layer.module, x, rehearsal)
             each.append((ways[0], ways[1]))
-        _, forward, backward = _both_ways(lambda output: with_metrics(loss(output, y))[0], x, rehearsal)
+
+        def scalar(output: Any) -> Tensor:
+            value, _ = with_metrics(loss(output, y))
+            return value
+
+        _, forward, backward = _both_ways(scalar, x, rehearsal)
     return each, forward + backward
 
 
@@ -166,7 +186,8 @@ def added_s(together: Sequence[float], alone: Sequence[float], crowd: float) -> 
     >>> added_s([6.0] * 20, [2.0] * 20, crowd=2)
     2.0
     """
-    return max((statistics.median(together) - statistics.median(alone)) / crowd, 1e-6)
+    added = statistics.median(together) - statistics.median(alone)
+    return max(added / crowd, 1e-6)
 
 
 def _with_exchanges(
@@ -177,12 +198,9 @@ def _with_exchanges(
     def total(exchanges: Sequence[Exchange]) -> float:
         return sum(seconds[exchange] for exchange in exchanges)
 
-    layers = tuple(
-        msgspec.structs.replace(
-            layer,
-            forward_s=layer.forward_s + total(forward),
-            backward_input_s=layer.backward_input_s + total(backward),
-        )
-        for layer, (forward, backward) in zip(profile.layers, each, strict=True)
-    )
-    return msgspec.structs.replace(profile, layers=layers, loss_s=profile.loss_s + total(ends))
+    layers = []
+    for layer, (forward, backward) in zip(profile.layers, each, strict=True):
+        forward_s = layer.forward_s + total(forward)
+        backward_s = layer.backward_input_s + total(backward)
+        layers.append(msgspec.structs.replace(layer, forward_s=forward_s, backward_input_s=backward_s))
+    return msgspec.structs.replace(profile, layers=tuple(layers), loss_s=profile.loss_s + total(ends))

@@ -33,7 +33,7 @@ from pipefit.checkpoint.state import aliases_of, saved_forms, saved_stages, save
 from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
-from pipefit.runtime.collectives import agree, attempt
+from pipefit.runtime.collectives import agree, attempt, from_first
 from pipefit.runtime.meeting import TIMEOUT
 from pipefit.runtime.progress import SAVING
 from pipefit.runtime.session import Session
@@ -103,7 +103,7 @@ def save(
     Raises:
         PipefitError: on every rank, and nothing is committed: the disk is full, the path is a file, …
     """
-    session = pipeline._session
+    session = pipeline.session
     place = Path(directory)
     record = pipeline.loop.callbacks.last
     session.settle()
@@ -118,7 +118,7 @@ def save(
         if session.rank:
             return ""
         facts.update(_facts(pipeline, extra, keep))
-        return _free_name(place, pipeline.num_updates)
+        return _free_name(place, pipeline.state.num_updates)
 
     def tell(outcome: dict[str, Any]) -> None:
         if "error" not in outcome:
@@ -178,12 +178,11 @@ def _attempted(session: Session, order: _Order, parts: Iterable[Part]) -> dict[s
 
 def _written(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str, Any]:
     """Writes and commits a checkpoint. Every rank must call it."""
-    place = order.path.parent
     first = session.rank == 0
-    temporary = place / agree(session, attempt(lambda: _begin(order) if first else ""))[0]
+    temporary = order.path.parent / from_first(session, lambda: _begin(order))
     try:
         reports = agree(session, attempt(lambda: write_parts(session, parts, temporary)))
-        agree(session, attempt(lambda: _commit(order, temporary, reports) if first else None))
+        from_first(session, lambda: _commit(order, temporary, reports))
     except PipefitError:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -196,7 +195,7 @@ def _written(session: Session, order: _Order, parts: Iterable[Part]) -> dict[str
 def _begin(order: _Order) -> str:
     """Makes the temporary directory and removes those of killed runs."""
     place = order.path.parent
-    name = f"{_TEMPORARY}{order.path.name}-{uuid.uuid4().hex[:8]}"
+    name = _new_name(_TEMPORARY, order.path)
     with explaining(place):
         make_folder(place)
         for path in place.iterdir():
@@ -204,6 +203,11 @@ def _begin(order: _Order) -> str:
                 shutil.rmtree(path, ignore_errors=True)
         (place / name).mkdir()
     return name
+
+
+def _new_name(prefix: str, path: Path) -> str:
+    """The name of a folder that nobody has."""
+    return f"{prefix}{path.name}-{uuid.uuid4().hex[:8]}"
 
 
 def make_folder(place: Path) -> None:
@@ -222,7 +226,9 @@ def parts_of(pipeline: Trained, among: Container[int] | None = None) -> Iterator
     """
     for worker in pipeline.workers:
         stages = saved_stages(pipeline.plan, worker, among)
-        forms = {name: form for stage in stages for name, form in saved_forms(worker, stage).items()}
+        forms: dict[str, Tensor] = {}
+        for stage in stages:
+            forms |= saved_forms(worker, stage)
         values = (value for stage in stages for value in saved_tensors(worker, stage))
         if not worker.mesh.is_first:
             yield Part("", forms, values, {})
@@ -246,8 +252,10 @@ def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dic
         values = _alive(session, part.values)
         try:
             if part.name:
-                with explaining(path, sum(form.nbytes for form in part.forms.values())):
-                    report["files"].append(msgspec.to_builtins(write_tensors(path, part.forms, _METADATA, values)))
+                size = sum(form.nbytes for form in part.forms.values())
+                with explaining(path, size):
+                    entry = write_tensors(path, part.forms, _METADATA, values)
+                report["files"].append(msgspec.to_builtins(entry))
                 report["aliases"] |= part.facts["aliases"]
                 report["optimization"] += part.facts["optimization"]
         finally:
@@ -266,27 +274,27 @@ def _alive(session: Session, values: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def facts_of(pipeline: Trained, extra: dict[str, Any]) -> dict[str, Any]:
     """The facts for the manifest of a training, between two steps, that no part has."""
-    return {
-        "step": pipeline.num_updates,
-        "ordinal": pipeline.loop.next_ordinal,
-        "world": pipeline.plan.placement.num_ranks,
-        "seed": pipeline._training.seed,
-        "schedule": pipeline.plan.schedule,
-        "plan": hashlib.sha256(msgspec.json.encode(encode("plan", pipeline.plan))).hexdigest()[:16],
+    plan = pipeline.plan
+    digest = hashlib.sha256(msgspec.json.encode(encode("plan", plan))).hexdigest()
+    facts = {
+        "step": pipeline.state.num_updates,
+        "world": plan.placement.num_ranks,
+        "seed": pipeline.training.seed,
+        "schedule": plan.schedule,
+        "plan": digest[:16],
         "extra": extra,
-        "loss_scale": scale.state() if (scale := pipeline.workers[0].scale) else None,
-        "position": pipeline.position.state(),
     }
+    return facts | pipeline.state.saved()
 
 
 def manifest_of(facts: dict[str, Any], reports: Sequence[dict[str, Any]]) -> Manifest:
     """The manifest with `facts_of` the training and the facts about the files."""
-    of_files = {
-        "files": [entry for report in reports for entry in report["files"]],
-        "aliases": {name: saved for report in reports for name, saved in report["aliases"].items()},
-        "optimization": [record for report in reports for record in report["optimization"]],
-    }
-    return msgspec.convert(facts | of_files, Manifest)
+    whole: dict[str, Any] = {"files": [], "aliases": {}, "optimization": []}
+    for report in reports:
+        whole["files"] += report["files"]
+        whole["aliases"] |= report["aliases"]
+        whole["optimization"] += report["optimization"]
+    return msgspec.convert(facts | whole, Manifest)
 
 
 def _commit(order: _Order, temporary: Path, reports: list[dict[str, Any]]) -> None:
@@ -305,7 +313,7 @@ def _retain(order: _Order) -> None:
     place = order.path.parent
     others = [path for path in candidates(place) if path != order.path and path.name not in order.spared]
     for path in others[order.keep - 1 :]:
-        trash = place / f"{_TRASH}{path.name}-{uuid.uuid4().hex[:8]}"
+        trash = place / _new_name(_TRASH, path)
         try:
             path.rename(trash)
             shutil.rmtree(trash)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate, groupby
 from typing import Any
 
 import msgspec
@@ -17,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.optim import by_parameter, optimization_of, optimizer_tensors, restore_optimizer
+from pipefit.checkpoint.optim import by_parameter, optimization_of, optimizer_tensors, read_of, restore_optimizer
 from pipefit.checkpoint.state import weights_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError, TierError
@@ -70,15 +68,16 @@ def commit_step(pipeline: Trained, extra: Callable[[], Mapping[str, Any]] | None
         extra: the caller's data.
         now: commit even if it is not due; a committed step is not committed again.
     """
+    step = pipeline.state.num_updates
     spillings = [(worker, worker.spilling) for worker in pipeline.workers if worker.spilling is not None]
     for worker, spilling in spillings:
-        is_due = (now and spilling.commit_every) or spilling.is_commit_due(pipeline.num_updates)
+        is_due = (now and spilling.commit_every) or spilling.is_commit_due(step)
         if spilling.tier.files is None or not is_due:
             spilling.check_writes()
         else:
             spilling.settle()
             state = msgspec.to_builtins(_state_of(pipeline, worker, spilling, extra), str_keys=True)
-            spilling.commit(pipeline.num_updates, state)
+            spilling.commit(step, state)
     if pipeline.plan.placement.num_ranks > 1:
         for _, spilling in spillings:
             spilling.settle()
@@ -88,16 +87,18 @@ def _state_of(
     pipeline: Trained, worker: Worker, spilling: Spilling, extra: Callable[[], Mapping[str, Any]] | None
 ) -> RankState:
     """A rank's numbers; starts the writes of the tensors that its records do not hold."""
+    known = {stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states}
+    data = {}
     try:
+        if extra is not None:
+            data = json.loads(json.dumps(dict(extra())))
         return RankState(
-            ordinal=pipeline.loop.next_ordinal,
-            loss_scale=worker.scale.state() if worker.scale is not None else None,
+            **pipeline.state.saved(),
             optimization=optimization_of(worker, list(worker.stages)),
-            known={stage: sorted(store.states.known) for stage, store in spilling.stores.items() if store.states},
+            known=known,
             resident=_write_resident(worker, spilling),
             places=spilling.resident.describe(),
-            extra=json.loads(json.dumps(dict(extra()))) if extra is not None else {},
-            position=pipeline.position.state(),
+            extra=data,
         )
     except TierError:
         raise
@@ -107,14 +108,23 @@ def _state_of(
 
 def _write_resident(worker: Worker, spilling: Spilling) -> list[tuple[int, list[str]]]:
     """Starts to write the tensors that no record holds; returns stage and names of each new record."""
-    found = list(_resident(worker, spilling))
-    starts = accumulate((tensor.nbytes for _, _, tensor in found), initial=0)
+    records: dict[tuple[int, int], dict[str, Tensor]] = {}
+    start = 0
+    for stage, name, tensor in _resident(worker, spilling):
+        record = records.setdefault((stage, start // _RECORD_BYTES), {})
+        record[name] = tensor
+        start += tensor.nbytes
     rows: list[tuple[int, list[str]]] = []
-    for _, group in groupby(zip(found, starts, strict=False), lambda at: (at[0][0], at[1] // _RECORD_BYTES)):
-        stages, names, tensors = zip(*(named for named, _ in group), strict=True)
-        spilling.writes.append(spilling.resident.write(Key(stages[0], f"{_RESIDENT} {len(rows)}"), tensors))
-        rows.append((stages[0], list(names)))
+    for (stage, _), record in records.items():
+        key = _key(stage, len(rows))
+        spilling.writes.append(spilling.resident.write(key, list(record.values())))
+        rows.append((stage, list(record)))
     return rows
+
+
+def _key(stage: int, number: int) -> Key:
+    """The place of a record of tensors that stay on the device."""
+    return Key(stage, f"{_RESIDENT} {number}")
 
 
 def _resident(worker: Worker, spilling: Spilling) -> Iterator[tuple[int, str, Tensor]]:
@@ -152,7 +162,7 @@ def resume_records(pipeline: Trained) -> dict[str, Any]:
         TierError: on every rank: the state is damaged, or of another optimizer or learning-rate schedule.
     """
     try:
-        found: dict[str, Any] = agree(pipeline._session, attempt(lambda: _resumed(pipeline)), TierError)[0]
+        found: dict[str, Any] = agree(pipeline.session, attempt(lambda: _resumed(pipeline)), TierError)[0]
     except TierError:
         for worker in pipeline.workers:
             if worker.spilling is not None:
@@ -168,9 +178,7 @@ def _resumed(pipeline: Trained) -> dict[str, Any]:
         commit = worker.spilling.resumed
         state = rank_state(commit)
         _restore(worker, worker.spilling, state)
-        pipeline.loop.num_updates = commit.step
-        pipeline.loop.next_ordinal = state.ordinal
-        pipeline.position.resume(state.position)
+        pipeline.state.resume(commit.step, state)
         extra = state.extra
     return extra
 
@@ -180,17 +188,15 @@ def _restore(worker: Worker, spilling: Spilling, state: RankState) -> None:
     spilling.resident.restore(state.places)
     tensors: dict[int, dict[str, Tensor]] = {stage: {} for stage in worker.stages}
     for number, (stage, names) in enumerate(state.resident):
-        copy, read = spilling.resident.read(Key(stage, f"{_RESIDENT} {number}"))
+        copy, read = spilling.resident.read(_key(stage, number))
         copy.wait()
-        # Copies, because the buffers of reads are used again for writes.
-        tensors[stage] |= {name: tensor.clone() for name, tensor in zip(names, read(), strict=True)}
+        for name, tensor in zip(names, read(), strict=True):
+            tensors[stage][name] = tensor.clone()  # the buffers of reads are used again for writes
     for stage, mine in tensors.items():
         for name, _, tensor in weights_of(worker, stage):
             if name in mine:
                 tensor.copy_(mine[name])
         restore_states(worker, stage, state.optimization, state.known.get(stage, ()), mine)
-    if worker.scale is not None and state.loss_scale is not None:
-        worker.scale.load(state.loss_scale)
 
 
 def restore_states(
@@ -216,9 +222,5 @@ def restore_states(
     if spilled is not None and spilled.states is not None:
         spilled.states.known = set(known)
     if stage in worker.optimizers:
-        states = by_parameter({name: partial(_itself, tensor) for name, tensor in tensors.items()})
+        states = by_parameter({name: read_of(tensor) for name, tensor in tensors.items()})
         restore_optimizer(worker, stage, optimization, states)()
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

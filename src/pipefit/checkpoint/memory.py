@@ -15,17 +15,15 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
 from pipefit.checkpoint.commit import facts_of, manifest_of, parts_of, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
-from pipefit.checkpoint.optim import OPTIM, parameter_and_key
+from pipefit.checkpoint.optim import OPTIM, parameter_and_key, read_of
 from pipefit.checkpoint.restore import Saved, contents, take
 from pipefit.checkpoint.sharded_optimizer import whole_states
 from pipefit.checkpoint.state import tensors_of, weights_of
@@ -56,19 +54,19 @@ class Memory:
         self._folder = folder
         self.every = every
         mesh = pipeline.workers[0].mesh
-        processes = processes_here(pipeline._session)
-        self._is_first = pipeline._session.rank == processes[0]
+        processes = processes_here(pipeline.session)
+        self._is_first = pipeline.session.rank == processes[0]
         # Sharded optimizers are whole on the first replica alone.
-        is_alike = pipeline._session.is_distributed and not pipeline.plan.sharded_optimizer
+        is_alike = pipeline.session.is_distributed and not pipeline.plan.sharded_optimizer
         self._among = {mesh.rank_of(process) for process in processes} if is_alike else None
         self._failed = False
 
     def keep(self) -> None:
         """Copies the training after a step, if it is due. Every rank must call it."""
-        step = self._pipeline.num_updates
+        step = self._pipeline.state.num_updates
         if step % self.every:
             return
-        with self._pipeline._session.at(SAVING), whole_states(self._pipeline):
+        with self._pipeline.session.at(SAVING), whole_states(self._pipeline):
             try:
                 if not self._failed:
                     self._write(self._folder / step_name(step))
@@ -76,14 +74,14 @@ class Memory:
                 self._failed = True
                 _log.warning("the training is no longer copied in memory: %s", problem)
             # No rank goes on before all have their copies: a step that a callback has seen is not lost.
-            sum_table(self._pipeline._session, torch.zeros(1))
+            sum_table(self._pipeline.session, torch.zeros(1))
         if self._is_first:
             for old in candidates(self._folder)[_KEPT:]:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _write(self, place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
-        report = write_parts(self._pipeline._session, parts_of(self._pipeline, self._among), place)
+        report = write_parts(self._pipeline.session, parts_of(self._pipeline, self._among), place)
         if report["files"]:
             data = encode("checkpoint", manifest_of(facts_of(self._pipeline, {}), [report]))
             write_sealed(place / f"rank-{self._pipeline.workers[0].rank}.json", data, durable=False)
@@ -138,28 +136,28 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
     Returns:
         The step; None: none is whole.
     """
-    session = pipeline._session
+    session = pipeline.session
     first = processes_here(session)[0]
     with session.at(SAVING):
         here = {step: found for step, found in _steps_in(folder).items() if least <= step <= most}
+        names = {}
         if session.rank == first:
             names = {step: _names(found) for step, found in here.items()}
-        else:
-            names = {}
-        # JSON has text as keys.
-        of_all = [{int(step): set(held) for step, held in own.items()} for own in exchange(session, names)]
-        steps = sorted({step for own in of_all for step in own}, reverse=True)
-        held_at = {step: set[str]().union(*(own.get(step, ()) for own in of_all)) for step in steps}
-        whole = (step for step in steps if tensors_of(pipeline.layers).keys() <= held_at[step])
-        chosen = next(whole, None)
+        held_at: dict[int, dict[int, set[str]]] = {}
+        for process, own in enumerate(exchange(session, names)):
+            for step, held in own.items():
+                held_at.setdefault(int(step), {})[process] = set(held)  # JSON has text as keys
+        wanted = tensors_of(pipeline.layers).keys()
+        whole = [step for step, held in held_at.items() if wanted <= set[str]().union(*held.values())]
+        chosen = max(whole, default=None)
         if session.rank == first:
             for place in candidates(folder):
                 if chosen is None or step_of(place) > chosen:
                     shutil.rmtree(place, ignore_errors=True)
         firsts = sorted(set(exchange(session, first)))
         if chosen is not None:
-            held = {other: of_all[other].get(chosen, set()) for other in firsts}
-            _take(pipeline, here.get(chosen, _Here([], {})), held)
+            found = {other: held_at[chosen].get(other, set()) for other in firsts}
+            _take(pipeline, here.get(chosen, _Here([], {})), found)
     return chosen
 
 
@@ -184,13 +182,15 @@ def _steps_in(folder: Path) -> dict[int, _Here]:
 
 def _names(here: _Here) -> list[str]:
     """Names of all tensors of a step, also of tied weights that are saved under another name."""
-    aliases = {alias for m in here.manifests for alias, owner in m.aliases.items() if owner in here.saved}
-    return sorted({*here.saved, *aliases})
+    names = set(here.saved)
+    for manifest in here.manifests:
+        names.update(alias for alias, owner in manifest.aliases.items() if owner in here.saved)
+    return sorted(names)
 
 
 def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
     """Loads a step, of which each machine's first process holds some tensors."""
-    session = pipeline._session
+    session = pipeline.session
     if session.rank in held:
         mine = msgspec.to_builtins(here.manifests)
     else:
@@ -206,32 +206,29 @@ def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
 
 def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Saved]:
     """The tensors that some machine lacks, sent to all by the first that has them; each rank keeps those it needs."""
-    session = pipeline._session
-    own = {saved for worker in pipeline.workers for s in worker.stages for _, saved, _ in weights_of(worker, s)}
+    session = pipeline.session
+    own = set[str]()
+    for worker in pipeline.workers:
+        for stage in worker.stages:
+            own.update(saved for _, saved, _ in weights_of(worker, stage))
     source = {name: min(first for first, names in held.items() if name in names) for name in lacking}
+    mine = {name: here.saved[name] for name in lacking if source[name] == session.rank}
     forms: dict[str, Any] = {}
-    for part in exchange(
-        session,
-        {n: [here.saved[n].shape, str(here.saved[n].dtype)] for n in lacking if source[n] == session.rank},
-    ):
+    for part in exchange(session, {name: [saved.shape, str(saved.dtype)] for name, saved in mine.items()}):
         forms |= part
     found = {}
     for name in lacking:
-        shape, dtype = forms[name]
-        empty = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        tensor = broadcast(session, here.saved[name].read() if source[name] == session.rank else empty, source[name])
-        if name.startswith(OPTIM):
-            weight = parameter_and_key(name)[0]
+        if name in mine:
+            tensor = mine[name].read()
         else:
-            weight = name
+            shape, dtype = forms[name]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        broadcast(session, tensor, source[name])
         if name not in here.saved:
-            if weight in own:
-                needed = tensor
-            else:
-                needed = tensor.to("meta")
-            found[name] = Saved(tuple(tensor.shape), tensor.dtype, partial(_itself, needed))
+            weight = name
+            if name.startswith(OPTIM):
+                weight = parameter_and_key(name)[0]
+            if weight not in own:
+                tensor = tensor.to("meta")
+            found[name] = Saved(tuple(tensor.shape), tensor.dtype, read_of(tensor))
     return found
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,11 @@ _CURE = "split the stages and group the parameters as in the run that saved, or 
 
 Read = Callable[[], Tensor]
 """Reads a saved tensor."""
+
+
+def read_of(tensor: Tensor) -> Read:
+    """The `Read` of a tensor that is in memory already."""
+    return lambda: tensor
 
 
 def parameter_and_key(name: str) -> tuple[str, str]:
@@ -54,10 +60,12 @@ class _Trained(NamedTuple):
 def _groups_of(worker: Worker, stage: int) -> list[list[_Trained]]:
     """The parameters of each group of a stage's optimizer."""
     store = worker.stores[stage]
-    found = [
-        _Trained(own.tie.owner if own.tie else own.name, master, own)
-        for own, master in zip(worker.owned[stage], store.masters, strict=True)
-    ]
+    found = []
+    for own, master in zip(worker.owned[stage], store.masters, strict=True):
+        name = own.name
+        if own.tie is not None:
+            name = own.tie.owner
+        found.append(_Trained(name, master, own))
     return [[found[index] for index in indices] for indices in store.groups(worker.optimizers[stage])]
 
 
@@ -98,24 +106,23 @@ def optimization_of(worker: Worker, stages: Iterable[int]) -> list[Optimization]
         optimizer = worker.optimizers[stage]
         scheduler = worker.schedulers.get(stage)
         groups = []
-        values = {}
+        values: dict[str, dict[str, Any]] = {}
         for group, members in zip(optimizer.param_groups, _groups_of(worker, stage), strict=True):
-            options = {k: _plain(v, f"option {k} of the optimizer") for k, v in group.items() if k not in _NOT_SAVED}
+            options = {}
+            for key, value in group.items():
+                if key not in _NOT_SAVED:
+                    options[key] = _plain(value, f"option {key} of the optimizer")
             groups.append({"parameters": [trained.saved for trained in members], "options": options})
         for saved, master, _ in _trained_of(worker, stage):
-            kept = optimizer.state.get(master, {}).items()
-            if plain := {
-                key: _plain(value, f"{key} of {saved} in the optimizer")
-                for key, value in kept
-                if not isinstance(value, Tensor)
-            }:
-                values[saved] = plain
+            for key, value in optimizer.state.get(master, {}).items():
+                if not isinstance(value, Tensor):
+                    plain = _plain(value, f"{key} of {saved} in the optimizer")
+                    values.setdefault(saved, {})[key] = plain
+        schedule = None
+        kind = ""
         if scheduler:
             schedule = _plain(scheduler.state_dict(), "the learning-rate schedule")
             kind = type(scheduler).__name__
-        else:
-            schedule = None
-            kind = ""
         result.append(Optimization(type(optimizer).__name__, groups, values, kind, schedule))
     return result
 
@@ -150,23 +157,25 @@ def _like(value: Any, template: Any) -> Any:
             known = template
         else:
             known = {}
+        items: dict[Any, Any] = {}
         try:
-            items = {(tuple(k) if isinstance(k, list) else k): v for k, v in value["items"]}
+            for key, item in value["items"]:
+                if isinstance(key, list):
+                    key = tuple(key)
+                items[key] = item
         except (KeyError, TypeError, ValueError):
             raise ModelError(
                 f"the checkpoint has {value!s:.40} where the optimizer or its schedule has {template}"
             ) from None
-        result = {k: _like(v, known.get(k)) for k, v in items.items()}
+        result = {key: _like(item, known.get(key)) for key, item in items.items()}
         if isinstance(template, Counter):
             return Counter(result)
         return result
     if isinstance(value, list):
+        known_items: Sequence[Any] = ()
         if isinstance(template, list | tuple):
-            some = template
-        else:
-            some = ()
-        some = (*some, *[None] * (len(value) - len(some)))
-        every = [_like(item, known) for item, known in zip(value, some, strict=False)]
+            known_items = template
+        every = [_like(item, known) for item, known in zip_longest(value, known_items[: len(value)])]
         if isinstance(template, tuple):
             return tuple(every)
         return every
@@ -192,22 +201,23 @@ def restore_optimizer(
     optimizer = worker.optimizers[stage]
     store = worker.stores[stage]
     groups = list(zip(optimizer.param_groups, _groups_of(worker, stage), strict=True))
-    origins = {
-        name: _Origin(name, record, index)
-        for record in records
-        for index, group in enumerate(record.groups)
-        for name in group["parameters"]
-    }
+    origins = {}
+    for record in records:
+        for index, saved_group in enumerate(record.groups):
+            for name in saved_group["parameters"]:
+                origins[name] = _Origin(name, record, saved_group["options"], index)
     _check_kinds(worker, stage, [trained.saved for trained in _trained_of(worker, stage)], origins)
     found = [[origins[trained.saved] for trained in members] for _, members in groups]
-    options = [
-        _same([({k: _like(v, group.get(k)) for k, v in o.options.items()}, o.name) for o in of_group], "optimizer")
-        for of_group, (group, _) in zip(found, groups, strict=True)
-    ]
+    options = []
+    for of_group, (group, _) in zip(found, groups, strict=True):
+        given = []
+        for origin in of_group:
+            given.append(({k: _like(v, group.get(k)) for k, v in origin.options.items()}, origin.name))
+        options.append(_same(given, "optimizer"))
     schedule: Any = None
     if scheduler := worker.schedulers.get(stage):
         template = scheduler.state_dict()
-        whole = [(_like(o.record.schedule, template), o) for of_group in found for o in of_group]
+        whole = [(_like(o.record.schedule, template), o) for o in chain.from_iterable(found)]
         schedule = _merged(whole, template, found)
 
     def take() -> None:
@@ -215,7 +225,8 @@ def restore_optimizer(
         for (group, members), own in zip(groups, options, strict=True):
             group.update(own or {})
             for saved, master, _ in members:
-                state = {k: _like(v, None) for k, v in origins[saved].record.values.get(saved, {}).items()}
+                plain = origins[saved].record.values.get(saved, {})
+                state = {key: _like(value, None) for key, value in plain.items()}
                 for key, read in tensors.get(saved, {}).items():
                     state[key] = read().to(_device_of(key, master, group))
                 if state:
@@ -227,35 +238,33 @@ def restore_optimizer(
 
 
 class _Origin(NamedTuple):
-    """The origin of a parameter's states: the record of its stage, and its group there."""
+    """The origin of a parameter's states: the record of its stage, and the options and number of its group there."""
 
     name: str
     record: Optimization
+    options: dict[str, Any]
     group: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        options: dict[str, Any] = self.record.groups[self.group]["options"]
-        return options
 
 
 def _check_kinds(worker: Worker, stage: int, names: Sequence[str], origins: Mapping[str, _Origin]) -> None:
-    optimizer, schedule = (
-        type(own[stage]).__name__ if stage in own else "" for own in (worker.optimizers, worker.schedulers)
-    )
+    optimizer = type(worker.optimizers[stage]).__name__
+    schedule = ""
+    if stage in worker.schedulers:
+        schedule = type(worker.schedulers[stage]).__name__
     for name in names:
         if name not in origins:
             raise ModelError(f"the checkpoint has no optimizer state for {name}: it was not trained then")
         record = origins[name].record
-        for what, was, now in (
-            ("optimizer", record.optimizer, optimizer),
-            ("learning-rate schedule", record.scheduler, schedule),
-        ):
-            if was != now:
-                raise ModelError(
-                    f"the checkpoint's {what} is {was or 'none'}, this run's is {now or 'none'}; use the same, or load "
-                    "only the weights: load(…, weights_only=True)"
-                )
+        _check_kind("optimizer", record.optimizer, optimizer)
+        _check_kind("learning-rate schedule", record.scheduler, schedule)
+
+
+def _check_kind(what: str, was: str, now: str) -> None:
+    if was != now:
+        raise ModelError(
+            f"the checkpoint's {what} is {was or 'none'}, this run's is {now or 'none'}; use the same, or load "
+            "only the weights: load(…, weights_only=True)"
+        )
 
 
 def _same(values: Sequence[tuple[Any, str]], what: str) -> Any:
@@ -289,20 +298,23 @@ def _merged(values: Sequence[tuple[Any, _Origin]], template: Any, groups: Sequen
     """
     first = values[0][0]
     if isinstance(template, dict):
-        keys = dict.fromkeys(key for value, _ in values for key in value)
-        return type(first)(
-            {key: _merged([(value.get(key), o) for value, o in values], template.get(key), groups) for key in keys}
-        )
+        merged_of = {}
+        for key in dict.fromkeys(key for value, _ in values for key in value):
+            merged_of[key] = _merged([(value.get(key), o) for value, o in values], template.get(key), groups)
+        return type(first)(merged_of)
     if isinstance(template, list) and template and all(isinstance(item, dict) for item in template):
-        return [
-            _merged([(value[index], o) for value, o in values], item, groups) for index, item in enumerate(template)
-        ]
+        items = []
+        for index, item in enumerate(template):
+            items.append(_merged([(value[index], o) for value, o in values], item, groups))
+        return items
     by_group = all(isinstance(value, list) and len(value) == len(o.record.groups) for value, o in values)
     if by_group and isinstance(template, list) and len(template) == len(groups):
         by_name = {o.name: value for value, o in values}
-        merged = [_same([(by_name[o.name][o.group], o.name) for o in own], "the schedule") for own in groups]
-        # A group without parameters in this stage keeps its own.
-        return [kept if own else usual for kept, own, usual in zip(merged, groups, template, strict=True)]
+        merged = list(template)  # a group without parameters in this stage keeps its own
+        for index, own in enumerate(groups):
+            if own:
+                merged[index] = _same([(by_name[o.name][o.group], o.name) for o in own], "the schedule")
+        return merged
     return _same([(value, o.name) for value, o in values], "the schedule")
 
 

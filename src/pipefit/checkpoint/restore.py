@@ -20,7 +20,7 @@ from pipefit.checkpoint.tensor_files import DTYPES
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import ModelError, PipefitError
 from pipefit.parallel.mesh import Mesh
-from pipefit.runtime.collectives import agree, attempt, exchange
+from pipefit.runtime.collectives import agree, attempt, exchange, from_first
 from pipefit.runtime.progress import SAVING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
@@ -60,7 +60,7 @@ def load(pipeline: Trained, directory: str | Path, *, weights_only: bool = False
         ModelError: the checkpoint is of another model or optimizer; nothing was changed.
         PipefitError: there is no valid checkpoint.
     """
-    session = pipeline._session
+    session = pipeline.session
     session.settle()
     with session.at(SAVING):
         path, manifest, skipped = _choose(session, Path(directory))
@@ -85,23 +85,26 @@ def take(
     Raises:
         ModelError: they are of another model or optimizer; nothing was changed.
     """
-    session = pipeline._session
-    takers = list[Callable[[], None]]()
-    agree(session, attempt(lambda: takers.extend(_prepare(pipeline, found(), manifest, weights_only))), ModelError)
-    agree(session, attempt(lambda: [take() for take in takers]))
+    session = pipeline.session
+    takers: list[Callable[[], None]] = []
+
+    def prepare() -> None:
+        takers.extend(_prepare(pipeline, found(), manifest, weights_only))
+
+    def take_all() -> None:
+        for one in takers:
+            one()
+
+    agree(session, attempt(prepare), ModelError)
+    agree(session, attempt(take_all))
     if weights_only:
         return
-    pipeline.loop.num_updates = manifest.step
-    pipeline.loop.next_ordinal = manifest.ordinal
-    pipeline.position.resume(manifest.position)
-    for worker in pipeline.workers:
-        if worker.scale is not None and manifest.loss_scale is not None:
-            worker.scale.load(manifest.loss_scale)
-    if manifest.seed != pipeline._training.seed:
+    pipeline.state.resume(manifest.step, manifest)
+    if manifest.seed != pipeline.training.seed:
         _log.warning(
             "the checkpoint was trained with seed %d, this run has seed %d: dropout will differ",
             manifest.seed,
-            pipeline._training.seed,
+            pipeline.training.seed,
         )
 
 
@@ -110,7 +113,7 @@ def take(
 
 def _choose(session: Session, place: Path) -> tuple[Path, Manifest, list[str]]:
     """The newest checkpoint that is whole, the same on every rank; skipped ones are logged."""
-    found = agree(session, attempt(lambda: [str(path) for path in _found(place)] if session.rank == 0 else []))[0]
+    found = from_first(session, lambda: [str(path) for path in _found(place)])
     skipped: list[str] = []
     for text in found:
         path = Path(text)
@@ -180,7 +183,7 @@ def _prepare(
     pipeline: Trained, saved: Mapping[str, Saved], manifest: Manifest, weights_only: bool
 ) -> list[Callable[[], None]]:
     """Compares the checkpoint with the model; returns the functions that load it. Until they run nothing is changed."""
-    weights = {name: entry for name, entry in saved.items() if not name.startswith(OPTIM)}
+    weights = {name: saved[name] for name in saved if not name.startswith(OPTIM)}
     for alias, owner in manifest.aliases.items():
         if owner in weights:
             weights[alias] = weights[owner]
@@ -190,11 +193,9 @@ def _prepare(
     for name, entry in saved.items():
         if name.startswith(OPTIM):
             parameter = parameter_and_key(name)[0]
-            is_sharded = parameter in weights and entry.shape == weights[parameter].shape
-            if is_sharded:
+            states[name] = entry.read
+            if parameter in weights and entry.shape == weights[parameter].shape:
                 states[name] = _reader(mesh, parameter, entry)
-            else:
-                states[name] = entry.read
     states_of = by_parameter(states)
     takers: list[Callable[[], None]] = []
     for worker in pipeline.workers:
@@ -245,10 +246,9 @@ def _compare(pipeline: Trained, weights: dict[str, Saved], weights_only: bool) -
 
 
 def _other_model(who: str, names: list[str], whom: str, others: dict[str, Any]) -> str:
+    more = ""
     if len(names) > 3:
         more = f" and {len(names) - 3} more"
-    else:
-        more = ""
     example = next(iter(others), "nothing")
     return (
         f"{who} {', '.join(names[:3])}{more} {whom} (which begins with {example}); is it the same model, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def whole_states(pipeline: Trained) -> Iterator[None]:
 def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dict[int, Worker]) -> list[Parts]:
     """The parts of all replicas, for the first; nothing for the others."""
     mine = [_parts(worker, stage) for worker in holders.values()]
-    if not pipeline._session.is_distributed:
+    if not pipeline.session.is_distributed:
         return mine
     # Replicas with the same part of a tensor-parallel stage belong together.
     mesh = pipeline.workers[0].mesh
@@ -67,7 +68,7 @@ def _collected(pipeline: Trained, stage: int, ranks: Sequence[int], holders: dic
         return []
     for other in others:
         box: list[Any] = [None]
-        with pipeline._session.progress.waiting():
+        with pipeline.session.progress.waiting():
             dist.recv_object_list(box, other, device=host)
         mine += box
     return mine
@@ -77,12 +78,12 @@ def _parts(worker: Worker, stage: int) -> Parts:
     """The states of a replica's pieces: (index, start, key) and the tensor, on the host."""
     store = worker.stores[stage]
     optimizer = worker.optimizers[stage]
-    return {
-        (piece.index, piece.start, key): value.detach().cpu().contiguous()
-        for piece in store.pieces
-        for key, value in optimizer.state.get(piece.master, {}).items()
-        if isinstance(value, Tensor)
-    }
+    found = {}
+    for piece in store.pieces:
+        for key, value in optimizer.state.get(piece.master, {}).items():
+            if isinstance(value, Tensor):
+                found[piece.index, piece.start, key] = value.detach().cpu().contiguous()
+    return found
 
 
 def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Tensor, dict[str, Any]]:
@@ -94,7 +95,8 @@ def _whole(worker: Worker, stage: int, parts: Sequence[Parts]) -> defaultdict[Te
         if master in known:
             whole[master] = known[master]
     # By name: the processes of a tensor-parallel rank gather these tensors one by one, so all need the same order.
-    for (index, start, key), value in sorted((item for part in parts for item in part.items()), key=itemgetter(0)):
+    pieces = chain.from_iterable(part.items() for part in parts)
+    for (index, start, key), value in sorted(pieces, key=itemgetter(0)):
         master = store.masters[index]
         state = whole[master]
         if value.dim() == 0:
@@ -114,9 +116,10 @@ def put_state(optimizer: Optimizer, store: Store, master: nn.Parameter, state: d
         return
     for piece in store.pieces:
         if piece.index == index:
-            optimizer.state[piece.master] = {
-                key: _part_of(key, value, master, piece.start, piece.stop) for key, value in state.items()
-            }
+            part = {}
+            for key, value in state.items():
+                part[key] = _part_of(key, value, master, piece.start, piece.stop)
+            optimizer.state[piece.master] = part
 
 
 def _part_of(key: str, value: object, master: Tensor, start: int, stop: int) -> object:

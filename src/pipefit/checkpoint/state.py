@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,12 @@ from pipefit.stage.split import NamedLayer
 
 def saved_stages(plan: Plan, worker: Worker, among: Container[int] | None = None) -> list[int]:
     """The stages that this rank saves: those of which it is the first replica, of all or among some ranks."""
-    replicas = {stage: plan.placement.ranks[stage] for stage in worker.stages}
-    firsts = {s: next(rank for rank in ranks if among is None or rank in among) for s, ranks in replicas.items()}
-    return [stage for stage, first in firsts.items() if first == worker.rank]
+    found = []
+    for stage in worker.stages:
+        replicas = [rank for rank in plan.placement.ranks[stage] if among is None or rank in among]
+        if replicas[0] == worker.rank:
+            found.append(stage)
+    return found
 
 
 def tensors_of(layers: Iterable[NamedLayer]) -> dict[str, Tensor]:
@@ -27,7 +31,9 @@ def tensors_of(layers: Iterable[NamedLayer]) -> dict[str, Tensor]:
     Raises:
         ModelError: a module has a value in its state that is not a tensor.
     """
-    found = {n: t for layer in layers for n, t in layer.module.state_dict(prefix=layer.dotted).items()}
+    found: dict[str, Any] = {}
+    for layer in layers:
+        found |= layer.module.state_dict(prefix=layer.dotted)
     for name, value in found.items():
         if not isinstance(value, Tensor):
             raise ModelError(
@@ -54,12 +60,17 @@ def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
             saved[name] = first.setdefault(id(parameter), name)
     for name, value in tensors_of(layers).items():
         known = saved.get(name, name)
-        yield name, worker.ties[known].owner if known in worker.ties else known, value
+        if known in worker.ties:
+            known = worker.ties[known].owner
+        yield name, known, value
 
 
 def aliases_of(worker: Worker, stages: Iterable[int]) -> dict[str, str]:
     """Further names of tied weights, each with the name it is saved under."""
-    return {name: saved for stage in stages for name, saved, _ in weights_of(worker, stage) if name != saved}
+    found: dict[str, str] = {}
+    for stage in stages:
+        found |= {name: saved for name, saved, _ in weights_of(worker, stage) if name != saved}
+    return found
 
 
 def _named(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
@@ -73,7 +84,9 @@ def _named(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
             yield name, name, value
     for name, value in optimizer_tensors(worker, stage):
         weight = parameter_and_key(name)[0]
-        yield name, weight if value.shape == shapes.get(weight, value.shape) else "", value
+        if value.shape != shapes.get(weight, value.shape):
+            weight = ""
+        yield name, weight, value
 
 
 def saved_forms(worker: Worker, stage: int) -> dict[str, Tensor]:

@@ -1,10 +1,11 @@
-"""Facts of a run that saving and loading need."""
+"""The run that is saved and loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pipefit.checkpoint.run_state import RunState
 from pipefit.ir.program import Program
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
@@ -15,23 +16,16 @@ from pipefit.stage.training import Training
 
 
 class Trained(Protocol):
-    """The run that is saved and loaded: a `pipefit.Pipeline`.
-
-    Its `loop` counts updates and micro-batches, its `position` is that in its loader.
-    """
+    """The run that is saved and loaded: a `pipefit.Pipeline`. Its `loop` reports a checkpoint to the callbacks."""
 
     layers: list[NamedLayer]
     plan: Plan
     program: Program
     schedule: Schedule
-    _session: Session
-    _training: Training
+    session: Session
+    training: Training
+    state: RunState
     loop: Any
-    position: Any
-
-    @property
-    def num_updates(self) -> int:
-        """Weight updates since training began."""
 
     @property
     def workers(self) -> Sequence[Worker]:

@@ -47,11 +47,15 @@ def export(pipeline: Trained, path: str | Path) -> Path:
     Raises:
         PipefitError: on every rank: the path is a directory, the disk is full, …
     """
-    session = pipeline._session
+    session = pipeline.session
     path = Path(path)
     with session.at(SAVING):
-        own = [row for w in pipeline.workers for row in aliases_of(w, saved_stages(pipeline.plan, w)).items()]
-        aliases = dict(row for rows in exchange(session, own) for row in rows)
+        own: dict[str, str] = {}
+        for worker in pipeline.workers:
+            own |= aliases_of(worker, saved_stages(pipeline.plan, worker))
+        aliases: dict[str, str] = {}
+        for of_process in exchange(session, own):
+            aliases |= of_process
         forms = {name: form for name, form in _forms(pipeline).items() if name not in aliases}
         values = _whole_tensors(pipeline, forms)
         first = session.rank == 0
@@ -65,10 +69,10 @@ def export(pipeline: Trained, path: str | Path) -> Path:
 def _forms(pipeline: Trained) -> dict[str, Tensor]:
     """The shapes and types of the whole model, by name; every rank knows them."""
     shape = pipeline.workers[0].mesh.whole_shape
-    return {
-        name: torch.empty(shape(name, value.shape), dtype=value.dtype, device="meta")
-        for name, value in tensors_of(pipeline.layers).items()
-    }
+    forms = {}
+    for name, value in tensors_of(pipeline.layers).items():
+        forms[name] = torch.empty(shape(name, value.shape), dtype=value.dtype, device="meta")
+    return forms
 
 
 def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[Tensor]:
@@ -84,10 +88,10 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
     for stage, (first, *_) in enumerate(pipeline.plan.placement.ranks):
         layers = [pipeline.layers[index] for index in pipeline.plan.partition.stages[stage].layers]
         worker = next((worker for worker in pipeline.workers if worker.rank == first), None)
-        with contextlib.nullcontext() if worker is None else worker.presence(stage):
-            if worker is None:
-                held = {}
-            else:
+        with contextlib.ExitStack() as stack:
+            held = {}
+            if worker is not None:
+                stack.enter_context(worker.presence(stage))
                 held = {name: value for name, _, value in weights_of(worker, stage)}
             for name in tensors_of(layers):
                 if name not in left:
@@ -99,7 +103,7 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
                     value = torch.empty_like(forms[name], device=device)
                 # Bytes are sent, so it can be of any type.
                 row = value.contiguous().view(-1)
-                broadcast(pipeline._session, row.view(torch.uint8), mesh.process_of(first))
+                broadcast(pipeline.session, row.view(torch.uint8), mesh.process_of(first))
                 yield row.view(value.shape)
 
 

@@ -17,6 +17,18 @@ INTERNAL_ERROR = 70
 """Exit codes: success; a finding (or a run that failed); bad input; an error inside pipefit."""
 
 
+def picked(thing: object, *names: str) -> dict[str, Any]:
+    """Some attributes of an object, as data for `--json`."""
+    return {name: getattr(thing, name) for name in names}
+
+
+def code_of(is_good: bool) -> int:
+    """The exit code of a verb that judges."""
+    if is_good:
+        return FINE
+    return FINDING
+
+
 @dataclass(frozen=True)
 class Answer:
     """The result of a verb.
@@ -35,16 +47,21 @@ class Answer:
 
     def show(self, wants_json: bool) -> str:
         """The text for standard output."""
-        if wants_json:
-            return as_json({**self.data, "output": self.output} if self.output else self.data)
-        if callable(self.text):
-            text = self.text()
-        else:
-            text = self.text
         written = self.output or ()
+        if wants_json:
+            data = dict(self.data)
+            if written:
+                data["output"] = written
+            return as_json(data)
+        text = self.text
+        if callable(text):
+            text = text()
         if isinstance(written, Path):
             written = (written,)
-        return "\n".join([*filter(None, [text]), *(f"wrote {path}" for path in written)])
+        lines = [f"wrote {path}" for path in written]
+        if text:
+            lines.insert(0, text)
+        return "\n".join(lines)
 
 
 _COLOUR = re.compile("(\x1b\\[[0-9;]*m)")
@@ -58,9 +75,17 @@ def printable(text: str, colours: bool = False) -> str:
         colours: whether sequences that only change the colour stay.
     """
     if colours:
+        # Of the parts every second one is a colour.
         parts = _COLOUR.split(text)
-        return "".join(part if place % 2 else printable(part) for place, part in enumerate(parts))
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+        parts[::2] = map(printable, parts[::2])
+        return "".join(parts)
+    return "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable() or character == "\n":
+        return character
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def as_json(data: Mapping[str, Any]) -> str:

@@ -17,21 +17,23 @@ from cyclopts.exceptions import CycloptsError, MissingArgumentError
 
 import pipefit
 from pipefit.cli.answer import FINDING, FINE, INTERNAL_ERROR, USAGE, Answer, printable
+from pipefit.cli.configuration import from_file
 from pipefit.cli.options import exact, shown
 from pipefit.cli.version import version_text
 from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossError, PipefitError
 
 VERBS: Final = (
     "train", "run", "check", "cut", "compare", "profile", "plan", "draw", "verify", "simulate", "synthesize",
-    "schedules", "study", "reproduce", "report", "generate", "watch", "links", "doctor",
+    "schedules", "study", "reproduce", "report", "generate", "watch", "links", "fit-machine", "doctor",
 )  # fmt: skip
-"""Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command`."""
+"""Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command` (with _ for -)."""
 
 _WORK: Final = {
     "check": "training by a pipeline and by one process",
     "cut": "building the model, and proving its cut",
     "doctor": "looking at the machine",
     "draw": "drawing",
+    "fit-machine": "fitting the machine to its runs",
     "generate": "reading the model, and writing",
     "links": "measuring links and devices",
     "plan": "searching for the best plan",
@@ -46,13 +48,8 @@ _WORK: Final = {
 _FINDINGS = (NonFiniteLossError, InfeasibleError, CommunicationError)
 
 
-def make_app(tokens: list[str], config: Any = None) -> App:
-    """The application for these arguments: with the verb that they name, or with all.
-
-    Args:
-        tokens: of the command line.
-        config: options from a file.
-    """
+def make_app(tokens: list[str]) -> App:
+    """The application for these arguments: with the verb that they name, or with all."""
     app = App(
         name="pipefit",
         help="Fit a model to the hardware you have and train it: pipeline parallelism as programs that are proved, "
@@ -61,15 +58,17 @@ def make_app(tokens: list[str], config: Any = None) -> App:
         help_format="plaintext",
         verbose=False,
         default_parameter=Parameter(converter=exact, negative=(), show_default=shown),
-        config=config,
+        config=from_file,
         # Ctrl-C is handled below, for all verbs alike.
         suppress_keyboard_interrupt=False,
     )
-    if not _verb(tokens):
+    verbs = [_verb(tokens)]
+    if not verbs[0]:
+        verbs = list(VERBS)
         app.command(_install_completion, name="--install-completion", sort_key=len(VERBS))
-    for verb in tokens[:1] if _verb(tokens) else VERBS:
-        module = import_module(f"pipefit.cli.{verb}")
-        app.command(module.command, name=verb, sort_key=VERBS.index(verb), help=_flowing(module.command.__doc__))
+    for verb in verbs:
+        command = import_module(f"pipefit.cli.{verb.replace('-', '_')}").command
+        app.command(command, name=verb, sort_key=VERBS.index(verb), help=_flowing(command.__doc__))
     return app
 
 
@@ -98,32 +97,37 @@ def _flowing(text: str | None) -> str:
 
 def run(arguments: list[str] | None = None) -> int:
     """Parses, runs and prints; every failure becomes a message on stderr and an exit code."""
-    tokens = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments is None and _verb(tokens) in ("draw", "simulate", "verify"):
-        # Of the millions of small objects of a large program no cycle is worth looking for, now or at the end.
-        gc.disable()
-        atexit.register(gc.freeze)
+    tokens = arguments
+    doing = ""
+    if tokens is None:
+        tokens = sys.argv[1:]
+        doing = _WORK.get(_verb(tokens), "")
+        if _verb(tokens) in ("draw", "simulate", "verify"):
+            # Of the millions of small objects of a large program no cycle is worth looking for, now or at the end.
+            gc.disable()
+            atexit.register(gc.freeze)
+    verb = _verb(tokens)
     try:
-        with _saying(_WORK.get(_verb(tokens), "") if arguments is None else ""):
+        with _saying(doing):
             return _dispatch(tokens)
     except CycloptsError as problem:
-        verb = " ".join(problem.command_chain or ())
-        help_line = f"Try: {' '.join(filter(None, ('pipefit', verb, '--help')))}"
-        return _complain(verb, f"{str(problem).strip()}\n{help_line}", USAGE)
+        chain = " ".join(problem.command_chain or ())
+        words = ["Try: pipefit", *(problem.command_chain or ()), "--help"]
+        return _complain(chain, f"{str(problem).strip()}\n{' '.join(words)}", USAGE)
     except (PipefitError, CommunicationError) as problem:
-        return _complain(_verb(tokens), str(problem), FINDING if _is_finding(problem) else USAGE)
+        return _complain(verb, str(problem), _code_of(problem))
     except BrokenPipeError:
         # The reader (head, less) has ended: no message, now or when Python flushes at exit.
         _close_stdout()
         return 128 + 13
     except KeyboardInterrupt as problem:  # with a hint for resuming, if there is one
-        return _complain(_verb(tokens), f"interrupted{'; ' * bool(str(problem))}{problem}", 130)
+        return _complain(verb, "; ".join(["interrupted", *map(str, problem.args)]), 130)
     except Exception as problem:  # an unexpected error: a mistake of pipefit, which is reported with its traceback
         if isinstance(problem, OSError) and problem.errno == errno.ENAMETOOLONG:
-            return _complain(_verb(tokens), f"{str(problem.filename)[:40]}…: the file name is too long", USAGE)
+            return _complain(verb, f"{str(problem.filename)[:40]}…: the file name is too long", USAGE)
         path = _keep_evidence(problem, tokens)
         text = f"this is a mistake of pipefit itself: {type(problem).__name__}: {problem}".rstrip(": ")
-        return _complain(_verb(tokens), f"{text}\nPlease report it with the file {path}", INTERNAL_ERROR)
+        return _complain(verb, f"{text}\nPlease report it with the file {path}", INTERNAL_ERROR)
 
 
 def _saying(what: str) -> contextlib.AbstractContextManager[object]:
@@ -162,13 +166,8 @@ def _dispatch(tokens: list[str]) -> int:
         from pipefit.cli.run import prepare
 
         tokens = prepare(tokens)
-    config = None
-    if any(token.startswith("--config") for token in tokens):
-        from pipefit.cli.configuration import configuration
-
-        config = configuration(tokens)
     try:
-        command, bound, _ = make_app(tokens, config).parse_args(tokens, print_error=False, exit_on_error=False)
+        command, bound, _ = make_app(tokens).parse_args(tokens, print_error=False, exit_on_error=False)
     except MissingArgumentError:
         if tokens[:1] == ["draw"]:
             from pipefit.cli.draw import check_name
@@ -176,19 +175,21 @@ def _dispatch(tokens: list[str]) -> int:
             check_name(tokens[1:])
         raise
     wants_json = bool(bound.arguments.get("json"))
-    # Output of a user's model or a library must not get between the lines of the JSON object.
-    with contextlib.redirect_stdout(sys.stderr) if wants_json else contextlib.nullcontext():
+    quiet: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if wants_json:
+        # Output of a user's model or a library must not get between the lines of the JSON object.
+        quiet = contextlib.redirect_stdout(sys.stderr)
+    with quiet:
         result: Any = command(*bound.args, **bound.kwargs)
+    if isinstance(result, int):
+        return result
     if not isinstance(result, Answer):
-        if isinstance(result, int):
-            return result
         return FINE
     # Under a launcher of several processes the first one speaks.
     if int(os.environ.get("RANK", 0)) == 0:
-        text = result.show(wants_json)
-    else:
-        text = ""
-    _write(printable(text.rstrip("\n"), colours=True) + "\n" if text else "")
+        text = result.show(wants_json).rstrip("\n")
+        if text:
+            _write(printable(text, colours=True) + "\n")
     return result.code
 
 
@@ -204,10 +205,12 @@ def _write(text: str) -> None:
         raise PipefitError(f"cannot write to standard output: {problem.strerror}") from None
 
 
-def _is_finding(problem: Exception) -> bool:
-    """Returns whether a run found it: a loss that is not finite, a plan that does not fit, a dead rank or link."""
+def _code_of(problem: Exception) -> int:
+    """The exit code of an error; a run finds a loss that is not finite, a plan that does not fit, a lost rank."""
     outcomes = sys.modules.get("pipefit.runtime.outcomes")
-    return isinstance(problem, (*_FINDINGS, outcomes.LaunchError) if outcomes else _FINDINGS)
+    if isinstance(problem, _FINDINGS) or (outcomes and isinstance(problem, outcomes.LaunchError)):
+        return FINDING
+    return USAGE
 
 
 def _verb(tokens: list[str]) -> str:
@@ -217,8 +220,9 @@ def _verb(tokens: list[str]) -> str:
 
 
 def _complain(verb: str, message: str, code: int) -> int:
-    with contextlib.suppress(BrokenPipeError, OSError):
-        print(printable(f"pipefit{' ' * bool(verb)}{verb}: {message}"), file=sys.stderr, flush=True)
+    name = f"pipefit {verb}".rstrip()
+    with contextlib.suppress(OSError):
+        print(printable(f"{name}: {message}"), file=sys.stderr, flush=True)
     return code
 
 

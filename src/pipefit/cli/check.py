@@ -7,9 +7,10 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.answer import Answer, code_of
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, importable, make_model
 from pipefit.cli.options import Count, Json, verb
 from pipefit.errors import ModelError, PipefitError
@@ -20,7 +21,14 @@ if TYPE_CHECKING:
     from pipefit.models import ModelBundle
 
 
-@verb("plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device", "no_decay")
+@verb(
+    "plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device", "no_decay",
+    schedule="Its name; `pipefit schedules` lists them. Default: 1f1b.",
+    ranks="Processes: data × pipeline × tensor; default: 2.",
+    stages="Layers of each stage, like 3,3; default: as even as possible.",
+    clip="Clip gradients to this global norm.",
+    seed="Of weights, data and dropout.",
+)  # fmt: skip
 def command(
     *,
     model: ModelName,
@@ -43,11 +51,6 @@ def command(
     compared with its formulas of delayed gradients. Exit code 1: they differ; the first tensor that differs is named.
 
     Args:
-        schedule: its name; `pipefit schedules` lists them. Default: 1f1b.
-        ranks: processes: data × pipeline × tensor; default: 2.
-        stages: layers of each stage, like 3,3; default: as even as possible.
-        clip: clip gradients to this global norm.
-        seed: of weights, data and dropout.
         steps: Weight updates.
         batch: Samples of a step; default: two for each micro-batch, and one more.
         dtype: Of weights and data; default: float64, with --precision float32.
@@ -63,9 +66,18 @@ def command(
     spread = replace(request.parallelism, ranks=request.parallelism.ranks or 2, device=device)
     schedule = request.schedule or "1f1b"
     microbatches = request.num_microbatches
-    transport = transport or ("local" if spread.tensor == 1 else "distributed")
-    dtype = dtype or ("float64" if precision.dtype == "fp32" else "float32")
-    bundle = make_model(importable(model) if transport == "distributed" else model, option, seed=updates.seed)
+    if transport is None:
+        transport = "local"
+        if spread.tensor > 1:
+            transport = "distributed"
+    if dtype is None:
+        dtype = "float32"
+        if precision.dtype == "fp32":
+            dtype = "float64"
+    name = model
+    if transport == "distributed":
+        name = importable(model)
+    bundle = make_model(name, option, seed=updates.seed)
     stages = request.stages
     assert not isinstance(stages, int | str), "the option gives layer counts"
     size = batch or 2 * microbatches + 1
@@ -82,43 +94,41 @@ def command(
             steps=steps,
             batch_size=size,
             loss=bundle.loss,
-            example=lambda samples, number: batch_of(bundle, samples, number),
+            example=partial(batch_of, bundle),
             dtype=getattr(torch, dtype),
             transport=transport,
         )
     facts = {"schedule": schedule, "num_ranks": spread.ranks, "num_microbatches": microbatches, "dtype": dtype}
+    computed: str = dtype
+    width = ""
     if precision.dtype != "fp32":
-        facts |= {"precision": precision.dtype}
+        computed = precision.dtype
+        facts["precision"] = computed
     if precision.compile:
-        facts |= {"compile": True}
+        facts["compile"] = True
+        computed += " with compiled layers"
     if spread.tensor > 1:
         facts |= {"tensor": spread.tensor, "sequence_parallel": spread.sequence_parallel}
-    if spread.tensor > 1:
-        width = f", tensor {spread.tensor}{' and sequence' * spread.sequence_parallel}"
-    else:
-        width = ""
-    if precision.compile:
-        compiled = " with compiled layers"
-    else:
-        compiled = ""
-    if result.equal:
-        verdict = "equal"
-    else:
+        width = f", tensor {spread.tensor}"
+        if spread.sequence_parallel:
+            width += " and sequence"
+    verdict = "equal"
+    if not result.equal:
         verdict = f"DIFFERENT, first in {result.first_difference}"
-    text = (
-        f"{bundle.describe()}\n"
+    lines = [
+        bundle.describe(),
         f"{schedule} on {counted(spread.ranks or 0, 'rank')}{width} ({transport}), {microbatches} micro-batches, "
-        f"{steps} steps in {facts.get('precision', dtype)}{compiled}: {verdict}\n"
+        f"{steps} steps in {computed}: {verdict}",
         f"largest relative differences: loss {result.loss_diff:.2g}, gradients {result.grad_diff:.2g}, "
-        f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})"
-    )
+        f"weights {result.weight_diff:.2g} (allowed {result.tolerance:.0e})",
+    ]
     if result.num_norms:
-        text += (
-            f"\n{counted(result.num_norms, 'batch norm')}, on both sides: each micro-batch by its own statistics, "
+        lines.append(
+            f"{counted(result.num_norms, 'batch norm')}, on both sides: each micro-batch by its own statistics, "
             "running averages by those of the mini-batch (GPipe)"
         )
     data = result.as_dict() | facts | {"transport": transport, "steps": steps}
-    return Answer(data, text, FINE if result.equal else FINDING)
+    return Answer(data, "\n".join(lines), code_of(result.equal))
 
 
 def _try_once(model: ModelBundle, size: int, seed: int) -> None:

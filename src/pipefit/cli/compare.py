@@ -13,16 +13,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.heartbeat import NEXT_S
 from pipefit.cli.models import importable
-from pipefit.cli.options import Count, Json, verb
+from pipefit.cli.options import Folder, Json, Ranks, verb
 from pipefit.compare.settings import WHOLE, CompareConfig
-from pipefit.errors import PipefitError
 from pipefit.units import columns, counted
 
 if TYPE_CHECKING:
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
 def command(
     *,
     settings: CompareConfig,
-    ranks: Annotated[Count, Parameter(alias="-n")] = 2,
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    ranks: Ranks = 2,
+    output: Folder = None,
     json: Json = False,
 ) -> Answer:
     """Measure every strategy side by side on this machine.
@@ -51,27 +48,22 @@ def command(
         output: Folder for the figures and the chart.
     """
     began_s = time.monotonic()
-    if ranks < 2:
-        raise PipefitError(f"--ranks: strategies differ only with several ranks, so expected at least 2, got {ranks}")
-    if output is not None and output.exists() and not output.is_dir():
-        raise PipefitError(f"{output}: expected a folder, got a file")
     counts = tuple(dict.fromkeys(settings.microbatches))
     settings = replace(settings, model=importable(settings.model), microbatches=counts)
     if not json:
-        cells = sum(1 if name in WHOLE else len(counts) for name in settings.names)
+        cells = sum(len(counts) for name in settings.names if name not in WHOLE)
+        cells += sum(name in WHOLE for name in settings.names)
+        limit = "without a limit"
         if settings.limit:
             limit = f"within {settings.limit:g} minutes"
-        else:
-            limit = "without a limit"
         _reporter()(f"comparing {counted(cells, 'cell')} {limit}; more: --strategies all, -m 1,2,4,8,16, --limit")
     from pipefit.runtime.launch import launch
 
     with tempfile.TemporaryDirectory(prefix="pipefit-") as folder, _ending_early(Path(folder) / "end") as asked:
         result: Comparison = launch(compare_rank, ranks, settings, json, asked, began_s, threads=1, quiet=json)[0]
+    paths = {}
     if output is not None:
         paths = result.save(output)
-    else:
-        paths = {}
     return Answer({**result.as_dict(), "paths": paths}, partial(table, result, paths))
 
 
@@ -96,10 +88,9 @@ def compare_rank(
     from pipefit.compare.rounds import compare_on_ranks
     from pipefit.runtime.session import current
 
+    say: Callable[[str], None] = _silent
     if current().rank == 0 and not quiet:
         say = _reporter()
-    else:
-        say = _silent
     return compare_on_ranks(settings, say, asked, began_s)
 
 
@@ -115,7 +106,9 @@ def _reporter() -> Callable[[str], None]:
         nonlocal reported_s
         is_detail = line.startswith(("building", "measuring"))
         if sys.stderr.isatty():
-            sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}" + "\n" * (not is_detail))
+            sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}")
+            if not is_detail:
+                sys.stderr.write("\n")
             sys.stderr.flush()
             return
         if not is_detail or time.monotonic() - reported_s > NEXT_S:
@@ -127,50 +120,63 @@ def _reporter() -> Callable[[str], None]:
 
 def table(result: Comparison, paths: Mapping[str, str] = MappingProxyType({})) -> str:
     """A comparison as a table for people."""
+    title = f"{result.model}; data: {result.data}"
     if sys.stdout.isatty() and sys.stderr.isatty():
-        clear = "\r\x1b[K"
-    else:
-        clear = ""
-    heads = "strategy,m,samples/s,× one thread,× same m,bubble,predicted,pred./meas.,busy,memory,loss".split(",")
-    rows = sorted(result.rows, key=lambda row: row.num_microbatches)
+        title = f"\r\x1b[K{title}"
+    stages = " + ".join(map(str, result.layer_counts))
     lines = [
-        f"{clear}{result.model}; data: {result.data}",
-        f"{result.num_ranks} ranks of one thread, stages of {' + '.join(map(str, result.layer_counts))} layers, "
-        f"{result.batch} samples per update; medians of {result.repeats}; losses after {result.samples} samples",
-        "",
-        *columns([heads, *([row.strategy, *_cells(row)] for row in rows)], right=True),
+        title,
+        f"{result.num_ranks} ranks of one thread, stages of {stages} layers, {result.batch} samples per update; "
+        f"medians of {result.repeats}; losses after {result.samples} samples",
         "",
     ]
+    rows = map(_cells, sorted(result.rows, key=lambda row: row.num_microbatches))
+    lines += [*columns([_HEADS, *rows], right=True), ""]
     if result.choice is not None:
-        chosen, best = (f"{row.strategy} m={row.num_microbatches}" for row in result.choice)
+        chosen, best = map(_name, result.choice)
         lines.append(
             f"synchronous schedules are predicted within {result.largest_error:.1%}; the choice by prediction, "
             f"{chosen}, takes {result.choice.over_best:.3f} × the best measured, {best}"
         )
     refused: dict[str, list[str]] = {}
     for item in result.refused:
-        refused.setdefault(item.reason, []).append(f"{item.strategy} m={item.num_microbatches}")
+        refused.setdefault(item.reason, []).append(_name(item))
     lines += [f"not measured: {', '.join(cells)}: {reason}" for reason, cells in refused.items()]
     lines += [f"{kind:<8} {path}" for kind, path in paths.items()]
     return "\n".join(lines) + "\n"
 
 
-def _cells(row: Row) -> list[str]:
-    def of(value: float | None, how: str) -> str:
-        if value is None:
-            return ""
-        return format(value, how)
+_HEADS = ("strategy", "m", "samples/s", "× one thread", "× same m", "bubble", "predicted", "pred./meas.", "busy",
+          "memory", "loss")  # fmt: skip
 
-    megabytes = [f"{size / 2**20:.0f}" for size in row.peak_bytes]
+
+def _name(row: Any) -> str:
+    return f"{row.strategy} m={row.num_microbatches}"
+
+
+def _cells(row: Row) -> list[str]:
+    count = str(row.num_microbatches)
+    if row.strategy in WHOLE:
+        count = "–"
+    memory = " + ".join(f"{size / 2**20:.0f}" for size in row.peak_bytes)
+    if memory:
+        memory += " MiB"
     return [
-        "–" if row.strategy in WHOLE else str(row.num_microbatches),
+        row.strategy,
+        count,
         f"{row.samples_per_s:.1f}",
-        of(row.speedup, ".2f"),
-        of(row.speedup_accumulated, ".2f"),
-        of(row.bubble, ".1%"),
-        of(row.bubble_predicted, ".1%"),
-        of(row.predicted_over_measured, ".3f"),
+        _figure(row.speedup, ".2f"),
+        _figure(row.speedup_accumulated, ".2f"),
+        _figure(row.bubble, ".1%"),
+        _figure(row.bubble_predicted, ".1%"),
+        _figure(row.predicted_over_measured, ".3f"),
         " ".join(f"{share:.0%}" for share in row.utilisation),
-        f"{' + '.join(megabytes)} MiB" if megabytes else "",
-        of(row.final_loss, ".3f"),
+        memory,
+        _figure(row.final_loss, ".3f"),
     ]
+
+
+def _figure(value: float | None, form: str) -> str:
+    if value is None:
+        return ""
+    return format(value, form)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
+from typing import Annotated, Any
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, make_model
@@ -17,7 +15,7 @@ def command(
     model: ModelName,
     *,
     option: ModelOptions = None,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(".svg")] = None,
+    output: Annotated[Path | None, ending(".svg", alias="-o")] = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> Answer:
@@ -31,35 +29,31 @@ def command(
         output: Picture of the layers and of the values that cross between them, as .svg.
         seed: Of the weights.
     """
+    import torch
+
     from pipefit.cutting import Cut, shared_weights, table
     from pipefit.stage.split import named_layers
 
     made = make_model(model, option, seed=seed).layers
     layers = named_layers(made)
+    rows = []
+    for layer in layers:
+        rows.append({"layer": layer.name, "parameters": sum(map(torch.numel, layer.module.parameters()))})
+    data: dict[str, Any] = {
+        "model": model,
+        "way": "of a sequence",
+        "merged": {},
+        "shared": dict(shared_weights(layers)),
+    }
     if isinstance(made, Cut):
-        crossing = made.crossing
-    else:
-        crossing = ()
-    rows = [
-        {
-            "layer": layer.name,
-            "parameters": sum(parameter.numel() for parameter in layer.module.parameters()),
-            **({"enters_bytes": size, "enters_tensors": count} if layer.index else {}),
-        }
-        for layer, (size, count) in zip(layers, [(0, 0), *crossing], strict=False)
-    ]
-    if isinstance(made, Cut):
-        merged = dict(made.merged)
-    else:
-        merged = {}
+        data |= {"way": made.way, "merged": dict(made.merged)}
+        for row, (size, count) in zip(rows[1:], made.crossing, strict=False):
+            row |= {"enters_bytes": size, "enters_tensors": count}
+    data |= {"layers": rows}
+    written = []
     if output is not None:
         from pipefit.cutting.layers_picture import picture
         from pipefit.spec.files import write_atomically
 
-        write_atomically(output, picture(made, model))
-    if isinstance(made, Cut):
-        way = made.way
-    else:
-        way = "of a sequence"
-    data = {"model": model, "way": way, "layers": rows, "merged": merged, "shared": dict(shared_weights(layers))}
-    return Answer(data, lambda: f"{model}: {table(made)}", output=[output] if output else [])
+        written.append(write_atomically(output, picture(made, model)))
+    return Answer(data, lambda: f"{model}: {table(made)}", output=written)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from pipefit.cli.answer import printable
@@ -29,15 +29,15 @@ class Watcher(Heartbeat, Observer):
         self._num_steps = num_steps
         self._batch = batch
         self._tokens = 0
-        self._last_s = 0.0
-        self._width = 0
-        self._first = 0
         self._flop: Any = None
+        self._first = 0
+        self._shown_s = 0.0
+        # Of the line that moves.
+        self._width = 0
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()
-        if self._width:
-            self._write("\n")
+        self._end_line()
 
     def begins(self, config: Any) -> None:
         """Notes the number of steps, and prints it where the user gave epochs."""
@@ -72,46 +72,58 @@ class Watcher(Heartbeat, Observer):
         step = record.step
         seconds = record.seconds
         self._first = self._first or step
-        moving = self._stream.isatty()
-        last = step >= self._num_steps
-        self.doing("ending the training" if last else f"step {step + 1}", is_named=True)
-        is_tenth = step % max(self._num_steps // 10, 1) == 0
-        if moving:
-            due = seconds - self._last_s >= 0.1
+        is_last = step >= self._num_steps
+        if is_last:
+            self.doing("ending the training", is_named=True)
         else:
-            due = is_tenth or seconds - self._last_s >= gap_s(seconds)
-        if not (due or last):
+            self.doing(f"step {step + 1}", is_named=True)
+        waited_s = seconds - self._shown_s
+        is_moving = self._stream.isatty()
+        if is_moving:
+            is_due = waited_s >= 0.1
+        else:
+            is_due = step % max(self._num_steps // 10, 1) == 0 or waited_s >= gap_s(seconds)
+        if not (is_due or is_last):
             return
-        self._last_s = seconds
-        done = step - self._first + 1
-        if seconds:
-            rate = done * self._batch / seconds
-        else:
-            rate = 0.0
-        parts = [f"step {step}/{self._num_steps}", f"loss {record.loss:.4f}"]
+        self._shown_s = seconds
+        line = printable("  ".join(self._parts(record, is_last)))
+        if not is_moving:
+            self._print(line)
+            return
+        self._write(f"\r{line:<{self._width}}")
+        self._width = len(line)
+        if is_last:
+            self._end_line()
+        self._said_s = time.monotonic()
+
+    def _parts(self, record: Any, is_last: bool) -> list[str]:
+        done = record.step - self._first + 1
+        rate = 0.0
+        if record.seconds:
+            rate = done * self._batch / record.seconds
+        parts = [f"step {record.step}/{self._num_steps}", f"loss {record.loss:.4f}"]
         parts += [f"{name} {value:.4g}" for name, value in record.metrics.items()]
-        parts += [f"{rate:.1f} samples/s"]
+        parts.append(f"{rate:.1f} samples/s")
         if self._tokens:
             parts.append(f"{format_count(rate * self._tokens)} tokens/s")
-        parts += _of_ranks(record)
+        memory = [format_bytes(size) for size in record.memory_bytes if size]
+        if memory:
+            parts += [f"bubble {record.bubble:.0%}", "memory " + " + ".join(memory)]
         if self._flop is not None:
             parts.append(_mfu(self._flop.mfu(rate)))
-        if not last:
-            parts.append(f"{format_seconds(seconds / done * (self._num_steps - step))} left")
-        line = printable("  ".join(parts))
-        if moving:
-            self._write(f"\r{line:<{self._width}}" + ("\n" if last else ""))
-            if last:
-                self._width = 0
-            else:
-                self._width = len(line)
-            self._said_s = time.monotonic()
-        else:
-            self._print(line)
+        if not is_last:
+            left_s = record.seconds / done * (self._num_steps - record.step)
+            parts.append(f"{format_seconds(left_s)} left")
+        return parts
+
+    def _end_line(self) -> None:
+        if self._width:
+            self._write("\n")
+            self._width = 0
 
     def _print(self, text: str) -> None:
-        super()._print("\n" * bool(self._width) + text)
-        self._width = 0
+        self._end_line()
+        super()._print(text)
 
 
 def _mfu(share: float) -> str:
@@ -120,103 +132,107 @@ def _mfu(share: float) -> str:
     return f"MFU {share:.0%}"
 
 
-def _of_ranks(record: Any) -> list[str]:
-    """The bubble of the last step, and the memory of each process."""
-    memory = [format_bytes(size) for size in record.memory_bytes if size]
-    if memory:
-        return [f"bubble {record.bubble:.0%}", "memory " + " + ".join(memory)]
-    return []
+def report(result: Any) -> str:
+    """The end of a run: its figures, measured next to predicted, faults, a sample, and the paths of its files."""
+    from pipefit.runtime.faults import described
+
+    lines = [*_losses(result), *result.notes]
+    num_ranks = len(result.utilisation)
+    num_processes = len(result.peak_memory_bytes)
+    if result.rows:
+        title = "measured next to predicted"
+        if num_processes < num_ranks:
+            title += " (the ranks alternated in this one process; the prediction is for a process each)"
+        lines += ["", title, *columns(_compared(result.rows))]
+    who = "rank"
+    if num_processes > num_ranks:
+        who = "process"
+    sent, inside = result.traffic
+    lines += ["", "busy    " + _each("rank", [f"{share:.0%}" for share in result.utilisation])]
+    lines.append("memory  " + _each(who, _sizes(result.peak_memory_bytes)))
+    if result.held_bytes:
+        lines.append("tensors " + _held(result))
+    if any(sent):
+        lines.append(f"sent    {_each(who, _sizes(sent))} in a pass")
+    if any(inside):
+        lines.append("inside  " + _each(who, _sizes(inside)))
+    for fault, done in described(result.faults):
+        lines += ["", f"fault: {fault}", f"  {done}"]
+    for sample in result.samples:
+        lines += ["", "from the held-out data:", *columns(_sampled(sample))]
+    if result.paths:
+        lines += ["", *columns(list(result.paths.items()))]
+    return "\n".join(lines)
+
+
+def _losses(result: Any) -> list[str]:
+    """The speed of a run, and its losses."""
+    speed = f"{result.samples_per_s:.1f} samples/s"
+    if result.tokens_per_s:
+        speed += f", {format_count(result.tokens_per_s)} tokens/s"
+    took = format_seconds(result.seconds)
+    lines = [f"trained {len(result.losses)} steps in {took}: {speed}, bubble {result.bubble:.1%}"]
+    if any(result.compile_s):
+        lines.append(f"layers compiled in {format_seconds(max(result.compile_s))}")
+    if result.losses:
+        lines.append(f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}")
+    if result.baseline:
+        name, loss = result.baseline
+        lines[-1] += f"   ({name}: {loss:.4f})"
+    if result.held_out_loss is not None:
+        lines.append(_held_out(result))
+    return lines
+
+
+def _held_out(result: Any) -> str:
+    after = result.held_out_loss
+    before = result.held_out_before
+    line = f"held-out loss {after:.4f}"
+    if before is not None:
+        line = f"held-out loss {before:.4f} → {after:.4f}"
+    if result.held_out_accuracy is not None:
+        line += f", accuracy {result.held_out_accuracy:.1%}"
+    for name, value in result.held_out_metrics.items():
+        line += f", {name} {value:.4g}"
+    if before is not None:
+        line += f"   (perplexity {_perplexity(before)} → {_perplexity(after)})"
+    return line
 
 
 def _perplexity(loss: float) -> str:
     return f"{math.exp(min(loss, 700)):.4g}"
 
 
-def report(result: Any) -> str:
-    """The end of a run: its figures, measured next to predicted, faults, a sample, and the paths of its files."""
-    from pipefit.runtime.faults import described
-
-    lines = [f"trained {len(result.losses)} steps in {format_seconds(result.seconds)}: " + _rates(result)]
-    if any(result.compile_s):
-        lines.append(f"layers compiled in {format_seconds(max(result.compile_s))}")
-    if result.losses:
-        lines.append(f"loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}")
-    if result.baseline:
-        lines[-1] += f"   ({result.baseline[0]}: {result.baseline[1]:.4f})"
-    if result.held_out_loss is not None:
-        if result.held_out_accuracy is not None:
-            hits = f", accuracy {result.held_out_accuracy:.1%}"
-        else:
-            hits = ""
-        if result.held_out_before is None:
-            before = ""
-        else:
-            before = f"{result.held_out_before:.4f} → "
-        more = "".join(f", {name} {value:.4g}" for name, value in result.held_out_metrics.items())
-        lines.append(f"held-out loss {before}{result.held_out_loss:.4f}{hits}{more}")
-        if result.held_out_before is not None:
-            lines[-1] += f"   (perplexity {_perplexity(result.held_out_before)} → {_perplexity(result.held_out_loss)})"
-    lines += result.notes
-    if result.rows:
-        alone = len(result.peak_memory_bytes) < len(result.utilisation)
-        turns = " (the ranks alternated in this one process; the prediction is for a process each)" if alone else ""
-        lines += ["", f"measured next to predicted{turns}", *columns(_compared(result.rows))]
-    if len(result.peak_memory_bytes) > len(result.utilisation):
-        who = "process"
-    else:
-        who = "rank"
-    lines += ["", "busy    " + _each("rank", (f"{share:.0%}" for share in result.utilisation))]
-    lines += ["memory  " + _each(who, map(format_bytes, result.peak_memory_bytes))]
-    if result.held_bytes:
-        lines += ["tensors " + _held(result)]
-    sent, inside = result.traffic
-    if any(sent):
-        lines += [f"sent    {_each(who, map(format_bytes, sent))} in a pass"]
-    if any(inside):
-        lines += ["inside  " + _each(who, map(format_bytes, inside))]
-    for fault, done in described(result.faults):
-        lines += ["", f"fault: {fault}", f"  {done}"]
-    for sample in result.samples:
-        lines += ["", "from the held-out data:", *columns(_sampled(sample))]
-    if result.paths:
-        width = max(map(len, result.paths))
-        lines += ["", *(f"{name:<{width}}  {path}" for name, path in result.paths.items())]
-    return "\n".join(lines)
-
-
 def _sampled(sample: Any) -> list[tuple[str, str]]:
     """Prompt, target and answer, each with the lines after its first one below it."""
     rows = []
-    for name, text in (("prompt", sample.prompt), ("target", sample.target), ("answer", sample.answer)):
-        first, *others = printable(text).split("\n")
-        rows += [(name, first), *(("", line) for line in others)]
+    for name in ("prompt", "target", "answer"):
+        first, *others = printable(getattr(sample, name)).split("\n")
+        rows.append((name, first))
+        rows += [("", line) for line in others]
     return rows
 
 
-def _each(who: str, figures: Iterable[str]) -> str:
-    return "  ".join(f"{who} {rank}: {figure}" for rank, figure in enumerate(figures))
+def _each(who: str, figures: Sequence[str]) -> str:
+    return "  ".join(f"{who} {number}: {figure}" for number, figure in enumerate(figures))
+
+
+def _sizes(figures: Sequence[float]) -> list[str]:
+    return list(map(format_bytes, figures))
 
 
 def _held(result: Any) -> str:
     """Peak bytes of tensors of each process, next to the prediction for its rank."""
+    figures = _sizes(result.held_bytes)
+    num_ranks = len(result.utilisation)
+    width = max(len(figures) // max(num_ranks, 1), 1)  # tensor-parallel processes share a rank
     if result.predicted:
-        claims = result.predicted.peak_bytes
-    else:
-        claims = ()
-    ranks = len(result.utilisation)
-    wide = max(len(result.held_bytes) // ranks, 1) if ranks else 1  # tensor-parallel processes share a rank
-    said = [f" of {format_bytes(claim)} predicted" for claim in claims for _ in range(wide)]
-    said += [""] * len(result.held_bytes)
-    figures = (f"{format_bytes(held)}{more}" for held, more in zip(result.held_bytes, said, strict=False))
-    return _each("process" if wide > 1 else "rank", figures)
-
-
-def _rates(result: Any) -> str:
-    if result.tokens_per_s:
-        tokens = f", {format_count(result.tokens_per_s)} tokens/s"
-    else:
-        tokens = ""
-    return f"{result.samples_per_s:.1f} samples/s{tokens}, bubble {result.bubble:.1%}"
+        claims = [claim for claim in result.predicted.peak_bytes for _ in range(width)]
+        for number, claim in enumerate(claims[: len(figures)]):
+            figures[number] += f" of {format_bytes(claim)} predicted"
+    if width > 1:
+        return _each("process", figures)
+    return _each("rank", figures)
 
 
 _WAITING = ("load", "send", "recv", "reduce", "drop")
@@ -229,7 +245,9 @@ def _compared(rows: Any) -> list[tuple[str, ...]]:
         if row.name.split()[0] in _WAITING:
             continue
         if row.name == "bubble":
-            table.append((row.name, f"{row.predicted:.1%}", f"{row.measured:.1%}", f"{100 * row.error:+.1f} points"))
+            error = f"{100 * row.error:+.1f} points"
+            table.append((row.name, f"{row.predicted:.1%}", f"{row.measured:.1%}", error))
         elif row.predicted and row.measured:
-            table.append((row.name, format_seconds(row.predicted), format_seconds(row.measured), f"{row.error:+.1%}"))
+            times = map(format_seconds, (row.predicted, row.measured))
+            table.append((row.name, *times, f"{row.error:+.1%}"))
     return table

@@ -7,25 +7,26 @@ import platform
 import resource
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from cyclopts import Parameter
+from typing import Any, Literal
 
 import pipefit
-from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Count, Json
+from pipefit.cli.answer import Answer, code_of, picked
+from pipefit.cli.nodes import UNCLEAR, compare_nodes, counted_names, link_text, measured_links
+from pipefit.cli.options import Count, Json, Ranks
 from pipefit.cli.version import version_of
 from pipefit.errors import CommunicationError, PipefitError
 from pipefit.spec.host import usable_bytes
 from pipefit.units import columns, format_bytes, format_seconds
 
 _OPTIONAL = {"matplotlib": "plot", "scikit-learn": "data", "optuna": "search"}
+_MARKS = {"good": "+", "warn": "!", "bad": "x"}
 _SHM = Path("/dev/shm")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -51,9 +52,10 @@ class _Check:
 
 def command(
     *,
-    ranks: Annotated[int, Parameter(alias="-n")] = 2,
+    ranks: Ranks = 2,
     timeout: Count = 60,
     folder: Path = Path(),
+    gpu: bool = False,
     json: Json = False,
 ) -> Answer:
     """Report what this machine has, whether ranks can communicate, and what to fix.
@@ -67,37 +69,54 @@ def command(
     Args:
         ranks: Processes of the self-test.
         timeout: Seconds after which the self-test fails.
-        folder: Under torchrun: for checkpoints, which all machines should share; default: the working folder.
+        folder: Under torchrun: for checkpoints, which all machines should share; with --gpu: for the report; default:
+            the working folder.
+        gpu: Try the GPUs, in at most six minutes: speed, overlap, equality of training, predictions, messages, deaths.
     """
+    if gpu:
+        return _examined(folder)
     if all(name in os.environ for name in _LAUNCHER):
-        from pipefit.cli.nodes import compare_nodes
-
         return compare_nodes(folder)
-    if ranks < 2:
-        raise PipefitError(f"--ranks: expected at least 2, which communicate with each other; got {ranks}")
     found = _all_checks(ranks, timeout)
     problems = [check for check in found if check.state == "bad"]
+    facts: dict[str, Any] = {}
+    for check in found:
+        facts |= check.facts
     data = {
         "ok": not problems,
-        "checks": [{"name": c.name, "state": c.state, "found": c.found, "fix": c.fix} for c in found],
-        "facts": {name: value for check in found for name, value in check.facts.items()},
+        "checks": [picked(check, "name", "state", "found", "fix") for check in found],
+        "facts": facts,
     }
-    marks = {"good": "+", "warn": "!", "bad": "x"}
     rows = []
     for check in found:
-        rows.append((marks[check.state], check.name, check.found))
+        rows.append((_MARKS[check.state], check.name, check.found))
         if check.fix:
             rows.append(("", "", f"fix: {check.fix}"))
-    lines = columns(rows)
-    lines += ["", "All is well." if not problems else f"{len(problems)} to fix, marked x."]
-    return Answer(data, "\n".join(lines), FINDING if problems else FINE)
+    last = "All is well."
+    if problems:
+        last = f"{len(problems)} to fix, marked x."
+    return Answer(data, "\n".join([*columns(rows), "", last]), code_of(not problems))
+
+
+def _examined(folder: Path) -> Answer:
+    """The examination of the GPUs; a line for each part as it ends."""
+    from pipefit.testing import gpu_report
+
+    def said(name: str, figures: Mapping[str, Any]) -> None:
+        print(f"{name}: {gpu_report.result_of(figures)}, {format_seconds(figures['took_s'])}", file=sys.stderr)
+
+    report = gpu_report.examine(folder, on_part=said)
+    problems = gpu_report.problems_of(report)
+    written = [folder / gpu_report.REPORT, folder / gpu_report.PAGE]
+    return Answer(report, "\n".join(problems or ["All is well."]), code_of(not problems), written)
 
 
 def _all_checks(num_ranks: int, timeout_s: int) -> list[_Check]:
     """All checks, in the best order for fixing problems; without torch no ranks are started."""
-    software = list(_software())
-    works = all(check.state != "bad" for check in software)
-    return [*software, *_machine(), *([_ranks(num_ranks, timeout_s)] if works else [])]
+    found = [*_software(), *_machine()]
+    if all(check.state != "bad" for check in found if check.name in ("torch", "backends")):
+        found.append(_ranks(num_ranks, timeout_s))
+    return found
 
 
 def _unless(problem: bool, name: str, found: str, fix: str, **facts: Any) -> _Check:
@@ -127,26 +146,28 @@ def _software() -> Iterator[_Check]:
     facts = {"torch": torch.__version__, "torch_import_s": seconds}
     yield _Check("torch", f"{torch.__version__}, imported in {format_seconds(seconds)}", facts=facts)
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    counted = ", ".join(f"{gpus.count(name)} × {name}" for name in dict.fromkeys(gpus))
-    yield _Check("devices", counted or "no GPU: ranks compute on the CPU", facts={"gpus": gpus})
-    there = {"gloo": dist.is_available() and dist.is_gloo_available()}
-    there["nccl"] = dist.is_available() and dist.is_nccl_available()
-    backends = [name for name, is_there in there.items() if is_there]
-    lacks = [name for name, is_there in there.items() if not is_there and (name == "gloo" or gpus)]
-    if lacks:
-        fix = f"install an official build of torch with {' and '.join(lacks)}"
-    else:
-        fix = ""
+    yield _Check("devices", counted_names(gpus) or "no GPU: ranks compute on the CPU", facts={"gpus": gpus})
+    backends = []
+    if dist.is_available():
+        there = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+        backends = [name for name in there if there[name]]
+    lacks = {"gloo"}
+    if gpus:
+        lacks.add("nccl")
+    lacks -= set(backends)
     facts = {"backends": backends}
-    yield _Check("backends", ", ".join(backends) or "none", "bad" if lacks else "good", fix, facts)
-    extras = {name: version_of(name) for name in _OPTIONAL}
-    missing = ",".join(_OPTIONAL[name] for name, number in extras.items() if number is None)
-    known = ", ".join(f"{name} {number}" for name, number in extras.items() if number) or "none"
-    if missing:
-        fix = f'optional: pip install "pipefit[{missing}]"'
+    if lacks:
+        fix = f"install an official build of torch with {' and '.join(sorted(lacks))}"
+        yield _Check("backends", ", ".join(backends) or "none", "bad", fix, facts)
     else:
-        fix = ""
-    yield _Check("extras", known, fix=fix, facts={"extras": extras})
+        yield _Check("backends", ", ".join(backends), facts=facts)
+    extras = {name: version_of(name) for name in _OPTIONAL}
+    known = [f"{name} {number}" for name, number in extras.items() if number]
+    missing = [extra for name, extra in _OPTIONAL.items() if extras[name] is None]
+    fix = ""
+    if missing:
+        fix = f'optional: pip install "pipefit[{",".join(missing)}]"'
+    yield _Check("extras", ", ".join(known) or "none", fix=fix, facts={"extras": extras})
 
 
 def _machine() -> Iterator[_Check]:
@@ -161,14 +182,16 @@ def _machine() -> Iterator[_Check]:
     total = usable_bytes()
     free = min(total, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
     yield _Check("memory", f"{format_bytes(total)}, {format_bytes(free)} unused", facts={"memory_bytes": total})
+    free = 0
     if _SHM.exists():
         free = shutil.disk_usage(_SHM).free
-    else:
-        free = 0
     fix = "data loaders with workers need more: start a container with --shm-size=1g"
     yield _unless(free < 256 * 2**20, "shared memory", f"{format_bytes(free)} free", fix, shm_bytes=free)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    fix = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    most = 65536
+    if hard > 0:
+        most = min(hard, most)
+    fix = f"ulimit -n {most}"
     yield _unless(soft < 1024, "open files", f"at most {soft}", fix, open_files=soft)
     try:
         place = tempfile.gettempdir()
@@ -193,19 +216,15 @@ def _ranks(num_ranks: int, timeout_s: int) -> _Check:
         return _Check(name, f"no answer within {timeout_s} s", "bad", fix)
     except (PipefitError, CommunicationError, OSError, RuntimeError) as problem:
         return _Check(name, f"failed: {problem}", "bad", "see the log; is the loopback interface up (ip link show lo)?")
-    found = f"start, communicate and end in {format_seconds(seconds)}; "
+    found = f"start, communicate and end in {format_seconds(seconds)}"
+    facts = {"selftest_s": seconds}
     if not links:
-        found += "times of messages vary too much for a measurement"
-        return _Check(name, found, "warn", "measure when the machine is quiet", {"selftest_s": seconds})
-    facts = {key: links[0][key] for key in ("latency_s", "bandwidth_bytes_per_s")}
-    bandwidth = format_bytes(facts["bandwidth_bytes_per_s"])
-    latency = format_seconds(facts["latency_s"])
-    found += f"loopback {bandwidth}/s, latency {latency}"
-    return _Check(name, found, facts={"selftest_s": seconds, **facts})
+        return _Check(name, f"{found}; {UNCLEAR}", "warn", "measure when the machine is quiet", facts)
+    figures = {key: links[0][key] for key in ("latency_s", "bandwidth_bytes_per_s")}
+    return _Check(name, f"{found}; loopback {link_text(**figures)}", facts=facts | figures)
 
 
 def _start_ranks(num_ranks: int) -> list[dict[str, Any]]:
-    from pipefit.cli.nodes import measured_links
     from pipefit.runtime.launch import launch
 
     return launch(measured_links, num_ranks, threads=1, quiet=True)[0]

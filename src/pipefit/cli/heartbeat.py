@@ -65,12 +65,13 @@ class Heartbeat:
         Args:
             now: seconds of `time.monotonic`.
         """
+        gap = _FIRST_S
+        line = f"{self._what} …"
         if self._is_named:
             gap = gap_s(now - self._began_s)
-        else:
-            gap = _FIRST_S
+            line = f"{self._what}: {now - self._since_s:.0f} s so far"
         if self._what and now - max(self._said_s, self._since_s) >= gap:
-            self._print(f"{self._what}: {now - self._since_s:.0f} s so far" if self._is_named else f"{self._what} …")
+            self._print(line)
             self._said_s = now
             self._is_named = True
 

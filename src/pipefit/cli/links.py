@@ -6,18 +6,16 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Count, Json, ending
-from pipefit.errors import PipefitError
+from pipefit.cli.nodes import link_text
+from pipefit.cli.options import Count, Json, Ranks, ending
 
 
 def command(
     *,
-    ranks: Annotated[Count, Parameter(alias="-n")] = 2,
+    ranks: Ranks = 2,
     repeats: Count = 20,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(".toml")] = None,
+    output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure the links and devices of this machine.
@@ -31,21 +29,19 @@ def command(
     """
     from pipefit.profiling import measure_device, measure_links
     from pipefit.runtime.launch import launch
-    from pipefit.units import format_bytes, format_seconds
+    from pipefit.units import format_bytes
 
-    if ranks < 2:
-        raise PipefitError(f"--ranks: links are between ranks, so expected at least 2, got {ranks}")
     device = measure_device(ranks=ranks)
     measure = partial(measure_links, repeats=repeats, each=device, name=f"this machine, {ranks} ranks")
     topology = launch(measure, ranks, threads=1, quiet=True)[0]
     level = topology.levels[0]
     lines = [
-        f"{ranks} ranks: {format_bytes(level.bandwidth_bytes_per_s)}/s, latency {format_seconds(level.latency_s)}",
+        f"{ranks} ranks: {link_text(level.bandwidth_bytes_per_s, level.latency_s)}",
         f"each: {device.flops / 1e9:.4g} GFLOP/s, {format_bytes(device.memory_bandwidth_bytes_per_s)}/s to memory, "
         f"{format_bytes(device.memory_bytes)} of memory",
     ]
-    speeds = [f"rank {rank} {own.flops / 1e9:.4g}" for rank, own in enumerate(topology.devices)]
-    if speeds:
+    if topology.devices:
+        speeds = [f"rank {rank} {own.flops / 1e9:.4g}" for rank, own in enumerate(topology.devices)]
         lines.append(f"GFLOP/s of each, for they differ: {', '.join(speeds)}")
     if output:
         topology.save(output)

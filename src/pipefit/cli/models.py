@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,7 +41,9 @@ def make_model(name: str, options: list[str] | None, *, seed: int = 0, device: s
 
     given = parse_options(",".join(options or []), name)
     torch.manual_seed(seed)
-    with torch.device(device) if device else nullcontext():
+    if device is None:
+        return build(name, **given)
+    with torch.device(device):
         return build(name, **given)
 
 

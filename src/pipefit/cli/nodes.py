@@ -6,21 +6,23 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
 import pipefit
-from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.answer import Answer, code_of, picked
 from pipefit.spec.host import usable_bytes
 from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
 
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
-_CLOCK_TRIPS = 9
+_CLOCK_ROUNDS = 9
 _CLOCK_S = 1.0
 """Between clocks, in seconds; then times of files and logs no longer order events of two machines."""
+UNCLEAR = "times of messages vary too much for a measurement"
 _COLUMNS = ("node", "ranks", "pipefit", "python", "torch", "devices", "cores", "memory", "clock", "folder")
 
 
@@ -38,19 +40,24 @@ def compare_nodes(folder: Path) -> Answer:
     everyone = exchange(session, _facts() | {"shared": bool(mark) and (folder / mark).is_file()})
     if session.rank == 0 and mark:
         (folder / mark).unlink()
-    nodes = [facts for rank, facts in enumerate(everyone) if facts["node"] not in [e["node"] for e in everyone[:rank]]]
-    for facts in nodes:
-        theirs = [rank for rank, each in enumerate(everyone) if each["node"] == facts["node"]]
-        facts |= {"ranks": theirs, "clock_s": _clock_ahead_s(session.rank, theirs[0])}
-        facts["shared"] = all(everyone[rank]["shared"] for rank in theirs)
+    nodes: dict[str, dict[str, Any]] = {}
+    for rank, facts in enumerate(everyone):
+        first = nodes.setdefault(facts["node"], facts | {"ranks": []})
+        first["ranks"].append(rank)
+        first["shared"] = first["shared"] and facts["shared"]
+    # All read their clocks as they leave an exchange; of the first round they do not, so the middle one counts.
+    clocks = [exchange(session, time.time()) for _ in range(_CLOCK_ROUNDS)]
+    for facts in nodes.values():
+        rank = facts["ranks"][0]
+        facts["clock_s"] = median_low(times[rank] - times[0] for times in clocks)
+    links = []
     if session.is_distributed:
         links = measured_links()
-    else:
-        links = []
-    problems = list(_problems(nodes, folder, bool(mark)))
-    bad = [text for state, text in problems if state == "bad"]
-    data = {"ok": not bad, "nodes": nodes, "links": links, "folder": str(folder.resolve()), "problems": problems}
-    return Answer(data, _text(nodes, links, problems, folder), FINDING if bad else FINE)
+    found = list(nodes.values())
+    problems = list(_problems(found, folder, bool(mark)))
+    is_good = all(state != "bad" for state, _ in problems)
+    data = {"ok": is_good, "nodes": found, "links": links, "folder": str(folder.resolve()), "problems": problems}
+    return Answer(data, _text(found, links, problems, folder), code_of(is_good))
 
 
 def _facts() -> dict[str, Any]:
@@ -59,12 +66,15 @@ def _facts() -> dict[str, Any]:
 
     from pipefit.run.config import num_cores
 
+    cuda = None
+    if torch.cuda.is_available():
+        cuda = torch.version.cuda
     return {
         "node": platform.node(),
         "pipefit": pipefit.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda if torch.cuda.is_available() else None,
+        "cuda": cuda,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cores": num_cores(),
         "memory_bytes": usable_bytes(),
@@ -80,35 +90,6 @@ def _marked(folder: Path) -> str:
     return ""
 
 
-def _clock_ahead_s(rank: int, peer: int) -> float:
-    """Seconds by which the clock of a rank is ahead of that of rank 0; every rank calls it.
-
-    Half of a round trip is taken for the way back, as in NTP (RFC 5905, section 8), of the middle of several trips.
-    """
-    import torch
-    import torch.distributed as dist
-
-    ahead = torch.zeros(1, dtype=torch.float64)
-    found = []
-    for _ in range(_CLOCK_TRIPS if peer else 0):
-        if rank == 0:
-            began = time.time()
-            dist.send(ahead, peer)
-            dist.recv(ahead, peer)
-            found.append(ahead.item() - (began + time.time()) / 2)
-        elif rank == peer:
-            dist.recv(ahead, 0)
-            ahead[0] = time.time()
-            dist.send(ahead, 0)
-    if found:
-        ahead[0] = median_low(found)
-    else:
-        ahead[0] = 0.0
-    if dist.is_initialized():
-        dist.broadcast(ahead, 0)
-    return ahead.item()
-
-
 def measured_links() -> list[dict[str, Any]]:
     """Links inside a machine and between machines; none when the machines are too busy for a measurement.
 
@@ -121,62 +102,88 @@ def measured_links() -> list[dict[str, Any]]:
         levels = measure_links(sizes=_MESSAGE_BYTES, repeats=10).levels
     except TopologyError:  # larger messages took no longer: every rank sees the same times
         return []
-    return [
-        {"level": level.name, "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s, "latency_s": level.latency_s}
-        for level in levels
-    ]
+    found = []
+    for level in levels:
+        found.append({"level": level.name, **picked(level, "bandwidth_bytes_per_s", "latency_s")})
+    return found
 
 
 def _problems(nodes: Sequence[dict[str, Any]], folder: Path, writable: bool) -> Iterator[tuple[str, str]]:
     """Differences between the machines: ("bad" or "warn", text)."""
+    first = nodes[0]
     for name in ("pipefit", "torch", "python", "cuda", "gpus"):
-        values = {facts["node"]: facts[name] for facts in nodes}
-        if any(value != nodes[0][name] for value in values.values()):
-            said = ", ".join(f"{_words(value)} on {node}" for node, value in values.items())
-            bad = name in ("pipefit", "torch")
-            yield "bad" if bad else "warn", f"{name} differs: {said}" + "; install the same version" * bad
-    late = [facts for facts in nodes if abs(facts["clock_s"]) > _CLOCK_S]
-    for facts in late:
-        yield (
-            "warn",
-            f"the clock of {facts['node']} differs by {facts['clock_s']:+.1f} s: start a time service (chrony)",
-        )
+        if all(facts[name] == first[name] for facts in nodes):
+            continue
+        each = ", ".join(f"{_words(facts[name])} on {facts['node']}" for facts in nodes)
+        if name in ("pipefit", "torch"):
+            yield "bad", f"{name} differs: {each}; install the same version"
+        else:
+            yield "warn", f"{name} differs: {each}"
+    for facts in nodes:
+        if abs(facts["clock_s"]) > _CLOCK_S:
+            off = f"{facts['clock_s']:+.1f} s"
+            yield "warn", f"the clock of {facts['node']} differs by {off}: start a time service (chrony)"
+    place = folder.resolve()
+    lacking = [facts["node"] for facts in nodes if not facts["shared"]]
     if not writable:
-        yield "warn", f"{folder.resolve()} cannot be written on {nodes[0]['node']}: give another with --folder"
-    elif lacking := [facts["node"] for facts in nodes if not facts["shared"]]:
+        yield "warn", f"{place} cannot be written on {first['node']}: give another with --folder"
+    elif lacking:
         yield (
             "warn",
-            f"{folder.resolve()} is not shared: {', '.join(lacking)} does not see what {nodes[0]['node']} writes; "
-            "checkpoints (-o) need a folder that all machines share",
+            f"{place} is not shared: {', '.join(lacking)} does not see what {first['node']} writes; checkpoints (-o) "
+            "need a folder that all machines share",
         )
 
 
 def _words(value: Any) -> str:
-    return (", ".join(value) if isinstance(value, list) else str(value or "")) or "none"
+    if isinstance(value, list):
+        value = ", ".join(value)
+    return str(value or "none")
+
+
+def counted_names(names: Sequence[str]) -> str:
+    """Names with their numbers: 2 × H100, 1 × A100."""
+    return ", ".join(f"{number} × {name}" for name, number in Counter(names).items())
+
+
+def link_text(bandwidth_bytes_per_s: float, latency_s: float) -> str:
+    """The figures of a link."""
+    return f"{format_bytes(bandwidth_bytes_per_s)}/s, latency {format_seconds(latency_s)}"
 
 
 def _text(nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], problems: Any, folder: Path) -> str:
-    rows = [_COLUMNS]
-    for facts in nodes:
-        devices = _words([f"{facts['gpus'].count(name)} × {name}" for name in dict.fromkeys(facts["gpus"])])
-        if len(facts["ranks"]) > 1:
-            ranks = f"{facts['ranks'][0]}…{facts['ranks'][-1]}"
-        else:
-            ranks = str(facts["ranks"][0])
-        clock = f"{'-' if facts['clock_s'] < 0 else '+'}{format_seconds(abs(facts['clock_s']))}"
-        versions = [facts["node"], ranks, facts["pipefit"], facts["python"], facts["torch"]]
-        hardware = ["CPU" if devices == "none" else devices, str(facts["cores"]), format_bytes(facts["memory_bytes"])]
-        rows.append(
-            (*versions, *hardware, clock if facts is not nodes[0] else "0", "shared" if facts["shared"] else "no")
-        )
     width = shutil.get_terminal_size((100, 24)).columns
+    rows = [_COLUMNS, *(_row(facts, facts is nodes[0]) for facts in nodes)]
     lines = [f"{counted(len(nodes), 'machine')}; folder {folder.resolve()}", "", *table(rows, width), ""]
     for link in links:
-        figures = f"{format_bytes(link['bandwidth_bytes_per_s'])}/s, latency {format_seconds(link['latency_s'])}"
-        lines.append(f"links, {'between machines' if link['level'] == 'network' else 'inside a machine'}: {figures}")
+        where = "inside a machine"
+        if link["level"] == "network":
+            where = "between machines"
+        lines.append(f"links, {where}: {link_text(link['bandwidth_bytes_per_s'], link['latency_s'])}")
     if not links:
-        lines.append("links: times of messages vary too much for a measurement")
+        lines.append(f"links: {UNCLEAR}")
+    marks = {"bad": "x", "warn": "!"}
     for state, text in problems:
-        lines += wrapped(f"{'x' if state == 'bad' else '!'}  {text}", width, "   ")
+        lines += wrapped(f"{marks[state]}  {text}", width, "   ")
     num_bad = sum(state == "bad" for state, _ in problems)
-    return "\n".join([*lines, "", f"{num_bad} to fix, marked x." if num_bad else "All is well."])
+    last = "All is well."
+    if num_bad:
+        last = f"{num_bad} to fix, marked x."
+    return "\n".join([*lines, "", last])
+
+
+def _row(facts: Mapping[str, Any], is_first: bool) -> tuple[str, ...]:
+    ranks = str(facts["ranks"][0])
+    if len(facts["ranks"]) > 1:
+        ranks += f"…{facts['ranks'][-1]}"
+    clock = "0"
+    if not is_first:
+        clock = f"+{format_seconds(facts['clock_s'])}"
+        if facts["clock_s"] < 0:
+            clock = f"-{format_seconds(-facts['clock_s'])}"
+    shared = "no"
+    if facts["shared"]:
+        shared = "shared"
+    versions = [facts[name] for name in ("pipefit", "python", "torch")]
+    hardware = [counted_names(facts["gpus"]) or "CPU", str(facts["cores"]), format_bytes(facts["memory_bytes"])]
+    return (facts["node"], ranks, *versions, *hardware, clock, shared)

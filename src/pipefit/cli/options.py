@@ -6,10 +6,9 @@ Plain arguments of a verb are read by cyclopts: type, default, and help from the
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import is_dataclass
 from inspect import Parameter as Argument
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -17,7 +16,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from cyclopts import UNSET, CoercionError, Parameter, Token, convert
 
 from pipefit.errors import PipefitError
-from pipefit.spec.options import MOST_SEED, MOST_THREADS, as_flat, from_flat, groups_of, key_of, setting
+from pipefit.spec.options import MOST_SEED, MOST_THREADS, as_flat, flag_of, from_flat, key_of, options_of
 from pipefit.units import parse_quantity
 
 PICTURES = (".svg", ".html", ".png", ".trace.json", ".pipe", ".txt")
@@ -38,10 +37,14 @@ def exact(kind: Any, tokens: Sequence[Token]) -> Any:
     kinds = set(get_args(kind) or (kind,)) - {type(None)}
     if not kinds <= {int, float}:
         return convert(kind, tokens)
-    for read in (int, float) if float in kinds else (int,):
-        with suppress(ValueError):
-            return read(tokens[0].value)
-    raise _wrong(tokens, f"expected a {'' if float in kinds else 'whole '}number, got {tokens[0].value!r}")
+    text = tokens[0].value
+    with suppress(ValueError):
+        return int(text)
+    if float not in kinds:
+        raise _wrong(tokens, f"expected a whole number, got {text!r}")
+    with suppress(ValueError):
+        return float(text)
+    raise _wrong(tokens, f"expected a number, got {text!r}")
 
 
 def shown(value: Any) -> str | None:
@@ -72,7 +75,13 @@ def _within(least: int, most: int) -> Callable[[Any, Sequence[Token]], Any]:
     return _number(int, lambda value: least <= value <= most, f"a whole number from {least} to {most}")
 
 
-_count = _number(int, lambda value: value >= 1, "at least 1")
+def _least(least: int, expected: str) -> Callable[[Any, Sequence[Token]], Any]:
+    return _number(int, lambda value: value >= least, expected)
+
+
+_amount = _least(0, "0 or more")
+_count = _least(1, "at least 1")
+_several = _least(2, "at least 2")
 _time = _number(Number, lambda value: 0 <= value < 1e30, "a time of 0 or more, below 1e30")
 _figure = _number(Number, lambda value: 0 < value < 1e30, "numbers above 0, below 1e30")
 
@@ -82,6 +91,10 @@ def _size(kind: Any, tokens: Sequence[Token]) -> float:
         return parse_quantity(tokens[0].value, "bytes")
     except PipefitError as problem:
         raise _wrong(tokens, str(problem)) from None
+
+
+def _names(kind: Any, tokens: Sequence[Token]) -> tuple[str, ...]:
+    return tuple(exact(str, tokens).split(","))
 
 
 def _each(read: Callable[[Any, Sequence[Token]], Number]) -> Parameter:
@@ -97,7 +110,7 @@ def _each(read: Callable[[Any, Sequence[Token]], Number]) -> Parameter:
     return Parameter(converter=listed, n_tokens=1, metavar="N,N")
 
 
-def ending(*known: str) -> Parameter:
+def ending(*known: str, alias: str | None = None) -> Parameter:
     """An option that is a file to write; another suffix or a directory is refused before any work is done."""
 
     def read(kind: Any, tokens: Sequence[Token]) -> Path:
@@ -108,101 +121,89 @@ def ending(*known: str) -> Parameter:
             raise _wrong(tokens, f"{path}: the suffix determines what is written: one of {', '.join(known)}")
         return path
 
-    return Parameter(converter=read)
+    return Parameter(converter=read, alias=alias)
 
 
-def pairs(name: str, texts: Sequence[str] | None) -> dict[str, int]:
-    """Integers of 0 or more by name, from texts such as "warmup=2".
+def _folder(kind: Any, tokens: Sequence[Token]) -> Path:
+    path = Path(tokens[0].value)
+    if path.exists() and not path.is_dir():
+        raise _wrong(tokens, f"{path}: expected a folder, got a file")
+    return path
 
-    Raises:
-        PipefitError: a text is not NAME=INTEGER, or a name comes twice.
-    """
+
+def _pairs(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
+    """Integers of 0 or more by name, from texts such as "warmup=2"."""
     found: dict[str, int] = {}
-    for text in texts or []:
-        key, _, value = text.partition("=")
+    for token in tokens:
+        key, _, value = token.value.partition("=")
         if not key or not value.isdecimal():
-            raise PipefitError(f"{name}: expected NAME=INTEGER with an integer of 0 or more, got {text!r}")
+            raise _wrong(tokens, f"expected NAME=INTEGER with an integer of 0 or more, got {token.value!r}")
         if key in found:
-            raise PipefitError(f"{name}: {key} is given twice, as {found[key]} and {value}")
+            raise _wrong(tokens, f"{key} is given twice, as {found[key]} and {value}")
         found[key] = int(value)
     return found
 
 
-def _paired(kind: Any, tokens: Sequence[Token]) -> dict[str, int]:
-    return pairs(tokens[0].keyword or "argument", [token.value for token in tokens])
-
-
+Amount = Annotated[int, Parameter(converter=_amount)]
 Count = Annotated[int, Parameter(converter=_count)]
 Seed = Annotated[int, Parameter(converter=_within(0, MOST_SEED))]
 Threads = Annotated[int, Parameter(converter=_within(1, MOST_THREADS))]
 Counts = Annotated[tuple[int, ...], _each(_count)]
 Figures = Annotated[tuple[float, ...], _each(_figure)]
+Pairs = Annotated[list[str], Parameter(converter=_pairs)]
 Time = Annotated[Number, Parameter(converter=_time)]
 Size = Annotated[float, Parameter(converter=_size, metavar="BYTES")]
 Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing else there.")]
-ProfileName = Annotated[str | None, Parameter(help="Profile of the model: seconds, bytes; or gpt:layers=24,….")]
-Picture = Annotated[Path | None, Parameter(alias="-o"), ending(*PICTURES)]
-TopologyName = Annotated[str | None, Parameter(help="Links and devices: a TOML file, local:N, or a name.")]
+Picture = Annotated[Path | None, ending(*PICTURES, alias="-o")]
+Folder = Annotated[Path | None, Parameter(converter=_folder, alias="-o")]
+Ranks = Annotated[int, Parameter(converter=_several, alias="-n")]
 
-_TYPED: Mapping[str, Any] = {
+TYPES: Mapping[str, Any] = {
     "words": Annotated[list[str], Parameter(converter=lambda _, tokens: ",".join(t.value for t in tokens))],
     "numbers": Counts,
     "figures": Figures,
-    "pairs": Annotated[list[str], Parameter(converter=_paired)],
+    "pairs": Pairs,
     "texts": Annotated[list[str], Parameter(consume_multiple=True)],
+    "time": Time,
+    "bytes": Size,
+    "names": Annotated[tuple[str, ...], Parameter(converter=_names, n_tokens=1, metavar="STR")],
 }
-"""Types of options that differ from those in Python."""
+"""Types of options on the command line that differ from those in Python: "numbers" are 2,1; "figures" 0.9,0.95; "words"
+a=1,b=2, and may be repeated; "pairs" NAME=INTEGER, and may be repeated; "texts" are several after one flag."""
 
 
-@dataclass(frozen=True)
-class UnitCosts:
-    """Costs of a program whose model is not known.
-
-    Attributes:
-        forward: time of a forward, per rank and micro-batch: a chunk costs 1/v.
-        backward: time of a full backward; default: input + weight, or 2.
-        input: time of a backward's input-gradient half.
-        weight: time of a backward's weight-gradient half.
-        latency: time of a message between ranks.
-        copy: time of moving all stages of a rank to or from their tier.
-    """
-
-    forward: Number = setting(1, typed=Time)
-    backward: Number | None = setting(None, typed=Time)
-    input: Number | None = setting(None, typed=Time)
-    weight: Number | None = setting(None, typed=Time)
-    latency: Number = setting(0, typed=Time)
-    copy: Number = setting(2, typed=Time)
+def help_of(group: type[Any], name: str) -> Parameter:
+    """The help of a single option that a group defines."""
+    return Parameter(help=group.__dataclass_fields__[name].metadata["help"])
 
 
-def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def verb(*without: str, **helps: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes options from the fields of each argument of a verb that is a dataclass, and of the dataclasses in it.
 
-    Fields have their help under "Attributes" of the dataclass (see `pipefit.spec.options.setting`), unless the verb's
-    docstring has another.
+    cyclopts flattens dataclasses too, but it knows neither names and help in a field, nor types that differ in Python.
 
     Args:
         without: names of fields, or of groups of them, that the verb does not offer.
+        helps: help by the name of an option, where the verb uses it in another way than its group.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         hints = get_type_hints(command, include_extras=True)
-        helps = _helps(command, "Args:")
-        groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and name != "return"}
+        groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint) and name != "return"}
         arguments: list[Argument] = []
         for argument in inspect.signature(command).parameters.values():
+            hint = hints[argument.name]
             if argument.name in groups:
-                arguments += _options(hints[argument.name](), without, helps)
+                arguments += _arguments(hint(), without, helps)
             else:
-                arguments.append(argument.replace(annotation=hints[argument.name]))
+                arguments.append(argument.replace(annotation=hint))
 
         def called(*places: Any, **given: Any) -> Any:
-            plain = {name: value for name, value in given.items() if name in hints.keys() - groups.keys()}
             made = {}
-            for name in groups:
-                known = as_flat(hints[name]())
-                made[name] = from_flat(hints[name], {key: value for key, value in given.items() if key in known})
-            return command(*places, **plain, **made)
+            for name, kind in groups.items():
+                known = as_flat(kind())
+                made[name] = from_flat(kind, {key: given.pop(key) for key in known if key in given})
+            return command(*places, **given, **made)
 
         shown: Any = called
         shown.__doc__ = command.__doc__
@@ -212,31 +213,16 @@ def verb(*without: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return decorate
 
 
-def _options(group: Any, without: Collection[str], helps: Mapping[str, str]) -> Iterator[Argument]:
-    """The options of a group and of those in it."""
-    own = _helps(type(group), "Attributes:")
-    hints = get_type_hints(type(group))
-    groups = groups_of(type(group))
-    for one in fields(group):
-        value = getattr(group, one.name)
+def _arguments(group: Any, without: Collection[str], helps: Mapping[str, str]) -> Iterator[Argument]:
+    """The options of a group and of those in it, as arguments of a function."""
+    for one, hint, value in options_of(group, without):
         facts = one.metadata
-        if one.name in without or facts.get("hidden"):
-            continue
-        if one.name in groups:
-            yield from _options(groups[one.name]() if value is None else value, without, helps)
-            continue
-        kind: Any = facts.get("typed") or hints[one.name]
-        if facts.get("least") == 1:
+        key = key_of(one)
+        kind = facts["typed"] or hint
+        if facts["least"] == 1:
             kind = Count
         if isinstance(kind, str):
-            kind = _TYPED[kind]
-        parameter = Parameter(name=facts.get("flags") or None, help=helps.get(key_of(one), own[one.name]))
-        yield Argument(key_of(one), Argument.KEYWORD_ONLY, default=value, annotation=Annotated[kind, parameter])
-
-
-def _helps(described: Any, heading: str) -> dict[str, str]:
-    """The entries under a heading of a docstring, by name, capitalised, without the parts about Python."""
-    found = inspect.cleandoc(described.__doc__ or "").partition(heading)[2]
-    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", found, re.MULTILINE)
-    texts = {name: " ".join(words.split()).partition(" In Python ")[0] for name, words in entries}
-    return {name: text[0].upper() + text[1:] for name, text in texts.items()}
+            kind = TYPES[kind]
+        names = dict.fromkeys((flag_of(one), *facts["flags"]))
+        parameter = Parameter(name=tuple(names), help=helps.get(key, facts["help"]))
+        yield Argument(key, Argument.KEYWORD_ONLY, default=value, annotation=Annotated[kind, parameter])

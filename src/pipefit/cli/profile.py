@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, picked
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
 from pipefit.cli.options import Count, Counts, Json, Seed, Threads, ending
 from pipefit.errors import PipefitError
@@ -30,7 +30,7 @@ def command(
     seed: Seed = 0,
     analytic: bool = False,
     topology: str | None = None,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(".json")] = None,
+    output: Annotated[Path | None, ending(".json", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
     """Measure time and memory of each layer of a model.
@@ -62,36 +62,47 @@ def command(
         raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops, or dgx-a100-8")
     if topology is not None and not analytic:
         raise PipefitError("--topology is for computed profiles: add --analytic, or leave it out to measure here")
-    if not analytic:
+    place = None
+    most = max(microbatch_size)
+    if analytic:
+        place = "meta"
+        most = 1
+    else:
         usable_device(device or "cpu")
-    bundle = make_model(model, option, seed=seed, device="meta" if analytic else None)
+    bundle = make_model(model, option, seed=seed, device=place)
     layers = named_layers(bundle.layers)
-    x, y = batch_of(bundle, 1 if analytic else max(microbatch_size), seed)
-    same: dict[str, Any] = {"dtype": getattr(torch, dtype) if dtype else None, "model": bundle.name}
+    x, y = batch_of(bundle, most, seed)
+    kind = None
+    if dtype is not None:
+        kind = getattr(torch, dtype)
     if topology is not None:
-        place = load_topology(topology).device
-        compute = partial(analytic_profile, layers, x, place, bundle.loss, y, **same)
-        first, *others = (compute(microbatch_size=size) for size in microbatch_size)
+        machine = load_topology(topology).device
+        compute = partial(analytic_profile, layers, x, machine, bundle.loss, y, dtype=kind, model=bundle.name)
+        first, *others = [compute(microbatch_size=size) for size in microbatch_size]
         profile = first.with_others(others)
     else:
         makers = {"adamw": torch.optim.AdamW, "sgd": partial(torch.optim.SGD, lr=1e-3), "none": None}
-        same |= {"optimizer": makers[optimizer], "repeats": repeats, "threads": threads, "device": device}
-        profile = profile_sizes(layers, x, bundle.loss, y, microbatch_sizes=microbatch_size, **same)
+        profile = profile_sizes(
+            layers,
+            x,
+            bundle.loss,
+            y,
+            microbatch_sizes=microbatch_size,
+            optimizer=makers[optimizer],
+            repeats=repeats,
+            threads=threads,
+            device=device,
+            dtype=kind,
+            model=bundle.name,
+        )
     if output:
         profile.save(output)
-    total = Layer("total", **{name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS})
-    data = {
-        **{name: getattr(profile, name) for name in _SAME},
-        "microbatch_sizes": [one.microbatch_size for one in (profile, *profile.others)],
-        "num_layers": len(profile),
-        **{name: getattr(total, name) for name in _COLUMNS},
-        "layers": profile.layers,
-    }
-    return Answer(data, lambda: _table(profile, total), output=output)
+    sums = {name: sum(getattr(layer, name) for layer in profile.layers) for name in _COLUMNS}
+    data = picked(profile, "model", "microbatch_size", "device", "step_s", "loss_s", "optimizer_s", "layers")
+    data |= {"num_layers": len(profile), **sums}
+    data["microbatch_sizes"] = [one.microbatch_size for one in (profile, *profile.others)]
+    return Answer(data, lambda: _table(profile, Layer("total", **sums)), output=output)
 
-
-_SAME = ("model", "microbatch_size", "device", "step_s", "loss_s", "optimizer_s")
-"""Fields of a profile that the JSON object contains unchanged."""
 
 _COLUMNS = {
     "forward_s": "forward",
@@ -106,12 +117,18 @@ _COLUMNS = {
 def _table(profile: Profile, total: Layer) -> str:
     rows = [["layer", *_COLUMNS.values()]]
     for layer in (*profile.layers, total):
-        show = {name: format_seconds if name.endswith("_s") else format_bytes for name in _COLUMNS}
-        rows.append([layer.name, *(show[name](getattr(layer, name)) for name in _COLUMNS)])
+        rows.append([layer.name, *(_shown(layer, name) for name in _COLUMNS)])
     lines = [f"{profile.model}, micro-batch of {profile.microbatch_size}, {profile.device}", ""]
     lines += columns(rows, right=True)
-    whole = [("whole step", profile.step_s), ("loss", profile.loss_s), ("optimizer", profile.optimizer_s)]
-    lines += ["", "  ".join(f"{name} {format_seconds(value)}" for name, value in whole if value)]
+    whole = {"whole step": profile.step_s, "loss": profile.loss_s, "optimizer": profile.optimizer_s}
+    lines += ["", "  ".join(f"{name} {format_seconds(value)}" for name, value in whole.items() if value)]
     if profile.others:
-        lines.append(f"also at micro-batches of {', '.join(str(other.microbatch_size) for other in profile.others)}")
+        sizes = [str(other.microbatch_size) for other in profile.others]
+        lines.append(f"also at micro-batches of {', '.join(sizes)}")
     return "\n".join(lines)
+
+
+def _shown(layer: Layer, name: str) -> str:
+    if name.endswith("_s"):
+        return format_seconds(getattr(layer, name))
+    return format_bytes(getattr(layer, name))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pipefit.cli.options import UnitCosts
+from pipefit.cost.unit_costs import UnitCosts
 from pipefit.errors import PipefitError
+from pipefit.spec.options import setting
 from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
     from pipefit.ir import Program
     from pipefit.spec import Plan, Profile, Topology
     from pipefit.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """The origin of the costs of a program."""
+
+    profile: str | None = setting(None, "Profile of the model: seconds, bytes; or gpt:layers=24,….")
+    topology: str | None = setting(None, "Links and devices: a TOML file, local:N, or a name.")
+    layers: tuple[int, ...] = setting(
+        (), "Layers of each stage, like 3,3, which a .pipe file does not contain.", typed="numbers"
+    )
+    steps: int = setting(1, "Weight updates of a plan's program.", least=1)
 
 
 @dataclass(frozen=True)
@@ -42,12 +55,11 @@ class Source:
         Raises:
             PipefitError: both are given, or the layers of stages are not known, or do not belong to the profile.
         """
-        from pipefit.cost import unit
         from pipefit.planner.plan_figures import plan_costs
         from pipefit.spec import Topology
 
         if self.profile is None:
-            cost = unit(self.program.header, **asdict(given))
+            cost = given.model(self.program.header)
             if self.topology:
                 return replace(cost, topology=self.topology)
             return cost
@@ -62,18 +74,17 @@ class Source:
 
         header = self.program.header
         if len(self.layers) != header.num_stages:
+            given = ",".join(map(str, self.layers)) or "none"
             raise PipefitError(
                 "a .pipe file does not contain the layers of its stages; give --layers with a count for each of its "
-                f"{header.num_stages} stages, got {','.join(map(str, self.layers)) or 'none'}"
+                f"{header.num_stages} stages, got {given}"
             )
-        stages = tuple(
-            StageSpec(stage.layers, len(ranks), header.tensor)
-            for stage, ranks in zip(
-                Partition.from_counts(self.layers, num_layers).stages, header.placement, strict=True
-            )
-        )
+        even = Partition.from_counts(self.layers, num_layers)
+        stages = []
+        for stage, ranks in zip(even.stages, header.placement, strict=True):
+            stages.append(StageSpec(stage.layers, len(ranks), header.tensor))
         return Plan(
-            Partition(stages),
+            Partition(tuple(stages)),
             Placement(header.placement),
             header.schedule,
             header.num_microbatches,
@@ -89,15 +100,14 @@ def check_forwards(*counts: int) -> None:
     """
     from pipefit.ir.program import MOST_FORWARDS
 
-    if (forwards := math.prod(counts)) > MOST_FORWARDS:
+    forwards = math.prod(counts)
+    if forwards > MOST_FORWARDS:
         raise PipefitError(
             f"{forwards:,} forwards are too many: stages × micro-batches × steps may reach {MOST_FORWARDS:,}"
         )
 
 
-def read_source(
-    path: Path, num_steps: int, profile: str | None, topology: str | None, layers: tuple[int, ...]
-) -> Source:
+def read_source(path: Path, given: SourceOptions) -> Source:
     """Reads the program of a `.pipe` file or of a plan, with its profile and topology.
 
     Raises:
@@ -109,24 +119,16 @@ def read_source(
 
     if path.suffix == ".json":
         plan = Plan.load(path)
-    else:
-        plan = None
-    if plan is None and path.is_file() and path.suffix != ".pipe":
+        check_forwards(len(plan.partition.stages), plan.num_microbatches, given.steps)
+        return source_of(program_of(plan, num_steps=given.steps), plan, given)
+    if path.is_file() and path.suffix != ".pipe":
         raise PipefitError(f"{path}: expected a program (.pipe) or a plan (.json)")
-    if plan is not None:
-        check_forwards(len(plan.partition.stages), plan.num_microbatches, num_steps)
-    elif num_steps > 1:
+    if given.steps > 1:
         raise PipefitError("--steps: a .pipe file has its own number of steps; leave it out")
-    if plan:
-        program = program_of(plan, num_steps=num_steps)
-    else:
-        program = text.load(path)
-    return source_of(program, plan, profile, topology, layers)
+    return source_of(text.load(path), None, given)
 
 
-def source_of(
-    program: Program, plan: Plan | None, profile: str | None, topology: str | None, layers: tuple[int, ...]
-) -> Source:
+def source_of(program: Program, plan: Plan | None, given: SourceOptions) -> Source:
     """The program with profile and topology, by the names that the user gave.
 
     Raises:
@@ -134,28 +136,23 @@ def source_of(
     """
     from pipefit.planner.machines import load_topology, read_profile
 
-    links = load_topology(topology) if topology else None
-    num_ranks = program.header.num_ranks
-    if links and links.num_devices < num_ranks:
-        raise PipefitError(f"{topology} has {links.num_devices} devices, but the program needs {num_ranks} ranks")
-    if layers and (plan or not profile):
+    links = None
+    if given.topology:
+        links = load_topology(given.topology)
+        num_ranks = program.header.num_ranks
+        if links.num_devices < num_ranks:
+            raise PipefitError(
+                f"{given.topology} has {links.num_devices} devices, but the program needs {num_ranks} ranks"
+            )
+    if given.layers and (plan or not given.profile):
         raise PipefitError("--layers: expected together with --profile, and with a program that is not a plan")
-    if plan:
-        size = plan.microbatch_size
-    else:
-        size = 0
-    return Source(program, plan, read_profile(profile, links, size or 1) if profile else None, links, layers)
-
-
-def figures(program: Program, timeline: Timeline, cost: CostModel) -> dict[str, Any]:
-    """The figures of a program under a cost model; see `pipefit.simulate.figures`."""
-    from pipefit.simulate import metrics
-
-    num_ranks = program.header.num_ranks
-    # Of one micro-batch on a rank, on average over the ranks: then the bubble is their average idle time.
-    forward = sum(cost.forward_s) / num_ranks
-    backward = (sum(cost.backward_input_s) + sum(cost.backward_weight_s)) / num_ranks
-    return metrics(program, timeline, forward, backward, cost=cost)
+    profile = None
+    if given.profile:
+        size = 1
+        if plan is not None:
+            size = plan.microbatch_size or 1
+        profile = read_profile(given.profile, links, size)
+    return Source(program, plan, profile, links, given.layers)
 
 
 def save_timeline(timeline: Timeline, path: Path | None, *, seconds: bool) -> None:
@@ -168,9 +165,12 @@ def save_timeline(timeline: Timeline, path: Path | None, *, seconds: bool) -> No
     """
     from pipefit.draw import save
 
-    if path is not None:
-        is_picture = path.suffix in (".svg", ".html", ".png", ".txt")
-        save(timeline, path, **({"seconds": seconds} if is_picture else {}))
+    if path is None:
+        return
+    options = {}
+    if path.suffix in (".svg", ".html", ".png", ".txt"):
+        options["seconds"] = seconds
+    save(timeline, path, **options)
 
 
 def time_text(time: float, in_seconds: bool) -> str:

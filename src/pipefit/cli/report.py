@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter
-
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json, ending
 
@@ -15,7 +13,7 @@ def command(
     folder: Path,
     /,
     *,
-    output: Annotated[Path | None, Parameter(alias="-o"), ending(".html")] = None,
+    output: Annotated[Path | None, ending(".html", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
     """One self-contained HTML page of a run: loss, plan, predicted next to measured, timelines.

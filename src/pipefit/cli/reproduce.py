@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from cyclopts import Parameter
-
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, picked
 from pipefit.cli.heartbeat import Heartbeat
-from pipefit.cli.options import Json
+from pipefit.cli.options import Folder, Json
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
     from pipefit.reproduce.outcome import Outcome
+
+
+PUBLISHED = "published-runs"
+"""The entry that is not of the lectures: training runs that others have published."""
 
 
 def command(
@@ -24,7 +26,7 @@ def command(
     *,
     all: bool = False,
     measured: bool = False,
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    output: Folder = None,
     json: Json = False,
 ) -> Answer:
     """Make a figure, table or number of the lectures again, and compare it with the published one.
@@ -32,7 +34,7 @@ def command(
     Example: pipefit reproduce gpipe-flushes -o figures
 
     Without a name all are listed. Drawn entries are exact; computed ones are predicted from profiles and machines;
-    measured ones train on this machine, which takes minutes.
+    measured ones train on this machine, which takes minutes. published-runs predicts training runs of others.
 
     Args:
         name: Of an entry, as the list shows it.
@@ -49,13 +51,16 @@ def command(
         raise PipefitError(f"--all makes every entry: leave out {name}")
     if measured and not all:
         raise PipefitError("--measured: expected --all too; a measured entry is trained when it is given by name")
-    if output is not None and output.exists() and not output.is_dir():
-        raise PipefitError(f"{output}: expected a folder, got a file")
+    if name == PUBLISHED:
+        return _published(output)
     if name is not None:
         with Heartbeat(sys.stderr) as heartbeat:
             heartbeat.doing(name)
             found = run_entry(find_entry(name))
-        return Answer(found.as_dict(), found.text, output=found.save(output) if output else None)
+        written: Sequence[Path] = ()
+        if output is not None:
+            written = found.save(output)
+        return Answer(found.as_dict(), found.text, output=written)
     if not all:
         if output is not None:
             raise PipefitError("-o: expected a name, or --all")
@@ -63,12 +68,24 @@ def command(
     chosen = [entry for entry in ENTRIES.values() if measured or entry.kind != "measured"]
     with Heartbeat(sys.stderr) as heartbeat:
         outcomes = run_all(chosen, heartbeat.doing)
-    if output:
-        written = [write_atomically(output / "index.html", lectures_page(outcomes))]
-    else:
-        written = None
+    page = None
+    if output is not None:
+        page = write_atomically(output / "index.html", lectures_page(outcomes))
     data = {"entries": [each.as_dict() for each in outcomes], "counts": tally(outcomes).as_dict()}
-    return Answer(data, lambda: _summary(outcomes), output=written)
+    return Answer(data, lambda: _summary(outcomes), output=page)
+
+
+def _published(output: Path | None) -> Answer:
+    """Published runs next to their predictions."""
+    from pipefit.reproduce.run_scores import published_runs
+    from pipefit.spec.files import write_atomically
+
+    with Heartbeat(sys.stderr) as heartbeat:
+        found = published_runs(heartbeat.doing)
+    picture = None
+    if output is not None:
+        picture = write_atomically(output / f"{PUBLISHED}.svg", found.svg())
+    return Answer(found.as_dict(), found.text, output=picture)
 
 
 def _listed() -> Answer:
@@ -80,12 +97,11 @@ def _listed() -> Answer:
     data = []
     for deck, entries in DECKS.items():
         lines += ["", deck, *columns([(f"  {each.name}", each.kind, each.line) for each in entries])]
-        data += [
-            {"deck": deck, **{key: getattr(each, key) for key in ("name", "topic", "line", "kind", "source")}}
-            for each in entries
-        ]
+        for each in entries:
+            data.append({"deck": deck, **picked(each, "name", "topic", "line", "kind", "source")})
     kinds = [f"{kind}: {words}" for kind, words in KINDS.items()]
-    return Answer({"entries": data}, "\n".join([*lines[1:], "", *kinds]))
+    more = f"{PUBLISHED}: training runs that others have published, next to their predictions"
+    return Answer({"entries": data}, "\n".join([*lines[1:], "", *kinds, "", more]))
 
 
 def _summary(outcomes: Sequence[Outcome]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, picked
 from pipefit.cli.options import Json
 
 
@@ -14,22 +14,15 @@ def command(*, json: Json = False) -> Answer:
     from pipefit.schedules import find, names
     from pipefit.units import columns
 
-    found = [find(name) for name in names()]
-    data = [
-        {
-            "name": schedule.name,
-            "summary": schedule.summary,
-            "synchronous": schedule.is_synchronous,
-            "chunks": schedule.chunks,
-            "options": schedule.options,
-        }
-        for schedule in found
-    ]
+    data = []
     rows = []
-    for schedule in found:
-        options = (f"[--option {name}={value}]" for name, value in schedule.options.items())
-        tail = " ".join((*["[-v CHUNKS]"] * bool(schedule.chunks), *options))
+    for schedule in map(find, names()):
+        facts = picked(schedule, "name", "summary", "chunks", "options")
+        data.append(facts | {"synchronous": schedule.is_synchronous})
+        options = [f"[--option {name}={value}]" for name, value in schedule.options.items()]
+        if schedule.chunks:
+            options.insert(0, "[-v CHUNKS]")
         rows.append((schedule.name, schedule.summary))
-        if tail:
-            rows.append(("", tail))
+        if options:
+            rows.append(("", " ".join(options)))
     return Answer({"schedules": data}, "\n".join(columns(rows)))

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Count, Counts, Json, Picture, ProfileName, TopologyName, UnitCosts, verb
-from pipefit.cli.programs import check_forwards, figures, read_source, save_timeline, time_text
+from pipefit.cli.options import Count, Json, Picture, verb
+from pipefit.cli.programs import SourceOptions, check_forwards, read_source, save_timeline, time_text
+from pipefit.cost.unit_costs import UnitCosts
 from pipefit.units import columns, format_bytes
 
 if TYPE_CHECKING:
@@ -19,11 +20,8 @@ def command(
     path: Path,
     /,
     *,
-    profile: ProfileName = None,
-    topology: TopologyName = None,
-    layers: Counts = (),
+    given: SourceOptions,
     costs: UnitCosts,
-    steps: Count = 1,
     repeats: Count = 1,
     contention: bool = False,
     output: Picture = None,
@@ -38,38 +36,37 @@ def command(
 
     Args:
         path: A program (.pipe) or a plan (.json).
-        layers: Layers of each stage, like 3,3, which a .pipe file does not contain.
-        steps: Weight updates of a plan's program.
         repeats: Passes over the program, without a barrier between them.
         contention: Messages on one link queue, as they always do with a profile.
         output: .svg, .html or .png for a picture, .trace.json for Perfetto.
     """
-    from pipefit.simulate import simulate
+    from pipefit.simulate import metrics, simulate
     from pipefit.timeline.breakdown import breakdown
     from pipefit.verify.sense import refuse_malformed
 
-    source = read_source(path, steps, profile, topology, layers)
-    refuse_malformed(source.program)
-    header = source.program.header
-    check_forwards(header.num_stages, header.total_microbatches, repeats)
+    source = read_source(path, given)
+    program = source.program
+    has_profile = source.profile is not None
+    refuse_malformed(program)
+    check_forwards(program.header.num_stages, program.header.total_microbatches, repeats)
     cost = source.cost(costs)
     # On real links messages queue once both sides are ready; the unit costs of the papers do not include this.
-    real = contention or source.profile is not None
-    timeline = simulate(source.program, cost, repeats=repeats, contention=real, rendezvous=real)
-    ranks = range(len(source.program.ranks))
-    data = figures(source.program, timeline, cost) | {
-        "unit": "s" if source.profile else "",
-        "breakdown": breakdown(timeline),
-        "busy": [timeline.busy_s(rank) for rank in ranks],
-        "peak_bytes" if source.profile else "peak_memory": [timeline.peak_bytes(rank) for rank in ranks],
-    }
-    save_timeline(timeline, output, seconds=source.profile is not None)
+    real = contention or has_profile
+    timeline = simulate(program, cost, repeats=repeats, contention=real, rendezvous=real)
+    ranks = range(len(program.ranks))
+    data = metrics(program, timeline, cost)
+    data |= {"unit": "", "breakdown": breakdown(timeline), "busy": list(map(timeline.busy_s, ranks))}
+    peaks = list(map(timeline.peak_bytes, ranks))
+    if has_profile:
+        data |= {"unit": "s", "peak_bytes": peaks}
+    else:
+        data["peak_memory"] = peaks
+    save_timeline(timeline, output, seconds=has_profile)
     return Answer(data, lambda: _table(data, timeline), output=output)
 
 
 def _table(data: dict[str, Any], timeline: Timeline) -> str:
     makespan = timeline.makespan_s
-    peaks = data.get("peak_bytes")
     real = bool(data["unit"])
     lines = [
         f"{data['schedule']}: {data['num_stages']} stages on {data['num_ranks']} ranks, "
@@ -82,18 +79,19 @@ def _table(data: dict[str, Any], timeline: Timeline) -> str:
     if real:
         shares = (f"{name} {share:.1%}" for name, share in data["breakdown"].items())
         lines.append(f"time of a step   {', '.join(shares)}")
+    idle = [0.0] * len(data["busy"])
+    if makespan:
+        idle = [1 - busy / makespan for busy in data["busy"]]
+    table = {
+        "rank": map(str, range(len(idle))),
+        "busy": [time_text(busy, real) for busy in data["busy"]],
+        "idle": [f"{share:.1%}" for share in idle],
+        "versions": map(str, data["weight_versions"]),
+        "in flight": [f"{peak:.3g}" for peak in data["peak_inflight"]],
+    }
     if any(data["kept_inputs"]):
-        kept = data["kept_inputs"]
-    else:
-        kept = []
-    more = ["inputs kept"] * bool(kept) + ["peak memory"] * bool(peaks)
-    rows = [["rank", "busy", "idle", "versions", "in flight", *more]]
-    for rank, busy in enumerate(data["busy"]):
-        if makespan:
-            idle = 1 - busy / makespan
-        else:
-            idle = 0.0
-        row = [str(rank), time_text(busy, real), f"{idle:.1%}", str(data["weight_versions"][rank])]
-        row += [f"{data['peak_inflight'][rank]:.3g}", *([str(kept[rank])] if kept else [])]
-        rows.append([*row, *([format_bytes(peaks[rank])] if peaks else [])])
+        table["inputs kept"] = map(str, data["kept_inputs"])
+    if real:
+        table["peak memory"] = map(format_bytes, data["peak_bytes"])
+    rows = [list(table), *zip(*table.values(), strict=True)]
     return "\n".join([*lines, "", *columns(rows, right=True)])

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from pipefit.cli.answer import FINDING, FINE, Answer
+from pipefit.cli.answer import Answer, code_of
 from pipefit.cli.heartbeat import NEXT_S
 from pipefit.cli.models import importable
-from pipefit.cli.options import Count, Json
+from pipefit.cli.options import Count, Json, help_of
 from pipefit.study.results import loss_text
+from pipefit.study.trial import StudySpec
 from pipefit.units import format_seconds
 
 if TYPE_CHECKING:
@@ -34,9 +35,9 @@ _ORDER = {"running": 0, "failed": 1, "ready": 2, "held": 2, "finished": 3, "wait
 def command(
     file: Annotated[Path, Parameter(help="The study, as TOML.")],
     *,
-    workers: Count | None = None,
-    policy: str | None = None,
-    output: Annotated[Path | None, Parameter(alias="-o")] = None,
+    workers: Annotated[Count | None, help_of(StudySpec, "workers")] = None,
+    policy: Annotated[str | None, help_of(StudySpec, "policy")] = None,
+    output: Annotated[Path | None, Parameter(alias="-o"), help_of(StudySpec, "output")] = None,
     resume: bool = False,
     json: Json = False,
 ) -> Answer:
@@ -46,12 +47,10 @@ def command(
 
     The file names a model, its data, and a grid or a list of trials. A free device takes a turn of one shard, by
     default of the trial with the longest remaining time; if a trial fails, the others continue. The command prints the
-    makespan, its lower bound, and the gap; the folder holds the results, the timeline and the best weights.
+    makespan, its lower bound, and the gap; the folder holds the results, the timeline and the best weights. Options
+    have priority over the file.
 
     Args:
-        workers: Processes, one per device; default: those of the file.
-        policy: lrtf, fifo, round-robin or whole-task; default: that of the file.
-        output: The study's folder.
         resume: Continue from the study's folder.
     """
     from pipefit.study.file import load_study
@@ -61,23 +60,21 @@ def command(
         _say("loading torch …")
     from pipefit.study.execute.study_run import StudyRun
 
-    given: dict[str, Any] = {"workers": workers, "policy": policy, "output": None if output is None else str(output)}
+    given: dict[str, Any] = {"workers": workers, "policy": policy}
+    if output is not None:
+        given["output"] = str(output)
     spec = replace(spec, **{key: value for key, value in given.items() if value is not None})
     spec = replace(spec, trials=tuple(map(_importable, spec.trials)))
     with _observer(quiet=json) as observer:
         run = StudyRun(spec, observer=observer, resume=resume, forked=False)
         result = run.run()
+    code = code_of(not result.num_failed)
     if run.stopped_by is not None and result.interrupted:
         code = 128 + run.stopped_by
         hint = f"stopped by {signal.Signals(run.stopped_by).name}; resume with: pipefit study {file} --resume"
         if output is not None:
             hint += f" -o {output}"
         print(f"pipefit study: {hint}", file=sys.stderr)
-    else:
-        if result.num_failed:
-            code = FINDING
-        else:
-            code = FINE
     return Answer(result.as_dict(), lambda: f"\n{result}", code)
 
 
@@ -106,34 +103,40 @@ class _Lines:
     """Plain lines: each trial's end, the prediction, the progress after every tenth of the steps, and every 5 s."""
 
     def __init__(self) -> None:
-        self._said: set[object] = set()
-        self._tenths, self._last_s = 0, time.monotonic()
+        self._said: set[str] = set()
+        self._tenths = 0
+        self._last_s = time.monotonic()
 
     def __call__(self, board: Board) -> None:
-        lines = {entry.number: _end_of(entry) for entry in board.entries if entry.has_ended}
-        for key, line in (*lines.items(), ("predicted", _prediction(board))):
-            if line and key not in self._said:
-                self._said.add(key)
+        for line in (*map(_end_of, board.entries), _prediction(board)):
+            if line and line not in self._said:
+                self._said.add(line)
                 _say(line)
         tenths = int(10 * board.done)
         now = time.monotonic()
-        if (tenths > self._tenths or now - self._last_s >= NEXT_S) and not board.is_over:
+        is_due = tenths > self._tenths or now - self._last_s >= NEXT_S
+        if is_due and not board.is_over:
             self._tenths = tenths
             self._last_s = now
             _say(_standing(board))
 
 
 def _end_of(entry: TrialProgress) -> str:
+    """The end of a trial, in a line; "": it goes on."""
+    if not entry.has_ended:
+        return ""
+    line = f"{entry.name} {entry.status} after {entry.steps} steps"
     if entry.losses:
-        loss = f", loss {loss_text(entry.last_loss)}"
-    else:
-        loss = ""
-    return f"{entry.name} {entry.status} after {entry.steps} steps{loss}{': ' if entry.reason else ''}{entry.reason}"
+        line += f", loss {loss_text(entry.last_loss)}"
+    if entry.reason:
+        line += f": {entry.reason}"
+    return line
 
 
 def _prediction(board: Board) -> str:
     """The predicted makespan, once it is known."""
-    if (found := board.prediction) is None:
+    found = board.prediction
+    if found is None:
         return ""
     return f"predicted: {format_seconds(found.makespan_s)} in all, lower bound {format_seconds(found.bound_s)}"
 
@@ -147,8 +150,7 @@ def _standing(board: Board) -> str:
     """The progress of a study, in a line."""
     over = sum(entry.has_ended for entry in board.entries)
     parts = [f"{board.done:.0%} of the steps", f"{over} of {len(board.entries)} trials over"]
-    running = (entry for entry in board.entries if entry.status != "failed")
-    scored = [(entry.score, entry.name) for entry in running if entry.score is not None]
+    scored = [(score, entry.name) for entry in board.entries if (score := _score_of(entry)) < math.inf]
     if scored:
         score, name = min(scored)
         parts.append(f"lowest {name} {loss_text(score)}")
@@ -178,26 +180,38 @@ def _table(board: Board, most: int) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    def activity(entry: TrialProgress) -> tuple[int, float]:
-        return _ORDER[entry.status], math.inf if entry.score is None else entry.score
-
-    first = sorted(board.entries, key=activity)[:most]
-    shown = sorted(first, key=lambda entry: entry.number)
-    more = len(board.entries) - len(shown)
-    below = _standing(board) + (f"  ({more} trials more)" if more else "")
+    first = sorted(board.entries, key=lambda entry: (_ORDER[entry.status], _score_of(entry)))
+    shown = sorted(first[:most], key=lambda entry: entry.number)
+    below = _standing(board)
+    if len(first) > most:
+        below += f"  ({len(first) - most} trials more)"
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title=_prediction(board) or None, title_justify="left")
-    evaluates = any(entry.trial.evaluate for entry in board.entries)
-    for head in ("trial", "", "step", "loss", *(["held-out"] if evaluates else []), "left", "device"):
-        table.add_column(head, justify="left" if head in ("trial", "") else "right")
+    for head in ("trial", ""):
+        table.add_column(head)
+    for head in ("step", "loss", "held-out", "left", "device"):
+        table.add_column(head, justify="right")
     for entry in shown:
-        left = board.remaining_s(entry)
-        table.add_row(
-            entry.name,
-            _MARKS.get(entry.status, entry.status),
-            f"{entry.steps}/{entry.trial.steps}",
-            loss_text(entry.last_loss),
-            *([loss_text(entry.score)] if evaluates else []),
-            "" if entry.has_ended or left == float("inf") else format_seconds(round(left, 1)),
-            str(entry.device) if entry.status == "running" else "",
-        )
+        table.add_row(*_row(board, entry))
+    if not any(entry.trial.evaluate for entry in board.entries):
+        del table.columns[4]
     return Group(table, Text(below))
+
+
+def _row(board: Board, entry: TrialProgress) -> list[str]:
+    remaining_s = board.remaining_s(entry)
+    left = ""
+    if not entry.has_ended and remaining_s < math.inf:
+        left = format_seconds(round(remaining_s, 1))
+    device = ""
+    if entry.status == "running":
+        device = str(entry.device)
+    state = _MARKS.get(entry.status, entry.status)
+    losses = map(loss_text, (entry.last_loss, entry.score))
+    return [entry.name, state, f"{entry.steps}/{entry.trial.steps}", *losses, left, device]
+
+
+def _score_of(entry: TrialProgress) -> float:
+    """The score of a trial, the lower the better; infinite: it has none, or failed."""
+    if entry.score is None or entry.status == "failed":
+        return math.inf
+    return entry.score

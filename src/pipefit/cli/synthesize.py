@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, picked
 from pipefit.cli.options import (
     Count,
-    Counts,
     Figures,
     Json,
     Picture,
-    ProfileName,
     Seed,
     Size,
     Time,
-    TopologyName,
-    UnitCosts,
     verb,
 )
-from pipefit.cli.programs import check_forwards, figures, save_timeline, source_of, time_text
+from pipefit.cli.programs import SourceOptions, check_forwards, save_timeline, source_of, time_text
+from pipefit.cost.unit_costs import UnitCosts
 from pipefit.errors import PipefitError
 
 if TYPE_CHECKING:
     from pipefit.ir import Header
     from pipefit.spec import Plan
     from pipefit.synthesize import Synthesis
-    from pipefit.timeline import Timeline
 
 
-@verb("backward", "copy")
+@verb("backward", "copy", "steps", layers="With a profile and no plan: layers of each stage, like 3,3.")
 def command(
     *,
     ranks: Annotated[Count | None, Parameter(alias="-p")] = None,
@@ -44,9 +41,7 @@ def command(
     memory: Figures = (),
     capacity: Size | None = None,
     plan: Path | None = None,
-    profile: ProfileName = None,
-    layers: Counts = (),
-    topology: TopologyName = None,
+    given: SourceOptions,
     whole: bool = False,
     seconds: Time = 10,
     candidates: int = 20_000,
@@ -70,7 +65,6 @@ def command(
         memory: Micro-batches of its layers whose activations a rank may hold: 4, or 4,3,2,1 rank by rank.
         capacity: Memory of each rank, like 8GiB; needs --profile.
         plan: Stages, ranks and micro-batches of this plan; needs --profile.
-        layers: With a profile and no plan: layers of each stage, like 3,3.
         whole: Keep backwards whole: inputs and weights in one.
         seconds: Maximum time of the search.
         candidates: Maximum number of orders to examine.
@@ -78,21 +72,26 @@ def command(
         output: .pipe for the schedule, to run it; .svg, .html or .png for a picture.
     """
     from pipefit.cost import weighted
+    from pipefit.draw import grid
     from pipefit.ir import Program
-    from pipefit.simulate import simulate
+    from pipefit.simulate import metrics, simulate
     from pipefit.synthesize import synthesize
 
-    if capacity is not None and profile is None:
+    has_profile = given.profile is not None
+    if capacity is not None and not has_profile:
         raise PipefitError("unit costs do not contain the bytes of values: --capacity needs --profile")
     header, made = _shape(plan, ranks, microbatches, chunks, placement)
-    if made and profile is None:
+    if made and not has_profile:
         raise PipefitError("a plan does not contain the costs of its layers: --plan needs --profile")
-    source = source_of(Program(header, ()), made, profile, topology, layers)
+    source = source_of(Program(header, ()), made, given)
     cost = weighted(source.cost(costs), stage_work)
+    in_flight: float | Sequence[float] | None = memory or None
+    if len(memory) == 1:
+        in_flight = memory[0]
     found = synthesize(
         header,
         cost,
-        in_flight=(memory[0] if len(memory) == 1 else memory) or None,
+        in_flight=in_flight,
         capacity_bytes=capacity,
         split=not whole,
         candidates=candidates,
@@ -101,17 +100,23 @@ def command(
     )
     real = cost.topology is not None
     timeline = simulate(found.program, cost, contention=real, rendezvous=real)
-    data = figures(found.program, timeline, cost) | {
-        "unit": "s" if profile else "",
-        "bound": found.bound_s,
-        "gap": found.gap,
-        "built_in": found.built_in,
-        "best_built_in": found.best_built_in,
-        "num_candidates": found.num_candidates,
-        "cut_short": found.is_cut_short,
-    }
-    save_timeline(timeline, output, seconds=profile is not None)
-    return Answer(data, lambda: _verdict(data, found, None if output else timeline), output=output)
+    data = metrics(found.program, timeline, cost)
+    data |= picked(found, "gap", "built_in", "best_built_in", "num_candidates")
+    data |= {"unit": "", "bound": found.bound_s, "cut_short": found.is_cut_short}
+    if has_profile:
+        data["unit"] = "s"
+    save_timeline(timeline, output, seconds=has_profile)
+
+    def text() -> str:
+        lines = _verdict(data, found)
+        if output is None:
+            lines.insert(0, grid(timeline))
+        return "\n".join(lines)
+
+    return Answer(data, text, output=output)
+
+
+_LAYOUTS = {"v": "wave", "loop": "loop"}
 
 
 def _shape(
@@ -126,7 +131,7 @@ def _shape(
         if ranks is None or microbatches is None:
             raise PipefitError("expected -p ranks and -m micro-batches, or --plan with --profile")
         check_forwards(ranks, chunks, microbatches)
-        return header_of(ranks, microbatches, chunks, "wave" if placement == "v" else "loop"), None
+        return header_of(ranks, microbatches, chunks, _LAYOUTS[placement]), None
     if ranks is not None or microbatches is not None or chunks != 1:
         raise PipefitError(f"{path} determines ranks, micro-batches and chunks; leave out -p, -m and -v")
     plan = Plan.load(path)
@@ -135,20 +140,13 @@ def _shape(
     return shape_of(plan).header("synthesized", "loop", WeightRule.FLUSH), plan
 
 
-def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline | None) -> str:
-    from pipefit.draw import grid
-
+def _verdict(data: dict[str, Any], found: Synthesis) -> list[str]:
     real = bool(data["unit"])
     held = " ".join(f"{peak:.3g}" for peak in data["peak_inflight"])
+    beyond = "none is faster"
     if found.gap > 1e-6:
         beyond = f"{100 * found.gap:.1f} % above it"
-    else:
-        beyond = "none is faster"
-    if timeline is None:
-        lines = []
-    else:
-        lines = [grid(timeline)]
-    lines += [
+    lines = [
         f"makespan {time_text(found.makespan_s, real)}, bubble {100 * data['bubble_fraction']:.1f} %, "
         f"peak in flight {held}",
         f"no schedule takes less than {time_text(found.bound_s, real)}: {beyond}",
@@ -158,11 +156,10 @@ def _verdict(data: dict[str, Any], found: Synthesis, timeline: Timeline | None) 
     else:
         takes = found.built_in[found.best_built_in]
         slower = takes / found.makespan_s - 1
+        rest = ": as fast"
         if slower > 1e-6:
             rest = f", {100 * slower:.1f} % more"
-        else:
-            rest = ": as fast"
         lines.append(f"best of the built-in: {found.best_built_in} takes {time_text(takes, real)}{rest}")
     if found.is_cut_short:
         lines.append(f"the time was over after {found.num_candidates} orders; more --seconds may find better")
-    return "\n".join(lines)
+    return lines

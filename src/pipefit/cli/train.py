@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -54,14 +55,21 @@ def command(
     folder = Path(run.output)
     if run.output and folder.exists() and not folder.is_dir():
         raise PipefitError(f"{folder}: expected a folder for the run, got a file")
-    if (recover or min_ranks) and (transport == "local" or _is_launched()):
-        who = "torchrun starts its processes again by --max-restarts" if _is_launched() else "no process is started"
+    who = ""
+    if _is_launched():
+        who = "torchrun starts its processes again by --max-restarts"
+    elif transport == "local":
+        who = "no process is started"
+    if who and (recover or min_ranks):
         raise PipefitError(f"--recover and --min-ranks: {who}; leave them out")
     starts = _Starts(threads, recover or 0, min_ranks)
     if not (json or quiet) and _is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, starts, quiet=json or quiet)
-    return Answer(_data(run, result), partial(report, result) if _is_first() else "")
+    text: str | Callable[[], str] = ""
+    if _is_first():
+        text = partial(report, result)
+    return Answer(_data(run, result), text)
 
 
 class _Starts(NamedTuple):
@@ -80,12 +88,13 @@ def _run(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> A
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how_to_resume(settings)) from None
     except SystemExit:
-        if (cure := _how_to_resume(settings)) and _is_first():
+        cure = _how_to_resume(settings)
+        if cure and _is_first():
             print(f"pipefit train: stopped; {cure}", file=sys.stderr, flush=True)
         raise
     except LaunchError as problem:
-        cure = _how_to_resume(settings)
-        raise LaunchError(f"{problem}\n  {cure}" if cure else str(problem)) from None
+        lines = [str(problem), _how_to_resume(settings)]
+        raise LaunchError("\n  ".join(filter(None, lines))) from None
     if settings.output and _is_first():
         from pipefit.run.report_page import write_report
 
@@ -98,41 +107,35 @@ def _run(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> A
 
 def _how_to_resume(settings: RunConfig) -> str:
     """A hint for resuming an interrupted run, with the command; "": it has committed nothing."""
-    disk = settings.spill.disk
-    steps = [0]
-    if disk:
+    step = 0
+    place = settings.spill.disk
+    if place:
         from pipefit.pipeline.resume import committed_step
 
         # The last that every rank has committed.
-        steps = [committed_step(disk, rank) or 0 for rank in range(settings.num_ranks)]
-    step = min(steps)
-    place = disk
+        step = min(committed_step(place, rank) or 0 for rank in range(settings.num_ranks))
     if not step and settings.output:
         from pipefit.checkpoint.manifest import step_of
 
         # A checkpoint has its name only when it is whole. Those of an earlier run may have more steps.
         saved = sorted(checkpoints_of(settings.output).glob("step-*"), key=lambda path: path.stat().st_mtime_ns)
         if saved:
-            step = step_of(saved[-1])
-        else:
-            step = 0
-        is_most = step == max(map(step_of, saved), default=0)
-        if is_most:
-            place = settings.output
-        else:
-            place = str(saved[-1])
-    if step:
-        return f"step {step} is saved; resume with:\n  {_resuming(str(place))}"
-    return ""
+            place = saved[-1]
+            step = step_of(place)
+            if step == max(map(step_of, saved)):
+                place = settings.output
+    if not step:
+        return ""
+    return f"step {step} is saved; resume with:\n  {_resuming(str(place))}"
 
 
 def _resuming(place: str) -> str:
     """The command of this process with --resume in place of another one."""
-    words = list(sys.argv[1:])
+    words = [word for word in sys.argv[1:] if not word.startswith("--resume=")]
     while "--resume" in words:
         at = words.index("--resume")
         del words[at : at + 2]
-    return shlex.join(["pipefit", *(word for word in words if not word.startswith("--resume=")), "--resume", place])
+    return shlex.join(["pipefit", *words, "--resume", place])
 
 
 def _trained(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) -> Any:
@@ -143,25 +146,20 @@ def _trained(settings: RunConfig, transport: str, starts: _Starts, quiet: bool) 
     from pipefit.runtime.launch import launch
     from pipefit.runtime.outcomes import LaunchError
 
+    folder = None
+    is_fresh = False
     if settings.output:
+        check_free(Path(settings.output))
         folder = Path(settings.output) / "logs"
-    else:
-        folder = None
-    if folder is not None:
-        check_free(folder.parent)
-    if folder is None or folder.parent.exists():
-        fresh = None
-    else:
-        fresh = folder
+        is_fresh = not folder.parent.exists()
     try:
-        results = launch(
-            train_rank, settings.num_ranks, settings, quiet, folder=folder, quiet=quiet, **starts._asdict()
-        )
-        return results[0]
+        return launch(train_rank, settings.num_ranks, settings, quiet, folder=folder, quiet=quiet, **starts._asdict())[
+            0
+        ]
     except PipefitError as problem:
         # A refused run leaves no files; a failed one names its logs.
-        if fresh is not None and not isinstance(problem, LaunchError):
-            _remove_if_only_logs(fresh)
+        if folder is not None and is_fresh and not isinstance(problem, LaunchError):
+            _remove_if_only_logs(folder)
         raise
 
 
@@ -173,7 +171,10 @@ def _remove_if_only_logs(logs: Path) -> None:
 
 
 def _data(settings: RunConfig, result: Any) -> dict[str, Any]:
-    return {"config": as_flat(settings), **asdict(result), "final_loss": result.losses[-1] if result.losses else None}
+    data = {"config": as_flat(settings), **asdict(result), "final_loss": None}
+    if result.losses:
+        data["final_loss"] = result.losses[-1]
+    return data
 
 
 def _is_launched() -> bool:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipefit.cli.answer import FINDING, FINE, Answer
-from pipefit.cli.options import Count, Counts, Json, Size, UnitCosts
-from pipefit.cli.programs import read_source
+from pipefit.cli.answer import Answer, code_of, picked
+from pipefit.cli.options import Count, Json, Size, verb
+from pipefit.cli.programs import SourceOptions, read_source
+from pipefit.cost.unit_costs import UnitCosts
 from pipefit.errors import PipefitError
 
 
+@verb(
+    profile="Profile of the model, for the bytes of its values.",
+    topology="Topology whose device memory is the capacity.",
+)
 def command(
     path: Path,
     /,
     *,
     capacity: Size | None = None,
     tier_capacity: Size | None = None,
-    profile: str | None = None,
-    layers: Counts = (),
-    topology: str | None = None,
+    given: SourceOptions,
     max_versions: Count | None = None,
-    steps: Count = 1,
     json: Json = False,
 ) -> Answer:
     """Prove a program right, or list all violations in it.
@@ -34,33 +36,23 @@ def command(
         path: A program (.pipe) or a plan (.json).
         capacity: Memory of each rank, like 8GiB; needs --profile.
         tier_capacity: Capacity of the tier of spilled stages, for all ranks; needs --profile.
-        profile: Profile of the model, for the bytes of its values.
-        layers: Layers of each stage, like 3,3, which a .pipe file does not contain.
-        topology: Topology whose device memory is the capacity.
         max_versions: Versions of one stage's weights that may be alive at once.
-        steps: Weight updates of a plan's program.
     """
     from pipefit.verify import verify
 
-    source = read_source(path, steps, profile, topology, layers)
-    for option, given in (("--capacity", capacity), ("--tier-capacity", tier_capacity), ("--topology", topology)):
-        if given is not None and source.profile is None:
-            raise PipefitError(f"a program does not contain the bytes of its values: {option} needs --profile")
+    source = read_source(path, given)
+    program = source.program
+    size = None
+    if source.profile is not None:
+        size = source.cost(UnitCosts()).size_bytes
+    for name, value in (("capacity", capacity), ("tier-capacity", tier_capacity), ("topology", given.topology)):
+        if value is not None and size is None:
+            raise PipefitError(f"a program does not contain the bytes of its values: --{name} needs --profile")
     limits: float | list[float] | None = capacity
-    if capacity is None and source.topology:
-        limits = [source.topology.device_of(rank).memory_bytes for rank in range(source.program.header.num_ranks)]
-    report = verify(
-        source.program,
-        capacity_bytes=limits,
-        size=source.cost(UnitCosts()).size_bytes if source.profile else None,
-        tier_bytes=tier_capacity,
-        max_versions=max_versions,
-    )
-    data = {
-        "ok": report.ok,
-        "schedule": report.schedule,
-        "num_ranks": source.program.header.num_ranks,
-        "num_instructions": report.num_instructions,
-        "violations": report.violations,
-    }
-    return Answer(data, str(report), FINE if report.ok else FINDING)
+    if capacity is None and source.topology is not None:
+        devices = map(source.topology.device_of, range(program.header.num_ranks))
+        limits = [device.memory_bytes for device in devices]
+    report = verify(program, capacity_bytes=limits, size=size, tier_bytes=tier_capacity, max_versions=max_versions)
+    data = picked(report, "ok", "schedule", "num_instructions", "violations")
+    data["num_ranks"] = program.header.num_ranks
+    return Answer(data, str(report), code_of(report.ok))

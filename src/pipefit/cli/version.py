@@ -24,10 +24,9 @@ def version_text() -> str:
     from pipefit.units import counted
 
     torch = version_of("torch") or "not installed"
+    devices = "no GPU"
     if num_gpus():
         devices = counted(num_gpus(), "GPU")
-    else:
-        devices = "no GPU"
     return (
         f"pipefit {pipefit.__version__} ({_commit()})\nPython {platform.python_version()}, torch {torch}\n"
         f"{counted(num_cores(), 'core')}, {devices}"
@@ -46,8 +45,8 @@ def _commit() -> str:
         return f"commit {noted['vcs_info']['commit_id'][:12]}"
     root = Path(pipefit.__file__).resolve().parents[2]
     if (root / ".git").exists() and (root / "src" / "pipefit").is_dir():
+        git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            git = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
             found = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
             return f"commit {found.replace('-dirty', ' with changes')}"
     return "no commit known"

@@ -17,6 +17,7 @@ from pipefit.errors import DataError, PipefitError, nearest
 from pipefit.models import ModelBundle, build, parse_options
 from pipefit.planner import by_hand
 from pipefit.profiling.agreed import agreed_profile
+from pipefit.profiling.tensors import tensors_of
 from pipefit.profiling.workload import Workload
 from pipefit.run.config import num_cores
 from pipefit.run.optimizers import make_optimizer
@@ -106,18 +107,20 @@ def make_task(config: CompareConfig, session: Session) -> Task:
         torch.device("cpu"),
         batches[0],
     )
-    profiles = {
-        num: [agreed_profile(work, [largest_part(batches[0][0], num)], session, repeats=5, warmup=1)] for num in counts
-    }
-    partition = by_hand(
+    profiles = {}
+    for num in counts:
+        size = largest_part(batches[0][0], num)
+        profiles[num] = [agreed_profile(work, [size], session, repeats=5, warmup=1)]
+    middle = counts[len(counts) // 2]
+    balanced = by_hand(
         len(work.layers),
         num_ranks=session.num_ranks,
         schedule="1f1b",
         num_microbatches=1,
         stages=config.stages or None,
-        profile=profiles[counts[len(counts) // 2]][0],
-    ).partition
-    return Task(config, work, bundle.describe(), source, batches, profiles, partition)
+        profile=profiles[middle][0],
+    )
+    return Task(config, work, bundle.describe(), source, batches, profiles, balanced.partition)
 
 
 def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batch]]:
@@ -131,7 +134,8 @@ def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batc
             if names:
                 raise
             continue
-        batches = list(islice(chain.from_iterable(repeat(source.batches)), count))
+        endless = chain.from_iterable(repeat(source.batches))
+        batches = list(islice(endless, count))
         if _shapes(batches[0]) == expected:
             return source.name, batches
     raise DataError(f"{source.name}: one sample is {_shapes(batches[0])}, {bundle.name} takes {expected}")
@@ -139,7 +143,7 @@ def _batches(config: CompareConfig, bundle: ModelBundle) -> tuple[str, list[Batc
 
 def _shapes(batch: Any) -> list[tuple[int, ...]]:
     """The shapes of one sample."""
-    return [tuple(leaf.shape[1:]) for leaf in torch.utils._pytree.tree_leaves(batch)]
+    return [tuple(tensor.shape[1:]) for tensor in tensors_of(batch)]
 
 
 def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], list[Refusal]]:

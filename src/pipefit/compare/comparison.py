@@ -104,20 +104,21 @@ class Comparison:
 
     def with_speedups(self) -> Comparison:
         """Fills in the speed-ups, where their baselines were measured."""
-        single = next((row.step_s for row in self.rows if row.strategy == "one-thread"), None)
-        summed = {row.num_microbatches: row.step_s for row in self.rows if row.strategy == "accumulate"}
-        if single is not None:
-            summed.setdefault(1, single)
-        rows = [
-            replace(
-                row,
-                speedup=single / row.step_s if single else None,
-                speedup_accumulated=summed[row.num_microbatches] / row.step_s
-                if row.num_microbatches in summed and row.strategy not in WHOLE
-                else None,
-            )
-            for row in self.rows
-        ]
+        single = None
+        summed: dict[int, float] = {}
+        for row in self.rows:
+            if row.strategy == "one-thread":
+                single = row.step_s
+                summed.setdefault(1, single)
+            elif row.strategy == "accumulate":
+                summed[row.num_microbatches] = row.step_s
+        rows = []
+        for row in self.rows:
+            if single is not None:
+                row = replace(row, speedup=single / row.step_s)
+            if row.num_microbatches in summed and row.strategy not in WHOLE:
+                row = replace(row, speedup_accumulated=summed[row.num_microbatches] / row.step_s)
+            rows.append(row)
         return replace(self, rows=rows)
 
     def as_dict(self) -> dict[str, Any]:
@@ -141,12 +142,14 @@ class Comparison:
         rows = self._candidates()
         if not rows:
             return None
-        return Choice(min(rows, key=lambda row: row.predicted_step_s or 0.0), min(rows, key=lambda row: row.step_s))
+        chosen = min(rows, key=lambda row: row.predicted_step_s or 0.0)
+        return Choice(chosen, min(rows, key=lambda row: row.step_s))
 
     def _candidates(self) -> list[Row]:
         """The rows of synchronous schedules, which all give the same training: the choices of a planner."""
-        names = {name for name, kind in STRATEGIES.items() if kind == "schedule" and find(name).is_synchronous}
-        return [row for row in self.rows if row.strategy in names and row.predicted_step_s is not None]
+        predicted = [row for row in self.rows if row.predicted_step_s is not None]
+        scheduled = [row for row in predicted if STRATEGIES.get(row.strategy) == "schedule"]
+        return [row for row in scheduled if find(row.strategy).is_synchronous]
 
     def chart(self) -> str:
         """Samples per second over micro-batches, one line per strategy, as SVG."""
@@ -154,11 +157,11 @@ class Comparison:
         lines: dict[str, list[tuple[float | str, float]]] = {}
         for row in self.rows:
             # The whole batch at once is a baseline, drawn as a level.
+            places = [row.num_microbatches]
             if row.strategy in WHOLE:
                 places = counts
-            else:
-                places = [row.num_microbatches]
-            lines.setdefault(row.strategy, []).extend((float(place), row.samples_per_s) for place in places)
+            line = lines.setdefault(row.strategy, [])
+            line += [(float(place), row.samples_per_s) for place in places]
         return chart(
             lines,
             title=f"{self.model.partition('(')[0]} on {self.num_ranks} ranks",

@@ -9,12 +9,13 @@ was idle is slow at first, so some updates run before those that count.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -57,9 +58,8 @@ class _Time:
         self._session = session
         self._limit_s = limit_s
         self._asked = asked
-        if began_s is None:
-            self._began_s = time.monotonic()
-        else:
+        self._began_s = time.monotonic()
+        if began_s is not None:
             self._began_s = began_s
 
     def is_over(self, more_s: float) -> bool:
@@ -93,7 +93,7 @@ def compare_on_ranks(
     task = make_task(config, session)
     say("measuring the links, and what the ranks add to each instruction")
     topology = links_of(session, session.num_ranks)
-    runtime = runtime_costs(session, topology)
+    runtime = runtime_costs(session)
     cells, refused = build_cells(task, say)
     if not cells:
         raise PipefitError("nothing can be measured: " + "; ".join(item.reason for item in refused[:3]))
@@ -105,6 +105,10 @@ def compare_on_ranks(
     _repeat(cells, task, session, say, left)
     gc.unfreeze()
     updates = min(len(cell.losses) for cell in cells)
+    rows = []
+    for cell in cells:
+        predicted = _predicted(cell, task, topology, runtime)
+        rows.append(_row(cell, predicted, updates, config, session))
     return Comparison(
         model=task.description,
         data=task.source,
@@ -113,7 +117,7 @@ def compare_on_ranks(
         samples=config.batch * updates,
         repeats=len(cells[0].seconds),
         layer_counts=tuple(len(stage.layers) for stage in task.partition.stages),
-        rows=[_row(cell, _predicted(cell, task, topology, runtime), updates, config, session) for cell in cells],
+        rows=rows,
         refused=refused + late,
     ).with_speedups()
 
@@ -134,7 +138,8 @@ def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left:
         for keep in (False, True):
             _measure(cell, task.batches, session, keep)
         cell.rise = _rise_bytes(partial(cell.trainer.train, task.batches[: cell.steps]))
-        say(f"measured {index + 1:2} of {len(cells)}  {name:<20}  {task.config.batch / cell.seconds[0]:8.1f} samples/s")
+        rate = task.config.batch / cell.seconds[0]
+        say(f"measured {index + 1:2} of {len(cells)}  {name:<20}  {rate:8.1f} samples/s")
         longest_s = max(longest_s, time.monotonic() - began)
     return []
 
@@ -166,7 +171,8 @@ def _measure(cell: Cell, batches: list[Batch], session: Session, keep: bool) -> 
     seconds, used = _train(cell, batches, session, cell.steps)
     gc.enable()
     if not keep:
-        cell.warm_up = int(_WARM_UP_S * cell.steps / max(_of_ranks(seconds, session)))
+        longest_s = max(_of_ranks(seconds, session))
+        cell.warm_up = int(_WARM_UP_S * cell.steps / longest_s)
         return
     cell.seconds.append(seconds / cell.steps)
     if isinstance(cell.trainer, ScheduledPipeline):
@@ -253,20 +259,26 @@ def _row(
     session: Session,
 ) -> Row:
     """The figures of a cell, with its loss after some updates; every rank calls it, and those of rank 0 count."""
-    figures: Any = [cell.rise if cell.rise is not None else -1.0, cell.trainer.state_bytes]
-    rises, states = zip(*gather_rows(session, figures), strict=True)
+    rises = _of_ranks(math.nan if cell.rise is None else cell.rise, session)
+    states = _of_ranks(cell.trainer.state_bytes, session)
+    peaks = [rise + state for rise, state in zip(rises, states, strict=True)]
     middle = statistics.median(cell.seconds)
-    return Row(
+    row = Row(
         strategy=cell.strategy,
         num_microbatches=cell.num_microbatches,
         step_s=middle,
         samples_per_s=config.batch / middle,
-        bubble=statistics.median(cell.bubbles) if cell.bubbles else None,
-        bubble_predicted=predicted[1] if predicted else None,
-        predicted_step_s=predicted[0] if predicted else None,
-        predicted_over_measured=predicted[0] / middle if predicted else None,
         utilisation=tuple(map(statistics.median, zip(*cell.busy, strict=True))),
-        peak_bytes=tuple(a + b for a, b in zip(rises, states, strict=True)) if min(rises) >= 0 else (),
-        final_loss=statistics.mean(cell.losses[:updates][-_KEPT_LOSSES:]) if session.rank == 0 else None,
         spread=half_interquartile_range(cell.seconds) / middle,
     )
+    if not any(map(math.isnan, peaks)):
+        row = replace(row, peak_bytes=tuple(peaks))
+    if cell.bubbles:
+        row = replace(row, bubble=statistics.median(cell.bubbles))
+    if predicted is not None:
+        step_s, bubble = predicted
+        row = replace(row, predicted_step_s=step_s, bubble_predicted=bubble, predicted_over_measured=step_s / middle)
+    if session.rank == 0:
+        last = cell.losses[:updates][-_KEPT_LOSSES:]
+        row = replace(row, final_loss=statistics.mean(last))
+    return row

@@ -38,41 +38,37 @@ WHOLE = ("one-thread", "all-threads")
 
 @dataclass(frozen=True)
 class CompareConfig(Checked):
-    """A comparison.
+    """A comparison."""
 
-    Attributes:
-        model: a built-in model (gpt, mlp, convnet), or your own as package.module:factory or
-            file.py:factory.
-        option: options of the model, like layers=8,hidden=256; may be repeated.
-        data: data sets: text, digits, synthetic, or your own text files; default: the data that suits the model, or
-            random data.
-        strategies: names with commas between them, or all; default: eight that differ most.
-        microbatches: numbers of micro-batches per update, like 1,2,16; default: 4,8.
-        batch: samples per update.
-        steps: updates of one repetition; a schedule without a flush drains only at their end.
-        repeats: repetitions of everything; medians are shown.
-        limit: minutes after which no further row or repetition begins, once there is a row; 0: no limit.
-        stages: layers of each stage, like 3,3; default: balanced by a profile.
-        chunks: stages per rank of the looped schedules.
-        optimizer: of every strategy.
-        lr: learning rate.
-        seed: of weights, the order of the data, and dropout.
-    """
-
-    model: str = "gpt"
-    option: str = setting("", typed="words")
-    data: Sequence[str] = setting((), typed="texts")
-    strategies: str = setting("", typed="words")
-    microbatches: Sequence[int] = setting((4, 8), "--microbatches", "-m", typed="numbers")
-    batch: int = setting(32, least=1)
-    steps: int = setting(4, least=1)
-    repeats: int = setting(3, least=1)
-    limit: float = setting(2.0, least=0.0)
-    stages: Sequence[int] = setting((), typed="numbers")
-    chunks: int = setting(2, "--chunks", "-v", least=1)
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    lr: float = setting(1e-3, least=0.0)
-    seed: int = setting(0, least=0, most=MOST_SEED)
+    model: str = setting(
+        "gpt", "A built-in model (gpt, mlp, convnet), or your own as package.module:factory or file.py:factory."
+    )
+    option: str = setting("", "Options of the model, like layers=8,hidden=256; may be repeated.", typed="words")
+    data: Sequence[str] = setting(
+        (),
+        "Data sets: text, digits, synthetic, or your own text files; default: the data that suits the model, or "
+        "random data.",
+        typed="texts",
+    )
+    strategies: str = setting(
+        "", "Names with commas between them, or all; default: eight that differ most.", typed="words"
+    )
+    microbatches: Sequence[int] = setting(
+        (4, 8), "Numbers of micro-batches per update, like 1,2,16; default: 4,8.", "-m", typed="numbers"
+    )
+    batch: int = setting(32, "Samples per update.", least=1)
+    steps: int = setting(4, "Updates of one repetition; a schedule without a flush drains only at their end.", least=1)
+    repeats: int = setting(3, "Repetitions of everything; medians are shown.", least=1)
+    limit: float = setting(
+        2.0, "Minutes after which no further row or repetition begins, once there is a row; 0: no limit.", least=0.0
+    )
+    stages: Sequence[int] = setting(
+        (), "Layers of each stage, like 3,3; default: balanced by a profile.", typed="numbers"
+    )
+    chunks: int = setting(2, "Stages per rank of the looped schedules.", "-v", least=1)
+    optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "Of every strategy.")
+    lr: float = setting(1e-3, "Learning rate.", least=0.0)
+    seed: int = setting(0, "Of weights, the order of the data, and dropout.", least=0, most=MOST_SEED)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
+from pipefit.profiling.tensors import tensors_of
 from pipefit.profiling.untouched import with_threads
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import sum_table
@@ -39,9 +40,11 @@ class Trainer(Protocol):
 
 def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Bytes of weights, buffers and the states of optimizers; shared memory counts once."""
-    tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    tensors += [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    tensors: list[Tensor] = []
+    for module in modules:
+        tensors += [*module.parameters(), *module.buffers()]
+    for optimizer in optimizers:
+        tensors += tensors_of(list(optimizer.state.values()))
     real = (tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta")
     storages = {storage.data_ptr(): storage.nbytes() for storage in real}
     return float(sum(storages.values()))
@@ -128,18 +131,19 @@ class DataParallel:
 
 def plan_of(schedule: str, num_microbatches: int, partition: Partition, profile: Profile, num_chunks: int) -> Plan:
     """The plan of a schedule: the given partition where it has one stage per rank, else one balanced by the profile."""
+    chunks = 1
     if find(schedule).chunks:
         chunks = num_chunks
-    else:
-        chunks = 1
-    plain = chunks == 1 and find(schedule).layout != "replicas"
+    stages = None
+    if chunks == 1 and find(schedule).layout != "replicas":
+        stages = [len(stage.layers) for stage in partition.stages]
     return by_hand(
         len(profile),
         num_ranks=current().num_ranks,
         schedule=schedule,
         num_microbatches=num_microbatches,
         num_chunks=chunks,
-        stages=[len(stage.layers) for stage in partition.stages] if plain else None,
+        stages=stages,
         profile=profile,
     )
 

@@ -53,11 +53,6 @@ class CostModel:
         latency_s: of every link.
         post_s: seconds that a rank spends on issuing a send, receive or reduction.
         copy_s_per_byte: further seconds per byte that a rank spends inside a send: Gloo copies on the caller's core.
-        host_s: seconds that a rank spends on an instruction beyond its work, by the name of the operation; for
-            operations that it does not name, `overhead_s` or `post_s`.
-        arrival_s: seconds that a rank spends on an arrived message, before the instruction that needs it begins: the
-            threads that carry messages run on its core.
-        pass_s: seconds that a rank spends before each pass over the program, such as splitting the next batch.
         overhead_s: seconds that a rank spends on every instruction of the compute lane but `drop`, at any speed.
         speed: of each rank, relative to the device of the seconds above; (): all 1.
         tiers: rates of the copies to host and disk, by the tier's name.
@@ -91,9 +86,6 @@ class CostModel:
     latency_s: float = 0
     post_s: float = 0
     copy_s_per_byte: float = 0
-    host_s: Mapping[str, float] = field(default_factory=dict)
-    arrival_s: float = 0
-    pass_s: float = 0
     overhead_s: float = 0
     speed: tuple[float, ...] = ()
     tiers: tuple[Tier, ...] = ()
@@ -131,19 +123,16 @@ class CostModel:
             work = self._work_s(instruction)
             if self.speed and op is not Op.LOAD:
                 work = work / self.speed[rank]
-            usual = self.overhead_s
             if op is Op.DROP:
-                usual = 0
-            return work + self.host_s.get(op, usual)
-        usual = self.post_s
+                return work
+            return work + self.overhead_s
         if op is Op.BARRIER:
-            usual = 0
-        own = self.host_s.get(op, usual)
+            return 0
         if op is Op.EVICT:
-            return own + self.check_s(instruction)
+            return self.post_s + self.check_s(instruction)
         if op is Op.SEND and self.copy_s_per_byte:
-            return own + self.copy_s_per_byte * self.size_bytes(instruction)
-        return own
+            return self.post_s + self.copy_s_per_byte * self.size_bytes(instruction)
+        return self.post_s
 
     def link(self, source: int, target: int) -> tuple[float, float]:
         """Bandwidth (bytes per second) and latency (seconds) from one rank to another."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 from pipefit.cost.layer_bytes import ModelBytes
@@ -19,20 +18,14 @@ class RuntimeCosts(NamedTuple):
     """Seconds of the executor.
 
     Attributes:
-        overhead_s: on an instruction of the compute lane that `host_s` does not name, beyond the profile's time.
+        overhead_s: on an instruction of the compute lane, beyond the profile's time.
         post_s: of posting one message.
-        host_s: on instructions by operation, beyond the profile's time.
-        pass_s: of a rank before each pass over the program.
         copy_s_per_byte: of a send, on the sender's core.
-        arrival_s: on an arrived message, where no core is left for the threads that carry it.
     """
 
     overhead_s: float
     post_s: float
-    host_s: Mapping[str, float] = MappingProxyType({})
-    pass_s: float = 0.0
     copy_s_per_byte: float = 0.2e-9
-    arrival_s: float = 0.0
 
 
 USUAL = RuntimeCosts(10e-6, 20e-6)

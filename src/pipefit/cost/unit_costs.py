@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from operator import mul
 from typing import Any
 
 from pipefit.cost.model import CostModel
 from pipefit.errors import PlanError
 from pipefit.ir.program import Header
+from pipefit.spec.options import setting
 from pipefit.spec.topology import Tier
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    """Costs of a program whose model is not known; see `unit`."""
+
+    forward: float = setting(1, "Time of a forward, per rank and micro-batch: a chunk costs 1/v.", typed="time")
+    backward: float | None = setting(None, "Time of a full backward; default: input + weight, or 2.", typed="time")
+    input: float | None = setting(None, "Time of a backward's input-gradient half.", typed="time")
+    weight: float | None = setting(None, "Time of a backward's weight-gradient half.", typed="time")
+    latency: float = setting(0, "Time of a message between ranks.", typed="time")
+    copy: float = setting(2, "Time of moving all stages of a rank to or from their tier.", typed="time")
+
+    def model(self, header: Header) -> CostModel:
+        """These costs of a program."""
+        costs = {one.name: getattr(self, one.name) for one in fields(UnitCosts)}
+        return unit(header, **costs)
 
 
 def unit(

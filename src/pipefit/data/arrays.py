@@ -24,24 +24,21 @@ class Digits(NamedTuple):
     test_y: Tensor
 
 
-def digits(test: float = 0.2, seed: int = 0) -> Digits:
+def digits(seed: int = 0) -> Digits:
     """The 1,797 handwritten digits of scikit-learn (UCI "Optical recognition of handwritten digits"), 8 × 8 pixels.
 
     Pixels are standardised with the one mean and deviation of the training images.
 
     Args:
-        test: share of the images kept for testing.
         seed: of the split.
 
     Raises:
-        DataError: scikit-learn is not installed, or `test` leaves one side empty.
+        DataError: scikit-learn is not installed.
     """
     table = _digits_table()
     x = torch.tensor(table[:, :-1], dtype=torch.float32).view(-1, 1, 8, 8)
     y = torch.tensor(table[:, -1], dtype=torch.int64)
-    num_test = round(len(x) * test)
-    if not 0 < num_test < len(x):
-        raise DataError(f"data: a test share of {test} leaves no image on one side; choose one between 0 and 1")
+    num_test = len(x) // 5
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     held = order[:num_test]
     kept = order[num_test:]

@@ -39,7 +39,7 @@ def text(paths: Paths | None = None) -> bytes:
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("data: expected at least one text file, got an empty list; leave it out for the built-in text")
-    return b"\n\n".join(map(_read, files))
+    return b"\n\n".join(b"".join(pieces(file)) for file in files)
 
 
 def _builtin_prose() -> bytes:
@@ -52,10 +52,6 @@ def _builtin_prose() -> bytes:
     # Underlines of headings and rules of tables are not language, and a model would learn to draw them first.
     prose = (_RULED_LINE.sub("", topics[name]).strip("\n") for name in sorted(topics))
     return "\n\n\n".join(prose).encode()
-
-
-def _read(file: Path) -> bytes:
-    return b"".join(pieces(file))
 
 
 def pieces(file: Path) -> Iterator[bytes]:
@@ -81,19 +77,17 @@ def pieces(file: Path) -> Iterator[bytes]:
         raise DataError(f"data: {file} is empty; a corpus needs at least a few thousand bytes")
 
 
-def split_corpus(corpus: bytes, validation: float = 0.1) -> tuple[bytes, bytes]:
-    """Splits a corpus into its first part for training and its last part for validation.
+def split_corpus(corpus: bytes) -> tuple[bytes, bytes]:
+    """Splits a corpus into its first part for training and its last tenth for validation.
 
     Both parts are contiguous, so no window of the one overlaps a window of the other.
 
     Raises:
-        DataError: `validation` is outside (0, 1), or the corpus is too short to be split.
+        DataError: the corpus is too short to be split.
     """
-    if not 0.0 < validation < 1.0:
-        raise DataError(f"data: the validation share must be between 0 and 1, got {validation}")
-    cut = round(len(corpus) * (1.0 - validation))
+    cut = round(len(corpus) * 0.9)
     if not 0 < cut < len(corpus):
-        raise DataError(f"data: {len(corpus)} bytes are too few to keep a share of {validation} for validation")
+        raise DataError(f"data: {len(corpus)} bytes are too few to keep a tenth of them for validation")
     return corpus[:cut], corpus[cut:]
 
 

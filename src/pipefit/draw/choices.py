@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from pipefit.cost import CostModel
 from pipefit.draw.caption import title_of
+from pipefit.draw.draw_options import DrawOptions
 from pipefit.draw.scene import Facts
 from pipefit.draw.shelf import MICROBATCHES, STAGES, on_shelf
 from pipefit.errors import PlanError, ScheduleError
@@ -26,17 +27,6 @@ _COPIES_COST = 3  # the factor by which a drawing takes longer with copies and r
 Pricing = Callable[[Header], CostModel]
 
 
-class How(NamedTuple):
-    """Options of spilling except the number of slots; as in `draw`."""
-
-    optim_slots: int = 1
-    tier: str = "host"
-    prefetch: int | None = None
-    activations: bool = False
-    step_on: str = "device"
-    keep: bool = False
-
-
 class Wish(NamedTuple):
     """A drawing to offer: its schedule and shape; 0 slots: nothing spills."""
 
@@ -47,7 +37,7 @@ class Wish(NamedTuple):
     slots: int = 0
 
 
-def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) -> list[tuple[str, Timeline]]:
+def others(facts: Facts, pricing: Pricing, how: DrawOptions | None, is_lecture: bool) -> list[tuple[str, Timeline]]:
     """The drawings of a page in addition to its first one and the shelf's, as many as take no noticeable time.
 
     Args:
@@ -71,7 +61,7 @@ def others(facts: Facts, pricing: Pricing, how: How | None, is_lecture: bool) ->
         if cost > left:
             continue
         left -= cost
-        drawing = drawn(wish, pricing, how or How())
+        drawing = drawn(wish, pricing, how or DrawOptions())
         if drawing:
             found.append(drawing)
     return found
@@ -119,7 +109,7 @@ def _spilled_pipelines(facts: Facts) -> Iterator[Wish]:
         yield Wish(facts.schedule, stages, count, facts.num_chunks, facts.slots)
 
 
-def drawn(wish: Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None:
+def drawn(wish: Wish, pricing: Pricing, how: DrawOptions) -> tuple[str, Timeline] | None:
     """The drawing of a wish; None where the shape is not supported."""
     try:
         made = find(wish.name)
@@ -134,16 +124,16 @@ def drawn(wish: Wish, pricing: Pricing, how: How) -> tuple[str, Timeline] | None
     return title_of(wish.name), simulated(program, cost, memory=False)
 
 
-def spilled(made: Schedule, shape: Shape, slots: int, how: How) -> Shape:
+def spilled(made: Schedule, shape: Shape, slots: int, how: DrawOptions) -> Shape:
     """A shape with all stages on another tier, and so many slots on each rank."""
     num_stages = made(shape).header.num_stages
     every = tuple(range(num_stages))
     spill = Spill.of(num_stages, slots, how.optim_slots, how.tier, how.activations)
     if how.step_on == "host":
-        spill = msgspec.structs.replace(spill, optim_slots=0, on_host=every)
+        spill = replace(spill, optim_slots=0, on_host=every)
     if how.keep:
-        spill = msgspec.structs.replace(spill, keeps=every)
-    return msgspec.structs.replace(shape, spill=spill, prefetch=how.prefetch)
+        spill = replace(spill, keeps=every)
+    return replace(shape, spill=spill, prefetch=how.prefetch)
 
 
 def over_ranks() -> list[str]:
@@ -163,4 +153,6 @@ def updates_of(schedule: Schedule, num_microbatches: int, num_steps: int | None)
         return num_microbatches, num_steps
     if schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
         return 1, num_microbatches
-    return num_microbatches, _DOUBLE_UPDATES if schedule.weights is WeightRule.DOUBLE else 1
+    if schedule.weights is WeightRule.DOUBLE:
+        return num_microbatches, _DOUBLE_UPDATES
+    return num_microbatches, 1

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from pipefit.cost import CostModel, unit, weighted
 from pipefit.draw.caption import title_of
-from pipefit.draw.choices import How, Pricing, others, simulated, spilled, updates_of
+from pipefit.draw.choices import Pricing, others, simulated, spilled, updates_of
+from pipefit.draw.draw_options import DrawOptions
 from pipefit.draw.grid import grid
 from pipefit.draw.page import html
 from pipefit.draw.save import save
@@ -22,7 +23,8 @@ from pipefit.draw.svg import svg
 from pipefit.ir.program import Header, Program
 from pipefit.schedules import Schedule, Shape, find
 from pipefit.simulate import metrics
-from pipefit.spec.arguments import Amount, Number, checked
+from pipefit.spec.arguments import checked
+from pipefit.spec.options import with_fields
 from pipefit.timeline import Timeline
 
 _RHYTHM = 8  # updates, and depths of micro-batches, after which a schedule without flush is certainly steady
@@ -36,19 +38,15 @@ class Drawing:
         timeline: of the schedule.
         cost: of its simulation.
         steady: the same schedule with enough updates for a steady state, where one pass does not give its period.
-        forward: time of a micro-batch's forward on a rank.
-        backward: likewise of its backward.
         pricing: the costs for other programs, for the page's choices.
         how: options of spilling; None: no stage spills.
     """
 
     timeline: Timeline
     cost: CostModel
-    forward: float
-    backward: float
     pricing: Pricing
     steady: Program | None = None
-    how: How | None = None
+    how: DrawOptions | None = None
 
     @property
     def program(self) -> Program:
@@ -58,7 +56,7 @@ class Drawing:
     @cached_property
     def metrics(self) -> dict[str, Any]:
         """The figures of the drawing, as `pipefit draw --json` prints them."""
-        return metrics(self.program, self.timeline, self.forward, self.backward, cost=self.cost, steady=self.steady)
+        return metrics(self.program, self.timeline, self.cost, steady=self.steady)
 
     def grid(self, width: int | None = None, color: bool | None = None) -> str:
         """The grid for a terminal; see `pipefit.draw.grid`."""
@@ -123,29 +121,7 @@ class Drawing:
 
 @checked()
 def draw(
-    schedule: str | Schedule,
-    num_stages: int,
-    num_microbatches: int,
-    num_chunks: int = 1,
-    forward: float = 1,
-    backward: float | None = None,
-    input: float | None = None,
-    weight: float | None = None,
-    latency: float = 0,
-    num_steps: int | None = None,
-    *,
-    replicas: Sequence[int] = (),
-    stage_work: Sequence[float] = (),
-    recompute: bool | Sequence[int] = False,
-    slots: Number | None = None,
-    optim_slots: Amount = 1,
-    tier: Literal["host", "disk"] = "host",
-    prefetch: Amount | None = None,
-    activations: bool = False,
-    step_on: Literal["device", "host"] = "device",
-    keep: bool = False,
-    copy: float = 2,
-    **options: int,
+    schedule: str | Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1, **options: Any
 ) -> Drawing:
     """Draws a schedule under unit costs: the time of a rank per micro-batch, over all its chunks.
 
@@ -159,68 +135,68 @@ def draw(
         num_microbatches: m, per weight update. PipeDream's are mini-batches with an update each, unless `num_steps` is
             given.
         num_chunks: v, stages of each rank.
-        forward: time of a forward.
-        backward: time of a whole backward; None: input + weight, or 2.
-        input: time of its half for the gradient of the input.
-        weight: time of its other half.
-        latency: time of a message.
-        num_steps: weight updates; None: as many as show the pattern of the schedule.
-        replicas: copies of each stage.
-        stage_work: cost of one copy of each stage as a multiple of `forward` and `backward`; (): all cost the same.
-        recompute: replay forwards before backwards: of all stages, or of these.
-        slots: stages that fit on a rank at once, while all are kept on another tier; None: no spilling, or 2 slots for
-            a schedule made for spilling.
-        optim_slots: likewise for the states of the optimizer; 0: those stay.
-        tier: of the spilled stages: "host" or "disk".
-        prefetch: stages ahead that the next is fetched; None: as soon as a slot is free; 0: when it is needed.
-        activations: inputs of stages wait on the tier too, from the forward to the replay.
-        step_on: place of the step of stages on the host: "device" or "host".
-        keep: saved tensors stay on the device while their stage is away; else the backward replays the forward.
-        copy: time of moving all stages of a rank to or from the tier.
-        options: integers of the schedule, such as `warmup=2`.
+        options: fields of `DrawOptions`, and integers of the schedule, such as `warmup=2`.
 
     Raises:
         ScheduleError: no such schedule, or a shape that it does not support.
         PlanError: the costs contradict each other.
     """
-    if isinstance(schedule, str):
-        schedule = find(schedule)
+    own = {one.name: options.pop(one.name) for one in fields(DrawOptions) if one.name in options}
+    return drawing_by(schedule, num_stages, num_microbatches, num_chunks, DrawOptions(**own), options)
+
+
+def drawing_by(
+    schedule: str | Schedule,
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int,
+    asked: DrawOptions,
+    options: Mapping[str, int],
+) -> Drawing:
+    """The drawing of a schedule; see `draw`.
+
+    Args:
+        schedule: its name, or the schedule itself.
+        num_stages: p.
+        num_microbatches: m.
+        num_chunks: v.
+        asked: how it is drawn.
+        options: integers of the schedule.
+    """
     made = schedule
-    per_update, steps = updates_of(made, num_microbatches, num_steps)
+    if isinstance(made, str):
+        made = find(made)
+    per_update, steps = updates_of(made, num_microbatches, asked.num_steps)
     shape = Shape(
         depth=num_stages,
         num_microbatches=per_update,
         num_chunks=num_chunks,
         num_steps=steps,
-        replicas=tuple(replicas),
-        recompute=_replayed(recompute),
-        options=options,
+        replicas=tuple(asked.replicas),
+        recompute=_replayed(asked.recompute),
+        options=dict(options),
     )
     how = None
+    slots = asked.slots
     if slots is None and made.spills:
         slots = 2
     if slots is not None:
-        how = How(optim_slots, tier, prefetch, activations, step_on, keep)
+        how = asked
         shape = spilled(made, shape, slots, how)
 
     def pricing(header: Header) -> CostModel:
-        plain = unit(header, forward, backward, input=input, weight=weight, latency=latency, copy=copy)
         # The costs are those of one copy of a stage.
         share = header.num_stages / header.num_chunks / header.num_ranks
-        return weighted(plain, [share * work for work in stage_work])
+        return weighted(asked.model(header), [share * work for work in asked.stage_work])
 
     program = made(shape)
     cost = pricing(program.header)
-    ranks = program.header.num_ranks
-    both = sum(cost.backward_input_s) + sum(cost.backward_weight_s)
     steady = None
     if not made.is_synchronous:
         steady = made(_long(shape))
     return Drawing(
         timeline=simulated(program, cost, memory=True),
         cost=cost,
-        forward=sum(cost.forward_s) / ranks,
-        backward=float(both / ranks),
         pricing=pricing,
         steady=steady,
         how=how,
@@ -234,8 +210,9 @@ def drawing_of(program: Program) -> Drawing:
     spill = program.header.spill
     how = None
     if spill:
-        how = How(spill.optim_slots, spill.tier, None, spill.activations, keep=bool(spill.keeps))
-    return Drawing(simulated(program, cost, memory=True), cost, 1, 2, pricing, how=how)
+        names = ("optim_slots", "tier", "activations")
+        how = with_fields(DrawOptions, {name: getattr(spill, name) for name in names} | {"keep": bool(spill.keeps)})
+    return Drawing(simulated(program, cost, memory=True), cost, pricing, how=how)
 
 
 def _long(shape: Shape) -> Shape:

@@ -55,8 +55,13 @@ def convnet(
         model.append((f"block{index}", _norm_block(width, outputs, 2 if halve else 1)))
         size = (size + 1) // 2 if halve else size
         width = outputs
-    head = [("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("dropout", nn.Dropout(dropout))]
-    model.append(("head", chain([*head, ("linear", nn.Linear(width, classes))])))
+    head: list[tuple[str, nn.Module]] = [
+        ("pool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("dropout", nn.Dropout(dropout)),
+        ("linear", nn.Linear(width, classes)),
+    ]
+    model.append(("head", chain(head)))
     network = chain(model)
     for module in network.modules():
         if isinstance(module, nn.Conv2d):

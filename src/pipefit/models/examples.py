@@ -33,7 +33,8 @@ def mean_cube(output: Mapping[str, Tensor], target: Any) -> Tensor:
 def text(options: Mapping[str, Any], batch: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Windows of random tokens: x, y (batch, context) int64, y one token later than x."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, options["vocab"], (batch, options["context"] + 1), generator=generator)
+    shape = (batch, options["context"] + 1)
+    ids = torch.randint(0, options["vocab"], shape, generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 

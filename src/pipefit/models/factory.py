@@ -35,7 +35,8 @@ def find_factory(path: str) -> Callable[..., Any]:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            callables = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+            names = vars(found)
+            callables = [name for name in names if callable(names[name]) and not name.startswith("_")]
             raise ModelError(f"{path}: {place} holds no {attribute!r}; {nearest(part, callables)}")
         found = getattr(found, part)
     if not callable(found):
@@ -51,10 +52,9 @@ def _import_module(name: str, path: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except _RAISED as error:
+        missing = None
         if isinstance(error, ModuleNotFoundError):
             missing = error.name
-        else:
-            missing = None
         if missing and f"{name}.".startswith(f"{missing}."):
             raise ModelError(f"{path}: there is no module {missing!r}, neither installed nor in {here}") from error
         raise ModelError(f"{path}: importing {name} raised {_cause(error)}") from error
@@ -65,7 +65,8 @@ def _import_file(file: str, path: str) -> ModuleType:
     if not source.is_file():
         raise ModelError(f"{path}: there is no file {source}")
     # One module per file, also when two folders hold files of one name.
-    name = f"pipefit_user_{source.stem}_{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(str(source).encode()).hexdigest()
+    name = f"pipefit_user_{source.stem}_{digest[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source)
@@ -96,10 +97,10 @@ def _cause(error: BaseException) -> str:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     users = [frame for frame in frames if not _is_library(frame.filename)] or frames
+    place = ""
     if users:
-        place = f" ({users[-1].filename}, line {users[-1].lineno}, in {users[-1].name})"
-    else:
-        place = ""
+        last = users[-1]
+        place = f" ({last.filename}, line {last.lineno}, in {last.name})"
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -34,10 +34,12 @@ def parse_text(text: str, model: str) -> dict[str, str]:
         ModelError: a part is not NAME=VALUE, or a name comes twice.
     """
     options: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in re.split(r",(?![^\[(]*[\])])", text))):
-        name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not name or not value:
-            raise ModelError(f"{model}: expected options like layers=8,hidden=256; got {part!r}")
+    for part in re.split(r",(?![^\[(]*[\])])", text):
+        if not part.strip():
+            continue
+        name, _, value = map(str.strip, part.partition("="))
+        if not name or not value:
+            raise ModelError(f"{model}: expected options like layers=8,hidden=256; got {part.strip()!r}")
         if name in options:
             raise ModelError(f"{model}: option {name} is given twice, as {options[name]} and {value}")
         options[name] = value
@@ -61,38 +63,42 @@ def check_options(factory: Callable[..., Any], options: Mapping[str, object], mo
     for name in options:
         if name not in known and not takes_any:
             raise ModelError(f"{model}: {_unknown(name, known)}")
-    return {name: _read(value, known.get(name), f"{model}: option {name}") for name, value in options.items()}
+    given = {}
+    for name, value in options.items():
+        given[name] = _read(value, known.get(name), f"{model}: option {name}")
+    return given
 
 
 def _unknown(name: str, known: Mapping[str, inspect.Parameter]) -> str:
     if not known:
         return f"no option {name!r}: this model takes no options"
-    listed = ", ".join(key if one.default is one.empty else f"{key}={one.default}" for key, one in known.items())
+    listed = []
+    for key, one in known.items():
+        if one.default is one.empty:
+            listed.append(key)
+        else:
+            listed.append(f"{key}={one.default}")
+    guess = ""
     hint = nearest(name, known)
     if hint.startswith("did you"):
         guess = f"{hint} "
-    else:
-        guess = ""
-    return f"no option {name!r}; {guess}valid with their defaults: {listed}"
+    return f"no option {name!r}; {guess}valid with their defaults: {', '.join(listed)}"
 
 
 def _read(value: object, parameter: inspect.Parameter | None, where: str) -> object:
     """A word by its type; as a literal of Python where the signature names none that is plain."""
     if not isinstance(value, str):
         return value
-    if parameter is not None:
-        kind = parameter.annotation
-    else:
-        kind = inspect.Parameter.empty
-    if kind is inspect.Parameter.empty and parameter is not None:
+    if parameter is None:
+        return literal(_WORDS.get(value.lower(), value))
+    kind = parameter.annotation
+    if kind is inspect.Parameter.empty:
         kind = type(parameter.default)
+    kinds = {kind}
     if isinstance(kind, types.UnionType):
         kinds = set(typing.get_args(kind))
-    else:
-        kinds = {kind}
-    if str in kinds:
-        word = value
-    else:
+    word = value
+    if str not in kinds:
         word = _WORDS.get(value.lower(), value)
     if not kinds <= _PLAIN or kinds == {types.NoneType}:
         return literal(word)

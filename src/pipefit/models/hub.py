@@ -53,8 +53,6 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
     except ImportError:
         raise ModelError(f"{name}: {_NEEDED}") from None
     if name.startswith(PREFIX):
-        if lora:
-            raise ModelError(f"{name}: adapters are trained over weights of a folder, not over random ones")
         # Its buffers are computed when it is built, so it is always built with memory.
         with torch.device("cpu"):
             made = _of_class(name, options)
@@ -87,7 +85,9 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     files = weight_files(folder)
     model = _empty(folder, config)
     weights = FolderWeights(folder, files, model)
-    found = replace(cut(with_adapters(model, lora) if lora else model), initialise_layer=weights)
+    if lora:
+        model = with_adapters(model, lora)
+    found = replace(cut(model), initialise_layer=weights)
     # The memory of the proof is free, but malloc would keep it in addition to the weights that are read next.
     trim()
     return found
@@ -154,14 +154,18 @@ def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
     kind = name.removeprefix(PREFIX)
     found: Any = getattr(transformers, kind, None)
     if getattr(found, "config_class", None) is None:
-        models = [one for one in dir(transformers) if one.endswith(("ForCausalLM", "Model", "ForMaskedLM"))]
+        kinds = ("ForCausalLM", "Model", "ForMaskedLM")
+        models = [one for one in dir(transformers) if one.endswith(kinds)]
         raise ModelError(f"{name}: transformers has no model class {kind!r}; {nearest(kind, models)}")
     usual = found.config_class()
     for field in options:
         if not hasattr(usual, field):
             hint = nearest(field, usual.to_dict())
             raise ModelError(f"{name}: {type(usual).__name__} has no field {field!r}; {hint}")
-    given = {field: literal(value) if isinstance(value, str) else value for field, value in options.items()}
+    given = dict(options)
+    for field, value in options.items():
+        if isinstance(value, str):
+            given[field] = literal(value)
     try:
         return _built(found, found.config_class(**given))
     except Exception as problem:
@@ -217,14 +221,19 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
     for name, value in parse_text(settings, "lora").items():
         look_up(name, known, "lora: unknown setting", ModelError)
         known[name] = value
+    targets: str | list[str] = known["target"]
+    if targets != "all-linear":
+        targets = known["target"].split("+")
+    task = None
+    if type(model).__name__.endswith("ForCausalLM"):
+        task = "CAUSAL_LM"
     try:
-        target = known["target"]
         config = LoraConfig(
             r=int(known["r"]),
             lora_alpha=float(known["alpha"]),  # type: ignore[arg-type] # peft takes fractions too
             lora_dropout=float(known["dropout"]),
-            target_modules=target if target == "all-linear" else target.split("+"),
-            task_type="CAUSAL_LM" if type(model).__name__.endswith("ForCausalLM") else None,
+            target_modules=targets,
+            task_type=task,
         )
         # Adapters are made in memory, because no folder has them. peft asks transformers 5 by an old name.
         with lent_weights(model), warnings.catch_warnings():

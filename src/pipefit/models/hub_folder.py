@@ -71,7 +71,7 @@ class FolderWeights:
         self._groups, self._shown = self._grouped(state)
         # A tied weight is on disk under one of its names.
         found = {name for group in self._groups.values() for name in group.targets}
-        owner: dict[int, str] = {id(state[name]): name for name in state if name in found}
+        owner = {id(state[name]): name for name in state if name in found}
         self._tied = {name: owner.get(id(value), name) for name, value in state.items()}
         self._check(state, found)
 
@@ -110,13 +110,18 @@ class FolderWeights:
             with safe_open(self.folder / self._file_of[source], framework="pt") as file:
                 if group.is_renamed:
                     for name, tensor in wanted[first]:
-                        is_part = name in self._mesh.shards
-                        tensor.copy_(self._mesh.part(name, (file.get_slice if is_part else file.get_tensor)(source)))
+                        read = file.get_tensor
+                        if name in self._mesh.shards:
+                            read = file.get_slice
+                        tensor.copy_(self._mesh.part(name, read(source)))
                     return
                 conversion.add_tensor(first, source, pattern, file.get_tensor(source))
-        for target, value in conversion.convert(first, model=self._model, config=self._model.config).items():
+        made = conversion.convert(first, model=self._model, config=self._model.config)
+        for target, value in made.items():
+            if isinstance(value, list):
+                value = value[0]
             for name, tensor in wanted.get(target, ()):
-                tensor.copy_(self._mesh.part(name, value[0] if isinstance(value, list) else value))
+                tensor.copy_(self._mesh.part(name, value))
 
     def _grouped(self, state: Mapping[str, Tensor]) -> tuple[dict[str, _Group], dict[str, str]]:
         """Groups by their first target; and for each name on disk its target."""
@@ -130,8 +135,7 @@ class FolderWeights:
         base = self._model.base_model_prefix
         groups: dict[str, _Group] = {}
         shown: dict[str, str] = {}
-        # Experts are joined in the order of their numbers.
-        for name in sorted(self._file_of, key=lambda n: [(0, int(p)) if p.isdigit() else (1, p) for p in n.split(".")]):
+        for name in sorted(self._file_of, key=_by_number):
             target, pattern = rename_source_key(name, renamings, converters, base, dict(state))
             if target not in state and name in state:
                 target = name
@@ -149,9 +153,9 @@ class FolderWeights:
 
     def _check(self, state: Mapping[str, Tensor], found: set[str]) -> None:
         ignored = [*(self._model._keys_to_ignore_on_load_missing or ())]
-        missing = [n for n in state if self._tied[n] not in found and not any(re.search(i, n) for i in ignored)]
+        missing = _without([name for name in state if self._tied[name] not in found], ignored)
         ignored = [*(self._model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"position_ids$"]
-        extra = [n for n, t in self._shown.items() if t not in state and not any(re.search(i, n) for i in ignored)]
+        extra = _without([name for name, target in self._shown.items() if target not in state], ignored)
         wrong = []
         for group in self._groups.values():
             name = group.sources[0][0]
@@ -161,11 +165,14 @@ class FolderWeights:
                 expected = list(state[target].shape)
                 if shape != expected:
                     wrong.append(f"{name} {shape} instead of {expected}")
-        problems = [("missing", missing), ("not of this model", extra), ("of another shape", wrong)]
-        told = [f"{len(names)} {what}: {_some(names)}" for what, names in problems if names]
-        if told:
+        problems = []
+        for what, names in (("missing", missing), ("not of this model", extra), ("of another shape", wrong)):
+            if names:
+                problems.append(f"{len(names)} {what}: {_some(names)}")
+        if problems:
+            kind = type(self._model).__name__
             raise ModelError(
-                f"{self.folder}: its tensors are not those of {type(self._model).__name__}: {'; '.join(told)}; is "
+                f"{self.folder}: its tensors are not those of {kind}: {'; '.join(problems)}; is "
                 "config.json the one with which these weights were saved?"
             )
 
@@ -174,6 +181,22 @@ class FolderWeights:
 
         with safe_open(self.folder / self._file_of[name], framework="pt") as file:
             return list(file.get_slice(name).get_shape())
+
+
+def _by_number(name: str) -> list[tuple[bool, int, str]]:
+    """The key of a name: experts are joined in the order of their numbers."""
+    parts = []
+    for part in name.split("."):
+        if part.isdigit():
+            parts.append((False, int(part), ""))
+        else:
+            parts.append((True, 0, part))
+    return parts
+
+
+def _without(names: list[str], ignored: list[str]) -> list[str]:
+    """The names that no pattern has."""
+    return [name for name in names if not any(re.search(pattern, name) for pattern in ignored)]
 
 
 def saved_name(name: str) -> str:
@@ -189,11 +212,10 @@ def weight_files(folder: Path) -> dict[str, str]:
     """
     from safetensors import SafetensorError, safe_open
 
-    pickled = next((path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth")), None)
     try:
         if (folder / _INDEX).is_file():
             files = dict(json.loads((folder / _INDEX).read_text())["weight_map"])
-            lacking = sorted({file for file in files.values() if not (folder / file).is_file()})
+            lacking = [file for file in sorted(set(files.values())) if not (folder / file).is_file()]
             if lacking:
                 raise ModelError(f"{folder}: {_INDEX} names {_some(lacking)}, which are not there")
             return files
@@ -202,14 +224,18 @@ def weight_files(folder: Path) -> dict[str, str]:
                 return dict.fromkeys(file.keys(), _SINGLE)
     except (SafetensorError, ValueError, KeyError, TypeError, OSError) as problem:
         raise ModelError(f"{folder}: its weights cannot be read: {problem}") from problem
-    if pickled:
-        raise ModelError(
-            f"{folder}: {pickled} is a pickle, which can run any code; convert it where you trust it: "
-            "AutoModel.from_pretrained(folder).save_pretrained(folder)"
-        )
+    for path in folder.iterdir():
+        if path.suffix in (".bin", ".pt", ".pth"):
+            raise ModelError(
+                f"{folder}: {path.name} is a pickle, which can run any code; convert it where you trust it: "
+                "AutoModel.from_pretrained(folder).save_pretrained(folder)"
+            )
     raise ModelError(f"{folder}: expected {_SINGLE}, or several files with {_INDEX}; found neither")
 
 
 def _some(names: list[str]) -> str:
+    some = ", ".join(names[:_MOST_NAMED])
     rest = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+    if rest > 0:
+        return f"{some} and {rest} more"
+    return some

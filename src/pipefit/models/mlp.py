@@ -59,7 +59,8 @@ def mlp(
     if activation not in _ACTIVATIONS:
         raise ModelError(f"mlp: activation must be one of {', '.join(_ACTIVATIONS)}; got {activation!r}")
     sizes = [inputs, *[width] * (layers - 1)]
-    parts = [_hidden(size, width, _ACTIVATIONS[activation], batch_norm, dropout) for size in sizes[:-1]]
+    kind = _ACTIVATIONS[activation]
+    parts = [_hidden(size, width, kind, batch_norm, dropout) for size in sizes[:-1]]
     parts.append([("linear", nn.Linear(sizes[-1], classes))])
     parts[0].insert(0, ("flatten", nn.Flatten()))
     names = [*(f"hidden{index}" for index in range(layers - 1)), "head"]

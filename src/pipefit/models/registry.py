@@ -62,14 +62,15 @@ class ModelBundle:
     num_parameters: int = field(init=False)
 
     def __post_init__(self) -> None:
-        parameters = {id(p): p for layer in named_layers(self.layers) for p in layer.module.parameters()}
-        count = sum(parameter.numel() for parameter in parameters.values())
+        roots = nn.ModuleList([layer.module for layer in named_layers(self.layers)])
+        count = sum(parameter.numel() for parameter in roots.parameters())
         object.__setattr__(self, "num_parameters", count)
 
     def describe(self) -> str:
         """One line for people: name, options, layers, parameters."""
         given = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.name}({given}): {len(self.layers)} layers, {self.num_parameters:,} parameters"
+        sizes = f"{len(self.layers)} layers, {self.num_parameters:,} parameters"
+        return f"{self.name}({given}): {sizes}"
 
 
 def build(name_or_path: str, **options: object) -> ModelBundle:
@@ -99,8 +100,8 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
     entry = BUILT_IN.get(name_or_path)
     if entry is None:
         return _users(name_or_path, made, given)
-    defaults = {name: parameter.default for name, parameter in signature_of(factory).parameters.items()}
-    complete = defaults | given
+    complete = {one.name: one.default for one in signature_of(factory).parameters.values()}
+    complete |= given
     example = partial(entry.example, complete)
     return ModelBundle(name_or_path, made, mean_cross_entropy, example, entry.data, complete)
 
@@ -108,8 +109,11 @@ def build(name_or_path: str, **options: object) -> ModelBundle:
 def hub_bundle(name: str, options: Mapping[str, object], lora: str = "") -> ModelBundle:
     """A model of transformers; see `hub_parts`."""
     layers, example = hub_parts(name, options, lora)
-    writes = is_folder(name) and type(without_adapters(layers.shell.model)).__name__.endswith("ForCausalLM")
-    return ModelBundle(name, layers, layers.loss or mean_cube, example, "text" if writes else None, options)
+    kind = type(without_adapters(layers.shell.model)).__name__
+    data = None
+    if is_folder(name) and kind.endswith("ForCausalLM"):
+        data = "text"
+    return ModelBundle(name, layers, layers.loss or mean_cube, example, data, options)
 
 
 def _is_hub(name: str) -> bool:
@@ -138,10 +142,7 @@ def parse_options(text: str, name_or_path: str) -> dict[str, Any]:
 
 def _users(path: str, made: object, given: Mapping[str, Any]) -> ModelBundle:
     """The bundle of the result of a user's factory."""
-    if isinstance(made, tuple):
-        parts = made
-    else:
-        parts = (made,)
+    parts = made if isinstance(made, tuple) else (made,)
     if not 1 <= len(parts) <= 3:
         raise ModelError(f"{path}: expected a model, (model, loss) or (model, loss, example); got {len(parts)} things")
     model, loss, example = (*parts, None, None)[:3]

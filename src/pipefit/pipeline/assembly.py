@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from pipefit.cutting import watch_shared
 from pipefit.errors import ModelError
 from pipefit.ir.program import Header, Program
-from pipefit.parallel.mesh import Mesh, release
+from pipefit.parallel.mesh import Mesh, make_mesh, release, shard_layers
+from pipefit.pipeline.given_model import GivenModel
 from pipefit.pipeline.layer_sizes import state_per_weight
 from pipefit.pipeline.resume import agree_on_step, identified
+from pipefit.profiling.tensors import num_bytes, parameters_of
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.outliving import processes_here
@@ -23,7 +27,8 @@ from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling
 from pipefit.spill.tier_file import new_run
-from pipefit.stage.materialise import InitialiseLayer, forget_others, give_back, is_meta, materialise, stand_in
+from pipefit.stage.device import forget_peak
+from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import tied_parameters
 from pipefit.stage.training import MakeOptimizer, Tie, Training
@@ -34,15 +39,31 @@ _SELDOM = 10
 """Steps between two commits where a commit writes more than a step."""
 
 
+def mesh_of(plan: Plan, session: Session) -> Mesh:
+    """The processes of a plan, each in its place among those that share a rank."""
+    num_ranks = plan.placement.num_ranks
+    return make_mesh(num_ranks, plan.tensor, session.rank, session.num_ranks, plan.sequence_parallel)
+
+
+def sharded_mesh(plan: Plan, layers: Sequence[NamedLayer], session: Session) -> Mesh:
+    """The processes of a plan, over which layers are then sharded."""
+    mesh = mesh_of(plan, session)
+    shard_layers(layers, mesh)
+    return mesh
+
+
+def is_lent_whole(plan: Plan, layers: Sequence[NamedLayer], session: Session) -> bool:
+    """Returns whether every process has the whole model before `assemble`, so that `close` can give it back to all."""
+    return session.is_distributed and plan.tensor == 1 and plan.spill is None and not is_meta(layers)
+
+
 def assemble(
     program: Program,
     plan: Plan,
-    layers: Sequence[NamedLayer],
+    given: GivenModel,
     mesh: Mesh,
     training: Training,
     session: Session,
-    device: torch.device,
-    initialise: InitialiseLayer | None,
     spill: Spilled | None,
 ) -> Engine:
     """The workers of this process: one rank when ranks are processes, else all of them.
@@ -52,15 +73,16 @@ def assemble(
     Args:
         program: of a pass, with the stages of each rank and the spilled ones.
         plan: of the program.
-        layers: of the whole model, sharded.
+        given: the model, whose layers are sharded.
         mesh: over which they are sharded.
         training: loss, optimizer and the like.
         session: the ranks of the run.
-        device: of this process.
-        initialise: the model's own function to draw a layer's weights, if it has one.
         spill: the user's options of spilling; None: to the host's memory, where the plan spills.
     """
     header = program.header
+    layers = given.work.layers
+    device = given.work.device
+    initialise = given.initialise
     if mesh.region is not None and is_meta(layers):
         if initialise is None or not hasattr(initialise, "over"):
             raise ModelError(
@@ -92,39 +114,47 @@ def assemble(
                 share = _host_share(rank, header, plan.partition, layers, session)
                 where = replace(where, host_memory=max(where.host_bytes * share, 1))
             spillings[-1] = Spilling.create(stages, program, training, device, where)
-        staying = [layer for stage, own in part.items() if not header.is_spilled(stage) for layer in own]
-        materialise(staying, training.seed, device, initialise)
+        staying = [own for stage, own in part.items() if not header.is_spilled(stage)]
+        materialise(list(chain.from_iterable(staying)), training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)
     workers = []
+    held = set[int]()
     for rank, part, spilling in zip(ranks, parts, spillings, strict=True):
         if spilling is not None:
             spilling.commit_every = interval
-        of_stage = {stage: plan.placement.ranks[stage] for stage in part if plan.sharded_optimizer}
-        shards = {stage: (of.index(rank), len(of)) for stage, of in of_stage.items() if len(of) > 1}
-        workers.append(Worker.create(rank, training, part, ties, device, spilling, mesh, shards))
-        for index, stage in workers[-1].stages.items():
-            stage.replay(plan.partition.stages[index].replays, len(layers))
-            if len(plan.placement.ranks[index]) > 1:
-                stage.replicate()
-    # Only a model that every process held whole can be given back to all of them.
-    whole = session.is_distributed and not (mesh.region or plan.spill or is_meta(layers))
+        replicas = {stage: plan.placement.ranks[stage] for stage in part}
+        shards = {}
+        if plan.sharded_optimizer:
+            shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
+        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards)
+        workers.append(worker)
+        for index, own in worker.stages.items():
+            own.replay(plan.partition.stages[index].replays, len(layers))
+            held.update(layer.index for layer in own.layers)
+            if len(replicas[index]) > 1:
+                own.replicate()
     if session.is_distributed:
-        forget_others(layers, {layer.index for part in parts for own in part.values() for layer in own})
-    engine = Engine(workers, header.num_stages, session, device)
-    engine.took_whole = whole
-    return engine
+        forget_others(layers, held)
+    if not given.is_proved:
+        watch_shared(layers, plan.partition, [worker.stages for worker in workers])
+    forget_peak(device)
+    return Engine(workers, header.num_stages, session, device)
 
 
 def _read_shared(
     part: dict[int, list[NamedLayer]], shared: set[int], device: torch.device, initialise: InitialiseLayer
 ) -> None:
     """Gives memory and weights to shared parameters of the meta device, which stay on the device and stay tied."""
+
+    def waits(tensor: Tensor) -> bool:
+        return tensor.is_meta and id(tensor) in shared
+
     every = [layer for own in part.values() for layer in own]
-    found = [layer for layer in every if any(p.is_meta and id(p) in shared for p in layer.module.parameters())]
-    stand_in(every, lambda t: torch.empty_like(t, device=device), lambda t: t.is_meta and id(t) in shared)
-    for layer in found:
+    waiting = [layer for layer in every if any(map(waits, layer.module.parameters()))]
+    stand_in(every, lambda t: torch.empty_like(t, device=device), waits)
+    for layer in waiting:
         initialise(layer.prefix, layer.module)
 
 
@@ -136,17 +166,8 @@ def end_run(workers: Sequence[Worker], finished: bool) -> None:
             worker.spilling.tier.close(discard=finished)
 
 
-def release_run(engine: Engine, layers: Sequence[NamedLayer], whole: Callable[[], dict[str, Tensor]]) -> None:
-    """Restores a model for the user: all its weights if they were there, own memory for them.
-
-    Args:
-        engine: of the run.
-        layers: of the whole model.
-        whole: returns the state of the whole model; every process calls it.
-    """
-    if engine.took_whole:
-        give_back(layers, whole())
-        engine.took_whole = False
+def release_run(engine: Engine) -> None:
+    """Closes the tiers of a run, and gives the weights of its model memory of their own."""
     release(engine.mesh)
     for worker in engine.workers:
         if worker.spilling:
@@ -162,8 +183,8 @@ def _host_share(
 
     def spilled_bytes(of: int) -> int:
         stages = [stage for stage in header.stages_of(of) if header.is_spilled(stage)]
-        layers = [whole[layer].module for stage in stages for layer in partition.stages[stage].layers]
-        return sum(p.nbytes for p in {id(p): p for layer in layers for p in layer.parameters()}.values())
+        layers = [whole[layer] for stage in stages for layer in partition.stages[stage].layers]
+        return num_bytes(parameters_of(layers))
 
     # The processes of a tensor-parallel rank have a part of its weights each.
     if session.is_distributed:
@@ -181,9 +202,10 @@ def _shared(part: dict[int, list[NamedLayer]], ties: dict[str, Tie]) -> set[int]
     users: Counter[int] = Counter()
     tied: set[int] = set()
     for layers in part.values():
-        users.update({id(p) for layer in layers for p in layer.module.parameters()})
+        users.update(map(id, parameters_of(layers)))
         for layer in layers:
-            tied.update(id(p) for name, p in layer.module.named_parameters(prefix=layer.prefix) if name in ties)
+            named = layer.module.named_parameters(prefix=layer.prefix)
+            tied.update(id(p) for name, p in named if name in ties)
     return tied | {parameter for parameter, count in users.items() if count > 1}
 
 
@@ -195,22 +217,24 @@ def _commit_every(
         return 1
     if spill.commit_every is not None:
         return spill.commit_every
-    is_much = spill.host_bytes is not None or _staying_bytes(header, layers, partition, optimizer) > MOST_BYTES
-    return _SELDOM if is_much else 1
+    if spill.host_bytes is not None or _staying_bytes(header, layers, partition, optimizer) > MOST_BYTES:
+        return _SELDOM
+    return 1
 
 
 def _staying_bytes(
     header: Header, layers: Sequence[NamedLayer], partition: Partition, optimizer: MakeOptimizer
 ) -> float:
     """Bytes of the weights and states that stay on the devices, where they are known before the first step."""
-    of_stage = [(stage, layers[index]) for stage, part in enumerate(partition.stages) for index in part.layers]
-    users = Counter(id(p) for _, layer in of_stage for p in layer.module.parameters())
-    staying = {
-        id(p): p.nbytes
-        for stage, layer in of_stage
-        for p in layer.module.parameters()
-        if not header.is_spilled(stage) or users[id(p)] > 1
-    }
-    stepping = [layer for stage, layer in of_stage if header.keeps_states(stage) or not header.is_spilled(stage)]
-    weights = {id(p): p.nbytes for layer in stepping for p in layer.module.parameters()}
-    return sum(staying.values()) + sum(weights.values()) * state_per_weight(stepping, optimizer)
+    users = Counter(id(p) for layer in layers for p in layer.module.parameters())
+    staying = {id(p): p for layer in layers for p in layer.module.parameters() if users[id(p)] > 1}
+    stepping: list[NamedLayer] = []
+    for stage, part in enumerate(partition.stages):
+        own = [layers[index] for index in part.layers]
+        is_spilled = header.is_spilled(stage)
+        if not is_spilled:
+            staying |= {id(p): p for p in parameters_of(own)}
+        if header.keeps_states(stage) or not is_spilled:
+            stepping += own
+    states = num_bytes(parameters_of(stepping)) * state_per_weight(stepping, optimizer)
+    return num_bytes(staying.values()) + states

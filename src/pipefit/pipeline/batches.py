@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from pipefit.checkpoint.run_state import RunState
 from pipefit.errors import DataError
 from pipefit.parallel.alike import CURE, content_sum, described
+from pipefit.profiling.tensors import tensors_of
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import MicroBatch, Weigh, feed_of
 from pipefit.runtime.session import Session
@@ -26,12 +27,12 @@ class DataComparison:
 
     Args:
         session: of the run.
-        place: returns the position of this rank in its training, to be compared, too.
+        state: of the training, to be compared, too.
     """
 
-    def __init__(self, session: Session, place: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, session: Session, state: RunState) -> None:
         self._session = session
-        self._place = place
+        self._state = state
         self._is_due = session.is_distributed
 
     def batches(self, batches: Iterator[Any], number: int | None, steps: int | None) -> Iterator[Any]:
@@ -48,7 +49,10 @@ class DataComparison:
         if not self._session.is_distributed:
             return batches
         first = list(islice(batches, 1))
-        self._compare({"batches": number, "steps": steps} | (_facts_of(first[0]) if first else {}))
+        facts: dict[str, Any] = {"batches": number, "steps": steps}
+        if first:
+            facts |= _facts_of(first[0])
+        self._compare(facts)
         return chain(first, batches)
 
     def batch(self, batch: Any) -> None:
@@ -63,7 +67,8 @@ class DataComparison:
 
     def _compare(self, facts: dict[str, Any]) -> None:
         self._is_due = False
-        check_alike(self._session, lambda: facts | self._place(), DataError, CURE)
+        facts |= {"steps trained": self._state.num_updates, "position in the data": self._state.position.words}
+        check_alike(self._session, lambda: facts, DataError, CURE)
 
 
 def _facts_of(batch: Any) -> dict[str, Any]:
@@ -73,8 +78,7 @@ def _facts_of(batch: Any) -> dict[str, Any]:
 
 def samples_of(batch: Any) -> int | None:
     """Number of samples of a batch; None: it has no tensors."""
-    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-    return max(sizes, default=None)
+    return max((tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()), default=None)
 
 
 def check_fit(steps: int | None, held_out: object, evaluate_every: int) -> None:
@@ -108,9 +112,8 @@ def size_of(x: Any) -> tuple[int, int]:
 
 def _checksum(batch: Any) -> int:
     checksum = 0
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            checksum = content_sum(leaf, checksum)
+    for tensor in tensors_of(batch):
+        checksum = content_sum(tensor, checksum)
     return checksum
 
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol
 
@@ -115,11 +116,9 @@ class Callbacks:
         if self.last is None or record.step >= self.last.step:
             self.last = record
         for one in self._all:
-            if event == "step" and callable(one):
-                usual = one
-            else:
-                usual = None
-            method: Callable[[Record], Any] | None = getattr(one, event, usual)
+            method = getattr(one, event, None)
+            if method is None and event == "step" and callable(one):
+                method = one
             if method is not None:
                 try:
                     self._stop.wanted |= method(record) is STOP
@@ -177,7 +176,7 @@ class Checkpoints:
         self._next = 1
         self._saved = -1
         self._clock = clock
-        self._earlier: frozenset[str] | None = None
+        self._earlier: set[str] | None = None
 
     @property
     def every(self) -> int:
@@ -203,7 +202,7 @@ class Checkpoints:
     def end(self, record: Record) -> None:
         """Saves a checkpoint, unless that of the last step exists."""
         self._look_around(record.step)
-        self._pipe._session.settle()
+        self._pipe.session.settle()
         if self._saved != record.step:
             self._save(wait=True)
 
@@ -212,19 +211,18 @@ class Checkpoints:
             return self._every > 0 and step % self._every == 0
         if step < self._next:
             return False
-        look = self._interval.look
-        background = self._pipe._session.background
-        # By the clock of the first rank.
-        is_due, self._next = from_first(self._pipe._session, lambda: look(step, background.is_busy, background.cpu_s))
+        background = self._pipe.session.background
+        look = partial(self._interval.look, step, background.is_busy, background.cpu_s)
+        is_due, self._next = from_first(self._pipe.session, look)  # by the clock of the first rank
         return bool(is_due)
 
     def _look_around(self, step: int) -> None:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
-            found = []
-            if self._pipe._session.rank == 0 and self.folder.is_dir():
-                found = candidates(self.folder)
-            self._earlier = frozenset(path.name for path in found if not 0 < step_of(path) < step)
+            self._earlier = set()
+            if self._pipe.session.rank == 0 and self.folder.is_dir():
+                others = [path for path in candidates(self.folder) if not 0 < step_of(path) < step]
+                self._earlier.update(path.name for path in others)
 
     def _save(self, wait: bool) -> None:
         save(self._pipe, self.folder, keep=self._keep, spared=self._earlier or (), wait=wait)

@@ -11,7 +11,7 @@ import hashlib
 import platform
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from pipefit.parallel.alike import content_sum
 from pipefit.pipeline.resume import optimizer_facts
 from pipefit.profiling.workload import Workload
 from pipefit.spec import Plan
-from pipefit.spec.options import Request, Spilled, Updates
+from pipefit.spec.options import Request, Updates
 from pipefit.stage.split import NamedLayer
 
 CURE = (
@@ -58,8 +58,10 @@ def facts_of(request: Request, work: Workload, updates: Updates) -> dict[str, st
     facts |= _of_request(request)
     facts |= {"precision": described(work.half), "compile": described(work.compiler), "device": work.device.type}
     facts["loss"] = described(work.loss)
-    facts |= {f"optimizer {name}": str(value) for name, value in optimizer_facts(work.optimizer).items()}
-    facts |= {name: described(getattr(updates, name)) for name in vars(updates)}
+    for name, value in optimizer_facts(work.optimizer).items():
+        facts[f"optimizer {name}"] = str(value)
+    for name, value in vars(updates).items():
+        facts[name] = described(value)
     for layer in work.layers:
         facts |= _of_layer(layer)
     return facts
@@ -70,11 +72,9 @@ def structure_of(work: Workload) -> str:
     parts = [described(work.loss), described(work.half), described(work.compiler)]
     for layer in work.layers:
         parts += [f"{name}: {value}" for name, value in _of_modules(layer)]
-        parts += [
-            f"{name}: {value.dtype} {list(value.shape)} {value.requires_grad}"
-            for name, value in layer.module.state_dict(prefix=layer.dotted, keep_vars=True).items()
-            if isinstance(value, Tensor) and not is_lazy(value)
-        ]
+        for name, value in _state_of(layer):
+            if not is_lazy(value):
+                parts.append(f"{name}: {value.dtype} {list(value.shape)} {value.requires_grad}")
     return _checksum(parts)
 
 
@@ -95,26 +95,16 @@ def facts_of_plan(plan: Plan) -> dict[str, str]:
 def _of_request(request: Request) -> dict[str, str]:
     spread = asdict(request.parallelism)
     del spread["device"]  # of each rank its own; its type is compared
-    if request.spill is None:
-        spill = {}
-    else:
-        spill = _of_spill(request.spill)
-    if request.plan is None:
-        plan = "none"
-    else:
-        plan = "given"
-    facts: dict[str, Any] = {"schedule": request.schedule, "microbatches": request.microbatches, "plan": plan}
-    stages = request.stages
-    if stages is None or isinstance(stages, int | str):
-        facts["stages"] = stages
-    else:
-        facts["stages"] = list(stages)
-    return {name: described(value) for name, value in (facts | spread | spill).items()}
-
-
-def _of_spill(spill: Spilled) -> dict[str, Any]:
-    """The options of spilling that must be alike."""
-    return {f"spill {name}": value for name, value in vars(spill).items() if name not in _OF_A_PLACE}
+    facts: dict[str, Any] = {"schedule": request.schedule, "microbatches": request.microbatches}
+    facts["plan"] = "none" if request.plan is None else "given"
+    facts["stages"] = request.stages
+    if isinstance(request.stages, Sequence) and not isinstance(request.stages, str):
+        facts["stages"] = list(request.stages)
+    facts |= spread
+    if request.spill is not None:
+        options = vars(request.spill)
+        facts |= {f"spill {name}": options[name] for name in options if name not in _OF_A_PLACE}
+    return {name: described(value) for name, value in facts.items()}
 
 
 def _of_layer(layer: NamedLayer, depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -140,9 +130,18 @@ def _forward_of(kind: Any) -> str:
 
 def _of_tensors(layer: NamedLayer) -> Iterator[tuple[str, str]]:
     trained = {id(p) for p in layer.module.parameters() if p.requires_grad}
+    for name, value in _state_of(layer):
+        if id(value) in trained:
+            yield name, f"trained {_of_tensor(value)}"
+        else:
+            yield name, _of_tensor(value)
+
+
+def _state_of(layer: NamedLayer) -> Iterator[tuple[str, Tensor]]:
+    """The weights and buffers of a layer, with their names."""
     for name, value in layer.module.state_dict(prefix=layer.dotted, keep_vars=True).items():
         if isinstance(value, Tensor):
-            yield name, f"{'trained ' if id(value) in trained else ''}{_of_tensor(value)}"
+            yield name, value
 
 
 def _of_tensor(value: Tensor) -> str:
@@ -224,11 +223,13 @@ def _of_object(value: Any, depth: int) -> str:
         return f"{kind} with checksum {_checksum(_of_layer(NamedLayer(0, '', value), depth + 1))}"
     if isinstance(value, type | types.BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
-    settings = {name: one for name, one in getattr(value, "__dict__", {}).items() if _is_setting(one)}
+    attributes = getattr(value, "__dict__", {})
+    settings = {name: attributes[name] for name in attributes if _is_setting(attributes[name])}
     if settings:
         return f"{kind} of {described(settings, depth + 1)}"
     return kind
 
 
 def _checksum(parts: Any) -> str:
-    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:12]
+    text = "\n".join(map(str, parts))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -39,9 +39,11 @@ def fitting(
     """
     count = session.num_ranks
     full = session.start.full
-    is_searched = request.plan is None and (request.schedule == AUTO or (request.spill and request.spill.cap_bytes))
-    if not session.start.restart or not session.is_distributed or is_searched:
+    if not session.start.restart or not session.is_distributed:
         return request
+    is_capped = request.spill is not None and request.spill.cap_bytes is not None
+    if request.plan is None and (is_capped or request.schedule == AUTO):
+        return request  # the search makes another plan
     proved = []
     refused = []
     for what, other in _nearest(request, count, plan_of(request, full)):
@@ -60,12 +62,15 @@ def fitting(
         raise PipefitError(f"no plan for the {count} of {full} processes that are left:\n  " + "\n  ".join(refused))
     proved.sort(key=lambda found: found[0])
     if session.rank == 0:
-        times = [f"{what} ({format_seconds(seconds)} per update)" if seconds else what for seconds, what, _ in proved]
-        if times[1:]:
-            others = f"; predicted slower: {', '.join(times[1:])}"
-        else:
-            others = ""
-        _log.warning("planned anew for %d of %d processes: %s%s", count, full, times[0], others)
+        times = []
+        for seconds, what, _ in proved:
+            if seconds:
+                what += f" ({format_seconds(seconds)} per update)"
+            times.append(what)
+        chosen, *slower = times
+        if slower:
+            chosen += f"; predicted slower: {', '.join(slower)}"
+        _log.warning("planned anew for %d of %d processes: %s", count, full, chosen)
     return proved[0][2]
 
 
@@ -95,7 +100,8 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
     )
     request = replace(request, plan=None, schedule=plan.schedule, microbatches=plan.num_microbatches)
     stages = [len(stage.layers) for stage in plan.partition.stages]
-    for copies in _fewer_copies([len(ranks) for ranks in plan.placement.ranks], count // plan.tensor):
+    before = [len(ranks) for ranks in plan.placement.ranks]
+    for copies in _fewer_copies(before, count // plan.tensor):
         if plan.num_chunks == 1 and sum(copies) * plan.tensor == count:
             own = replace(spread, replicas=copies, shard_optimizer=plan.sharded_optimizer and max(copies) > 1)
             what = f"copies of the stages {', '.join(map(str, copies))}"
@@ -122,6 +128,10 @@ def _fewer_copies(copies: Sequence[int], count: int) -> Iterator[tuple[int, ...]
     for first in reversed(range(len(copies))):
         left = list(copies)
         while sum(left) > count and max(left) > 1:
-            left[max(range(len(left)), key=lambda s: (left[s], -((first - s) % len(left))))] -= 1
+            most = max(left)
+            stage = first
+            while left[stage] < most:
+                stage = (stage - 1) % len(left)
+            left[stage] -= 1
         found.append(tuple(left))
     yield from dict.fromkeys(found)

@@ -33,6 +33,8 @@ _USUAL = {
     "max_time": None,  # ranks have different clocks
 }
 """Options of transformers with fixed values, regardless of the model's own generation configuration."""
+_NEEDED = "generate needs a causal language model of transformers, such as LlamaForCausalLM"
+_PROMPTS = "expected prompts as a tensor of token ids, [sequences, tokens]"
 _WHOLE = "save_pretrained, and generate with the whole model"
 
 
@@ -61,16 +63,16 @@ def generate(
         ModelError: the model generates no text, or cannot do so in stages.
     """
     model = _generator(layers)
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
-        if isinstance(ids, Tensor):
-            got = f"{ids.dtype} {list(ids.shape)}"
-        else:
-            got = type(ids).__name__
-        raise DataError(f"expected prompts as a tensor of token ids, [sequences, tokens], got {got}")
+    if not isinstance(ids, Tensor):
+        raise DataError(f"{_PROMPTS}, got {type(ids).__name__}")
+    if ids.dim() != 2 or not ids.numel() or ids.dtype not in (torch.int32, torch.int64):
+        raise DataError(f"{_PROMPTS}, got {ids.dtype} {list(ids.shape)}")
+    facts = [ids.tolist(), seed, sorted(options.items())]
     if mask is not None:
         mask = mask.cpu()
-    told = repr((ids.tolist(), None if mask is None else mask.tolist(), seed, sorted(options.items())))
-    if len(set(exchange(engine.session, hashlib.sha256(told.encode()).hexdigest()))) > 1:
+        facts.append(mask.tolist())
+    checksum = hashlib.sha256(repr(facts).encode()).hexdigest()
+    if len(set(exchange(engine.session, checksum))) > 1:
         raise DataError("ranks were given different prompts or options: every rank must make the same call of generate")
     random = torch.Generator().manual_seed(seed)
 
@@ -87,11 +89,10 @@ def generate(
         going = torch.ones(len(input_ids), dtype=torch.bool)
         with _forwards(engine, header, given, model) as (past, forward):
             while going.any():
+                is_first = not past.length
+                next_length = None if is_first else 1
                 inputs = model.prepare_inputs_for_generation(
-                    input_ids,
-                    next_sequence_length=1 if past.length else None,
-                    is_first_iteration=not past.length,
-                    **given,
+                    input_ids, next_sequence_length=next_length, is_first_iteration=is_first, **given
                 )
                 logits = forward(inputs)
                 given = model._update_model_kwargs_for_generation({}, given)
@@ -111,33 +112,22 @@ def generate(
                 going &= ~stopping_criteria(input_ids, None)
         return input_ids
 
+    options = {**_USUAL, **options}
     if getattr(model.config, "output_router_logits", False):
-        silent = {"output_router_logits": False}
-    else:
-        silent = {}
+        options["output_router_logits"] = False
     # Ranks of one process have copies where they share weights.
     with in_mode(False, *(layers[0].shell.model for layers in _stages(engine))):
-        return model.generate(
-            ids.long().cpu(), attention_mask=mask, custom_generate=loop, **_USUAL, **silent, **options
-        )
+        return model.generate(ids.long().cpu(), attention_mask=mask, custom_generate=loop, **options)
 
 
 def _generator(layers: Sequence[NamedLayer]) -> Any:
     """The model that generates, without the wrapper of peft."""
     shell = getattr(layers[0].module, "shell", None)
-    if (
-        not isinstance(shell, Shell)
-        or not is_transformers(shell.model)
-        or not without_adapters(shell.model).can_generate()
-    ):
-        if shell is None:
-            kind = "a sequence of layers"
-        else:
-            kind = type(shell.model).__name__
-        raise ModelError(
-            f"generate needs a causal language model of transformers, such as LlamaForCausalLM, not {kind}"
-        )
+    if not isinstance(shell, Shell):
+        raise ModelError(f"{_NEEDED}, not a sequence of layers")
     model = without_adapters(shell.model)
+    if not is_transformers(shell.model) or not model.can_generate():
+        raise ModelError(f"{_NEEDED}, not {type(shell.model).__name__}")
     if model.config.is_encoder_decoder:
         raise ModelError(
             f"{type(model).__name__} encodes its input before it decodes, which generate cannot do in stages: {_WHOLE}"
@@ -182,9 +172,14 @@ def _forwards(engine: Engine, header: Header, given: Mapping[str, Any], model: A
     with caching(_stages(engine), past) as caches:
 
         def forward(inputs: Mapping[str, Any]) -> Tensor | None:
-            batch = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-            options = {name: value for name, value in inputs.items() if name not in (past.name, *batch)}
-            past.options = {**options, "return_dict": True}
+            batch: dict[str, Tensor] = {}
+            options: dict[str, Any] = {"return_dict": True}
+            for name, value in inputs.items():
+                if isinstance(value, Tensor):
+                    batch[name] = value
+                elif name not in (past.name, "return_dict"):
+                    options[name] = value
+            past.options = options
             # Values that cross the borders have these shapes, for any length of the mask.
             signature = f"generate {list(batch['input_ids'].shape)}"
             logits.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from logging import getLogger
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from pipefit.cost import LayerBytes, ModelBytes
 from pipefit.profiling import analytic_profile
+from pipefit.profiling.tensors import num_bytes
 from pipefit.profiling.workload import Workload
 from pipefit.spec import Device
 from pipefit.spill.optimizer_states import StateSpec, probe_states
@@ -31,13 +33,12 @@ def layer_costs(work: Workload) -> list[float]:
     With an example these are FLOP of its forward and backward, and one for each parameter, which a step changes.
     Without an example, or where the FLOP cannot be counted, parameters count alone.
     """
-    owned = ([p for p in layer.module.parameters() if not is_lazy(p)] for layer in work.layers)
-    weights = [float(sum(p.numel() for p in parameters)) for parameters in owned]
-    if work.example is None:
-        flop = [0.0] * len(weights)
-    else:
-        flop = _flop_of(work.layers, work.example[0])
-    return [own + weight for own, weight in zip(flop, weights, strict=True)]
+    costs = [0.0] * len(work.layers)
+    if work.example is not None:
+        costs = _flop_of(work.layers, work.example[0])
+    for index, layer in enumerate(work.layers):
+        costs[index] += sum(p.numel() for p in layer.module.parameters() if not is_lazy(p))
+    return costs
 
 
 def _flop_of(layers: Sequence[NamedLayer], x: Any) -> list[float]:
@@ -46,7 +47,8 @@ def _flop_of(layers: Sequence[NamedLayer], x: Any) -> list[float]:
     one = Device(flops=1.0, efficiency=1.0)
     try:
         # Copies: a layer may note something in its forward.
-        profile = analytic_profile([replace(layer, module=_without_data(layer.module)) for layer in layers], x, one)
+        copies = [replace(layer, module=_without_data(layer.module)) for layer in layers]
+        profile = analytic_profile(copies, x, one)
     except Exception as problem:  # a layer of the user's may raise anything on tensors without data
         _log.debug("stages are balanced by parameters: FLOP are not counted: %s", problem)
         return [0.0] * len(layers)
@@ -55,13 +57,15 @@ def _flop_of(layers: Sequence[NamedLayer], x: Any) -> list[float]:
 
 def _without_data(module: nn.Module) -> nn.Module:
     """A copy of a module whose parameters and buffers have no data."""
-    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    return copy.deepcopy(module, {key: torch.empty_like(tensor, device="meta") for key, tensor in tensors.items()})
+    known: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        known[id(tensor)] = torch.empty_like(tensor, device="meta")
+    return copy.deepcopy(module, known)
 
 
 def _states_by(optimizer: MakeOptimizer) -> Callable[[Sequence[nn.Parameter]], list[StateSpec]]:
     """A function from parameters to the optimizer's states for them, computed once for equal shapes and types."""
-    known: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[StateSpec]] = {}
+    known: dict[Any, list[StateSpec]] = {}
 
     def states(parameters: Sequence[nn.Parameter]) -> list[StateSpec]:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -79,8 +83,8 @@ def state_per_weight(layers: Sequence[NamedLayer], optimizer: MakeOptimizer) -> 
     weights = states = 0.0
     for layer in layers:
         parameters = list(layer.module.parameters())
-        weights += sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        states += sum(spec.like.nbytes for spec in states_of(parameters))
+        weights += num_bytes(parameter for parameter in parameters if parameter.requires_grad)
+        states += num_bytes(spec.like for spec in states_of(parameters))
     if weights:
         return states / weights
     return 0.0
@@ -97,23 +101,27 @@ def sizes_of(layers: Sequence[NamedLayer], optimizer: MakeOptimizer, copies: int
     states_of = _states_by(optimizer)
 
     def taken(parameters: Sequence[nn.Parameter], staying: float = 0.0) -> LayerBytes:
-        # Buckets need more than a plain record: rounding, and a mark for each parameter; see `parallel.buckets`.
         def record(some: Sequence[nn.Parameter]) -> float:
-            return laid_out_bytes(some) + (sum(17 * parameter.itemsize for parameter in some) if copies > 1 else 0)
+            size = laid_out_bytes(some)
+            if copies > 1:
+                # Buckets also need rounding, and a mark for each parameter; see `parallel.buckets`.
+                size += sum(17 * parameter.itemsize for parameter in some)
+            return size
 
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         states = laid_out_bytes(spec.like for spec in states_of(parameters))
         return LayerBytes(record(parameters), states, staying, len(trained), record(trained))
 
-    found = [
-        taken(list(layer.module.parameters()), sum(buffer.nbytes for buffer in layer.module.buffers()))
-        for layer in layers
-    ]
-    ties = [(group, taken(_shared([layers[index] for index in group]))) for group in tied_layers(layers)]
+    found = []
+    for layer in layers:
+        found.append(taken(list(layer.module.parameters()), num_bytes(layer.module.buffers())))
+    ties = []
+    for group in tied_layers(layers):
+        ties.append((group, taken(_shared([layers[index] for index in group]))))
     return ModelBytes(tuple(found), tuple(ties))
 
 
 def _shared(layers: Sequence[NamedLayer]) -> list[nn.Parameter]:
     """The trained parameters that all of these layers have."""
-    first, *others = ({id(p): p for p in layer.module.parameters() if p.requires_grad} for layer in layers)
-    return [parameter for number, parameter in first.items() if all(number in other for other in others)]
+    users = Counter(id(p) for layer in layers for p in layer.module.parameters())
+    return [p for p in layers[0].module.parameters() if p.requires_grad and users[id(p)] == len(layers)]

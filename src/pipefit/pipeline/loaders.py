@@ -99,10 +99,6 @@ class LoaderPosition:
             return self._from_here(endless)
         return iter(batches)
 
-    def counts(self, batches: Iterable[Any]) -> bool:
-        """Returns whether batches have a position."""
-        return isinstance(batches, DataLoader) or _has_state(batches)
-
     def num_left(self, batches: Iterable[Any]) -> int | None:
         """Number of batches in the rest of the epoch; None: unknown."""
         number = number_of(batches)
@@ -112,7 +108,7 @@ class LoaderPosition:
 
     def _take_up(self, batches: Any) -> bool:
         """Makes batches that have a position those of the current pass; returns whether they have one."""
-        if not self.counts(batches):
+        if not has_position(batches):
             return False
         if isinstance(batches, DataLoader):
             _seed(batches, self._seed)
@@ -184,6 +180,11 @@ def _after(loader: DataLoader[Any], skip: int) -> Iterator[Any]:
     return chain(first, iterator)
 
 
+def has_position(batches: Iterable[Any]) -> bool:
+    """Returns whether a training has a position in batches, so that it can continue there."""
+    return isinstance(batches, DataLoader) or _has_state(batches)
+
+
 def _has_state(batches: Any) -> bool:
     return hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
 
@@ -208,7 +209,7 @@ def _seed(loader: DataLoader[Any], seed: int) -> None:
 def _generators(loader: DataLoader[Any]) -> list[torch.Generator]:
     """The generators of the order and of the workers' seeds, each once."""
     found = (getattr(_sampler(loader), "generator", None), loader.generator)
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    return list(dict.fromkeys(one for one in found if isinstance(one, torch.Generator)))
 
 
 def _state_of(loader: Any) -> Any:
@@ -219,10 +220,10 @@ def _state_of(loader: Any) -> Any:
 
 
 def _restore(loader: Any, saved: dict[str, Any]) -> None:
-    wanted, given = ({name: of[name] for name in ("kind", "length")} for of in (saved, _kind(loader)))
+    was = _in_words(saved)
+    now = _in_words(_kind(loader))
     cure = "give the same loader, or start it again with fit(iter(loader), …)"
-    if wanted != given:
-        was, now = (f"a {of['kind']} of {of['length'] or 'unknown'} batches" for of in (wanted, given))
+    if was != now:
         raise DataError(f"the checkpoint stands at batch {saved['batches']} of {was}, but fit was given {now}; {cure}")
     try:
         state = _unpacked(saved["state"])
@@ -234,11 +235,16 @@ def _restore(loader: Any, saved: dict[str, Any]) -> None:
     except PipefitError:
         raise
     except Exception as problem:  # of any kind, for the loader is the user's
-        raise DataError(f"{given['kind']} does not take the state in the checkpoint: {problem}; {cure}") from None
+        kind = type(loader).__name__
+        raise DataError(f"{kind} does not take the state in the checkpoint: {problem}; {cure}") from None
 
 
 def _kind(loader: Any) -> dict[str, Any]:
     return {"kind": type(loader).__name__, "length": number_of(loader)}
+
+
+def _in_words(kind: dict[str, Any]) -> str:
+    return f"a {kind['kind']} of {kind['length'] or 'unknown'} batches"
 
 
 def number_of(batches: Any) -> int | None:

@@ -66,8 +66,9 @@ class Logger:
 
     def step(self, record: Record) -> None:
         """Writes the known figures of a step."""
-        figures = {name: getattr(record, name) for name in _OF_A_STEP} | dict(record.metrics)
-        self._add(record.step, {name: value for name, value in figures.items() if value is not None and value != ()})
+        figures = {name: getattr(record, name) for name in _OF_A_STEP}
+        figures |= record.metrics
+        self._add(record.step, {name: value for name, value in figures.items() if value not in (None, ())})
 
     def evaluation(self, record: Record) -> None:
         """Writes the loss and the metrics of an evaluation."""
@@ -97,16 +98,13 @@ class Logger:
         if isinstance(problem, PipefitError):
             reason = str(problem)
         else:
-            reason = f"{self.place}: cannot be written: {_reason(problem)}"
+            why = getattr(problem, "strerror", None) or problem
+            reason = f"{self.place}: cannot be written: {why}"
         if step == 1:
             raise PipefitError(reason) from None
         if not self._is_failing:
             _log.warning("%s; training goes on, and the figures wait until it can be written", reason)
         self._is_failing = True
-
-
-def _reason(problem: Exception) -> str:
-    return getattr(problem, "strerror", None) or str(problem)
 
 
 @checked()
@@ -135,16 +133,24 @@ def csv_log(path: str | Path) -> Logger:
     place = Path(path)
 
     def begin(first: int) -> Write:
-        rows = csv.DictReader(_whole_lines(place))
-        before = [row for row in rows if str(row.get("step")).isdecimal() and int(row["step"]) < first]
+        before = []
+        for row in csv.DictReader(_whole_lines(place)):
+            step = str(row.get("step"))
+            if step.isdecimal() and int(step) < first:
+                before.append(row)
         columns: list[str] = []
 
         def write(step: int, figures: Mapping[str, Any]) -> None:
             if not columns:
-                names = dict.fromkeys(name for row in (*before, figures) for name in row if name not in _COLUMNS)
-                more = dict.fromkeys([*names, *(_HELD_OUT + name for name in figures if name in names)])
-                columns.extend([*_COLUMNS, *more])
-                write_atomically(place, _rows(columns, [dict(zip(columns, columns, strict=True)), *before]))
+                names = dict.fromkeys(_COLUMNS)
+                for row in (*before, figures):
+                    names |= dict.fromkeys(row)
+                for name in figures:
+                    if name not in _COLUMNS:
+                        names[_HELD_OUT + name] = None
+                columns.extend(names)
+                head = {name: name for name in columns}
+                write_atomically(place, _rows(columns, [head, *before]))
             _append(place, _rows(columns, [{"step": step, **_numbers(figures)}]))
 
         return write
@@ -233,7 +239,8 @@ def wandb_log(folder: str | Path, **settings: Any) -> Logger:
         import wandb
 
         place.mkdir(parents=True, exist_ok=True)
-        run = wandb.init(**{"dir": str(place), "mode": os.environ.get("WANDB_MODE", "offline"), **settings})
+        usual = {"dir": str(place), "mode": os.environ.get("WANDB_MODE", "offline")}
+        run = wandb.init(**{**usual, **settings})
         return lambda step, figures: run.log(_numbers(figures), step=step)
 
     return Logger(begin, place)
@@ -260,4 +267,7 @@ def log_named(name: str, folder: Path) -> Logger:
 
 def _numbers(figures: Mapping[str, Any]) -> dict[str, float]:
     """The figures as single numbers: of a tuple the largest."""
-    return {name: max(value) if isinstance(value, tuple) else value for name, value in figures.items()}
+    found = {}
+    for name, value in figures.items():
+        found[name] = max(value) if isinstance(value, tuple) else value
+    return found

@@ -59,22 +59,32 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
     left = max(spill.cap_bytes - taken, 1.0)
     links = links_of(session, num_ranks, work.device)
     meet(session)
-    device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32))
+    dtype = work.half or torch.float32
+    device = _slowest(session, measure_device(work.device, threads=None, repeats=3, dtype=dtype))
     tier = machine_tier(spill, work, session, links.tier_shares(num_ranks))
     topology = msgspec.structs.replace(links, tiers=(tier,), device=device, devices=())
     state = state_per_weight(work.layers, work.optimizer)
     size = largest_part(example[0], request.num_microbatches)
     profile = agreed(session, lambda: profile_kinds(work, size, device, state, left))
+    host_bytes = None
+    if tier.name == "host":
+        host_bytes = spill.host_bytes
+    num_chunks = 0
+    if request.parallelism.chunks > 1:
+        num_chunks = request.parallelism.chunks
+    schedules = None
+    if request.schedule not in (None, AUTO):
+        schedules = [request.schedule]
     cap = Cap(
         left,
         tier=tier.name,
-        host_bytes=spill.host_bytes if tier.name == "host" else None,
+        host_bytes=host_bytes,
         step_on=_step_on(spill, tier),
         keep=_may_keep(spill),
         activations=spill.activations or None,
         num_ranks=num_ranks,
         copies=copies,
-        num_chunks=request.parallelism.chunks if request.parallelism.chunks > 1 else 0,
+        num_chunks=num_chunks,
         clip=work.clips,
         ties=tuple(map(tuple, tied_layers(work.layers))),
         sizes=sizes_of(work.layers, work.optimizer, copies),
@@ -85,7 +95,7 @@ def plan_under_cap(request: Request, work: Workload, session: Session) -> tuple[
         profile,
         topology,
         num_microbatches=request.num_microbatches,
-        schedules=[request.schedule] if request.schedule not in (None, AUTO) else None,
+        schedules=schedules,
         state_per_weight=state,
         cap=cap,
     )
@@ -125,9 +135,13 @@ def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: 
 
     Commits are counted only where every step is committed.
     """
-    host = spill.host_bytes
-    tier = measure_tier(spill.folder, work.device, capacity_bytes=host if spill.folder is None else None)
-    each_step = spill.commit_every == 1 or (spill.commit_every is None and host is None)
+    if spill.folder is None:
+        tier = measure_tier(None, work.device, capacity_bytes=spill.host_bytes)
+    else:
+        tier = measure_tier(spill.folder, work.device)
+    each_step = spill.commit_every == 1
+    if spill.commit_every is None:
+        each_step = spill.host_bytes is None
     if not each_step:
         tier = msgspec.structs.replace(tier, commit_s=0.0)
     if tier.name == "host":
@@ -139,19 +153,23 @@ def machine_tier(spill: Spilled, work: Workload, session: Session, num_sharing: 
 
 def _slowest(session: Session, mine: Device) -> Device:
     """The slowest device of all ranks, the same everywhere, for one pipeline."""
-    found = [msgspec.convert(data, Device) for data in exchange(session, msgspec.to_builtins(mine))]
-    return min(found, key=lambda device: device.flops)
+    devices = exchange(session, msgspec.to_builtins(mine))
+    return min(msgspec.convert(devices, list[Device]), key=lambda device: device.flops)
 
 
 def _shared(session: Session, mine: Tier, num_sharing: int) -> Tier:
     """The tier of a machine, from the simultaneous measurements of the ranks that share it."""
-    found = [msgspec.convert(data, Tier) for data in exchange(session, msgspec.to_builtins(mine))]
-    least = {name: min(getattr(tier, name) for tier in found) for name in ("capacity_bytes", "check_bytes_per_s")}
-    for name in ("read_bytes_per_s", "write_bytes_per_s", "step_bytes_per_s"):
-        least[name] = num_sharing * min(getattr(tier, name) for tier in found)
-    share_a_channel = any(tier.one_channel for tier in found)
-    commit_s = max(tier.commit_s for tier in found)
-    return msgspec.structs.replace(mine, **least, one_channel=share_a_channel, commit_s=commit_s)
+    found = msgspec.convert(exchange(session, msgspec.to_builtins(mine)), list[Tier])
+    return msgspec.structs.replace(
+        mine,
+        capacity_bytes=min(tier.capacity_bytes for tier in found),
+        check_bytes_per_s=min(tier.check_bytes_per_s for tier in found),
+        read_bytes_per_s=num_sharing * min(tier.read_bytes_per_s for tier in found),
+        write_bytes_per_s=num_sharing * min(tier.write_bytes_per_s for tier in found),
+        step_bytes_per_s=num_sharing * min(tier.step_bytes_per_s for tier in found),
+        one_channel=any(tier.one_channel for tier in found),
+        commit_s=max(tier.commit_s for tier in found),
+    )
 
 
 def _step_on(spill: Spilled, tier: Tier) -> str:

@@ -53,13 +53,19 @@ def refusal(losses: Sequence[float], norms: Sequence[float], step: int, where: s
         step: its number.
         where: its batch, in words.
     """
-    bad = [str(mb) for mb, loss in enumerate(losses) if not math.isfinite(loss)]
-    ranks = [str(rank) for rank, norm in enumerate(norms) if not math.isfinite(norm)]
+    bad = _not_finite(losses)
     if bad:
-        what = f"the loss of its micro-batches {', '.join(bad)}"
+        what = f"the loss of its micro-batches {bad}"
     else:
-        what = f"a gradient on the ranks {', '.join(ranks)}"
+        what = f"a gradient on the ranks {_not_finite(norms)}"
+    if where:
+        where = f" ({where})"
     return NonFiniteLossError(
-        f"step {step} was not made: {what} is not finite{where and f' ({where})'}; "
+        f"step {step} was not made: {what} is not finite{where}; "
         f"the weights are those after step {step - 1}; {CURE} (nonfinite=skip)"
     )
+
+
+def _not_finite(values: Sequence[float]) -> str:
+    """The places of the values that are not finite, in words."""
+    return ", ".join(str(place) for place, value in enumerate(values) if not math.isfinite(value))

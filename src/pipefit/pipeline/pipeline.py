@@ -2,64 +2,60 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
-import msgspec
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.checkpoint import Checkpoint, load, save
 from pipefit.checkpoint.committed import commit_step, resume_records
+from pipefit.checkpoint.run_state import RunState
 from pipefit.checkpoint.whole import whole_state
-from pipefit.cutting import Cut, as_layers, watch_shared
+from pipefit.cutting import Cut
 from pipefit.draw.drawing import Drawing, drawing_of
-from pipefit.errors import DataError, DisagreementError, ModelError, ScheduleError
-from pipefit.ir.program import Program, WeightRule
-from pipefit.parallel import Region, make_mesh, shard_layers
-from pipefit.pipeline.assembly import assemble, release_run
+from pipefit.errors import DataError, ScheduleError
+from pipefit.parallel import Region
+from pipefit.pipeline.assembly import assemble, is_lent_whole, release_run, sharded_mesh
 from pipefit.pipeline.batches import DataComparison, check_fit
-from pipefit.pipeline.facts import CURE, facts_of, facts_of_plan
 from pipefit.pipeline.generation import generate
+from pipefit.pipeline.given_model import GivenModel
 from pipefit.pipeline.loaders import LoaderPosition, number_of
 from pipefit.pipeline.losses import evaluate
-from pipefit.pipeline.memory_cap import spilled_shape
-from pipefit.pipeline.nonfinite import finite, needs_norm
+from pipefit.pipeline.nonfinite import finite
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
-from pipefit.pipeline.recovery import begin_fit
-from pipefit.pipeline.request import decide
+from pipefit.pipeline.programs import Programs
+from pipefit.pipeline.recovery import Fit, Recovery
+from pipefit.pipeline.request import Decision, agreed_plan
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
-from pipefit.profiling.workload import Workload
 from pipefit.runtime.calls import among_ranks, collective
-from pipefit.runtime.collectives import check_alike
-from pipefit.runtime.microbatches import pair_of
+from pipefit.runtime.meeting import can_restart
 from pipefit.runtime.replicas import verify_replicas
 from pipefit.runtime.session import current
 from pipefit.runtime.worker import Worker
-from pipefit.schedules import find, shape_of
+from pipefit.schedules import find
 from pipefit.spec import Plan
 from pipefit.spec.arguments import checked
 from pipefit.spec.options import Parallelism, Precision, Request, Spilled, Updates
-from pipefit.stage.compiler import backend_of, compile_seconds
-from pipefit.stage.device import forget_peak, process_device
-from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
-from pipefit.stage.precision import LossScale, first_scale, half_of
-from pipefit.stage.split import NamedLayer
-from pipefit.stage.ties import tied_groups
-from pipefit.stage.training import Loss, Training
+from pipefit.stage.compiler import compile_seconds
+from pipefit.stage.materialise import give_back
+from pipefit.stage.precision import LossScale
+from pipefit.stage.training import Loss
 from pipefit.timeline import Timeline
-from pipefit.verify import verify
 
 
 @checked("optimizer", "input_ids")
 class Pipeline:
     """Trains a model over a pipeline of ranks.
+
+        pipe = Pipeline(layers, loss=cross_entropy, optimizer=lambda weights: AdamW(weights), stages=2)
+        losses = pipe.fit(loader, steps=100)
 
     Started as a plain script, all ranks run in this process. Started by `pipefit run`, `pipefit train --ranks` or
     `torchrun`, each process is one rank, and all of them make this object and call its methods in the same way.
@@ -100,7 +96,7 @@ class Pipeline:
         stages: int | Sequence[int] | str | None = None,
         schedule: str | None = None,
         microbatches: int | None = None,
-        plan: Plan | Planned | str | Path | None = None,
+        plan: Plan | Planned | Decision | str | Path | None = None,
         example: Any = None,
         parallelism: Parallelism = Parallelism(),
         precision: Precision | str = "fp32",
@@ -109,78 +105,48 @@ class Pipeline:
     ) -> None:
         session = current()
         session.roll_call("Pipeline()")
-        self._session = session
-        self.model = model
-        self.spill = spill
-        if example is not None:
-            example = pair_of(example)
-        made = as_layers(model, example)
-        self.layers: list[NamedLayer] = list(made.layers)
-        self._weigh = updates.weigh or (made.weigh if loss is None else None)
-        loss = loss or made.loss
-        if loss is None:
-            raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
-        optimizer = OptimizerMaker(optimizer, self.layers, updates.no_decay)
-        check_scheduler(updates.scheduler)
-        self.device = process_device(parallelism.device)
-        clip_norm = updates.clip_norm or None
-        precision = Precision.of(precision)
-        half = half_of(precision.dtype)
-        compiler = backend_of(precision.compile, self.device)
-        request = Request(schedule, microbatches, stages, plan, parallelism, spill)
-        name = type(model).__name__
-        work = Workload(self.layers, loss, optimizer, self.device, example, clip_norm is not None, half, name, compiler)
-        check_alike(session, lambda: facts_of(request, work, updates), DisagreementError, CURE)
-        decided = decide(request, work, session).plan
-        check_alike(session, lambda: facts_of_plan(decided), DisagreementError, CURE)
-        self.plan = decided
-        self.schedule = find(decided.schedule)
-        num_ranks = decided.placement.num_ranks
-        sequence = decided.sequence_parallel
-        mesh = make_mesh(num_ranks, decided.tensor, session.rank, session.num_ranks, sequence)
-        shard_layers(self.layers, mesh)
-        how = (half, first_scale(half, precision.loss_scale), compiler, updates.nonfinite)
-        self._training = Training(mesh.loss(loss), optimizer, updates.scheduler, clip_norm, updates.seed, *how)
-        self._ties = tied_groups(self.layers, decided.partition)
-        self._programs: dict[tuple[int, int], Program] = {}
-        # Replicas of a stage that take whole mini-batches need one each, so a round of them is the least to run.
-        num_steps = 1
-        if self.schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
-            num_steps = math.lcm(*map(len, decided.placement.ranks))
-        self.program = self._program(num_steps)
-        initialise = getattr(model, "initialise_layer", None)
-        self._engine = assemble(
-            self.program, decided, self.layers, mesh, self._training, session, self.device, initialise, spill
+        given = GivenModel.of(
+            model,
+            loss=loss,
+            optimizer=optimizer,
+            example=example,
+            device=parallelism.device,
+            precision=precision,
+            updates=updates,
         )
-        forget_peak(self.device)
-        if not made.is_proved:
-            watch_shared(self.layers, decided.partition, [worker.stages for worker in self.workers])
+        self.session = session
+        self.model = model
+        self.layers = list(given.work.layers)
+
+        request = Request(schedule, microbatches, stages, plan, parallelism, spill)
+        self.plan = agreed_plan(request, given.work, updates, session)
+        self.schedule = find(self.plan.schedule)
+        mesh = sharded_mesh(self.plan, self.layers, session)
+        self.training = given.training(mesh)
+        self._programs = Programs(self.plan, self.schedule, self.training, self.layers, spill)
+        self.program = self._programs.shortest()
+
+        self._is_lent_whole = is_lent_whole(self.plan, self.layers, session)
+        self._engine = assemble(self.program, self.plan, given, mesh, self.training, session, spill)
+        self._position = LoaderPosition(updates.seed)
+        scales = [worker.scale for worker in self.workers if worker.scale is not None]
+        self.state = RunState(self._position, scales)
+        count = self.plan.num_microbatches
+        self.loop = TrainingLoop(
+            self._engine, self.schedule, count, self._programs.of, given.weigh, self._after_updates, self.state
+        )
+        self._weigh = given.weigh
+        self._comparison = DataComparison(session, self.state)
+        self._recovery: Recovery | None = None
         self._verify_every = parallelism.verify_replicas
         self._verified = 0
-        count = decided.num_microbatches
-        self.loop = TrainingLoop(self._engine, self.schedule, count, self._program, self._weigh, self._after_updates)
-        self.loop.locate = lambda: self.position.words
-        self.position = LoaderPosition(updates.seed)
-        self._comparison = DataComparison(
-            session, lambda: {"steps trained": self.num_updates, "position in the data": self.position.words}
-        )
+
         # JSON data of the caller that is committed with a step on a disk tier, and the data of the step from which this
         # run resumed.
         self.notes: Callable[[], Mapping[str, Any]] | None = None
         self.resumed_notes: dict[str, Any] = {}
         if spill is not None and spill.resume is not False:
             self.resumed_notes = resume_records(self)
-
-    def _program(self, num_steps: int) -> Program:
-        """The program of some steps, verified before it is used."""
-        key = (self.plan.num_microbatches, num_steps)
-        if key not in self._programs:
-            shape = spilled_shape(shape_of(self.plan, num_steps=num_steps, ties=self._ties), self.spill)
-            clip = needs_norm(self._training, self.schedule, shape)
-            program = self.schedule(msgspec.structs.replace(shape, clip=clip))
-            verify(program).raise_if_bad()
-            self._programs[key] = program
-        return self._programs[key]
 
     def _after_updates(self) -> None:
         """Compares replicas if that is due, and commits the step, after each pass."""
@@ -195,7 +161,7 @@ class Pipeline:
             DisagreementError: on every rank: two differ; the message names the first tensor.
         """
         if self._verify_every != 0:
-            verify_replicas(self._session, self.workers, self.plan.placement.ranks, self.num_updates)
+            verify_replicas(self.session, self.workers, self.plan.placement.ranks, self.num_updates)
             self._verified = self.num_updates
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -203,7 +169,12 @@ class Pipeline:
     @property
     def rank(self) -> int:
         """This process's number; 0 when all ranks run in one process."""
-        return self._session.rank
+        return self.session.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._engine.device
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -218,12 +189,12 @@ class Pipeline:
     @property
     def loss_scale(self) -> LossScale | None:
         """The scale of the loss and the number of skipped updates, the same on every rank; None: it is not scaled."""
-        return self.workers[0].scale
+        return self.state.loss_scale
 
     @property
     def num_updates(self) -> int:
         """Weight updates since training began."""
-        return self.loop.num_updates
+        return self.state.num_updates
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -233,7 +204,7 @@ class Pipeline:
     @property
     def stop_requested(self) -> bool:
         """Whether the run was asked to stop (SIGTERM), the same on every rank: end a loop of `step` and save."""
-        return self._session.stop.agreed
+        return self.session.stop.agreed
 
     @property
     def held_bytes(self) -> float | None:
@@ -264,7 +235,7 @@ class Pipeline:
         pending = self.loop.start_step(x, y).losses
         loss = pending.wait()[0]
         self.loop.metrics = pending.metrics[0]
-        return finite(loss, self.num_updates, self._training.nonfinite)
+        return finite(loss, self.num_updates, self.training.nonfinite)
 
     @collective
     def fit(
@@ -302,17 +273,21 @@ class Pipeline:
             NonFiniteLossError: a loss or a gradient is not finite; see `Updates.nonfinite`.
         """
         check_fit(steps, held_out, evaluate_every)
-        if self._session.stop.agreed:
+        if self.session.stop.agreed:
             raise SystemExit(128 + signal.SIGTERM)
-        done, is_done, batches, steps, callbacks = begin_fit(self, batches, steps, callbacks)
+        asked = Fit([], False, batches, steps, callbacks)
+        if can_restart():
+            self._recovery = self._recovery or Recovery(self)
+            asked = self._recovery.begin(asked)
+        done, is_done, batches, steps, callbacks = asked
         if is_done:
             return done
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
-            steps = self.position.num_left(batches)
+            steps = self._position.num_left(batches)
             if steps is None:
                 raise DataError(f"{self.schedule.name} needs to know its number of steps: give fit(…, steps=N)")
-        iterator = self._comparison.batches(self.position.batches(batches, steps is not None), number, steps)
+        iterator = self._comparison.batches(self._position.batches(batches, steps is not None), number, steps)
         evaluate = None if held_out is None else partial(self.evaluate, held_out)
         losses = done + self.loop.fit(iterator, steps, callbacks, evaluate, evaluate_every)
         if not losses:
@@ -467,15 +442,15 @@ class Pipeline:
     @collective
     def report(self, last: int = 8) -> PipelineReport:
         """A summary of the time of the last passes, to be printed. All ranks of a run must call it together."""
-        compile_s = compile_seconds() if self._training.compiler else 0.0
+        compile_s = compile_seconds() if self.training.compiler else 0.0
         own = self.loop.moved_bytes, self.held_bytes, compile_s
-        return PipelineReport.of(self.timeline(last), self.plan, self._session, *own, self.device)
+        return PipelineReport.of(self.timeline(last), self.plan, self.session, *own, self._engine.device)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs, displayed in a notebook."""
         if self.schedule.is_synchronous:
             return drawing_of(self.program)
-        return drawing_of(self._program(4 * len(self.plan.partition.stages)))
+        return drawing_of(self._programs.of(4 * len(self.plan.partition.stages)))
 
     def settle(self) -> None:
         """Waits until the records of the last step have arrived on the tier and are committed.
@@ -494,5 +469,8 @@ class Pipeline:
         Every rank of a run must call it. A spilled model, one from the meta device and one that is split by tensor
         parallelism stay in parts. Worker processes of a loader end.
         """
-        self.position.resume(None)
-        release_run(self._engine, self.layers, partial(whole_state, self))
+        self._position.resume(None)
+        if self._is_lent_whole:
+            give_back(self.layers, whole_state(self))
+            self._is_lent_whole = False
+        release_run(self._engine)

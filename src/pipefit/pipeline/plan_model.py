@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipefit.draw.drawing import Drawing, drawing_of
 from pipefit.errors import PlanError
 from pipefit.parallel import widths_of
+from pipefit.planner import PlanOptions
 from pipefit.planner import plan as search
 from pipefit.planner.explain import explain
 from pipefit.planner.machines import load_topology, read_profile
@@ -22,6 +23,7 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.schedules import program_of
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.arguments import checked
+from pipefit.spec.options import with_fields
 from pipefit.stage.split import named_layers
 
 
@@ -71,10 +73,8 @@ def plan(
     *,
     example: tuple[Any, Any] | None = None,
     topology: Topology | str | Path,
-    global_batch: int | None = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
-    num_microbatches: Sequence[int] = (2, 4, 8, 16),
-    method: str = "auto",
+    num_microbatches: int | Sequence[int] | None = None,
     **options: Any,
 ) -> Planned:
     """Measures a model on this machine, unless its profile is given, and finds its best plan for a topology.
@@ -83,36 +83,42 @@ def plan(
         model: an `nn.Sequential` or a list of layers; or a profile, or the name of one, such as "gpt:layers=…".
         example: (input, target) of one global batch, to measure a model.
         topology: a `Topology`, its file, "local:N", or the name of a machine such as "dgx-a100-8".
-        global_batch: samples per weight update; None: those of the example.
         loss: measured too, if given.
-        num_microbatches: counts per update to choose from; those that divide the batch are measured.
-        method: as in `pipefit.planner.plan`, like the other options.
-        options: further ones of `pipefit.planner.plan`.
+        num_microbatches: count per update; of a model also counts to choose from, of which those that divide the batch
+            are measured; None: 2, 4, 8 and 16.
+        options: fields of `pipefit.planner.PlanOptions`. Of a model, `global_batch` is that of the example.
 
     Raises:
         PlanError: no count of micro-batches divides the batch, or a model comes without an example.
         InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
     """
-    if isinstance(topology, Topology):
-        machine = topology
-    else:
-        machine = load_topology(topology)
-    if isinstance(model, Profile | str):
-        options |= {"method": method, "global_batch": global_batch}
-        return _planned(model if isinstance(model, Profile) else read_profile(model, machine, 1), machine, options)
+    asked = with_fields(PlanOptions, options)
+    if not isinstance(topology, Topology):
+        topology = load_topology(topology)
+    machine = asked.machine(topology)
+    if isinstance(model, str):
+        sizes = asked.microbatch_sizes or (1,)
+        model = read_profile(model, machine, sizes[0])
+    if isinstance(model, Profile):
+        if num_microbatches is not None and not isinstance(num_microbatches, int):
+            raise PlanError(f"num_microbatches: expected one number with a profile, got {num_microbatches!r}")
+        return _planned(model, machine, options | {"num_microbatches": num_microbatches})
     if example is None:
         raise PlanError("example: expected (input, target) of one batch, with which the model is measured; got none")
     x, y = example
-    batch = global_batch or largest_part(x, 1)
-    sizes = [batch // count for count in sorted(num_microbatches, reverse=True) if not batch % count]
+    batch = asked.global_batch or largest_part(x, 1)
+    counts = num_microbatches or (2, 4, 8, 16)
+    if isinstance(counts, int):
+        counts = (counts,)
+    sizes = [batch // count for count in sorted(counts, reverse=True) if not batch % count]
     if not sizes:
-        raise PlanError(f"num_microbatches: none of {list(num_microbatches)} divides the batch of {batch} samples")
+        raise PlanError(f"num_microbatches: none of {list(counts)} divides the batch of {batch} samples")
     layers = named_layers(model)
     name = type(model).__name__
     profile = profile_sizes(layers, x, loss, y, microbatch_sizes=sizes, limit_s=5.0, model=name)
-    if method in ("auto", "ptdp"):
+    if asked.method in ("auto", "ptdp"):
         options.setdefault("tensors", widths_of([layer.module for layer in layers], machine.num_devices))
-    return _planned(profile, machine, {**options, "method": method, "global_batch": batch, "microbatch_sizes": sizes})
+    return _planned(profile, machine, options | {"global_batch": batch, "microbatch_sizes": sizes})
 
 
 def _planned(profile: Profile, machine: Topology, options: Mapping[str, Any]) -> Planned:

@@ -47,8 +47,8 @@ def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder:
     source = getattr(getattr(given, "initialise_layer", None), "folder", None)
     if not is_transformers(model) or not hasattr(model, "config"):
         raise ModelError(f"{type(model).__name__} is not a model of transformers; save(path) writes its checkpoints")
-    session = pipe._session
-    is_first = pipe._session.rank == 0
+    session = pipe.session
+    is_first = pipe.session.rank == 0
     with session.at(SAVING):
         agree(session, attempt(lambda: _begin(folder, source) if is_first else None))
         if without_adapters(model) is not model:

@@ -22,11 +22,10 @@ from pipefit.checkpoint.manifest import candidates, step_of
 from pipefit.checkpoint.memory import memory_of, recall
 from pipefit.errors import PipefitError
 from pipefit.pipeline.callbacks import Checkpoints, Record
-from pipefit.pipeline.loaders import number_of
+from pipefit.pipeline.loaders import has_position, number_of
 from pipefit.pipeline.loggers import Logger, entries_of, json_log
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import note, noted
-from pipefit.runtime.meeting import can_restart
 from pipefit.runtime.outliving import outliving_folder
 from pipefit.spec.files import read_json, write_json
 
@@ -57,14 +56,6 @@ class Fit(NamedTuple):
     callbacks: Sequence[Any]
 
 
-def begin_fit(pipe: Any, batches: Iterable[Any], steps: int | None, callbacks: Sequence[Any]) -> Fit:
-    """Begins a `fit`; the first one of a run that was started again resumes. Every rank must call it."""
-    if not can_restart():
-        return Fit([], False, batches, steps, callbacks)
-    recovery = pipe.loop.recovery = pipe.loop.recovery or Recovery(pipe)
-    return recovery.begin(Fit([], False, batches, steps, [recovery, *callbacks]))
-
-
 class Recovery:
     """The recovery of a training whose processes can be started again; a callback of its `fit`s.
 
@@ -77,7 +68,7 @@ class Recovery:
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
-        self._session = pipe._session
+        self._session = pipe.session
         self._folder = self._own_folder()
         self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
         if self._memory:
@@ -105,7 +96,8 @@ class Recovery:
     # ---- resuming --------------------------------------------------------------------------------------------------
 
     def begin(self, asked: Fit) -> Fit:
-        """Begins a `fit`, of which nothing is known to be done; see `begin_fit`."""
+        """Begins a `fit`; the first one of a run that was started again resumes. Every rank must call it."""
+        asked = asked._replace(callbacks=[self, *asked.callbacks])
         self._resume(asked.callbacks)
         batches = asked.batches
         steps = asked.steps
@@ -115,7 +107,7 @@ class Recovery:
             most = min(steps, len(self._losses))
         if not most:
             return asked
-        if self._pipe.position.counts(batches):
+        if has_position(batches):
             # The checkpoint holds the position in them.
             if steps is None:
                 most = min(most, number_of(batches) or most)
@@ -174,10 +166,10 @@ class Recovery:
         if any(worker.spilling and worker.spilling.resumed for worker in self._pipe.workers):
             source = "the records on its disk"
         known = from_first(self._session, lambda: {str(k): v for k, v in _losses(log).items()})
-        if self._pipe.loop.last_step is None:
+        if self._pipe.state.last_step is None:
             most = math.inf
         else:
-            most = self._pipe.loop.last_step - 1
+            most = self._pipe.state.last_step - 1
         found = self._checkpoints(folder)
         found = [path for path in found if before < step_of(path) <= most]
         newest = max([step_of(path) for path in found[:1]] + [before + 1])

@@ -7,7 +7,7 @@ profile, or by FLOP and parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +16,9 @@ import msgspec
 
 from pipefit.cost import FREE, of_plan
 from pipefit.cost.tensor import tensor_shard
-from pipefit.errors import PlanError
+from pipefit.errors import DisagreementError, PlanError
 from pipefit.parallel import widths_of
+from pipefit.pipeline.facts import CURE, facts_of, facts_of_plan
 from pipefit.pipeline.fewer import fitting
 from pipefit.pipeline.layer_sizes import layer_costs, state_per_weight
 from pipefit.pipeline.memory_cap import plan_under_cap
@@ -28,11 +29,12 @@ from pipefit.planner.simulated import update_s
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.links import links_of
 from pipefit.profiling.workload import Workload
+from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.outliving import earlier, kept
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
-from pipefit.spec.options import AUTO, Request
+from pipefit.spec.options import AUTO, Request, Updates
 from pipefit.spec.plan import INSIDE
 from pipefit.stage.replay import check_attention
 from pipefit.stage.split import num_frozen
@@ -67,6 +69,18 @@ class Decision(NamedTuple):
     topology: Topology | None = None
 
 
+def agreed_plan(request: Request, work: Workload, updates: Updates, session: Session) -> Plan:
+    """The plan for a request of `Pipeline`, which every rank makes alike.
+
+    Raises:
+        DisagreementError: on every rank: the requests, models or plans differ.
+    """
+    check_alike(session, lambda: facts_of(request, work, updates), DisagreementError, CURE)
+    plan = decide(request, work, session).plan
+    check_alike(session, lambda: facts_of_plan(plan), DisagreementError, CURE)
+    return plan
+
+
 def decide(
     request: Request,
     work: Workload,
@@ -87,6 +101,8 @@ def decide(
         PlanError: the request contradicts itself, the model or the ranks.
         InfeasibleError: nothing fits into the memory.
     """
+    if isinstance(request.plan, Decision):
+        return request.plan
     is_measured = measure or (request.plan is None and AUTO in (request.stages, request.schedule))
     name = f"decision-{len(session.decisions)}"
     before = None
@@ -97,19 +113,17 @@ def decide(
             before = None  # all plans for these ranks are measured and searched anew
         elif before is not None:
             request = replace(request, plan=before.plan)
-    if before is None:
-        profile = None
-    else:
+    profile = None
+    if before is not None:
         profile = before.profile
-    fits = fitting(
-        request,
-        session,
-        lambda other, count: _given(other.plan) or _spelled_out(other, work, session, profile, count),
-        _predicted(before, request, work),
-    )
+
+    def plan_of(other: Request, count: int) -> Plan:
+        return _given(other.plan) or _spelled_out(other, work, session, profile, count)
+
+    request = fitting(request, session, plan_of, _predicted(before, request, work))
     if name in session.decisions:
-        return kept(session, name, Decision, lambda: _decided(fits, work, session, measure, before or known))
-    return _decided(fits, work, session, measure)
+        return kept(session, name, Decision, lambda: _decided(request, work, session, measure, before or known))
+    return _decided(request, work, session, measure)
 
 
 def _predicted(before: Decision | None, request: Request, work: Workload) -> Callable[[Plan], float] | None:
@@ -212,7 +226,10 @@ def _measured(
     """Measures the layers at the micro-batch sizes to choose from, and the links."""
     sizes = _sizes(request, plan, work)
     # Many sizes are measured with fewer repetitions, so that the choice does not take longer than a short run.
-    profile = agreed_profile(work, sizes, session, **({"repeats": 5, "warmup": 1} if len(sizes) > 1 else {}))
+    if len(sizes) > 1:
+        profile = agreed_profile(work, sizes, session, repeats=5, warmup=1)
+    else:
+        profile = agreed_profile(work, sizes, session)
     if not (is_run or request.schedule == AUTO):
         return profile, None
     if plan:
@@ -251,6 +268,12 @@ def _new_plan(
         assert profile is not None and topology is not None and work.example is not None
         batch = largest_part(work.example[0], 1)
         sizes = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
+        widest = session.num_ranks
+        if work.compiler:
+            widest = 1
+        recompute = None
+        if spread.recompute != "none":
+            recompute = spread.recompute
         return search(
             profile,
             topology,
@@ -258,9 +281,9 @@ def _new_plan(
             microbatch_sizes=[size for size in sizes if not batch % size] or None,
             num_microbatches=request.microbatches,
             state_per_weight=state_per_weight(work.layers, work.optimizer),
-            tensors=widths_of([layer.module for layer in work.layers], 1 if work.compiler else session.num_ranks),
-            sharded=True if spread.shard_optimizer else None,
-            recompute=None if spread.recompute == "none" else spread.recompute,
+            tensors=widths_of([layer.module for layer in work.layers], widest),
+            sharded=spread.shard_optimizer or None,
+            recompute=recompute,
         )
     return _spelled_out(request, work, session, profile)
 
@@ -286,13 +309,16 @@ def _spelled_out(
         costs = layer_costs(work)
     else:
         costs = None
+    counts = None
+    if isinstance(stages, Sequence) and not isinstance(stages, str):
+        counts = list(stages)
     return by_hand(
         len(work.layers),
         num_ranks=num_ranks,
         schedule=request.schedule or usual,
         num_microbatches=request.num_microbatches,
         num_chunks=spread.chunks,
-        stages=None if stages is None or isinstance(stages, int | str) else list(stages),
+        stages=counts,
         replicas=spread.copies,
         recompute=spread.recompute,
         tensor=spread.tensor,
@@ -327,7 +353,10 @@ def _num_ranks(request: Request, num_processes: int | None) -> int:
         count = len(stages)
     if count < 1 or count % spread.chunks:
         raise PlanError(f"{count} stages cannot be spread as {spread.chunks} chunks per rank")
-    return count // spread.chunks * (spread.copies[0] if spread.copies else 1)
+    copies = 1
+    if spread.copies:
+        copies = spread.copies[0]
+    return count // spread.chunks * copies
 
 
 def _with_sharding(plan: Plan, shard_optimizer: bool) -> Plan:

@@ -40,15 +40,16 @@ def identity(layers: Sequence[NamedLayer], plan: Plan, training: Training, about
         training: its loss, clipping and the like.
         about: further data of the caller.
     """
+    forms = {}
+    for layer in layers:
+        for name, value in layer.module.state_dict(prefix=layer.dotted).items():
+            if hasattr(value, "dtype"):
+                forms[name] = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    facts_of_plan = msgspec.to_builtins(plan)
     facts = {
         "run": dict(about),
-        "model": {
-            name: f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            for layer in layers
-            for name, value in layer.module.state_dict(prefix=layer.dotted).items()
-            if hasattr(value, "dtype")
-        },
-        "plan": {key: value for key, value in msgspec.to_builtins(plan).items() if key not in _OF_A_PLAN},
+        "model": forms,
+        "plan": {key: facts_of_plan[key] for key in facts_of_plan if key not in _OF_A_PLAN},
         "optimizer": optimizer_facts(training.optimizer),
         "training": {
             "seed": training.seed,
@@ -94,12 +95,14 @@ def optimizer_facts(make: MakeOptimizer) -> dict[str, Any]:
         made = make([nn.Parameter(torch.zeros(1))])
     except Exception:
         return {}
-    plain = {key: value for key, value in made.defaults.items() if isinstance(value, int | float | str | list | tuple)}
+    facts: dict[str, Any] = {"kind": type(made).__name__}
+    for key, value in made.defaults.items():
+        if isinstance(value, int | float | str | list | tuple):
+            facts[key] = value
+    facts["no_decay"] = []
     if isinstance(make, OptimizerMaker):
-        spared = list(make.no_decay)
-    else:
-        spared = []
-    return {"kind": type(made).__name__, **plain, "no_decay": spared}
+        facts["no_decay"] = list(make.no_decay)
+    return facts
 
 
 def check_same(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
@@ -114,15 +117,17 @@ def check_same(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         TierError: they are of another run; the message names the differences.
     """
     before = read_about(folder, tier_name(rank))
-    was, now = (dict(_leaves({part: tree.get(part) for part in facts})) for tree in (before, facts))
-    # An option that is not given is equal to one that did not exist then.
-    differing = (name for name in {**was, **now} if (was.get(name) or None) != (now.get(name) or None))
-    found = [f"{name} was {_short(was, name)}, is {_short(now, name)}" for name in differing]
+    was = dict(_leaves({part: before.get(part) for part in facts}))
+    now = dict(_leaves(facts))
+    found = []
+    for name in {**was, **now}:
+        # An option that is not given is equal to one that did not exist then.
+        if (was.get(name) or None) != (now.get(name) or None):
+            found.append(f"{name} was {_short(was, name)}, is {_short(now, name)}")
     if found:
+        more = ""
         if len(found) > _MOST_NAMED:
             more = f", and {len(found) - _MOST_NAMED} more"
-        else:
-            more = ""
         raise TierError(
             f"{folder} holds the records of another run: {'; '.join(found[:_MOST_NAMED])}{more}; "
             "give the same options as there, or resume from a checkpoint"
@@ -131,11 +136,12 @@ def check_same(folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
 
 def _leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The values in JSON data, each with the path of names to it."""
-    is_table = isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree)
-    if not isinstance(tree, dict) and not is_table:
+    if isinstance(tree, list) and tree and all(isinstance(item, dict) for item in tree):
+        tree = dict(enumerate(tree))
+    if not isinstance(tree, dict):
         yield name, tree
         return
-    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+    for key, value in tree.items():
         # An option of a run has a name that needs no other, like --lr.
         path = str(key)
         if name not in ("", "run"):
@@ -182,7 +188,9 @@ def committed_step(folder: str | Path, rank: Amount | None = None) -> int | None
     Raises:
         TierError: a file there cannot be read.
     """
-    found = read_commits(Path(folder), tier_name(current().rank if rank is None else rank))
+    if rank is None:
+        rank = current().rank
+    found = read_commits(Path(folder), tier_name(rank))
     if found and not rank_state(found[0]).reason:
         return found[0].step
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,33 +66,43 @@ class PipelineReport:
         device: torch.device,
     ) -> PipelineReport:
         """Returns the figures of all processes, from those of this one. Every process must call it."""
-        own = [*moved, peak_bytes(device), math.nan if held is None else held, compile_s]
-        sent, inside, peak, tensors, compiled = map(list, zip(*gather_rows(session, own), strict=True))
-        is_known = not any(map(math.isnan, tensors))
-        return cls(timeline, plan, peak, Traffic(sent, inside), tensors if is_known else [], compiled)
+        if held is None:
+            held = math.nan
+        rows = gather_rows(session, [*moved, peak_bytes(device), held, compile_s])
+        sent, inside, peak, tensors, compiled = map(list, zip(*rows, strict=True))
+        if any(map(math.isnan, tensors)):
+            tensors = []
+        return cls(timeline, plan, peak, Traffic(sent, inside), tensors, compiled)
 
     def __str__(self) -> str:
         measured = self.timeline
         ranks = range(len(measured.program.ranks))
         busy = " ".join(f"{measured.utilisation(rank):.0%}" for rank in ranks)
-        is_tensor = self.plan.tensor > 1
+        period = format_seconds(measured.period_s)
         lines = [
             f"{self.plan.schedule} on {len(ranks)} ranks, {self.plan.num_microbatches} micro-batches: "
-            f"{format_seconds(measured.period_s)} per step, bubble {measured.bubble_fraction:.1%}, busy {busy}",
-            f"peak memory per process: {', '.join(map(format_bytes, self.peak_memory_bytes))}",
-            *([f"tensors at most: {', '.join(map(format_bytes, self.held_bytes))}"] if self.held_bytes else []),
-            f"sent to other ranks: {', '.join(map(format_bytes, self.traffic.sent_bytes))}",
-            *([f"moved inside each rank: {', '.join(map(format_bytes, self.traffic.inside_bytes))}"] * is_tensor),
-            *([f"compiled in {', '.join(map(format_seconds, self.compile_s))}"] * any(self.compile_s)),
-            f"{'what':<14}{'median':>10}{'total':>10}{'count':>8}",
+            f"{period} per step, bubble {measured.bubble_fraction:.1%}, busy {busy}",
+            f"peak memory per process: {_of_each(format_bytes, self.peak_memory_bytes)}",
         ]
-        for (op, stage), times in sorted(by_kind(measured).items(), key=lambda item: (item[0][1], item[0][0])):
+        if self.held_bytes:
+            lines.append(f"tensors at most: {_of_each(format_bytes, self.held_bytes)}")
+        lines.append(f"sent to other ranks: {_of_each(format_bytes, self.traffic.sent_bytes)}")
+        if self.plan.tensor > 1:
+            lines.append(f"moved inside each rank: {_of_each(format_bytes, self.traffic.inside_bytes)}")
+        if any(self.compile_s):
+            lines.append(f"compiled in {_of_each(format_seconds, self.compile_s)}")
+        lines.append(f"{'what':<14}{'median':>10}{'total':>10}{'count':>8}")
+        kinds = by_kind(measured)
+        for op, stage in sorted(kinds, key=lambda key: (key[1], key[0])):
             if op in SHOWN:
+                times = kinds[op, stage]
+                name = op
                 if stage >= 0:
-                    name = f"{op} s{stage}"
-                else:
-                    name = op
-                lines.append(
-                    f"{name:<14}{format_seconds(times.median_s):>10}{format_seconds(times.total_s):>10}{times.num_times:>8}"
-                )
+                    name += f" s{stage}"
+                total = format_seconds(times.total_s)
+                lines.append(f"{name:<14}{format_seconds(times.median_s):>10}{total:>10}{times.num_times:>8}")
         return "\n".join(lines)
+
+
+def _of_each(form: Callable[[float], str], values: Sequence[float]) -> str:
+    return ", ".join(map(form, values))

@@ -12,6 +12,7 @@ import torch
 from pipefit.errors import PipefitError
 from pipefit.ir.op import COMPUTE_OPS
 from pipefit.profiling import analytic_profile, measure_device
+from pipefit.profiling.tensors import tensors_of
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
@@ -43,7 +44,10 @@ def own_figures(session: Session, runs: Sequence[Execution], timed: Sequence[Exe
 
 
 def _bubble(instructions: Sequence[Any], starts: Sequence[float], ends: Sequence[float]) -> float:
-    busy = sum(end - start for i, start, end in zip(instructions, starts, ends, strict=True) if i.op in COMPUTE_OPS)
+    busy = 0.0
+    for i, start, end in zip(instructions, starts, ends, strict=True):
+        if i.op in COMPUTE_OPS:
+            busy += end - start
     whole = max(ends, default=0.0) - min(starts, default=0.0)
     if whole > 0:
         return 1 - busy / whole
@@ -147,20 +151,22 @@ def _kept_bytes(worker: Worker) -> float:
 
     Spilled stages are away between two passes; their slots count.
     """
-    tensors: list[torch.Tensor] = [p for stage in worker.stages.values() for _, p in stage.named_parameters()]
-    tensors += [p.grad for p in tensors if p.grad is not None]
-    tensors += [x for stage in worker.stages.values() for layer in stage.layers for x in layer.module.buffers()]
+    spilled = {}
+    held_bytes = 0.0
     if worker.spilling:
         spilled = worker.spilling.stores
-    else:
-        spilled = {}
-    for stage, optimizer in worker.optimizers.items():
-        if stage not in spilled or not spilled[stage].on_host:
-            tensors += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+        held_bytes = float(worker.spilling.arena.num_bytes)
+    tensors: list[torch.Tensor] = []
+    for stage in worker.stages.values():
+        for _, parameter in stage.named_parameters():
+            tensors.append(parameter)
+            if parameter.grad is not None:
+                tensors.append(parameter.grad)
+        for layer in stage.layers:
+            tensors += layer.module.buffers()
+    for index, optimizer in worker.optimizers.items():
+        if index not in spilled or not spilled[index].on_host:
+            tensors += tensors_of(list(optimizer.state.values()))
     storages = [x.untyped_storage() for x in tensors if x.layout == torch.strided]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    if worker.spilling:
-        slots = worker.spilling.arena.num_bytes
-    else:
-        slots = 0
-    return float(sum(sizes.values()) + slots)
+    return held_bytes + sum(sizes.values())

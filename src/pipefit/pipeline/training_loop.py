@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
+from pipefit.checkpoint.run_state import RunState
 from pipefit.errors import DataError, NonFiniteLossError, PipefitError
 from pipefit.ir.program import Program
 from pipefit.pipeline.batches import BatchStream, size_of
@@ -67,17 +68,13 @@ class TrainingLoop:
         program_of: from a number of updates to their program.
         weigh: from a micro-batch's target to its weight in its batch.
         on_updates: called after each pass.
+        state: of the run; the loop advances it.
 
     Attributes:
-        num_updates: updates so far.
-        next_ordinal: micro-batches so far, which seed the random numbers of the next one.
         callbacks: of the `fit` that runs.
         metrics: that the loss returned, of the last step or evaluation.
         held_bytes: peak bytes of tensors of this process in one pass; None: not measured yet.
-        recovery: of a run that can be started again, from its first `fit` on; see `pipefit.pipeline.recovery`.
-        last_step: a recovered run resumes before it, so that it can be measured; None: anywhere.
         moved_bytes: in the last pass, to other ranks, and to the processes that share this one's rank.
-        locate: returns the last batch taken from a loader in words; "": there is no loader.
     """
 
     def __init__(
@@ -88,6 +85,7 @@ class TrainingLoop:
         program_of: Callable[[int], Program],
         weigh: Weigh | None,
         on_updates: Callable[[], None],
+        state: RunState,
     ) -> None:
         self._engine = engine
         self._schedule = schedule
@@ -96,10 +94,7 @@ class TrainingLoop:
         self._weigh = weigh
         self._on_updates = on_updates
         self._stop = engine.session.stop
-        self.num_updates = 0
-        self.next_ordinal = 0
-        self.recovery: Any = None
-        self.last_step: int | None = None
+        self._state = state
         self.callbacks = Callbacks((), self._stop)
         self.metrics: dict[str, float] = {}
         # The times of the last passes over the newest program, by rank.
@@ -108,7 +103,6 @@ class TrainingLoop:
         self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
         self.moved_bytes = (0.0, 0.0)
-        self.locate: Callable[[], str] = lambda: ""
 
     def fit(
         self,
@@ -148,7 +142,7 @@ class TrainingLoop:
                 why = "done"
             if why == "done" and steps is not None and 0 < len(losses) < steps:
                 raise DataError(f"the data ended after {len(losses)} of {steps} steps; give more, or fewer steps")
-            if why != "SIGTERM" and evaluate is not None and losses and self._evaluated != self.num_updates:
+            if why != "SIGTERM" and evaluate is not None and losses and self._evaluated != self._state.num_updates:
                 self._evaluate(evaluate)
             self.callbacks.follow("end", ended=why)
             self._engine.session.settle()
@@ -174,19 +168,22 @@ class TrainingLoop:
         else:
             run = self._run_segment
         while not (self._stop.agreed or self._stop.ended) and (steps is None or len(losses) < steps):
-            pauses = [every - self.num_updates % every for every in (evaluate_every, *self.callbacks.pauses) if every]
-            count = min(pauses if steps is None else [*pauses, steps - len(losses)], default=None)
+            done = self._state.num_updates
+            pauses = [every - done % every for every in (evaluate_every, *self.callbacks.pauses) if every]
+            if steps is not None:
+                pauses.append(steps - len(losses))
+            count = min(pauses, default=None)
             part = run(batches, count)
             losses += part
             if len(part) != count:
                 break
-            if evaluate is not None and evaluate_every and self.num_updates % evaluate_every == 0:
+            if evaluate is not None and evaluate_every and self._state.num_updates % evaluate_every == 0:
                 self._evaluate(evaluate)
         return losses
 
     def _evaluate(self, evaluate: Callable[[], float]) -> None:
         """Evaluates; then all ranks agree on whether to stop."""
-        self._evaluated = self.num_updates
+        self._evaluated = self._state.num_updates
         with self.callbacks.evaluating():
             loss = evaluate()
             self.callbacks.follow("evaluation", held_out_loss=loss, held_out_metrics=self.metrics)
@@ -197,15 +194,15 @@ class TrainingLoop:
         """Runs one update; its loss is still being sent."""
         began = time.perf_counter()
         self._engine.check(x)
-        feed = feed_of((x, y), self._size, self.next_ordinal, "train", self._weigh)
+        feed = feed_of((x, y), self._size, self._state.ordinal, "train", self._weigh)
         return self._start(1, feed, [size_of(x)], began)
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
         losses = []
-        first = self.num_updates
+        first = self._state.num_updates
         pending: _Pass | None = None
-        while steps is None or self.num_updates - first < steps:
+        while steps is None or self._state.num_updates - first < steps:
             if self._stop.agreed or self._stop.ended or (batch := next(batches, None)) is None:
                 break
             try:
@@ -234,11 +231,11 @@ class TrainingLoop:
                 sizes.append(size_of(pair[0]))
                 yield pair
 
-        feed = BatchStream(pairs(), self._size, self.next_ordinal, self._weigh)
+        feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
         return self._read(self._start(steps, feed, sizes, began))
 
     def _start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
-        first = self.num_updates
+        first = self._state.num_updates
         runs = self._run(num_steps, feed)
         figures = own_figures(self._engine.session, runs, self._timed(runs, num_steps))
         losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
@@ -279,10 +276,11 @@ class TrainingLoop:
             finite(loss, step, self._engine.workers[0].training.nonfinite)
             if self.callbacks:
                 # A process that trains nothing takes the rate of another.
-                rates = self._rates(done.runs, index) or ((max(shared),) if len(losses) == 1 and any(shared) else ())
-                if norm is None or not norm.isfinite():
-                    value = None
-                else:
+                rates = self._rates(done.runs, index)
+                if not rates and len(losses) == 1 and any(shared):
+                    rates = (max(shared),)
+                value = None
+                if norm is not None and norm.isfinite():
                     value = float(norm)
                 figures = rates, value, samples, tokens or None, bubble, tuple(memory), self.metrics
                 self.callbacks.notify(Record(step, loss, now - self._began, *figures))
@@ -306,7 +304,7 @@ class TrainingLoop:
         for worker in workers:
             worker.train(True)
         # In the second pass of a synchronous schedule: then the optimizers have states.
-        due = self.held_bytes is None and (self.num_updates > 0 or not self._schedule.is_synchronous)
+        due = self.held_bytes is None and (self._state.num_updates > 0 or not self._schedule.is_synchronous)
         if due and len(workers) == 1:
             tell = in_use(workers[0].device)
         else:
@@ -327,8 +325,8 @@ class TrainingLoop:
             self._passes.clear()
         self.moved_bytes = self._engine.moved_bytes
         self._passes.append({run.compiled.rank: (run.starts, run.ends) for run in runs})
-        self.num_updates += num_steps
-        self.next_ordinal += num_steps * self._size
+        self._state.num_updates += num_steps
+        self._state.ordinal += num_steps * self._size
         self._on_updates()
         return runs
 
@@ -337,7 +335,8 @@ class TrainingLoop:
         losses = PendingLosses(self._engine, runs, self._size, num_steps)
         losses.wait()
         norms: Any = sum(runs[0].norms.values())
-        problem = refusal(losses.of_microbatches, norms.tolist(), self.num_updates + num_steps, self.locate())
+        step = self._state.num_updates + num_steps
+        problem = refusal(losses.of_microbatches, norms.tolist(), step, self._state.position.words)
         if runs[0].worker.training.nonfinite == STOP:
             raise _RefusedStepError(str(problem))
         _log.warning("%s", problem)
@@ -354,16 +353,17 @@ class TrainingLoop:
             raise PipefitError("nothing has run yet: there is no timeline")
         for run in self._newest_runs:
             run.read_times()
-        passes = [sorted(times.items()) for times in list(self._passes)[-last:]]
+        passes = list(self._passes)[-last:]
+        own = []
         # Processes that share a rank hold the times of the same instructions: those of its first one count.
-        of_processes = exchange(self._engine.session, passes if self._engine.mesh.is_first else [[]] * len(passes))
-        events = [
-            Event(rank, position, repeat, start, end)
-            for of_process in of_processes
-            for repeat, times in enumerate(of_process)
-            for rank, (starts, ends) in times
-            for position, (start, end) in enumerate(zip(starts, ends, strict=True))
-        ]
+        if self._engine.mesh.is_first:
+            own = [sorted(times.items()) for times in passes]
+        events = []
+        for of_process in exchange(self._engine.session, own):
+            for repeat, times in enumerate(of_process):
+                for rank, (starts, ends) in times:
+                    for position, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                        events.append(Event(rank, position, repeat, start, end))
         origin = min((event.start_s for event in events if event.start_s), default=0.0)
         shifted = [replace(e, start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
         shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))

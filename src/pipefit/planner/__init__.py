@@ -2,6 +2,6 @@
 
 from pipefit.planner.computed_profile import gpt_profile
 from pipefit.planner.manual import by_hand, ranks_of
-from pipefit.planner.methods import METHODS
+from pipefit.planner.plan_options import METHODS, PlanOptions
 from pipefit.planner.planning import plan
 from pipefit.planner.space import NOT_FROM_DISK, Cap

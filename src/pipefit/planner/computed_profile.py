@@ -1,26 +1,27 @@
-"""Profiles of GPTs by arithmetic, without torch: every operation of Megatron-LM's layers through the roofline.
+"""Profiles of transformers by arithmetic, without torch: every operation of their layers through the roofline.
 
-Legend: b micro-batch, s sequence, h hidden, a heads, l layers, V vocabulary, t tensor width, e bytes of an element.
+Legend: b micro-batch, s sequence, h hidden, a heads, f width of the feed-forward, V vocabulary, t tensor width, e bytes
+of an element.
 Sources: Narayanan et al. (SC 2021), section 4 (fused operations) and the appendix (FLOP); Korthikanti et al. 2022,
-section 4 (bytes kept).
+section 4 (bytes kept; sequence parallelism); Dao, "FlashAttention-2" 2023, figures 4 to 6 (rates of attention).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 
 from pipefit.cost.rings import Ring, all_reduce_s, even, ring_of
-from pipefit.cost.roofline import pass_s, product_s, slowest_of
+from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
-from pipefit.planner.ptdp import Gpt
+from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
 from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.profile import ARITHMETIC
 
-_DEFAULTS = {"vocab": 51200, "sequence": 2048, "bytes": 2}
+_FLASH = {"flash": (0.68, 0.60), "flash1": (0.48, 0.42)}
+"""Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward."""
 
 
 def gpt_profile(
@@ -36,12 +37,7 @@ def gpt_profile(
     tensor: int = 1,
     topology: Topology | None = None,
 ) -> Profile:
-    """A GPT as a chain: embedding, `layers` blocks, head.
-
-    A block's forward takes 24bsh² + 4bs²h FLOP in matrix products, its backward twice that (half for the input, half
-    for the weights); the head 2bshV. Norms, attention's softmax, GELU, dropout and residual move bytes (`_block`).
-    Bytes kept from forward to backward: sbh(34 + 5as/h) in a block (that is at 2 bytes per element), which keeps
-    the scores of attention. The head keeps its input and the logits in 4 bytes.
+    """A GPT as a chain: embedding, `layers` blocks, head; see `transformer_profile`.
 
     >>> profile = gpt_profile(24, 2304, 24, device=Device(flops=312e12))
     >>> len(profile), round(sum(layer.weight_bytes for layer in profile.layers) / 2e9, 2)
@@ -54,25 +50,46 @@ def gpt_profile(
         vocab: V.
         sequence: s.
         microbatch: b, or several sizes.
-        device: with `flops`, and for more than the FLOP of the products its other figures.
+        device: as of `transformer_profile`.
         bytes: of an element of weights and activations: 2 (Adam then has a master copy), or 4.
-        tensor: t: the profile is that of one of so many devices that share every layer, with their all-reduces.
-        topology: whose innermost devices share a layer, and whose slowest device sets the pace; None: all-reduces are
-            free, and devices alike.
+        tensor: as of `transformer_profile`.
+        topology: as of `transformer_profile`.
 
     Raises:
         ProfileError: a size below 1, other bytes, heads that do not divide the hidden size, or a device without
             FLOP/s.
     """
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "sequence": sequence}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ProfileError(f"gpt: {name}: expected at least 1, got {value}")
-    if bytes not in (2, 4):
-        raise ProfileError(f"gpt: bytes: expected 2 or 4, got {bytes}")
-    sizes["bytes"] = bytes
-    if hidden % heads:
-        raise ProfileError(f"gpt: heads: expected a divisor of the hidden size {hidden}, got {heads}")
+    model = Transformer(layers, hidden, heads, vocab, sequence, bytes=bytes)
+    return transformer_profile(model, microbatch, device, tensor=tensor, topology=topology)
+
+
+def transformer_profile(
+    model: Transformer,
+    microbatch: int | Sequence[int] = 1,
+    device: Device | None = None,
+    *,
+    tensor: int = 1,
+    topology: Topology | None = None,
+) -> Profile:
+    """A transformer as a chain: embedding, blocks, head.
+
+    A block's forward takes the FLOP of its products with weights, and 4bs²h in attention, of which FlashAttention
+    leaves out the half above the diagonal; its backward twice that. The head takes 2bshV. Norms, attention's softmax,
+    activations, rotations, dropout and residual move bytes (`_block`). With the scores of attention kept, a block of a
+    GPT keeps sbh(34 + 5as/h) bytes from forward to backward (at 2 bytes per element). The head keeps its input and the
+    logits in 4 bytes.
+
+    Args:
+        model: its sizes.
+        microbatch: b, or several sizes.
+        device: with `flops`, and for more than the FLOP of the products its other figures.
+        tensor: t: the profile is that of one of so many devices that share every layer, with their all-reduces.
+        topology: whose innermost devices share a layer, and whose slowest device sets the pace; None: all-reduces are
+            free, and devices alike.
+
+    Raises:
+        ProfileError: a device without FLOP/s.
+    """
     device = device or Device(flops=312e12)
     if not device.flops > 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
@@ -87,7 +104,7 @@ def gpt_profile(
     else:
         ring = even(tensor, float("inf"), 0.0)
         pace = device
-    found = [msgspec.structs.replace(_at(sizes, b, pace, bytes, ring), computed_for=made_for) for b in many]
+    found = [msgspec.structs.replace(_at(model, b, pace, ring), computed_for=made_for) for b in many]
     if len(found) > 1:
         return found[0].with_others(found[1:])
     return found[0]
@@ -101,8 +118,8 @@ def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topolog
     device = profile.computed_for
     if device is None:
         return tensor_shard(profile.at(microbatch), tensor, topology)
-    sizes: dict[str, Any] = gpt_settings(profile.model)
-    return gpt_profile(**sizes, microbatch=microbatch, device=device, topology=topology, tensor=tensor)
+    model = transformer_of(profile.model)
+    return transformer_profile(model, microbatch, device, topology=topology, tensor=tensor)
 
 
 def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
@@ -122,84 +139,157 @@ def _passes_s(device: Device, sizes: Iterable[float]) -> float:
     return sum(pass_s(device, size) for size in sizes)
 
 
-def _core_s(device: Device, b: int, s: int, heads: int, width: int, e: int) -> float:
-    """Seconds of the core of attention forward: scores; scale, mask and softmax; dropout with its mask; their use."""
+def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[float, float]:
+    """Seconds of the core of attention of some heads, forward and backward."""
+    e, s, width = model.bytes, model.sequence, model.hidden // model.heads
     scores = b * heads * s * s
+    if model.attention in _FLASH:
+        return _flash_s(device, _FLASH[model.attention], 2 * scores * width, 4 * e * b * heads * s * width)
     made_s = product_s(device, s, s, width, b * heads, e)
     used_s = product_s(device, s, width, s, b * heads, e)
-    softmax_s = pass_s(device, 2 * e * scores)
-    dropout_s = pass_s(device, (2 * e + 1) * scores, randoms=scores)
-    return made_s + used_s + softmax_s + dropout_s
+    # Each of the two products has two gradients, which are products of the same sizes.
+    back_s = 2 * used_s + 2 * made_s
+    kernels = [2 * e * scores]  # scale, mask and softmax
+    if model.attention == "eager":
+        kernels = [size * scores for size in (2 * e, 2 * e + 1, e + 4, 8, 4 + e)]
+    back = [3 * e * scores]
+    if model.attention == "eager":
+        back = [size * scores for size in (4 + e, 12, 4 + e, 2 * e + 1, 2 * e)]
+    dropped_s = 0.0
+    if model.dropout:
+        dropped_s = pass_s(device, (2 * e + 1) * scores, randoms=scores)
+        back.append((2 * e + 1) * scores)
+    return made_s + used_s + _passes_s(device, kernels) + dropped_s, back_s + _passes_s(device, back)
 
 
-def _block(device: Device, b: int, s: int, h: int, a: int, e: int, ring: Ring) -> Layer:
+def _flash_s(device: Device, shares: tuple[float, float], flops: float, num_bytes: float) -> tuple[float, float]:
+    """Seconds of fused attention, forward and backward, which makes the scores again: five products in place of two.
+
+    Args:
+        device: that runs it.
+        shares: of the rate of large products, forward and backward.
+        flops: of the forward, without the half above the diagonal.
+        num_bytes: of queries, keys, values and output.
+    """
+    forward, backward = (msgspec.structs.replace(device, efficiency=share * device.efficiency) for share in shares)
+    return flops_s(forward, flops, num_bytes), flops_s(backward, 2.5 * flops, 2 * num_bytes)
+
+
+def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     """A block on one of t devices. Each line of bytes is one kernel.
 
     A layer keeps its input where it is replayed, and all but the scores where only the core of attention is.
     """
     t = ring.size
+    e, s, h = model.bytes, model.sequence, model.hidden
     tokens = b * s
-    heads = -(-a // t)
-    width = h // a
-    stream = b * s * h
-    own = [-(-width * h // t) for width in (3, 1, 4)]
-    shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[2])]
-    core_s = _core_s(device, b, s, heads, width, e)
+    heads = -(-model.heads // t)
+    stream = tokens * h
+    qkv, up, wide = model.qkv / h, model.up / h, model.wide / h
+    own = [-(-width // t) for width in (model.qkv, h, model.up, model.wide)]
+    shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[3])]
+    core_s, core_back_s = _core_s(device, model, b, heads)
     products_s, input_s, weight_s = _products_s(device, shapes, e)
-    # Each of the two products of the core has two gradients, which are products of the same sizes.
-    scores = b * heads * s * s
-    back_s = 2 * product_s(device, s, width, s, b * heads, e) + 2 * product_s(device, s, s, width, b * heads, e)
-    forward = [
-        *(2 * e * stream,) * 2,  # norms
-        2 * e * 3 * stream / t,  # bias of queries, keys and values
-        2 * e * stream / t,  # the heads side by side
-        2 * e * 4 * stream / t,  # bias and GELU
-    ]
-    # Bias, dropout with its mask, and residual.
-    dropped_s = 2 * pass_s(device, (3 * e + 1) * stream, randoms=stream)
-    backward_input = [
-        *(3 * e * stream,) * 4,  # norms; the gradients of residual and branch added up
-        *((2 * e + 1) * stream,) * 2,  # dropout
-        3 * e * 4 * stream / t,  # GELU
-        2 * e * stream / t,  # the heads side by side
-        *(2 * e * stream / t,) * 2,  # queries and keys scaled
-        2 * e * 3 * stream / t,  # queries, keys and values side by side
-        (2 * e + 1) * scores,  # dropout of the scores
-        3 * e * scores,  # softmax
-    ]
-    backward_weight = [
-        *(2 * e * stream,) * 2,  # norms
-        *(e * width * stream for width in (3 / t, 1, 4 / t, 1)),  # biases
-        *(3 * e * m * n / t for m, n in ((3 * h, h), (h, h), (4 * h, h), (4 * h, h))),  # added to those before
-    ]
+    between = stream / t if model.sequence_parallel else stream
+    forward = [*_norm(model, between) * 2, 2 * e * stream / t]  # the heads side by side
+    backward_input = [*_norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
+    backward_input += [2 * e * stream / t, 2 * e * qkv * stream / t]  # heads; queries, keys and values side by side
+    backward_weight = [2 * e * between] * 2  # norms
+    if model.bias:
+        forward.append(2 * e * qkv * stream / t)
+        backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
+        backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
+    else:
+        turned = (1 + model.keys / model.heads) * stream / t
+        forward += [2 * e * turned, 2 * e * turned, 3 * e * turned]  # halves exchanged; times sine, cosine; added
+        backward_input += [2 * e * turned, 2 * e * turned, 3 * e * turned]
+    if model.gated:
+        forward += [2 * e * wide * stream / t, 3 * e * wide * stream / t]  # SiLU, and its product with the other half
+        backward_input += [5 * e * wide * stream / t, 3 * e * wide * stream / t]
+    else:
+        forward.append(2 * e * wide * stream / t)  # bias and GELU
+        backward_input.append(3 * e * wide * stream / t)
+    if model.dropout:
+        joined_s = 2 * pass_s(device, (3 * e + 1) * between, randoms=between)  # bias, dropout, residual
+        backward_input += [(2 * e + 1) * between] * 2
+    else:
+        joined_s = 2 * pass_s(device, 3 * e * between)
+    backward_weight += [3 * e * m * n / t for m, n in ((model.qkv, h), (h, h), (model.up, h), (model.wide, h))]
     wait_s = 2 * all_reduce_s(ring, e * stream)
+    kept = e * (_kept_between(model) * between + (qkv + 1 + up + (1 + model.gated) * wide) * stream / t)
+    vectors = 2 * h
+    if model.bias:
+        vectors = 4 * h + model.qkv + h + model.up + h
     return Layer(
         "block",
-        products_s + core_s + _passes_s(device, forward) + dropped_s + wait_s,
-        input_s + back_s + _passes_s(device, backward_input) + wait_s,
+        products_s + core_s + _passes_s(device, forward) + joined_s + wait_s,
+        input_s + core_back_s + _passes_s(device, backward_input) + wait_s,
         weight_s + _passes_s(device, backward_weight),
         output_bytes=e * stream,
-        # The inputs of the norms and of the sharded products, and two masks, are whole: 10 of 34 bytes.
-        saved_bytes=e * stream * (10 + 24 / t + 5 * a * s / (h * t)) / 2,
-        weight_bytes=e * (12 * h * h + 13 * h) / t,
-        # The inputs of the products, of widths 3h, h, 4h and h; the sums of the second and the fourth are whole.
-        half_bytes=(7 / t + 2) * e * stream,
+        saved_bytes=kept + _kept_of_scores(model, tokens) / t,
+        weight_bytes=e * (model.matrices + vectors) / t,
+        # The inputs of the products, of the widths of their outputs; the sums of the second and the fourth are whole.
+        half_bytes=((qkv + up) / t + 2) * e * stream,
         input_bytes=e * stream,
-        selective_bytes=e * stream * (10 + 24 / t) / 2,
+        selective_bytes=kept,
         attention_s=core_s,
     )
 
 
-def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring) -> Layer:
+def _norm(model: Transformer, stream: float) -> list[float]:
+    """Bytes that each kernel of a norm moves."""
+    e = model.bytes
+    if model.fused_norms:
+        return [2 * e * stream]
+    # To 4 bytes, squared, mean, scaled, back, and times the weight.
+    return [size * stream for size in (e + 4, 8, 4, 8, 4 + e, 2 * e)]
+
+
+def _norm_back(model: Transformer, stream: float) -> list[float]:
+    e = model.bytes
+    if model.fused_norms:
+        return [3 * e * stream]
+    return [size * stream for size in (2 * e, e + 4, 12, 8, 12, 8, 4 + e)]
+
+
+def _kept_between(model: Transformer) -> float:
+    """Elements for each of the stream that a block keeps outside its sharded products: inputs and outputs of norms."""
+    kept = 4.0
+    if model.dropout:
+        kept += 1  # two masks of a byte
+    if not model.fused_norms:
+        kept += 4  # each norm keeps its input in 4 bytes and its output before the weight
+    return kept
+
+
+def _kept_of_scores(model: Transformer, tokens: int) -> float:
+    """Bytes that attention keeps for its backward in addition to its inputs and output."""
+    e = model.bytes
+    if model.attention in _FLASH:
+        return 4 * model.heads * tokens  # a sum for each row
+    scores = model.heads * model.sequence * tokens
+    kept = float(e)
+    if model.dropout:
+        kept += 1.5 * e
+    if model.attention == "eager":
+        kept += 4
+    return kept * scores
+
+
+def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     """The projection to the vocabulary and its loss, which works on logits in 4 bytes.
 
-    The projection shares the embedding's weights; a copy of them is counted where it runs.
+    A projection that shares the embedding's weights has a copy of them, which is counted where it runs.
     """
-    tokens = b * s
+    e, h, vocab = model.bytes, model.hidden, model.vocab
+    tokens = b * model.sequence
     own = -(-vocab // ring.size)
-    stream = e * b * s * h
+    stream = e * tokens * h
     logits = tokens * own
     weights = e * vocab * h / ring.size
+    kept_bytes = 4.0 * logits
+    if not model.fused_loss:
+        kept_bytes = (e + 4 + 4 + 4) * tokens * vocab  # the logits, in 4 bytes, their softmax, and its gradient
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
     # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
     forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
@@ -210,34 +300,34 @@ def _head(device: Device, b: int, s: int, h: int, vocab: int, e: int, ring: Ring
         input_s + all_reduce_s(ring, stream),
         weight_s + pass_s(device, 3 * weights),
         output_bytes=4 * logits,
-        saved_bytes=stream + 4 * logits,
+        saved_bytes=stream + kept_bytes,
         weight_bytes=weights,
         grad_bytes=stream,
         half_bytes=4 * logits,
     )
 
 
-def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Profile:
-    num, h, a, vocab, s = (sizes[name] for name in ("layers", "hidden", "heads", "vocab", "sequence"))
+def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
+    e, h, vocab, s = model.bytes, model.hidden, model.vocab, model.sequence
     stream = e * s * b * h
     table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
     looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
     added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)
     ids = 4 * b * s
-    made = [Layer("embedding", looked_s, added_s, 0.0, stream, ids, table + e * s * h)]
-    block = _block(device, b, s, h, a, e, ring)
-    made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(num)]
-    made.append(_head(device, b, s, h, vocab, e, ring))
+    positions = e * s * h if model.bias else 0
+    made = [Layer("embedding", looked_s, added_s, 0.0, stream, ids, table + positions)]
+    block = _block(device, model, b, ring)
+    made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(model.layers)]
+    made.append(_head(device, model, b, ring))
     weights = sum(layer.weight_bytes for layer in made)
-    named = [f"{key}={value}" for key, value in sizes.items() if _DEFAULTS.get(key) != value]
     # Bytes of a parameter: the norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed
     # precision also gradients to 4 bytes (6), unscaled (8), and the working copy (6).
     moved = 40
     if e < 4:
         moved = 60
     return Profile(
-        "gpt:" + ",".join(named),
+        text_of(model),
         b,
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
@@ -246,32 +336,6 @@ def _at(sizes: dict[str, int], b: int, device: Device, e: int, ring: Ring) -> Pr
     )
 
 
-def gpt_settings(text: str) -> dict[str, int]:
-    """The sizes of "gpt:layers=96,hidden=12288,heads=96".
-
-    Raises:
-        ProfileError: a size is missing, unknown or not a whole number.
-    """
-    known = ("layers", "hidden", "heads", *_DEFAULTS)
-    found: dict[str, int] = {}
-    for part in text.removeprefix("gpt:").split(","):
-        name, _, value = map(str.strip, part.partition("="))
-        if name not in known or not value.isdecimal():
-            raise ProfileError(f"{text}: expected NAME=NUMBER with one of {', '.join(known)}; got {part!r}")
-        found[name] = int(value)
-    for name in known[:3]:
-        if name not in found:
-            raise ProfileError(f"{text}: expected {name}=…, as in gpt:layers=96,hidden=12288,heads=96")
-    return found
-
-
-def gpt_of(model: str) -> Gpt:
-    """The sizes that PTD-P's arithmetic needs of a GPT by name; bytes of its elements change none of it."""
-    sizes = gpt_settings(model)
-    sizes.pop("bytes", None)
-    return Gpt(**sizes)
-
-
 def is_gpt(profile: Profile) -> bool:
-    """Returns whether tensor parallelism applies to the profile: it is a GPT, with a block per layer."""
-    return profile.model.startswith("gpt") and len(profile) >= 3
+    """Returns whether tensor parallelism applies to the profile: it is a transformer, with a block per layer."""
+    return is_transformer(profile.model) and len(profile) >= 3

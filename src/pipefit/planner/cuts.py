@@ -12,9 +12,10 @@ import numpy as np
 from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
+from pipefit.planner.computed_profile import is_gpt
 from pipefit.planner.holdings import Holding, holdings_of, least_replayed
 from pipefit.planner.space import Config, Problem, placement_for, positions
-from pipefit.spec import Partition, StageSpec
+from pipefit.spec import Partition, Profile, StageSpec
 
 
 class Within(NamedTuple):
@@ -53,12 +54,20 @@ def cut(problem: Problem, config: Config, recomputed: set[int], within: Within |
     return Partition(tuple(stages))
 
 
+def _uniform(profile: Profile, num_stages: int) -> Partition:
+    """Equal numbers of layers; of a transformer's blocks, as Megatron-LM cuts: with its ends in the outer stages."""
+    count, rest = divmod(len(profile) - 2, num_stages)
+    if is_gpt(profile) and count and not rest:
+        return Partition.from_counts([count + (stage == 0) + (stage == num_stages - 1) for stage in range(num_stages)])
+    return uniform(profile, num_stages)
+
+
 def _divided(problem: Problem, config: Config, recomputed: set[int], within: Within | None) -> Partition | None:
     """The layers of each stage, by the candidate's partitioner and the speeds of its ranks."""
     profile = problem.of(config)
     slow = problem.slowness_of(config)
     if config.partitioner == "uniform":
-        return uniform(profile, config.num_stages)
+        return _uniform(profile, config.num_stages)
     if config.partitioner == "gpipe":
         speeds = [1 / slow[rank] for rank in positions(config)]
         return gpipe(profile, config.num_stages, speeds=speeds)

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipefit.cost import speeds_of
-from pipefit.planner.computed_profile import gpt_of
 from pipefit.planner.plan_figures import at_size_of, replays_of
-from pipefit.planner.ptdp import mfu, num_parameters, training_days
+from pipefit.planner.transformer import is_transformer, mfu, num_parameters, training_days, transformer_of
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
 from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
 
@@ -130,15 +129,17 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
     """FLOP/s, fraction of the peak and days of training a GPT, as predicted.
 
     Args:
-        plan: for a model named "gpt:layers=…".
+        plan: for a model named "gpt:layers=…" or "llama:layers=…".
         topology: with the device's peak.
         tokens: to train on.
     """
-    if not plan.model.startswith("gpt:") or plan.prediction is None:
+    if not is_transformer(plan.model) or plan.prediction is None:
         return {}
-    gpt = gpt_of(plan.model)
+    gpt = transformer_of(plan.model)
     rate = plan.prediction.throughput
-    found: dict[str, float | str] = {"parameters": num_parameters(gpt)}
+    tokens_per_s = rate * gpt.sequence
+    found: dict[str, float | str] = {"parameters": num_parameters(gpt), "tokens_per_s": tokens_per_s}
+    found["tokens_per_s_per_device"] = tokens_per_s / plan.num_processes
     # Where devices differ, the fraction is that of their peaks together.
     devices = topology.devices[: plan.num_processes] or (topology.device,)
     peak = sum(device.flops for device in devices) / len(devices)
@@ -148,16 +149,18 @@ def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dic
         found |= {
             "model_flops_per_device": used * peak,
             "mfu": used,
-            "mfu_convention": "model FLOP: forward and backward once, 72·B·s·l·h²·(1 + s/6h) + head; no replay",
+            "mfu_convention": "forward and backward once: 6 a weight and token, 12·l·h·s attention; no replay",
         }
-        attention = gpt.sequence / (6 * gpt.hidden + gpt.sequence)
+        scores = 2 * gpt.hidden * gpt.sequence
+        attention = scores / (gpt.matrices + scores)
         replays = replays_of(plan, inside=1.0, attention=attention)
         again = sum(replays) / len(replays)
         if again:
             found["hfu"] = used + again * (every - used)
     if tokens is not None:
-        seconds = tokens / (rate * gpt.sequence)
-        found |= {"tokens": tokens, "training_days": seconds / 86400}
+        seconds = tokens / tokens_per_s
+        hours = seconds / 3600 * plan.num_processes
+        found |= {"tokens": tokens, "training_days": seconds / 86400, "device_hours": hours}
         if peak:
             found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, plan.num_processes, used * peak)
     return found
@@ -172,9 +175,11 @@ def training_lines(found: Mapping[str, Any]) -> list[str]:
         words += f"; {found['model_flops_per_device'] / 1e12:.4g} TFLOP/s per device, {found['mfu']:.1%} of its peak"
         if "hfu" in found:
             words += f" ({found['hfu']:.1%} with replays)"
-    lines = [words]
+    each = format_count(found["tokens_per_s_per_device"])
+    lines = [words, f"{format_count(found['tokens_per_s'])} tokens/s, {each} per device"]
     if "tokens" in found:
-        lines.append(f"{format_count(found['tokens'])} tokens: {found['training_days']:.4g} days")
+        hours = format_count(found["device_hours"])
+        lines.append(f"{format_count(found['tokens'])} tokens: {found['training_days']:.4g} days, {hours} device hours")
     return lines
 
 
@@ -192,8 +197,10 @@ def run_command(plan: Plan, topology: Topology, path: str) -> str:
         return ""
     model = "MODEL"
     if plan.model.startswith("gpt:"):
-        words = [f"{name}={size}" for name, size in vars(gpt_of(plan.model)).items()]
-        model = "gpt --option " + ",".join(words).replace("sequence=", "context=")
+        gpt = transformer_of(plan.model)
+        sizes = {"layers": gpt.layers, "hidden": gpt.hidden, "heads": gpt.heads, "vocab": gpt.vocab}
+        words = [f"{name}={size}" for name, size in (sizes | {"context": gpt.sequence}).items()]
+        model = "gpt --option " + ",".join(words)
     batch = ""
     if plan.microbatch_size:
         batch = f" --batch {plan.num_microbatches * plan.microbatch_size}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
 from pipefit.errors import PipefitError, TopologyError, nearest
-from pipefit.planner.computed_profile import gpt_profile, gpt_settings
+from pipefit.planner.computed_profile import transformer_profile
+from pipefit.planner.transformer import is_transformer, transformer_of
 from pipefit.spec import Profile, Topology
 from pipefit.spec.published import load_profile
 
@@ -69,14 +69,14 @@ def load_topology(name: str | Path) -> Topology:
 
 
 def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:
-    """A profile from its file, of a published model, or computed for the machine: "gpt:layers=24,…".
+    """A profile from its file, of a published model, or computed for the machine: "gpt:layers=24,…", "llama:layers=…".
 
     Raises:
         PipefitError: there is none, or no machine for which to compute it.
     """
-    if not name.startswith("gpt:"):
+    if not is_transformer(name):
         return load_profile(name)
-    settings: dict[str, Any] = gpt_settings(name)
+    model = transformer_of(name)
     if machine is None:
         raise PipefitError(f"{name}: seconds are computed for a device; give --topology as well")
-    return gpt_profile(**settings, microbatch=microbatch, device=machine.device, topology=machine)
+    return transformer_profile(model, microbatch, machine.device, topology=machine)

@@ -9,14 +9,14 @@ from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.asynchronous import replicated
 from pipefit.planner.computed_profile import is_gpt
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
 from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
+from pipefit.spec.options import AUTO
 from pipefit.spec.plan import recompute_kind
 from pipefit.spec.profile import ARITHMETIC
-
-METHODS = ("auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform")
 
 # For teaching; the schedule that all others are with a single stage; and those with split backwards, whose gain depends
 # on the cost of the split (see `_schedules_of`) and on the absence of waits of all ranks at a step.
@@ -45,32 +45,19 @@ def problem_of(
     return Problem(profile, topology, global_batch, state_per_weight)
 
 
-def space_of(
-    problem: Problem,
-    method: str,
-    *,
-    microbatch_sizes: Sequence[int] | None = None,
-    num_microbatches: int | None = None,
-    schedules: Sequence[str] | None = None,
-    depths: Sequence[int] | None = None,
-    recompute: str | None = None,
-    tensors: Sequence[int] | None = None,
-    sharded: bool | None = None,
-    chunks: Sequence[int] | None = None,
-) -> Space:
-    """The choices of a method, as `plan` describes them.
+def space_of(problem: Problem, options: PlanOptions) -> Space:
+    """The choices of a method.
 
     Raises:
         PlanError: a count below 1, or an unknown or unsuitable schedule.
     """
-    counts = {"microbatch_sizes": microbatch_sizes, "depths": depths, "tensors": tensors, "chunks": chunks}
-    if num_microbatches is not None:
-        counts["num_microbatches"] = [num_microbatches]
-    for name, given in counts.items():
+    method = options.method
+    for name in ("microbatch_sizes", "depths", "tensors", "chunks"):
+        given = getattr(options, name)
         if given is not None and (not given or min(given) < 1):
             raise PlanError(f"{name}: expected at least 1, got {', '.join(map(str, given)) or 'none'}")
-    if schedules:
-        chosen = tuple(schedules)
+    if options.schedules:
+        chosen = tuple(options.schedules)
     else:
         chosen = _schedules_of(method, problem.profile)
     for name in chosen:
@@ -78,32 +65,32 @@ def space_of(
             raise PlanError(f"{name} never flushes: --method auto plans synchronous schedules; use 2bw or pipedream")
         if find(name).spills:
             raise PlanError(f"{name} trains on one device from host memory or disk; without a cap nothing is spilled")
-    replays = _replays(problem.profile, method, recompute)
+    replays = _replays(problem.profile, method, options.recompute)
     inner = problem.topology.levels[0].width
-    widths = tuple(tensors or _widths(problem, 2 * inner))
+    widths = tuple(options.tensors or _widths(problem, 2 * inner))
     if method == "ptdp":
         widths = tuple(width for width in widths if width <= inner)
     elif method != "auto":
         widths = (1,)
     shards = [False]
-    if method == "auto" and sharded is None:
+    if method == "auto" and options.sharded is None:
         shards = [False, True]
-    elif method == "auto" and sharded:
+    elif method == "auto" and options.sharded:
         shards = [True]
     partitioner = "minmax"
     if method in ("gpipe", "uniform"):
         partitioner = method
     return Space(
         chosen,
-        tuple(depths or ()) or None,
+        tuple(options.depths or ()) or None,
         widths,
-        _sizes(problem.profile, microbatch_sizes),
+        _sizes(problem.profile, options.microbatch_sizes),
         replays,
         tuple(shards),
         partitioner,
-        num_microbatches,
+        options.num_microbatches,
         links=problem.topology.num_devices <= 64 and partitioner == "minmax",
-        chunks=tuple(chunks or (2, 3, 4)),
+        chunks=tuple(options.chunks or (2, 3, 4)),
     )
 
 
@@ -111,13 +98,13 @@ _REPLAYS = {"2bw": ("none", "stage"), "ptdp": ("layer",), "gpipe": ("stage",)}
 """Kinds of recomputation that the papers of the methods use."""
 
 
-def _replays(profile: Profile, method: str, wanted: str | None) -> tuple[str, ...]:
+def _replays(profile: Profile, method: str, wanted: object) -> tuple[str, ...]:
     """Kinds of recomputation to choose from: those that the method uses and the profile has figures for.
 
     Raises:
         PlanError: it has none for the kind that is wanted.
     """
-    if wanted is not None:
+    if wanted != AUTO:
         kind = recompute_kind(wanted)
         if not profile.can_replay(kind):
             what = "of layers that are replayed"

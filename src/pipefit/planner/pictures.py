@@ -14,8 +14,10 @@ from pipefit.planner.candidate import Estimate
 from pipefit.planner.estimate import estimate
 from pipefit.planner.methods import problem_of, space_of
 from pipefit.planner.plan_figures import at_size_of
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, StageSpec, Topology
+from pipefit.spec.options import with_fields
 from pipefit.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -46,25 +48,17 @@ class Point:
     fits: bool
 
 
-def explore(
-    profile: Profile,
-    topology: Topology,
-    *,
-    method: str = "auto",
-    global_batch: int | None = None,
-    state_per_weight: float | None = None,
-    **choices: Any,
-) -> tuple[Point, ...]:
+def explore(profile: Profile, topology: Topology, **options: Any) -> tuple[Point, ...]:
     """Every configuration with its throughput and memory, whether it fits or not.
 
-    Arguments as for `plan`; choices are those of `pipefit.planner.methods.space_of`. Times
-    are lower bounds, near what is simulated.
+    Options are fields of `PlanOptions`. Times are lower bounds, near what is simulated.
     """
-    problem = problem_of(profile, topology, global_batch, state_per_weight)
-    if method == "pipedream":
+    asked = with_fields(PlanOptions, options)
+    problem = problem_of(profile, asked.machine(topology), asked.global_batch, asked.state_per_weight)
+    if asked.method == "pipedream":
         raise PipefitError("pipedream plans one partition by its own recurrence; there is nothing to explore")
     found = []
-    for config in configs(problem, space_of(problem, method, **choices)):
+    for config in configs(problem, space_of(problem, asked)):
         if config.recompute == "some":
             continue
         each = estimate(problem, config)

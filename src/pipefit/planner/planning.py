@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 
-from pipefit.errors import PlanError, nearest
+from pipefit.errors import PlanError
 from pipefit.ir.collector import collector_paused
 from pipefit.planner.asynchronous import plan_pipedream
 from pipefit.planner.candidate import plan_of
-from pipefit.planner.methods import METHODS, problem_of, search_by, space_of
+from pipefit.planner.methods import problem_of, search_by, space_of
+from pipefit.planner.plan_options import CAPPED, PlanOptions
 from pipefit.planner.search import SearchResult
 from pipefit.planner.space import Cap, Problem
 from pipefit.planner.under_cap import problem_under_cap, search_under_cap
 from pipefit.spec import Plan, Prediction, Profile, Topology
+from pipefit.spec.options import refuse_unused, with_fields
 
 
 @collector_paused()
-def plan(
-    profile: Profile,
-    topology: Topology,
-    *,
-    method: str = "auto",
-    global_batch: int | None = None,
-    microbatch_sizes: Sequence[int] | None = None,
-    num_microbatches: int | None = None,
-    schedules: Sequence[str] | None = None,
-    depths: Sequence[int] | None = None,
-    recompute: str | None = None,
-    cost: str = "ring",
-    straight: bool = False,
-    state_per_weight: float | None = None,
-    tensors: Sequence[int] | None = None,
-    sharded: bool | None = None,
-    cap: Cap | None = None,
-    chunks: Sequence[int] | None = None,
-    whole_messages: bool = False,
-    blocking: bool = False,
-) -> Plan:
+def plan(profile: Profile, topology: Topology, **options: Any) -> Plan:
     """The fastest plan that fits, its prediction, and the reason why every other lost.
 
     >>> from pipefit.spec import Layer
@@ -53,79 +35,48 @@ def plan(
     Args:
         profile: seconds and bytes of the layers, at one or several micro-batch sizes.
         topology: links and devices. A plan uses all devices; one of "pipedream" may leave some idle.
-        method: "auto": all of depth, data width, tensor width (GPTs), chunks, micro-batch size, synchronous schedule,
-            recompute, partition, replicas and sharded optimizer. "2bw", "ptdp", "gpipe" and "pipedream" follow these
-            papers; "uniform" gives every stage the same number of layers.
-        global_batch: samples per weight update; None: a micro-batch per device, and at least 8 micro-batches. The
-            mini-batch of "pipedream" is the first of `microbatch_sizes`, else the profile's.
-        microbatch_sizes: to choose from; None: those of the profile and, between the smallest and the largest of them,
-            the powers of two; of a profile by arithmetic the powers of two up to 16.
-        num_microbatches: per weight update, when they are given; then sizes follow from it.
-        schedules: to choose from; None: those of the method.
-        depths: to choose from; None: all.
-        recompute: a kind of `pipefit.spec.plan.RECOMPUTE` for all stages; None: whichever is fastest.
-        cost: convention of "pipedream".
-        straight: no replicas, for "pipedream".
-        state_per_weight: optimizer bytes per weight byte; None: 6 for 2-byte weights with Adam and a master copy (a
-            profile by GPT arithmetic), else 2.
-        tensors: tensor widths to choose from, which the model's layers must allow (`pipefit.parallel.widths_of`); None:
-            powers of two for a GPT, but 1 on "local:N", where plans run.
-        sharded: the optimizer is sharded over the copies always or never, for "auto"; None: whichever is faster.
-        cap: on the devices' memory, under which stages are spilled to a tier if necessary. Then one micro-batch size
-            and one schedule may be given, and the devices are the cap's; None: nothing is spilled.
-        chunks: of each rank, to choose from, for schedules that have several; None: 2, 3 and 4.
-        whole_messages: without scatter/gather, under tensor parallelism: each device sends the whole message.
-        blocking: ranks wait for each message, as in Megatron-LM of 2021; else messages travel while ranks compute.
+        options: fields of `PlanOptions`.
 
     Raises:
         InfeasibleError: nothing fits; the message names the missing memory and the cheapest change that would help.
         PlanError: an argument that makes no sense, or that the method does not use.
     """
     started = time.perf_counter()
-    if method not in METHODS:
-        raise PlanError(f"unknown method {method!r}; {nearest(method, METHODS)}")
-    choices: dict[str, Any] = {"num_microbatches": num_microbatches, "depths": depths, "tensors": tensors}
-    choices |= {"schedules": schedules, "recompute": recompute, "sharded": sharded, "chunks": chunks}
-    if cap is not None:
-        for name, given in (("microbatch_sizes", microbatch_sizes), ("schedules", schedules)):
-            if given and len(given) > 1:
-                raise PlanError(f"{name}: under a cap expected one, got {', '.join(map(str, given))}")
-        if microbatch_sizes:
-            size = microbatch_sizes[0]
-        else:
-            size = profile.microbatch_size
-        if schedules:
-            schedule = schedules[0]
-        else:
-            schedule = None
-        count = num_microbatches or max((global_batch or 8 * size) // size, 1)
-        problem, config = problem_under_cap(profile, topology, cap, count, size, state_per_weight, schedule)
-        made = _finish(problem, "spilled", search_under_cap(problem, config, schedule))
-    elif method == "pipedream":
-        _refuse(
-            choices | {"global_batch": global_batch, "whole_messages": whole_messages, "blocking": blocking}, method
+    asked = with_fields(PlanOptions, options)
+    why = f"method {asked.method} does not use it; leave it out"
+    if asked.cap is not None:
+        why = "it is for plans without a cap, which splits and replays as it needs"
+    refuse_unused(asked, asked.way, why, attrgetter("name"))
+    topology = asked.machine(topology)
+    if asked.cap is not None:
+        made = _under_cap(profile, topology, asked.cap, asked)
+    elif asked.method == "pipedream":
+        if asked.microbatch_sizes:
+            profile = profile.at(asked.microbatch_sizes[0])
+        made = plan_pipedream(
+            profile, topology, cost=asked.cost, straight=asked.straight, state_per_weight=asked.state_per_weight
         )
-        if microbatch_sizes:
-            profile = profile.at(microbatch_sizes[0])
-        made = plan_pipedream(profile, topology, cost=cost, straight=straight, state_per_weight=state_per_weight)
     else:
-        has_wide = method not in ("auto", "ptdp") and any(width > 1 for width in tensors or ())
-        useless = {"cost": cost != "ring", "straight": straight, "tensors": has_wide}
-        _refuse(useless | {"sharded": bool(sharded) and method != "auto"}, method)
-        problem = problem_of(profile, topology, global_batch, state_per_weight)
-        problem.whole_messages = whole_messages
-        problem.blocking = blocking
-        space = space_of(problem, method, microbatch_sizes=microbatch_sizes, **choices)
-        found = search_by(method, problem, space)
-        made = _finish(problem, method, found, _over_data_parallel(found))
+        problem = problem_of(profile, topology, asked.global_batch, asked.state_per_weight)
+        problem.whole_messages = asked.whole_messages
+        problem.blocking = asked.blocking
+        found = search_by(asked.method, problem, space_of(problem, asked))
+        made = _finish(problem, asked.method, found, _over_data_parallel(found))
     return msgspec.structs.replace(made, plan_seconds=time.perf_counter() - started)
 
 
-def _refuse(arguments: Mapping[str, object], method: str) -> None:
-    """Refuses arguments that were given to a method which does not use them."""
-    for name, given in arguments.items():
-        if given:
-            raise PlanError(f"{name}: method {method} does not use it; leave it out")
+def _under_cap(profile: Profile, topology: Topology, cap: Cap, asked: PlanOptions) -> Plan:
+    sizes = asked.microbatch_sizes or (profile.microbatch_size,)
+    schedules = asked.schedules or (None,)
+    for name, given in (("microbatch_sizes", sizes), ("schedules", schedules)):
+        if len(given) > 1:
+            raise PlanError(f"{name}: under a cap expected one, got {', '.join(map(str, given))}")
+    size = sizes[0]
+    schedule = schedules[0]
+    batch = asked.global_batch or 8 * size
+    count = asked.num_microbatches or max(batch // size, 1)
+    problem, config = problem_under_cap(profile, topology, cap, count, size, asked.state_per_weight, schedule)
+    return _finish(problem, CAPPED, search_under_cap(problem, config, schedule))
 
 
 def _finish(problem: Problem, method: str, found: SearchResult, over_data_parallel: float | None = None) -> Plan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
@@ -12,13 +12,15 @@ import msgspec
 
 from pipefit.draw.chart import chart
 from pipefit.errors import InfeasibleError, PlanError, nearest
-from pipefit.planner.computed_profile import gpt_settings
 from pipefit.planner.explain import training
 from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
 from pipefit.planner.plan_figures import idle_share, sent_bytes
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.planning import plan
+from pipefit.planner.transformer import is_transformer, settings_of, transformer_of
 from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.options import flag_of, with_fields
 from pipefit.units import format_bytes, parse_quantity, table
 
 SIZES = ("layers", "hidden")
@@ -57,14 +59,11 @@ class Question:
             model = self.model
         else:
             model = self.model.model
-        if not model.startswith("gpt:"):
+        if not is_transformer(model):
             raise PlanError(f"{name}: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
-        sizes = gpt_settings(model) | {name: value}
-        return replace(self, model="gpt:" + ",".join(f"{key}={size}" for key, size in sizes.items()))
-
-    def with_option(self, name: str, value: Any) -> Question:
-        """The question with another option of `plan`."""
-        return replace(self, options={**self.options, name: value})
+        sizes = settings_of(model) | {name: value}
+        family = model.partition(":")[0]
+        return replace(self, model=f"{family}:" + ",".join(f"{key}={size}" for key, size in sizes.items()))
 
     def outermost(self, **figures: Any) -> Question:
         """The question for a machine whose outermost level has other figures."""
@@ -84,22 +83,28 @@ class Question:
         return plan(self.profile, self.topology, **self.options)
 
 
-_CHANGES: Mapping[str, Callable[[Question, Any], Question]] = {
-    "tensor": lambda question, value: question.with_option("tensors", [value]),
-    "depth": lambda question, value: question.with_option("depths", [value]),
-    "microbatch-size": lambda question, value: question.with_option("microbatch_sizes", [value]),
-    "microbatches": lambda question, value: question.with_option("num_microbatches", value),
-    "batch": lambda question, value: question.with_option("global_batch", value),
-    "schedule": lambda question, value: question.with_option("schedules", [value]),
-    "bandwidth": lambda question, value: question.outermost(bandwidth_bytes_per_s=parse_quantity(value, "bytes/s")),
-    "machines": lambda question, value: question.outermost(width=value),
-    "layers": lambda question, value: question.sized("layers", value),
-    "hidden": lambda question, value: question.sized("hidden", value),
-}
-"""The changes that a sweep makes, by name; bandwidth and machines are those of the topology's outermost level."""
+SWEPT = (
+    "tensor", "depth", "microbatch-size", "microbatches", "batch", "schedule", "bandwidth", "machines", "layers",
+    "hidden",
+)  # fmt: skip
+"""Names that `sweep` takes: options of a plan, figures of the topology's outermost level, and sizes of a GPT."""
 
-SWEPT = tuple(_CHANGES)
-"""Names that `sweep` takes."""
+_OPTIONS = {flag_of(one).removeprefix("--"): one for one in fields(PlanOptions)}
+_OPTIONS["batch"] = _OPTIONS["global-batch"]
+
+
+def _changed(question: Question, name: str, value: Any) -> Question:
+    """The question with another value of one of `SWEPT`."""
+    if name in SIZES:
+        return question.sized(name, value)
+    if name == "machines":
+        return question.outermost(width=value)
+    if name == "bandwidth":
+        return question.outermost(bandwidth_bytes_per_s=parse_quantity(value, "bytes/s"))
+    option = _OPTIONS[name]
+    if option.metadata["typed"]:
+        value = [value]  # the one to choose from
+    return replace(question, options={**question.options, option.name: value})
 
 
 @dataclass(frozen=True)
@@ -206,7 +211,7 @@ def sweep(model: Profile | str, topology: Topology, over: Mapping[str, Sequence[
     """
     over = {name.replace("_", "-"): values for name, values in over.items()}
     for name, values in over.items():
-        if name not in _CHANGES:
+        if name not in SWEPT:
             raise PlanError(f"sweep: unknown name {name!r}; {nearest(name, SWEPT)}")
         are_counts = all(isinstance(one, int) and one >= 1 for one in values)
         if name not in ("schedule", "bandwidth") and not are_counts:
@@ -216,7 +221,7 @@ def sweep(model: Profile | str, topology: Topology, over: Mapping[str, Sequence[
         question = Question(model, topology, options)
         named = dict(zip(over, chosen, strict=True))
         for name, value in named.items():
-            question = _CHANGES[name](question, value)
+            question = _changed(question, name, value)
         cells.append(_cell(question, named))
     return Sweep(tuple(over), tuple(cells))
 
@@ -260,15 +265,16 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
     """
     if by not in SIZES:
         raise PlanError(f"largest: expected one of {', '.join(SIZES)}, got {by!r}")
+    asked = with_fields(PlanOptions, options)
+    topology = asked.machine(topology)
     if topology.device.memory_bytes == float("inf"):
         raise PlanError("largest: expected devices with limited memory; the topology has none")
-    if not model.startswith("gpt:"):
+    if not is_transformer(model):
         raise PlanError(f"largest: expected a model by arithmetic, gpt:layers=…,hidden=…,heads=…; got {model}")
-    method = options.get("method", "auto")
-    if method in ("ptdp", "pipedream") or options.get("cap") is not None:
+    if asked.method in ("ptdp", "pipedream") or asked.cap is not None:
         raise PlanError("largest: expected --method auto, 2bw, gpipe or uniform, and no cap")
     question = Question(model, topology, options)
-    sizes = gpt_settings(model)
+    sizes = vars(transformer_of(model))
     step = 1
     if by == "hidden":
         step = sizes["heads"]
@@ -289,15 +295,9 @@ def largest(model: str, topology: Topology, by: str, **options: Any) -> str:
 
 
 def _fits(question: Question) -> bool:
-    options = dict(question.options)
-    # Memory does not depend on how messages travel.
-    method = options.pop("method", "auto")
-    unused = ("cost", "straight", "cap", "whole_messages", "blocking")
-    batch = options.pop("global_batch", None)
-    state = options.pop("state_per_weight", None)
-    problem = problem_of(question.profile, question.topology, batch, state)
-    wanted = {name: value for name, value in options.items() if name not in unused}
+    asked = with_fields(PlanOptions, question.options)
+    problem = problem_of(question.profile, question.topology, asked.global_batch, asked.state_per_weight)
     try:
-        return fits_by(method, problem, space_of(problem, method, **wanted))
+        return fits_by(asked.method, problem, space_of(problem, asked))
     except PlanError:  # too few layers for the depths asked for, for example
         return False

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from pipefit.profiling.kinds import profile_kinds
 from pipefit.profiling.machine import measure_device
 from pipefit.profiling.measure import profile_sizes
+from pipefit.profiling.tensors import map_tensors
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import agree, attempt, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec import Profile
-from pipefit.stage.compiler import compiled_forwards
+from pipefit.stage.compiler import Forward, compiled_forwards
 from pipefit.stage.materialise import is_meta
 from pipefit.stage.stage import replaced_forwards
+from pipefit.stage.training import Loss
 
 _REPEATS = 9
 _LIMIT_S = 5.0
@@ -45,26 +48,48 @@ def agreed_profile(
     if is_meta(work.layers):
         return agreed(session, lambda: _by_kinds(work, microbatch_sizes))
     x, y = work.batch("measuring the layers")
-    measure = partial(
-        profile_sizes,
-        work.layers,
-        x,
-        work.loss,
-        y,
-        microbatch_sizes=microbatch_sizes,
-        repeats=repeats,
-        warmup=warmup,
-        limit_s=_LIMIT_S,
-        threads=None,
-        optimizer=work.optimizer,
-        clips=work.clips,
-    )
-    with replaced_forwards(compiled_forwards(work.layers, work.compiler)):
+    forwards = compiled_forwards(work.layers, work.compiler)
+    loss = work.loss
+    if work.half is not None:
+        forwards |= _under_autocast(work, forwards)
+        loss = partial(_of_float32, loss, work.half)
+
+    def measure() -> Profile:
+        return profile_sizes(
+            work.layers,
+            x,
+            loss,
+            y,
+            microbatch_sizes=microbatch_sizes,
+            repeats=repeats,
+            warmup=warmup,
+            limit_s=_LIMIT_S,
+            device=work.device,
+            threads=None,
+            optimizer=work.optimizer,
+            clips=work.clips,
+        )
+
+    with replaced_forwards(forwards):
         return agreed(session, measure)
 
 
+def _under_autocast(work: Workload, compiled: Mapping[nn.Module, Forward]) -> dict[nn.Module, Forward]:
+    """The forwards of all layers under autocast, as a stage runs them."""
+    assert work.half is not None
+    autocast = torch.autocast(work.device.type, work.half)
+    modules = [layer.module for layer in work.layers]
+    return {module: autocast(compiled.get(module, module.forward)) for module in modules}
+
+
+def _of_float32(loss: Loss, half: torch.dtype, output: Any, target: Any) -> Any:
+    """The loss of an output in the half type, which a run gives to its loss in float32."""
+    return loss(map_tensors(lambda leaf: leaf.float() if leaf.dtype == half else leaf, output), target)
+
+
 def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
-    device = measure_device(work.device, threads=None, repeats=3, dtype=work.half or torch.float32)
+    dtype = work.half or torch.float32
+    device = measure_device(work.device, threads=None, repeats=3, dtype=dtype)
     first, *others = (profile_kinds(work, size, device) for size in microbatch_sizes)
     return first.with_others(others)
 
@@ -72,7 +97,13 @@ def _by_kinds(work: Workload, microbatch_sizes: Sequence[int]) -> Profile:
 def median_profile(profiles: Sequence[Profile]) -> Profile:
     """Combines measurements of the same layers: each figure is the median of theirs."""
     trees: list[Any] = [msgspec.to_builtins(profile) for profile in profiles]
-    merged = tree_map(lambda one, *more: median([one, *more]) if isinstance(one, float) else one, *trees)
+
+    def middle(*figures: Any) -> Any:
+        if isinstance(figures[0], float):
+            return median(figures)
+        return figures[0]
+
+    merged = tree_map(middle, *trees)
     return msgspec.convert(merged, Profile)
 
 

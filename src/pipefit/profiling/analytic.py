@@ -6,7 +6,7 @@ evaluated. So a model of a trillion parameters takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +18,16 @@ from torch.func import functional_call
 
 from pipefit.errors import ModelError, ProfileError
 from pipefit.profiling.counting import Roofline, pretended
-from pipefit.profiling.survey import saved_storages, storage_key, weighed
-from pipefit.profiling.tensors import batch_of, call_layer, describe, map_tensors, num_bytes, tensors_of
+from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, weighed
+from pipefit.profiling.tensors import (
+    batch_of,
+    call_layer,
+    describe,
+    map_tensors,
+    num_bytes,
+    parameters_of,
+    tensors_of,
+)
 from pipefit.profiling.untouched import random_state_kept
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
@@ -81,24 +89,28 @@ def analytic_profile(
     else:
         size = microbatch_size
     costs = layer_costs(chain, example_input, device, size, dtype)
-    with random_state_kept(torch.device("cpu")):
-        if loss:
-            loss_s = _loss_s(loss, costs[-1].output, _form(target, dtype, batch, size), device)
-        else:
-            loss_s = 0.0
+    loss_s = 0.0
+    if loss:
+        goal = _form(target, dtype, batch, size)
+        with random_state_kept(torch.device("cpu")):
+            loss_s = _loss_s(loss, costs[-1].output, goal, device)
     bandwidth = device.memory_bandwidth_bytes_per_s
-    trained = sum(p.numel() for p in nn.ModuleList([layer.module for layer in chain]).parameters() if p.requires_grad)
+    optimizer_s = 0.0
+    if bandwidth:
+        trained = sum(p.numel() for p in parameters_of(chain) if p.requires_grad)
+        optimizer_s = _ADAM_BYTES * trained / bandwidth
+    named = []
+    for layer, cost in zip(chain, costs, strict=True):
+        input_bytes = _input_bytes(layer, cost, len(chain))
+        named.append(msgspec.structs.replace(cost.layer, name=layer.name, input_bytes=input_bytes))
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(
-            msgspec.structs.replace(cost.layer, name=layer.name, input_bytes=_input_bytes(layer, cost, len(chain)))
-            for layer, cost in zip(chain, costs, strict=True)
-        ),
+        layers=tuple(named),
         device=f"computed: {device.flops:.4g} FLOP/s at {device.efficiency:.0%}, {bandwidth:.4g} bytes/s",
         source=f"computed from FLOP and bytes of each operation; torch {torch.__version__}",
         loss_s=loss_s,
-        optimizer_s=_ADAM_BYTES * trained / bandwidth if bandwidth else 0.0,
+        optimizer_s=optimizer_s,
     )
 
 
@@ -165,12 +177,16 @@ def _configuration(layer: nn.Module) -> tuple[Any, ...]:
             elif not key.startswith("_"):
                 # Anything else, such as a function, is equal only to the same object.
                 plain[key] = str(id(value))
-        modules.append((name, type(module), module.extra_repr(), tuple(sorted(plain.items()))))
-    tensors = [
-        (name, tuple(t.shape), t.dtype, t.requires_grad)
-        for name, t in (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
-    ]
+        settings = tuple(sorted(plain.items()))
+        modules.append((name, type(module), module.extra_repr(), settings))
+    tensors = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in _named_tensors(layer)]
     return tuple(modules), tuple(tensors)
+
+
+def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers, tied ones under all their names."""
+    yield from layer.named_parameters(remove_duplicate=False)
+    yield from layer.named_buffers(remove_duplicate=False)
 
 
 _PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
@@ -199,11 +215,13 @@ def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.d
 
         with saved_storages(seen, persistent), Roofline(device) as counted, AttentionCores(timed):
             output = run()
-        chosen: dict[int, Any] = {}
+        selective_bytes = None
         if attention_s:
+            chosen: dict[int, Any] = {}
             with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
                 run()
-        parameters = [t for t in {id(t): t for t in state.values()}.values() if t.requires_grad]
+            selective_bytes = bytes_of(chosen.values())
+        parameters = [tensor for tensor in dict.fromkeys(state.values()) if tensor.requires_grad]
         inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
         backward_input_s = _backward_s(output, inputs, device)
         backward_s = _backward_s(output, inputs + parameters, device)
@@ -214,7 +232,7 @@ def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.d
         forward_s=counted.seconds,
         backward_input_s=backward_input_s,
         backward_weight_s=max(backward_s - backward_input_s, 0.0),
-        selective_bytes=sum(storage.nbytes() for storage in chosen.values()) if attention_s else None,
+        selective_bytes=selective_bytes,
         attention_s=attention_s,
     )
     return LayerCost(made, form, _like(output, "meta"))
@@ -224,12 +242,10 @@ def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, T
     """Parameters and buffers by name, as fake tensors; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     state = {}
-    named = (*layer.named_parameters(remove_duplicate=False), *layer.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
+    for name, tensor in _named_tensors(layer):
         if id(tensor) not in made:
-            made[id(tensor)] = torch.empty(
-                tensor.shape, dtype=_dtype_of(tensor, dtype), requires_grad=tensor.requires_grad
-            )
+            kind = _dtype_of(tensor, dtype)
+            made[id(tensor)] = torch.empty(tensor.shape, dtype=kind, requires_grad=tensor.requires_grad)
         state[name] = made[id(tensor)]
     return state
 

@@ -71,7 +71,13 @@ def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[int, int, int, int
         return [_convolution(args[0], args[1], args[8], _outputs(args))]
     if packet is _ATEN.convolution_backward and not args[7]:
         count, m, n, k = _convolution(args[1], args[2], args[9], args[0].shape[2:])
-        return [shape for shape, asked in (((count, m, k, n), args[10][0]), ((count, k, n, m), args[10][1])) if asked]
+        of_input, of_kernel, _ = args[10]
+        products = []
+        if of_input:
+            products.append((count, m, k, n))
+        if of_kernel:
+            products.append((count, k, n, m))
+        return products
     return []
 
 

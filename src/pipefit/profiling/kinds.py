@@ -8,6 +8,7 @@ corrected by layers that are run, one for all identical ones.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from pipefit.profiling.analytic import LayerCost, analytic_profile, layer_costs
 from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.passes import Step
-from pipefit.profiling.survey import saved_storages, storage_key
+from pipefit.profiling.survey import bytes_of, saved_storages, storage_key
 from pipefit.profiling.tensors import batch_of, call_layer, map_tensors, num_bytes, placed, take, tensors_of
 from pipefit.profiling.untouched import random_state_kept, untouched
 from pipefit.profiling.workload import Workload
@@ -185,12 +186,13 @@ def _seconds(
     passes = _repeated(Step([layer], run.payload, None, None, clock).marked)
     for leaf in tensors_of(run.payload):
         leaf.grad = None
-    step_bytes = (2 + state_per_weight) * num_bytes(weights) + 3 * max((p.nbytes for p in weights), default=0)
-    if step_bytes <= room_bytes:
+    forward_s = median_of([one.forward_s[0] for one in passes])
+    backward_s = median_of([one.backward_s[0] for one in passes])
+    step_s = 0.0
+    largest = max((p.nbytes for p in weights), default=0)
+    if (2 + state_per_weight) * num_bytes(weights) + 3 * largest <= room_bytes:
         step_s = step_seconds(weights, optimizer, clock, len(passes))
-    else:
-        step_s = 0.0
-    return median_of([one.forward_s[0] for one in passes]), median_of([one.backward_s[0] for one in passes]), step_s
+    return forward_s, backward_s, step_s
 
 
 def _noted_bytes(run: _Forward) -> float:
@@ -198,12 +200,13 @@ def _noted_bytes(run: _Forward) -> float:
     if tell is None:
         return 0.0
     layer = run.layer.module
-    known = {storage_key(t) for t in (*layer.parameters(), *layer.buffers(), *tensors_of(run.payload))}
+    present = [*layer.parameters(), *layer.buffers(), *tensors_of(run.payload)]
+    known = set(map(storage_key, present))
     seen: dict[int, Any] = {}
     with saved_storages(seen, known):
         output = run()
     seen |= {storage_key(leaf): leaf.untyped_storage() for leaf in tensors_of(output)}
-    tensors = sum(storage.nbytes() for key, storage in seen.items() if key not in known)
+    tensors = bytes_of(seen[key] for key in seen.keys() - known)
     output = None
     seen.clear()
     held: list[Any] = []
@@ -216,7 +219,8 @@ def _noted_bytes(run: _Forward) -> float:
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             held.append(run())
         grown.append(tell() - before)
-    return -(-max(median_of(grown[-3:]) - tensors, 0.0) // _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
+    noted = max(median_of(grown[-3:]) - tensors, 0.0)
+    return math.ceil(noted / _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
 
 
 def _of_a_graph(tensor: Tensor) -> Tensor:
@@ -236,23 +240,32 @@ def _repeated(measure: Callable[[], T]) -> list[T]:
 
 
 def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
-    layers = [
-        msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes) if one else layer
-        for layer, one in zip(profile.layers, found, strict=True)
-    ]
-    timed = [one.seconds if one else None for one in found]
-    pairs = [(layer, seconds) for layer, seconds in zip(layers, timed, strict=True) if seconds is not None]
-    if not pairs:
+    layers = []
+    timed: list[tuple[float, float, float] | None] = []
+    totals = []
+    steps = []
+    for layer, one in zip(profile.layers, found, strict=True):
+        seconds = None
+        if one is not None:
+            layer = msgspec.structs.replace(layer, saved_bytes=layer.saved_bytes + one.noted_bytes)
+            seconds = one.seconds
+        layers.append(layer)
+        timed.append(seconds)
+        if seconds is not None:
+            forward_s, backward_s, step_s = seconds
+            totals.append((layer.total_s, forward_s + backward_s))
+            if step_s:
+                steps.append((layer.wgrad_bytes, step_s))
+    if not totals:
         return msgspec.structs.replace(profile, layers=tuple(layers))
-    ratio = _ratio([(layer.total_s, forward_s + backward_s) for layer, (forward_s, backward_s, _) in pairs])
-    per_byte = _ratio([(layer.wgrad_bytes, step_s) for layer, (*_, step_s) in pairs if step_s], none=0.0)
+    ratio = _ratio(totals)
+    per_byte = _ratio(steps, none=0.0)
 
     def corrected(layer: Layer, seconds: tuple[float, float, float] | None) -> Layer:
         forward_s, backward_s, step_s = seconds or (layer.forward_s * ratio, layer.backward_s * ratio, 0.0)
+        inputs = 0.0
         if layer.backward_s:
             inputs = layer.backward_input_s / layer.backward_s
-        else:
-            inputs = 0.0
         return msgspec.structs.replace(
             layer,
             forward_s=forward_s,
@@ -261,13 +274,13 @@ def _corrected(profile: Profile, found: Sequence[_Found | None]) -> Profile:
             step_s=step_s or layer.wgrad_bytes * per_byte,
         )
 
-    layers = [corrected(layer, seconds) for layer, seconds in zip(layers, timed, strict=True)]
+    layers = list(map(corrected, layers, timed))
     return msgspec.structs.replace(
         profile,
         layers=tuple(layers),
         loss_s=profile.loss_s * ratio,
         optimizer_s=sum(layer.step_s for layer in layers) or profile.optimizer_s,
-        source=f"{profile.source}; {len(pairs)} of {len(layers)} layers by one of their kind, measured",
+        source=f"{profile.source}; {len(totals)} of {len(layers)} layers by one of their kind, measured",
     )
 
 

@@ -54,10 +54,13 @@ def fit_link(num_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
     """
     if len(set(num_bytes)) < 2 or len(num_bytes) != len(seconds) or min(seconds) <= 0:
         raise TopologyError("a link needs measured times above 0 at two message sizes at least")
-    sizes, times = np.asarray(num_bytes, float), np.asarray(seconds)
-    slope, latency = (float(value) for value in np.polyfit(sizes, times, 1, w=1 / times))
+    sizes = np.asarray(num_bytes, float)
+    times = np.asarray(seconds)
+    slope, latency = np.polyfit(sizes, times, 1, w=1 / times).tolist()
     if latency < 0:  # without a latency the slope alone is fitted
-        latency, slope = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
+        latency = 0.0
+        rates = sizes / times
+        slope = float(rates.sum() / (rates**2).sum())
     if slope <= 0:
         raise TopologyError("larger messages were not slower: measure larger sizes, or on a quiet machine")
     return latency, 1 / slope
@@ -99,7 +102,8 @@ def measure_links(
             mine = []
         # Every rank gets the figures of rank a, and no rank disturbs the next pair.
         times[a, b] = exchange_in_group(mine)[a]
-    found = topology_of(times, sizes, world, per_host, each or Device(), name, _cores(per_host))
+    cores = _cores(per_host)
+    found = topology_of(times, sizes, world, per_host, each or Device(), name, cores)
     return with_speeds(found, _speeds(rank, per_host, torch.device(device)))
 
 
@@ -116,9 +120,13 @@ def topology_of(
     levels = []
     for label, width in (("host", per_host), ("network", world // per_host)):
         is_inner = label == "host"
-        chosen = [seconds for (a, b), seconds in times.items() if (a // per_host == b // per_host) == is_inner]
+        chosen = []
+        for (a, b), seconds in times.items():
+            if (a // per_host == b // per_host) == is_inner:
+                chosen.append(seconds)
         if chosen:
-            latency_s, bandwidth = fit_link(sizes, [median_low(same) for same in zip(*chosen, strict=True)])
+            middle = [median_low(same) for same in zip(*chosen, strict=True)]
+            latency_s, bandwidth = fit_link(sizes, middle)
             levels.append(Level(label, width, bandwidth, latency_s, cores if is_inner else None))
     return Topology(tuple(levels), device=each, name=name)
 
@@ -193,27 +201,24 @@ def _time_pair(rank: int, a: int, b: int, sizes: Sequence[int], repeats: int, de
     else:
         peer = a
 
+    def send(size: int) -> None:
+        dist.send(buffers[size], peer)
+
     def receive(size: int) -> None:
         dist.recv(buffers[size], peer)
         settle(device)
 
-    return ping_pong(
-        lambda size: dist.send(buffers[size], peer),
-        receive,
-        rank == a,
-        sizes,
-        repeats,
-    )
+    return ping_pong(send, receive, rank == a, sizes, repeats)
 
 
 def _ranks_per_host() -> int:
     """Ranks on each host where all hosts have equally many, in order; else 1: every rank counts as a host."""
     hosts = exchange_in_group(platform.node())
-    world = len(hosts)
     width = hosts.count(hosts[0])
-    runs = [hosts[start : start + width] for start in range(0, world, width)]
-    even = all(len(set(run)) == 1 and len(run) == width for run in runs) and len({run[0] for run in runs}) == len(runs)
-    return width if even else 1
+    even = [host for host in dict.fromkeys(hosts) for _ in range(width)]
+    if hosts == even:
+        return width
+    return 1
 
 
 def _cores(per_host: int) -> int | None:
@@ -227,11 +232,8 @@ def _cores(per_host: int) -> int | None:
 
 def _pairs(world: int, per_host: int) -> list[tuple[int, int]]:
     """Neighbours inside every host, and one pair between every two consecutive hosts."""
-    inner = [(rank, rank + 1) for rank in range(world - 1) if (rank + 1) % per_host]
-    if per_host < world:
-        outer = [(rank, rank + per_host) for rank in range(0, world - per_host, per_host)]
-    else:
-        outer = []
+    inner = [(rank - 1, rank) for rank in range(1, world) if rank % per_host]
+    outer = [(rank - per_host, rank) for rank in range(per_host, world, per_host)]
     return inner + outer
 
 

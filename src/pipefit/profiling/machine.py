@@ -57,9 +57,12 @@ def measure_device(
             for _ in range(_KERNELS):
                 tiny.add_(1)
 
-        works = (lambda: torch.mm(matrix, matrix), lambda: target.copy_(source), many)
-        turns = [[clock.seconds(work) for work in works] for _ in range(repeats + 1)]
-    product_s, copy_s, kernels_s = (median_of(seconds) for seconds in zip(*turns[1:], strict=True))
+        turns = []
+        for _ in range(repeats + 1):
+            product_s = clock.seconds(lambda: torch.mm(matrix, matrix))
+            copy_s = clock.seconds(lambda: target.copy_(source))
+            turns.append((product_s, copy_s, clock.seconds(many)))
+    product_s, copy_s, kernels_s = map(median_of, zip(*turns[1:], strict=True))
     return Device(
         memory_bytes=_memory_bytes(place) / ranks,
         flops=2 * size**3 / product_s,
@@ -94,7 +97,8 @@ class CpuUse(NamedTuple):
             return None
         per_second = os.sysconf("SC_CLK_TCK")
         idle = ticks[3] + ticks[4]
-        return cls((sum(ticks) - idle) / per_second, idle / per_second, time.process_time(), time.monotonic())
+        busy_s = (sum(ticks) - idle) / per_second
+        return cls(busy_s, idle / per_second, time.process_time(), time.monotonic())
 
 
 def cores_of_others(before: CpuUse, after: CpuUse, own_s: float) -> float:
@@ -105,7 +109,9 @@ def cores_of_others(before: CpuUse, after: CpuUse, own_s: float) -> float:
         after: the second one.
         own_s: seconds of cores that the run itself took meanwhile, in all its processes.
     """
-    busy, idle, wall = after.busy_s - before.busy_s, after.idle_s - before.idle_s, after.at_s - before.at_s
+    busy = after.busy_s - before.busy_s
+    idle = after.idle_s - before.idle_s
+    wall = after.at_s - before.at_s
     if wall <= 0 or idle >= _FREE_CORES * wall:
         return 0.0
     return max(busy - own_s, 0.0) / wall

@@ -19,7 +19,7 @@ from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, 
 from pipefit.profiling.optimizer import step_seconds
 from pipefit.profiling.passes import Marked, Step
 from pipefit.profiling.survey import Weighed, survey
-from pipefit.profiling.tensors import batch_of, describe, placed, take
+from pipefit.profiling.tensors import batch_of, describe, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
 from pipefit.stage.split import NamedLayer, named_layers
@@ -104,19 +104,24 @@ def profile_layers(
         whole_s = 0.0
         call_s = 0.0
         if optimizer:
-            weights = list({id(p): p for layer in chain for p in layer.module.parameters() if p.requires_grad}.values())
+            weights = [parameter for parameter in parameters_of(chain) if parameter.requires_grad]
             steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
             whole_s = steps_s(weights, optimizer)
             # The step of each stage takes a fixed time, even with few weights.
-            call_s = min(steps_s(sorted(weights, key=torch.numel)[:1], optimizer), whole_s)
+            smallest = sorted(weights, key=torch.numel)[:1]
+            call_s = min(steps_s(smallest, optimizer), whole_s)
         where = description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
-    measured = [_layer(index, one, turns) for index, one in enumerate(found)]
-    per_byte_s = (whole_s - call_s) / max(sum(layer.wgrad_bytes for layer in measured), 1)
+    stepped_bytes = sum(one.layer.wgrad_bytes for one in found)
+    per_byte_s = (whole_s - call_s) / max(stepped_bytes, 1)
+    measured = []
+    for index, one in enumerate(found):
+        layer = _layer(index, one, turns)
+        measured.append(msgspec.structs.replace(layer, step_s=layer.wgrad_bytes * per_byte_s))
     return Profile(
         model=model,
         microbatch_size=size,
-        layers=tuple(msgspec.structs.replace(layer, step_s=layer.wgrad_bytes * per_byte_s) for layer in measured),
+        layers=tuple(measured),
         device=where,
         source=f"measured: {how}; torch {torch.__version__}",
         step_s=median_of([turn.plain for turn in turns]),
@@ -153,11 +158,11 @@ def profile_sizes(
     sizes = tuple(microbatch_sizes)
     if not sizes or len(set(sizes)) != len(sizes):
         raise ProfileError(f"microbatch_sizes: expected one or more different sizes, got {list(sizes)}")
-    measured = {
-        size: profile_layers(layers, example_input, loss, target, microbatch_size=size, **options)
-        for size in sorted(sizes)
-    }
-    return measured[sizes[0]].with_others(measured[size] for size in sorted(sizes[1:]))
+    measured = {}
+    for size in sorted(sizes):
+        measured[size] = profile_layers(layers, example_input, loss, target, microbatch_size=size, **options)
+    first = measured.pop(sizes[0])
+    return first.with_others(measured.values())
 
 
 class _Turn(NamedTuple):
@@ -216,8 +221,8 @@ def _layer(index: int, found: Weighed, turns: Sequence[_Turn]) -> Layer:
 
 def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -> torch.device:
     if device is None:
-        tensors = (t for layer in chain for t in (*layer.module.parameters(), *layer.module.buffers()))
-        device = next((tensor.device for tensor in tensors), "cpu")
+        roots = nn.ModuleList([layer.module for layer in chain])
+        device = next((tensor.device for tensor in (*roots.parameters(), *roots.buffers())), "cpu")
     place = torch.device(device)
     if place == torch.device("cuda"):
         return torch.device("cuda", torch.cuda.current_device())
@@ -239,10 +244,8 @@ def description(device: torch.device, dtype: torch.dtype | None) -> str:
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        lines = cpuinfo.read_text().splitlines()
-    else:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    if names:
-        return names[0]
+        for line in cpuinfo.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
     return platform.processor() or platform.machine()

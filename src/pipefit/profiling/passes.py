@@ -115,7 +115,10 @@ class Step:
         except (ModelError, RuntimeError):
             return None
         clock.settle()
-        return [(clock.between(a, b), clock.between(b, c)) for a, b, c in reversed(marks)]
+        seconds = []
+        for start, between, end in reversed(marks):
+            seconds.append((clock.between(start, between), clock.between(between, end)))
+        return seconds
 
     def _roots(self, output: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         """The roots of the backward pass and their gradients; nothing where nothing is trained."""
@@ -173,10 +176,11 @@ class Step:
     def _segments(self, reached: list[tuple[int, Any]], start: Any, end: Any) -> tuple[list[float], float]:
         """Seconds of each layer's backward pass and, up to the first mark, of the loss's."""
         seconds = [0.0] * len(self.chain)
-        stops = [mark for _, mark in reached[1:]] + [end]
-        for (index, begin), stop in zip(reached, stops, strict=False):
-            seconds[index] += self.clock.between(begin, stop)
-        return seconds, self.clock.between(start, reached[0][1] if reached else end)
+        # From the last mark back: each layer's segment ends where the next one begins.
+        for index, begin in reversed(reached):
+            seconds[index] += self.clock.between(begin, end)
+            end = begin
+        return seconds, self.clock.between(start, end)
 
 
 def _hook(index: int, reached: list[tuple[int, Any]], clock: Clock) -> Callable[[Tensor], None]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pipefit.errors import ModelError
@@ -45,9 +45,8 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
     Raises:
         ModelError: a layer raises; the message names it and the shapes of its input.
     """
-    persistent = {
-        storage_key(tensor) for layer in chain for tensor in (*layer.module.parameters(), *layer.module.buffers())
-    }
+    roots = nn.ModuleList([layer.module for layer in chain])
+    persistent = {storage_key(tensor) for tensor in (*roots.parameters(), *roots.buffers())}
     seen: dict[int, Any] = {}
     found = []
     for layer in chain:
@@ -66,7 +65,8 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
         with saved_storages(seen, persistent), AttentionCores(counted):
             payload = call_layer(layer.name, layer.module, given)
         learns = any(parameter.requires_grad for parameter in weights)
-        made = weighed(layer.name, inputs, payload, list(seen.values())[len(before) :], weights)
+        saved = list(seen.values())[len(before) :]
+        made = weighed(layer.name, inputs, payload, saved, weights)
         if replayed_module(layer, len(chain)) is not None:
             made = msgspec.structs.replace(made, input_bytes=input_bytes)
         if cores:
@@ -74,7 +74,7 @@ def survey(chain: Sequence[NamedLayer], payload: Any) -> list[Weighed]:
             with saved_storages(chosen, persistent), AttentionCores():
                 call_layer(layer.name, layer.module, given)
             kept = list(chosen.values())[len(before) :]
-            made = msgspec.structs.replace(made, selective_bytes=sum(storage.nbytes() for storage in kept))
+            made = msgspec.structs.replace(made, selective_bytes=bytes_of(kept))
         found.append(Weighed(made, bool(inputs), learns, cores > 0))
     return found
 
@@ -95,14 +95,21 @@ def weighed(name: str, inputs: list[Tensor], output: Any, saved: Iterable[Any], 
     grad_bytes = num_bytes(graded)
     return Layer(
         name,
-        *(0.0, 0.0, 0.0),
+        forward_s=0.0,
+        backward_input_s=0.0,
+        backward_weight_s=0.0,
         output_bytes=output_bytes,
-        saved_bytes=sum(storage.nbytes() for storage in saved),
+        saved_bytes=bytes_of(saved),
         weight_bytes=num_bytes(weights),
         grad_bytes=None if grad_bytes == output_bytes else grad_bytes,
         half_bytes=_half_bytes(inputs, graded),
-        trained_bytes=num_bytes([weight for weight in weights if weight.requires_grad]),
+        trained_bytes=num_bytes(weight for weight in weights if weight.requires_grad),
     )
+
+
+def bytes_of(storages: Iterable[Any]) -> int:
+    """Bytes of some storages."""
+    return sum(storage.nbytes() for storage in storages)
 
 
 def _half_bytes(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
@@ -116,7 +123,7 @@ def _half_bytes(inputs: list[Tensor], outputs: list[Tensor]) -> int | None:
     except (ModelError, RuntimeError):
         return None
     kept = {storage_key(grad): grad.untyped_storage() for run in runs for grad in run.grads}
-    return sum(storage.nbytes() for storage in kept.values())
+    return bytes_of(kept.values())
 
 
 @contextmanager

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import DataError, ModelError
+from pipefit.stage.split import NamedLayer
 
 
 def tensors_of(payload: Any) -> list[Tensor]:
@@ -17,9 +18,14 @@ def tensors_of(payload: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(payload) if isinstance(leaf, Tensor)]
 
 
+def parameters_of(layers: Iterable[NamedLayer]) -> list[nn.Parameter]:
+    """The parameters of some layers, a shared one once."""
+    return list(nn.ModuleList([layer.module for layer in layers]).parameters())
+
+
 def map_tensors(function: Callable[[Tensor], Any], payload: Any) -> Any:
     """The payload with every tensor replaced by `function` of it."""
-    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, payload)
+    return pytree.tree_map_only(Tensor, function, payload)
 
 
 def cut_off(tensor: Tensor) -> Tensor:
@@ -48,7 +54,13 @@ def take(payload: Any, count: int, batch: int) -> Any:
     """The first `count` samples; tensors whose first dimension is not `batch` (a shared mask) stay whole."""
     if count == batch:
         return payload
-    return map_tensors(lambda t: t[:count] if t.dim() and t.shape[0] == batch else t, payload)
+
+    def first(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == batch:
+            return tensor[:count]
+        return tensor
+
+    return map_tensors(first, payload)
 
 
 def placed(payload: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

@@ -9,10 +9,9 @@ from msgspec.structs import replace
 
 from pipefit.cost import FREE, of_plan
 from pipefit.errors import InfeasibleError
-from pipefit.planner.computed_profile import gpt_of
 from pipefit.planner.manual import by_hand
 from pipefit.planner.plan_figures import idle_share, sent_bytes
-from pipefit.planner.ptdp import flops_per_iteration
+from pipefit.planner.transformer import flops_per_iteration, transformer_of
 from pipefit.reproduce.entry import Bench
 from pipefit.reproduce.steps import Planned, Python
 from pipefit.schedules.catalogue import program_of
@@ -53,7 +52,7 @@ def one_by_one(run: Bench, step: Planned) -> float:
 def tflops(run: Bench, step: Planned) -> float:
     """TFLOP/s of each device, with the replay counted: 96·B·s·l·h²·(1 + s/6h) + 6·B·s·h·V per update."""
     found = run(step)
-    one = flops_per_iteration(gpt_of(found.model), 1, recompute=True)
+    one = flops_per_iteration(transformer_of(found.model), 1, recompute=True)
     return float(found.prediction.throughput * one / found.num_processes / 1e12)
 
 

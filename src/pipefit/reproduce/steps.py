@@ -9,10 +9,12 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipefit.errors import PipefitError, look_up
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.reproduce.record_parts import without
 
 if TYPE_CHECKING:
@@ -81,14 +83,7 @@ class Planned(Step):
 
     verb = "plan"
     flags = MappingProxyType(
-        {
-            "microbatch_sizes": "-b",
-            "num_microbatches": "-m",
-            "schedules": "--schedule",
-            "depths": "--depth",
-            "tensors": "--tensor",
-            "state_per_weight": "--state",
-        }
+        {one.name: one.metadata["flags"][-1] for one in fields(PlanOptions) if one.metadata["flags"]}
     )
 
     def run(self) -> Any:
@@ -98,19 +93,12 @@ class Planned(Step):
     @property
     def question(self) -> Question:
         """The question to the planner, on the topology with the memory that is given."""
-        from msgspec.structs import replace
-
         from pipefit.planner.machines import load_topology
         from pipefit.planner.sweeps import Question
-        from pipefit.units import parse_quantity
 
         model, name = self.places
-        machine = load_topology(name)
-        options = dict(self.options)
-        if memory := options.pop("memory", None):
-            memory_bytes = parse_quantity(memory, "bytes")
-            machine = replace(machine, device=replace(machine.device, memory_bytes=memory_bytes))
-        return Question(model, machine, options)
+        machine = PlanOptions(memory=self.options.get("memory")).machine(load_topology(name))
+        return Question(model, machine, self.options)
 
     def _words(self) -> list[str]:
         model, machine = self.places
@@ -122,12 +110,12 @@ class Largest(Planned):
 
     def run(self) -> int:
         """Searches."""
-        from pipefit.planner.computed_profile import gpt_settings
         from pipefit.planner.sweeps import largest
+        from pipefit.planner.transformer import transformer_of
 
         question = self.question
         model = largest(str(question.model), question.topology, "layers", **question.options)
-        return gpt_settings(model)["layers"]
+        return transformer_of(model).layers
 
     def _words(self) -> list[str]:
         return ["--largest", "layers", *super()._words()]

@@ -22,73 +22,69 @@ _MOST_CORES = 4
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A training run.
+    """A training run."""
 
-    Attributes:
-        model: a built-in model (gpt, mlp, convnet), or your own as package.module:factory or
-            file.py:factory.
-        option: options of the model, like layers=8,hidden=256; may be repeated.
-        lora: train adapters of peft over the weights of a folder, like r=8,alpha=16,target=all-linear; targets are
-            names of modules with + between them, or all-linear.
-        data: data sets: text, digits, synthetic, or your own files: text, or records as .jsonl or .parquet with
-            text, prompt and completion, or messages; default: the data that suits the model.
-        context: maximum tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.
-        pack: records follow each other without padding, in sequences of that many tokens.
-        learn: answers: of a prompt with its completion, and of a chat, only the answers; or all.
-        eval_data: text or records to evaluate on, as for --data; default: the last tenth of the data.
-        request: the pipeline.
-        precision: the type in which layers compute.
-        updates: clipping and seed.
-        batch: samples per step.
-        steps: weight updates; default: 100.
-        epochs: passes over the data, in place of --steps.
-        optimizer: of every stage.
-        weight_decay: of adamw and adam (default: 0.1 and 0) and sgd (0).
-        betas: of adamw (default: 0.9,0.99) and adam (0.9,0.999).
-        lr: peak learning rate; default: 5e-5 for the weights of a folder, 2e-4 for --lora, else 2e-3.
-        lr_schedule: learning rates after the warm-up: down to 5 % of the peak by a cosine or a line, or constant.
-        warmup: steps of linear warm-up; default: a tenth of all steps.
-        measure: once: later runs of the same model on this machine use the measurement of the first one, which is kept
-            among temporary files, or in XDG_CACHE_HOME if it is set; again: measure now.
-        quick: measure nothing before training: no prediction, no MFU, stages with equal numbers of layers.
-        output: folder for checkpoints, pictures, trace and metrics.
-        resume: resume from a checkpoint's folder, or from that of --disk.
-        saves: checkpoints in the folder.
-        evaluate_every: steps between evaluations on held-out data; the best weights are kept; 0: only at the end.
-        patience: evaluations without a better loss after which training ends; 0: no limit.
-        log: further form of the figures of every step: csv, tensorboard or wandb; may be repeated.
-        sample: bytes to generate at the end, for language models.
-    """
-
-    model: str = "gpt"
-    option: str = setting("", typed="words")
-    lora: str = setting("", typed="words")
-    data: Sequence[str] = setting((), typed="texts")
-    context: int = setting(0, least=0)
-    pack: bool = False
-    learn: Literal["answers", "all"] = "answers"
-    eval_data: str = ""
+    model: str = setting(
+        "gpt", "A built-in model (gpt, mlp, convnet), or your own as package.module:factory or file.py:factory."
+    )
+    option: str = setting("", "Options of the model, like layers=8,hidden=256; may be repeated.", typed="words")
+    lora: str = setting(
+        "",
+        "Train adapters of peft over the weights of a folder, like r=8,alpha=16,target=all-linear; targets are "
+        "names of modules with + between them, or all-linear.",
+        typed="words",
+    )
+    data: Sequence[str] = setting(
+        (),
+        "Data sets: text, digits, synthetic, or your own files: text, or records as .jsonl or .parquet with "
+        "text, prompt and completion, or messages; default: the data that suits the model.",
+        typed="texts",
+    )
+    context: int = setting(
+        0, "Maximum tokens of a sequence, for models with a tokenizer; default: the model's own, at most 512.", least=0
+    )
+    pack: bool = setting(False, "Records follow each other without padding, in sequences of that many tokens.")
+    learn: Literal["answers", "all"] = setting(
+        "answers", "Answers: of a prompt with its completion, and of a chat, only the answers; or all."
+    )
+    eval_data: str = setting("", "Text or records to evaluate on, as for --data; default: the last tenth of the data.")
     request: Request = field(default_factory=Request)
     precision: Precision = field(default_factory=Precision)
-    batch: int = setting(16, least=1)
-    steps: int | None = setting(None, least=1)
-    epochs: int | None = setting(None, least=1)
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    weight_decay: float | None = setting(None, least=0.0)
-    betas: Sequence[float] = setting((), typed="figures")
-    lr: float | None = setting(None, least=0.0)
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    warmup: int | None = setting(None, least=0)
+    batch: int = setting(16, "Samples per step.", least=1)
+    steps: int | None = setting(None, "Weight updates; default: 100.", least=1)
+    epochs: int | None = setting(None, "Passes over the data, in place of --steps.", least=1)
+    optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "Of every stage.")
+    weight_decay: float | None = setting(None, "Of adamw and adam (default: 0.1 and 0) and sgd (0).", least=0.0)
+    betas: Sequence[float] = setting((), "Of adamw (default: 0.9,0.99) and adam (0.9,0.999).", typed="figures")
+    lr: float | None = setting(
+        None, "Peak learning rate; default: 5e-5 for the weights of a folder, 2e-4 for --lora, else 2e-3.", least=0.0
+    )
+    lr_schedule: Literal["cosine", "linear", "constant"] = setting(
+        "cosine", "Learning rates after the warm-up: down to 5 % of the peak by a cosine or a line, or constant."
+    )
+    warmup: int | None = setting(None, "Steps of linear warm-up; default: a tenth of all steps.", least=0)
     updates: Updates = field(default_factory=lambda: Updates(clip_norm=1.0))
-    measure: Literal["once", "again"] = "once"
-    quick: bool = False
-    output: str = setting("", "--output", "-o")
-    resume: str = ""
+    measure: Literal["once", "again"] = setting(
+        "once",
+        "Once: later runs of the same model on this machine use the measurement of the first one, which is kept "
+        "among temporary files, or in XDG_CACHE_HOME if it is set; again: measure now.",
+    )
+    quick: bool = setting(
+        False, "Measure nothing before training: no prediction, no MFU, stages with equal numbers of layers."
+    )
+    output: str = setting("", "Folder for checkpoints, pictures, trace and metrics.", "-o")
+    resume: str = setting("", "Resume from a checkpoint's folder, or from that of --disk.")
     saves: Saves = field(default_factory=Saves)
-    evaluate_every: int = setting(0, least=0)
-    patience: int = setting(0, least=0)
-    log: Sequence[str] = setting((), typed=list[Literal["csv", "tensorboard", "wandb"]])
-    sample: int = setting(200, least=0)
+    evaluate_every: int = setting(
+        0, "Steps between evaluations on held-out data; the best weights are kept; 0: only at the end.", least=0
+    )
+    patience: int = setting(0, "Evaluations without a better loss after which training ends; 0: no limit.", least=0)
+    log: Sequence[str] = setting(
+        (),
+        "Further form of the figures of every step: csv, tensorboard or wandb; may be repeated.",
+        typed=list[Literal["csv", "tensorboard", "wandb"]],
+    )
+    sample: int = setting(200, "Bytes to generate at the end, for language models.", least=0)
 
     @property
     def spill(self) -> Spilled:
@@ -169,6 +165,8 @@ def _with_rates(config: RunConfig) -> RunConfig:
         raise PipefitError(
             f"--context, --pack and --learn are for models with a tokenizer, in a folder; {config.model} has none"
         )
+    if config.lora and not Path(config.model).is_dir():
+        raise PipefitError(f"--lora: adapters are trained over the weights of a folder; {config.model} has none")
     if config.epochs and config.spill.disk:
         raise PipefitError("--epochs: a run on a disk must know its steps: give --steps")
     if config.lr is None:

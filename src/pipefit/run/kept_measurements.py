@@ -31,6 +31,7 @@ from pipefit.pipeline.facts import structure_of
 from pipefit.profiling.measure import description
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import exchange, from_first
+from pipefit.runtime.outliving import kept
 from pipefit.runtime.session import Session
 from pipefit.spec.files import is_own_folder
 from pipefit.spec.sealed import read_sealed, write_sealed
@@ -71,7 +72,7 @@ class KeptMeasurements:
         return bool(self._new)
 
     def take(self, name: str, kind: type[T], measure: Callable[[], T]) -> T:
-        """The kept figures of a name, or new ones.
+        """The kept figures of a name, those of an earlier start of this run, or new ones.
 
         Args:
             name: of the figures.
@@ -80,7 +81,7 @@ class KeptMeasurements:
         """
         found = self.find(name, kind)
         if found is None:
-            found = measure()
+            found = kept(self._session, name, kind, measure)
             self.add(name, found)
         return found
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipefit.calibrate.overhead import runtime_costs
-from pipefit.calibrate.prediction import profile_on_ranks
+from pipefit.calibrate.tensor_shard import profile_on_ranks
 from pipefit.cost import CostModel, RuntimeCosts, of_plan
 from pipefit.pipeline.memory_cap import machine_tier
 from pipefit.pipeline.request import Decision, Measured, decide, measured_sizes
@@ -33,7 +33,7 @@ from pipefit.runtime.microbatches import largest_part
 from pipefit.runtime.outliving import kept
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import current
-from pipefit.spec import Plan, Profile
+from pipefit.spec import Profile
 from pipefit.spec.options import AUTO
 from pipefit.timeline.compare import Row
 
@@ -44,7 +44,7 @@ _MEASURING = ("measuring the layers", "measuring the layers for several numbers 
 """The part of a run that begins; the second one for a plan that is chosen."""
 
 
-def measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Plan, MeasuredCosts]:
+def measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Decision, MeasuredCosts]:
     """The plan of a run, and the costs of its operations here; every rank makes the same call.
 
     Figures that an earlier run has kept are used, unless --measure again. What was measured on a busy machine is
@@ -67,13 +67,13 @@ def measured(config: RunConfig, work: Workload, observer: Observer) -> tuple[Pla
         book.save()
     if config.spill.cap_bytes is None:
         observer.counted(found.flop)
-    return found.plan, found.costs
+    return found.decision, found.costs
 
 
 class _Attempt(NamedTuple):
     """The plan, the costs and the model's FLOP by one measurement."""
 
-    plan: Plan
+    decision: Decision
     costs: MeasuredCosts
     flop: ModelFlop | None
 
@@ -113,27 +113,23 @@ def _attempt(config: RunConfig, work: Workload, observer: Observer, book: KeptMe
         book.add("layers", Measured(made.profile, made.topology))
     flop = []
     if config.spill.cap_bytes is None:
-        flop = kept(session, "flop", list[ModelFlop], lambda: _flop(work, made.plan.num_processes, book))
+        flop = book.take("flop", list[ModelFlop], partial(_flop, work, made.plan.num_processes))
     observer.doing("measuring the machine, and predicting the run")
     profile = made.profile.at(largest_part(work.batch("a run")[0], made.plan.num_microbatches))
     cost = _cost(config, work, made._replace(profile=profile), book)
     others = 0.0
     if book.is_new:
         others = kept(session, f"others-{number}", float, lambda: busy_cores(before))
-    return _Attempt(made.plan, MeasuredCosts(profile, cost, others), next(iter(flop), None))
+    return _Attempt(made, MeasuredCosts(profile, cost, others), next(iter(flop), None))
 
 
-def _flop(work: Workload, num_processes: int, book: KeptMeasurements) -> list[ModelFlop]:
+def _flop(work: Workload, num_processes: int) -> list[ModelFlop]:
     """The basis of MFU, which rank 0 counts; empty: it cannot be counted."""
-
-    def count() -> list[ModelFlop]:
-        with current().at(MEASURING):
-            found = from_first(current(), lambda: count_flop(work, num_processes))
-        if found is None:
-            return []
-        return [ModelFlop(*found)]
-
-    return book.take("flop", list[ModelFlop], count)
+    with current().at(MEASURING):
+        found = from_first(current(), lambda: count_flop(work, num_processes))
+    if found is None:
+        return []
+    return [ModelFlop(*found)]
 
 
 def _cost(config: RunConfig, work: Workload, made: Decision, book: KeptMeasurements) -> CostModel:
@@ -147,11 +143,7 @@ def _cost(config: RunConfig, work: Workload, made: Decision, book: KeptMeasureme
     if plan.tensor > 1:
         shard = f"shard of {plan.tensor}, {plan.num_microbatches} micro-batches, {plan.sequence_parallel}"
         profile = book.take(shard, Profile, partial(profile_on_ranks, plan, profile, topology, session, work))
-
-    def executor() -> RuntimeCosts:
-        return book.take("executor", RuntimeCosts, lambda: runtime_costs(session, topology))
-
-    runtime = kept(session, "runtime", RuntimeCosts, executor)
+    runtime = book.take("executor", RuntimeCosts, partial(runtime_costs, session))
     return of_plan(profile, plan, topology, state_per_weight=STATE_PER_WEIGHT[config.optimizer], runtime=runtime)
 
 

@@ -107,13 +107,12 @@ class RunResult:
     paths: dict[str, str] = field(default_factory=dict)
 
 
-def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline | None, result: RunResult) -> None:
+def write_folder(run: ReadyRun, timelines: dict[str, Timeline], result: RunResult) -> None:
     """Writes plan, profile, program, timelines and pictures of a run, and the result with the paths of all of them.
 
     Args:
         run: the run.
-        measured: timeline of its last steps.
-        predicted: None: nothing was measured from which to predict.
+        timelines: of its last steps: "measured", and "predicted" where its costs were measured.
         result: of the run.
     """
     folder = Path(run.config.output)
@@ -121,10 +120,6 @@ def write_folder(run: ReadyRun, measured: Timeline, predicted: Timeline | None, 
     if run.costs is not None:
         run.costs.profile.save(folder / "profile.json")
     program_text.save(run.pipe.program, folder / "program.pipe")
-    if predicted is None:
-        timelines = {"measured": measured}
-    else:
-        timelines = {"measured": measured, "predicted": predicted}
     for name, timeline in timelines.items():
         save_trace(timeline, folder / f"{name}.trace.json")
     result.paths |= _pictures(folder, run.config.model, timelines)

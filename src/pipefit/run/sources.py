@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from pipefit.data import ArrayBatches, SyntheticBatches, TextBatches, digits, split_corpus, text, unigram_entropy
 from pipefit.data.records import TokenBatches
 from pipefit.errors import DataError, ModelError
-from pipefit.models import ModelBundle, build
+from pipefit.models import ModelBundle, build, parse_options
 from pipefit.models.hub import is_folder
 from pipefit.models.registry import hub_bundle
 from pipefit.run.config import RunConfig
@@ -80,10 +80,46 @@ def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, An
         return source.example
 
 
-def source_of(
-    bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, eval_data: str = "", texts: Texts | None = None
-) -> Source:
-    """The data of a run.
+def model_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[ModelBundle, Source]:
+    """The model of a run and its data.
+
+    Args:
+        config: the options of the run.
+        doing: takes the part of the run that begins.
+
+    Raises:
+        PipefitError: they do not fit together, or one of them cannot be made.
+    """
+    if is_folder(config.model):
+        return _folder_and_data(config, doing)
+    doing("building the model and reading the data")
+    seed = config.updates.seed
+    torch.manual_seed(seed)
+    options = parse_options(config.option, config.model)
+    bundle = bundle_of(config.model, options, seed, config.spill.cap_bytes is not None)
+    return bundle, source_of(bundle, config.data, config.batch, seed, config.eval_data)
+
+
+def _folder_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[ModelBundle, Source]:
+    """The model of a folder, without weights, and its data; the user's records are read first, to refuse them soon."""
+    seed = config.updates.seed
+    is_own = bool(config.data) and not is_named(config.data)
+    if is_own:
+        doing("reading the data")
+        texts = texts_of(config)
+    doing("building the model")
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        bundle = hub_bundle(config.model, parse_options(config.option, config.model), config.lora)
+    if not is_own:
+        if config.data or bundle.data != "text":
+            return bundle, source_of(bundle, config.data, config.batch, seed, config.eval_data)
+        texts = texts_of(config)
+    return bundle, _of_tokens(texts, config.batch, seed)
+
+
+def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, eval_data: str = "") -> Source:
+    """The data of a model.
 
     Args:
         bundle: the model.
@@ -91,7 +127,6 @@ def source_of(
         batch: samples per step.
         seed: of the order of the data.
         eval_data: file of text to evaluate on; "": the last tenth of the data.
-        texts: of the model of a folder, where they have been read; None: they are read now.
 
     Raises:
         DataError: unknown, missing, empty, or unsuitable for the model.
@@ -107,8 +142,7 @@ def source_of(
     if wanted == ("synthetic",):
         return Source("synthetic", SyntheticBatches(bundle.example, batch, seed=seed))
     if is_folder(bundle.name):
-        texts = texts or texts_of(RunConfig(model=bundle.name, data=wanted, eval_data=eval_data))
-        return _of_tokens(texts, batch, seed)
+        return _of_tokens(texts_of(RunConfig(model=bundle.name, data=wanted, eval_data=eval_data)), batch, seed)
     x, _ = bundle.example(1, 0)
     if not isinstance(x, Tensor) or x.dtype != torch.int64 or x.dim() != 2:
         raise DataError(f"text is for language models; {bundle.name} takes other data: use --data synthetic or digits")
@@ -161,17 +195,14 @@ def _of_tokens(texts: Texts, batch: int, seed: int) -> Source:
     )
 
 
-def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool, lora: str = "") -> ModelBundle:
+def bundle_of(model: str, options: dict[str, Any], seed: int, empty: bool) -> ModelBundle:
     """A model for a run, whose weights are the same with and without a cap.
 
     A model with its own function for a layer's weights draws or reads them layer by layer; with `empty` it comes
     without weights, because each layer gets them later in its place. Any other model is built in memory by its factory.
     """
     with torch.device("meta") if empty else contextlib.nullcontext():
-        if lora:
-            bundle = hub_bundle(model, options, lora)
-        else:
-            bundle = build(model, **options)
+        bundle = build(model, **options)
     layers = named_layers(bundle.layers)
     own = getattr(bundle.layers, "initialise_layer", None)
     if own is None or not can_be_drawn(layers, own):

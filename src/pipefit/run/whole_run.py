@@ -5,47 +5,43 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import nn
 
-from pipefit.calibrate.prediction import prediction_of
 from pipefit.cost import CostModel
 from pipefit.data import ArrayBatches, sample
 from pipefit.errors import ModelError, PipefitError
-from pipefit.models import ModelBundle, build, parse_options
+from pipefit.models import build, parse_options
 from pipefit.models.hub import is_folder
 from pipefit.pipeline.assembly import end_run
 from pipefit.pipeline.callbacks import Checkpoints, EarlyStopping
+from pipefit.pipeline.given_model import GivenModel
 from pipefit.pipeline.loggers import json_log, log_named
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.request import decide
 from pipefit.pipeline.resume import committed_step
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.profiling.machine import CpuUse
-from pipefit.profiling.workload import Workload
 from pipefit.run.config import RunConfig, checkpoints_of, with_defaults, with_steps
 from pipefit.run.following import LatestTimeline
 from pipefit.run.measuring import busy_cores, busy_measurement, busy_training, measured, slow_training
 from pipefit.run.observer import Observer
 from pipefit.run.optimizers import Rates, make_optimizer, rates
 from pipefit.run.result import METRICS, ReadyRun, RunResult, Sample, write_folder
-from pipefit.run.sources import Source, bundle_of, example_of, source_of
-from pipefit.run.texts import HeldOutPrompt, is_named, texts_of
+from pipefit.run.sources import Source, example_of, model_and_data
+from pipefit.run.texts import HeldOutPrompt
 from pipefit.run.tier_records import with_tier
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import noted
 from pipefit.runtime.session import current
 from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
-from pipefit.spec import Plan
+from pipefit.spec import Plan, Prediction
 from pipefit.spec.options import Parallelism
-from pipefit.stage.compiler import backend_of
-from pipefit.stage.device import process_device
-from pipefit.stage.precision import half_of
-from pipefit.stage.split import named_layers
+from pipefit.timeline import Timeline
 from pipefit.timeline.compare import compare
 from pipefit.units import counted
 
@@ -65,68 +61,25 @@ def run(config: RunConfig, observer: Observer) -> RunResult:
     pipe = ready.pipe
     source = ready.source
     observer.begins(config)
-    pipe.loop.last_step = config.steps
     observer.planned(ready.plan, ready.costs.profile if ready.costs else None, ready.bundle, source)
     observer.doing("loading the checkpoint" if config.resume else "evaluating")
     _resume(config, pipe, observer)
+    before = None
     if source.is_tuned and source.held_out:
         before = pipe.evaluate(source.held_out)
-    else:
-        before = None
-    observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
-    best = EarlyStopping(pipe, config.patience, Path(config.output) / "best" if config.output else None)
-    began = time.perf_counter()
-    before_training = CpuUse.now()
-    losses = pipe.fit(
-        source.batches,
-        config.num_steps - pipe.num_updates,
-        callbacks=[*_callbacks(config, pipe, observer), best],
-        held_out=source.held_out if config.evaluate_every else None,
-        evaluate_every=config.evaluate_every,
-    )
-    seconds = time.perf_counter() - began
-    others = busy_cores(before_training)
+    trained = _train(ready, observer)
     if (stop := current().stop).agreed:
         # Its last step is saved; the rest would use up the time that is left.
         end_run(pipe.workers, False)
         raise stop.leaving
     observer.doing("evaluating, and writing the results")
     report = pipe.report(last=8 if pipe.schedule.is_synchronous else 1)
-    result = _result(ready, losses, seconds, report, before)
-    if best.best_step:
-        result.notes = _ending(best, config, pipe.num_updates)
-        if best.folder is not None:
-            result.paths |= {"best": str(best.folder)}
-    if ready.costs is not None and ready.costs.cores_of_others:
-        result.notes = [*result.notes, busy_measurement(ready.costs.cores_of_others)]
-    if others:
-        result.notes = [*result.notes, busy_training(others)]
-    place = current().folder or (checkpoints_of(config.output) if config.output else None)
-    if place:
-        result.faults = noted(place)
-    else:
-        result.faults = []
-    # A model on a tier may be larger than the host's memory.
-    if ready.plan.spill or is_folder(config.model):
-        state = {}
-    else:
-        state = pipe.state_dict()
-    if config.output and is_folder(config.model):
-        result.paths["model"] = str(pipe.save_pretrained(Path(config.output) / "model"))
-    if source.tokenizer is not None and not ready.plan.spill:
-        result.samples = _answered(ready)
+    result = _result(ready, trained, report, before)
+    _use_model(ready, result)
     if pipe.rank == 0:
-        timeline = report.timeline
-        predicted = None
-        if ready.costs is not None:
-            predicted = simulate(timeline.program, ready.costs.cost, repeats=timeline.num_repeats)
-            result.rows = compare(predicted, timeline)
-            has_turns = len(pipe.workers) > 1  # ranks that alternate in one process
-            if not others and not has_turns and (slow := slow_training(result.rows)):
-                result.notes = [*result.notes, slow]
-        result.samples = result.samples or _continued(ready, state)
+        timelines = _compared(ready, trained, report.timeline, result)
         if config.output:
-            write_folder(ready, timeline, predicted, result)
+            write_folder(ready, timelines, result)
     end_run(pipe.workers, pipe.num_updates >= config.num_steps)
     return result
 
@@ -142,52 +95,44 @@ def _restarted(config: RunConfig) -> RunConfig:
 
 def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
     """Model, data, plan and pipeline of a run."""
-    bundle, source = _model_and_data(config, observer)
+    bundle, source = model_and_data(config, observer.doing)
     if config.evaluate_every and not source.held_out:
         raise PipefitError(f"--evaluate-every: {source.name} has no held-out part")
     config = _with_epochs(config, source)
-    work = _workload(config, bundle, source)
+    assert config.lr is not None and config.warmup is not None
+    optimizer = make_optimizer(config.optimizer, config.lr, config.weight_decay, config.betas)
+    given = GivenModel.of(
+        bundle.layers,
+        loss=bundle.loss,
+        optimizer=optimizer,
+        example=None,
+        device=config.request.parallelism.device,
+        precision=config.precision,
+        updates=config.updates,
+    )
+    work = replace(given.work, example=example_of(bundle, source, config.batch), model=bundle.name)
+    costs = None
     if config.quick:
-        plan = decide(config.request, work, current()).plan
-        costs = None
+        decision = decide(config.request, work, current())
     else:
-        plan, costs = measured(config, work, observer)
+        decision, costs = measured(config, work, observer)
     observer.doing("building the stages")
-    assert config.warmup is not None
     scheduler = rates(config.lr_schedule, config.warmup, config.num_steps)
     pipe = Pipeline(
         bundle.layers,
         loss=bundle.loss,
-        optimizer=work.optimizer,
-        plan=plan,
+        optimizer=optimizer,
+        plan=decision,
         parallelism=Parallelism(device=work.device),
         precision=config.precision,
         updates=replace(config.updates, scheduler=scheduler),
         spill=config.request.spill,
     )
-    if costs is None:
-        plan = pipe.plan
-    else:
+    pipe.state.last_step = config.steps
+    plan = pipe.plan
+    if costs is not None:
         plan = _with_prediction(config, pipe, costs.cost)
     return ReadyRun(config, bundle, source, plan, costs, pipe)
-
-
-def _model_and_data(config: RunConfig, observer: Observer) -> tuple[ModelBundle, Source]:
-    """Model and data; the user's records are read first, because that shows soon whether they fit."""
-    data = config.data
-    seed = config.updates.seed
-    in_folder = is_folder(config.model)
-    texts = None
-    if in_folder and data and not is_named(data):
-        observer.doing("reading the data")
-        texts = texts_of(config)
-    observer.doing("building the model" if texts else "building the model and reading the data")
-    torch.manual_seed(seed)
-    options = parse_options(config.option, config.model)
-    bundle = bundle_of(config.model, options, seed, in_folder or config.spill.cap_bytes is not None, config.lora)
-    if in_folder and not data and bundle.data == "text":
-        texts = texts_of(config)
-    return bundle, source_of(bundle, data, config.batch, seed, config.eval_data, texts)
 
 
 def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
@@ -203,22 +148,6 @@ def _with_epochs(config: RunConfig, source: Source) -> RunConfig:
     return with_steps(config, config.epochs * len(source.batches))
 
 
-def _workload(config: RunConfig, bundle: ModelBundle, source: Source) -> Workload:
-    place = process_device(config.request.parallelism.device)
-    assert config.lr is not None
-    return Workload(
-        named_layers(bundle.layers),
-        bundle.loss,
-        make_optimizer(config.optimizer, config.lr, config.weight_decay, config.betas),
-        place,
-        example_of(bundle, source, config.batch),
-        bool(config.updates.clip_norm),
-        half_of(config.precision.dtype),
-        bundle.name,
-        backend_of(config.precision.compile, place),
-    )
-
-
 def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan:
     """The plan with its prediction on this machine: several passes of a synchronous program, else a long segment."""
     plan = pipe.plan
@@ -227,10 +156,16 @@ def _with_prediction(config: RunConfig, pipe: Pipeline, cost: CostModel) -> Plan
     else:
         steps = max(4, -(-32 // plan.num_microbatches))
         timeline = simulate(pipe.schedule(shape_of(plan, num_steps=steps)), cost)
-    prediction = prediction_of(timeline, config.batch)
+    period_s = timeline.period_s
+    throughput = 0.0
+    if period_s:
+        throughput = config.batch / period_s
+    peak_bytes = tuple(map(timeline.peak_bytes, range(len(timeline.program.ranks))))
     if config.spill.cap_bytes is not None and plan.prediction is not None:
         # The bytes that were compared with the cap.
-        prediction = msgspec.structs.replace(prediction, peak_bytes=plan.prediction.peak_bytes)
+        peak_bytes = plan.prediction.peak_bytes
+    step_s = timeline.makespan_s / timeline.num_repeats / timeline.program.header.num_steps
+    prediction = Prediction(step_s, period_s, period_s, throughput, peak_bytes)
     return msgspec.structs.replace(plan, prediction=prediction)
 
 
@@ -285,9 +220,52 @@ def _ending(best: EarlyStopping, config: RunConfig, num_updates: int) -> list[st
     return notes
 
 
-def _result(run: ReadyRun, losses: list[float], seconds: float, report: PipelineReport, before: Any) -> RunResult:
-    measured = report.timeline
+class _Trained(NamedTuple):
+    """A training that has ended.
+
+    Attributes:
+        losses: of its steps.
+        seconds: that they took.
+        cores_of_others: mean number of cores that other programs took meanwhile.
+        best: the best evaluation.
+    """
+
+    losses: list[float]
+    seconds: float
+    cores_of_others: float
+    best: EarlyStopping
+
+
+def _train(run: ReadyRun, observer: Observer) -> _Trained:
+    """Trains to the last step."""
+    config = run.config
+    pipe = run.pipe
+    held_out = None
+    if config.evaluate_every:
+        held_out = run.source.held_out
+    folder = None
+    if config.output:
+        folder = Path(config.output) / "best"
+    best = EarlyStopping(pipe, config.patience, folder)
+    observer.doing("first step: compiling the layers" if config.precision.compile else "first step")
+    began = time.perf_counter()
+    before = CpuUse.now()
+    losses = pipe.fit(
+        run.source.batches,
+        config.num_steps - pipe.num_updates,
+        callbacks=[*_callbacks(config, pipe, observer), best],
+        held_out=held_out,
+        evaluate_every=config.evaluate_every,
+    )
+    seconds = time.perf_counter() - began
+    return _Trained(losses, seconds, busy_cores(before), best)
+
+
+def _result(run: ReadyRun, trained: _Trained, report: PipelineReport, before: float | None) -> RunResult:
+    """The figures of a run; every rank makes the same call."""
+    config = run.config
     source = run.source
+    timeline = report.timeline
     held_out_loss: float | None = None
     accuracy: float | None = None
     if source.counts_hits:
@@ -296,13 +274,12 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
         )
     elif source.held_out:
         held_out_loss = run.pipe.evaluate(source.held_out)
-    if seconds:
-        rate = len(losses) * run.config.batch / seconds
-    else:
-        rate = 0.0
-    return RunResult(
-        losses=losses,
-        seconds=seconds,
+    rate = 0.0
+    if trained.seconds:
+        rate = len(trained.losses) * config.batch / trained.seconds
+    result = RunResult(
+        losses=trained.losses,
+        seconds=trained.seconds,
         samples_per_s=rate,
         tokens_per_s=rate * source.tokens_per_sample,
         baseline=source.baseline,
@@ -311,14 +288,57 @@ def _result(run: ReadyRun, losses: list[float], seconds: float, report: Pipeline
         held_out_metrics=dict(run.pipe.metrics) if source.held_out else {},
         held_out_before=before,
         predicted=run.plan.prediction,
-        measured_period_s=measured.period_s,
-        bubble=measured.bubble_fraction,
-        utilisation=[measured.utilisation(rank) for rank in range(len(measured.program.ranks))],
+        measured_period_s=timeline.period_s,
+        bubble=timeline.bubble_fraction,
+        utilisation=[timeline.utilisation(rank) for rank in range(len(timeline.program.ranks))],
         traffic=report.traffic,
         peak_memory_bytes=report.peak_memory_bytes,
         held_bytes=report.held_bytes,
         compile_s=report.compile_s,
     )
+    best = trained.best
+    if best.best_step:
+        result.notes += _ending(best, config, run.pipe.num_updates)
+        if best.folder is not None:
+            result.paths["best"] = str(best.folder)
+    if run.costs is not None and run.costs.cores_of_others:
+        result.notes.append(busy_measurement(run.costs.cores_of_others))
+    if trained.cores_of_others:
+        result.notes.append(busy_training(trained.cores_of_others))
+    place = current().folder
+    if place is None and config.output:
+        place = checkpoints_of(config.output)
+    if place is not None:
+        result.faults = noted(place)
+    return result
+
+
+def _compared(run: ReadyRun, trained: _Trained, measured: Timeline, result: RunResult) -> dict[str, Timeline]:
+    """Compares the measured times with those that the costs predict; returns both timelines by name."""
+    if run.costs is None:
+        return {"measured": measured}
+    predicted = simulate(measured.program, run.costs.cost, repeats=measured.num_repeats)
+    result.rows = compare(predicted, measured)
+    has_turns = len(run.pipe.workers) > 1  # ranks that alternate in one process
+    slow = slow_training(result.rows)
+    if slow and not trained.cores_of_others and not has_turns:
+        result.notes.append(slow)
+    return {"measured": measured, "predicted": predicted}
+
+
+def _use_model(run: ReadyRun, result: RunResult) -> None:
+    """Saves the trained model of a folder, and lets a language model write. Every rank makes the same call."""
+    config = run.config
+    if is_folder(config.model):
+        if config.output:
+            result.paths["model"] = str(run.pipe.save_pretrained(Path(config.output) / "model"))
+        if not run.plan.spill:
+            result.samples = _answered(run)
+    elif not run.plan.spill and run.source.prompts and config.sample:
+        # A model on a tier may be larger than the host's memory.
+        state = run.pipe.state_dict()
+        if run.pipe.rank == 0:
+            result.samples = _continued(run, state)
 
 
 def _answered(run: ReadyRun) -> list[Sample]:
@@ -344,8 +364,6 @@ def _continued(run: ReadyRun, state: dict[str, torch.Tensor]) -> list[Sample]:
     """Text of the trained model of bytes, made by the whole model on this rank."""
     config = run.config
     source = run.source
-    if not (source.prompts and config.sample and state):
-        return []
     # The layers of a tensor-parallel run are parts of the model's.
     if run.plan.tensor > 1:
         whole = build(config.model, **parse_options(config.option, config.model))

@@ -34,7 +34,7 @@ def collective(method: F) -> F:
 
     @functools.wraps(method)
     def called(pipe: Any, *args: Any, **options: Any) -> Any:
-        pipe._session.roll_call(name)
+        pipe.session.roll_call(name)
         return method(pipe, *args, **options)
 
     return among_ranks(cast(F, called))
@@ -50,7 +50,7 @@ def among_ranks(method: F) -> F:
         except RuntimeError as problem:
             if isinstance(problem, CommunicationError) or not is_lost_peer(problem):
                 raise
-            raise lost_peer(pipe._session.rank, problem) from None
+            raise lost_peer(pipe.session.rank, problem) from None
 
     return cast(F, called)
 

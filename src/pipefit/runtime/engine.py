@@ -39,10 +39,7 @@ class Engine:
         workers: one in a distributed run; all of them in a local one.
         transports: of each worker.
         metric_names: of the metrics that the loss returns, the same on every rank; None: not known yet.
-        took_whole: whether this process held the weights of the whole model, and has freed those of other stages.
     """
-
-    took_whole = False
 
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session

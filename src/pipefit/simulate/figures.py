@@ -17,30 +17,24 @@ _ROUNDS = 4
 
 
 def metrics(
-    program: Program,
-    timeline: Timeline,
-    forward: float,
-    backward: float,
-    *,
-    cost: CostModel | None = None,
-    steady: Program | None = None,
+    program: Program, timeline: Timeline, cost: CostModel | None = None, *, steady: Program | None = None
 ) -> dict[str, Any]:
-    """Figures of a program and its timeline; times in the unit of forward and backward.
+    """Figures of a program and its timeline, in the unit of the costs.
 
     Args:
         program: of the timeline.
         timeline: of the program.
-        forward: f, the forward time of one micro-batch on a rank, all its chunks together.
-        backward: b, likewise.
-        cost: of the simulation, for the period; None: unit costs without latency.
+        cost: of the simulation; None: unit costs without latency.
         steady: the same schedule with more steps, for the period of an asynchronous one; see `steady_period_s`.
     """
     header = program.header
     send = Op.SEND
     ranks = range(len(program.ranks))
-    ideal = header.total_microbatches * timeline.num_repeats * (forward + backward)
+    cost = cost or unit(header)
+    # Of one micro-batch, on average over the ranks: then the bubble is their average idle time.
+    work = sum(cost.forward_s) + sum(cost.backward_input_s) + sum(cost.backward_weight_s)
+    ideal = header.total_microbatches * timeline.num_repeats * work / header.num_ranks
     makespan = timeline.makespan_s
-    cost = cost or unit(header, forward, backward)
     alike = {"contention": "contention" in timeline.notes, "rendezvous": "no_rendezvous" not in timeline.notes}
     period = steady_period_s(steady or program, cost, **alike)
     with collector_paused():

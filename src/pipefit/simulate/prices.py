@@ -65,7 +65,7 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
             lanes[number] = ports
     kept = _kept(graph, later=False)
     kept_later = _kept(graph, later=True)
-    between = cost.pass_s
+    between: float = 0
     closing = _closing(layout)
     spill = graph.program.header.spill
     if spill is not None and graph.program.header.num_ranks > 1:
@@ -136,21 +136,17 @@ def _without(travel: list[float], kept: frozenset[int]) -> list[float]:
 
 
 def _arrivals(layout: FlatProgram, cost: CostModel, kept: frozenset[int]) -> dict[int, float]:
-    """Seconds a rank spends on arrived messages and on checksums of fetches, by the first instruction that waits."""
+    """Seconds a rank spends on checksums of fetches, by the first instruction that waits for them."""
     found: dict[int, float] = {}
-    if not (cost.arrival_s or any(tier.check_bytes_per_s for tier in cost.tiers)):
+    if not any(tier.check_bytes_per_s for tier in cost.tiers):
         return found
     counted = set(kept)
     for number, code in enumerate(layout.codes):
         for awaited in layout.waits[number] if code == Code.WAIT else ():
             came = layout.graph.instructions[awaited]
-            if awaited not in counted and came.op in (Op.RECV, Op.FETCH):
+            if awaited not in counted and came.op is Op.FETCH:
                 counted.add(awaited)
-                if came.op is Op.RECV:
-                    seconds = cost.arrival_s
-                else:
-                    seconds = cost.check_s(came)
-                found[number] = found.get(number, 0) + seconds
+                found[number] = found.get(number, 0) + cost.check_s(came)
     return found
 
 

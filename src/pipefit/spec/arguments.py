@@ -112,21 +112,19 @@ def _check(name: str, value: Any, hint: Any, place: Any) -> None:
         check_value(name, value, hint)
 
 
-def check_fields(of: object, error: type[PipefitError], apart: Iterable[str] = ()) -> None:
+def check_fields(of: object, error: type[PipefitError]) -> None:
     """Checks the fields of a dataclass or struct.
 
     Args:
         of: the object.
         error: the kind of error.
-        apart: fields that it checks itself.
 
     Raises:
         PipefitError: of kind `error`: a field does not have the type of its annotation.
     """
     owner: Any = type(of)
     for name, hint in _hints_of(owner).items():
-        if name not in apart:
-            check_value(name, getattr(of, name), hint, error)
+        check_value(name, getattr(of, name), hint, error)
 
 
 @functools.cache
@@ -206,22 +204,19 @@ def _is_one_of(value: object, known: Sequence[object]) -> bool:
 
 
 def _limited(kind: Kind, meta: Meta) -> Kind:
-    """The numbers of a kind within limits."""
-    if meta.ge is None:
-        least = -math.inf
-    else:
-        least = meta.ge
-    if meta.le is None:
-        most = math.inf
-    else:
+    """The numbers of a kind within limits: `ge`, and `le` if there is one."""
+    assert meta.ge is not None
+    least = meta.ge
+    most = math.inf
+    limits = f"of at least {least:g}"
+    if meta.le is not None:
         most = meta.le
-    if most < math.inf:
         limits = f"from {least:g} to {most:g}"
-    else:
-        limits = f"of at least {least:g}"
-    words = f"{kind.words} {limits}"
-    many = f"{kind.in_list} {limits}"
-    return Kind(lambda value: kind.fits(value) and least <= value <= most, words, many)
+
+    def fits(value: Any) -> bool:
+        return kind.fits(value) and least <= value <= most
+
+    return Kind(fits, f"{kind.words} {limits}", f"{kind.in_list} {limits}")
 
 
 def _is_whole(value: object) -> bool:
@@ -257,28 +252,28 @@ def _of_class(owner: Any, parts: Sequence[Any]) -> Kind:
     if owner is tuple and parts and parts[-1] is not Ellipsis:
         return _tuple([kind_of(part) for part in parts])
     if owner in (Sequence, list, tuple):
-        return _listed(kind_of(parts[0] if parts else Any), tuple if owner is tuple else object)
+        element = kind_of((*parts, Any)[0])
+        return _listed(element, tuple if owner is tuple else object)
     if owner is Iterable:
         return Kind(_is_iterable, "a list, a loader or another iterable")
     if getattr(owner, "_is_protocol", False):
         members = [name for name in (*vars(owner), *owner.__annotations__) if not name.startswith("_")]
         return Kind(lambda value: _has(value, members), f"an object with {', '.join(members)}")
-    if owner.__name__[0] in "AEIOU":
+    name = owner.__name__
+    article = "a"
+    if name[0] in "AEIOU":
         article = "an"
-    else:
-        article = "a"
-    return Kind(lambda value: isinstance(value, owner), f"{article} {owner.__name__}", f"{owner.__name__} objects")
+    return Kind(lambda value: isinstance(value, owner), f"{article} {name}", f"{name} objects")
 
 
 def _mapping(key: Kind, value: Kind) -> Kind:
     def fits(found: object) -> bool:
         if not isinstance(found, Mapping):
             return False
-        return all(key.fits(name) and value.fits(each) for name, each in found.items())
+        return all(map(key.fits, found)) and all(map(value.fits, found.values()))
 
-    if value is _ANY:
-        of = ""
-    else:
+    of = ""
+    if value is not _ANY:
         of = f" of {value.in_list} by name"
     return Kind(fits, f"a dict{of}", f"dicts{of}")
 
@@ -299,14 +294,12 @@ def _listed(element: Kind, owner: type) -> Kind:
         # Long tuples hold few types; whole numbers need a look each only where one is large.
         return all(map(element.fits, typing.cast(Iterable[Any], found)))
 
-    if element is _ANY:
-        of = ""
-    else:
-        of = f" of {element.in_list}"
+    name = "list"
     if owner is tuple:
         name = "tuple"
-    else:
-        name = "list"
+    of = ""
+    if element is not _ANY:
+        of = f" of {element.in_list}"
     return Kind(fits, f"a {name}{of}", f"{name}s{of}")
 
 

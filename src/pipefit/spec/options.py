@@ -1,16 +1,16 @@
 """Options of a training run, each defined once: name, type, default and help, for Python, TOML and the command line.
 
 Python takes the frozen dataclasses themselves. The command line (`pipefit.cli.options`) makes one flag of each field,
-with the help under "Attributes" and the names given here; a TOML file takes the same names.
+with the help and the names given here; a TOML file takes the same names.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_type_hints
+from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 
 from pipefit.errors import ABOVE_0, PlanError, look_up
 from pipefit.spec.arguments import Amount, Number, check_fields
@@ -29,44 +29,45 @@ MOST_THREADS: Final = 1024
 AUTO: Final = "auto"
 """The value that leaves a choice to the planner."""
 
-STEP_ON: Final = ("auto", "device", "host")
+StepOn = Literal["auto", "device", "host"]
+STEP_ON: Final[tuple[str, ...]] = get_args(StepOn)
 """Places where spilled stages may step."""
 
-KEEP: Final = ("auto", "all", "none")
+Keep = Literal["auto", "all", "none"]
+KEEP: Final[tuple[str, ...]] = get_args(Keep)
 """Choices of the spilled stages that keep their activations."""
 
 STOP = "stop"
 SKIP = "skip"
-OFF = "off"
 """Policies for an update whose loss or gradient is not a finite number."""
-
-_StepOn = Literal["auto", "device", "host"]
-_Keep = Literal["auto", "all", "none"]
 
 Group = TypeVar("Group")
 
 
 def setting(
     default: Any,
+    help: str = "",
     *flags: str,
     typed: Any = None,
     least: float | None = None,
     most: float = math.inf,
     hidden: bool = False,
+    only: Sequence[str] = (),
 ) -> Any:
     """A field of a group of options.
 
     Args:
         default: its value where none is given, or `dict` for an empty one.
-        flags: its names on the command line, the long one first; (): made from the field's name.
-        typed: its type on the command line, where it differs in Python: a type, or "numbers" (2,1), "figures"
-            (0.9,0.95), "words" (a=1,b=2; may be repeated), "pairs" (NAME=INTEGER; may be repeated), "texts" (several
-            after one flag).
+        help: for people, in a sentence.
+        flags: its names on the command line where the long one is not the field's, and the short one: "--clip", "-d".
+        typed: its type on the command line, where it differs: a type, or a name of `pipefit.cli.options.TYPES`,
+            such as "numbers" (2,1).
         least: the smallest number that it may be; a whole number such as 1: it must be whole; None: not checked.
         most: the largest, where `least` is given.
         hidden: for Python only.
+        only: the ways to use the group, such as planning methods, in which the option has an effect; (): in all.
     """
-    facts = {"flags": flags, "typed": typed, "least": least, "most": most, "hidden": hidden}
+    facts = {"help": help, "flags": flags, "typed": typed, "least": least, "most": most, "hidden": hidden, "only": only}
     if default is dict:
         return field(default_factory=dict, metadata=facts)
     return field(default=default, metadata=facts)
@@ -81,38 +82,48 @@ class Checked:
 
 @dataclass(frozen=True)
 class Parallelism(Checked):
-    """The distribution of a model over processes.
+    """The distribution of a model over processes."""
 
-    Attributes:
-        ranks: processes: data × pipeline × tensor; default: the plan's, 1 under a cap, one for each GPU, or one for
-            each of up to 4 cores.
-        chunks: stages on each rank, for the looped schedules.
-        replicas: copies of each stage, such as 2,1; one number is for all.
-        data_parallel: copies of the whole pipeline.
-        tensor: processes that share each rank by tensor parallelism, for models with rules or a plan for it.
-        sequence_parallel: the processes of a rank also split the sequence between them.
-        whole_messages: each process of a rank sends all of a message between ranks, not only its part.
-        shard_optimizer: shard the optimizer's states over the replicas of each stage.
-        verify_replicas: steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none;
-            default: at each checkpoint.
-        recompute: what backwards replay instead of keeping it: "stage": whole stages, of which only inputs are kept;
-            "layer": layer by layer, of which inputs are kept; "selective": only the cores of attention.
-        options: an option of the schedule as NAME=INTEGER; may be repeated.
-        device: where ranks compute, like cpu or cuda; default: the GPU of the process where it has one.
-    """
-
-    ranks: int | None = setting(None, "--ranks", "-n", least=1)
-    chunks: int = setting(1, "--chunks", "-v", least=1)
-    replicas: Number | Sequence[Number] = setting((), typed="numbers")
-    data_parallel: int = setting(1, "--data-parallel", "-d", least=1)
-    tensor: int = setting(1, "--tensor", "-t", least=1)
-    sequence_parallel: bool = False
-    whole_messages: bool = False
-    shard_optimizer: bool = False
-    verify_replicas: int | None = setting(None, least=0)
-    recompute: Recompute = "none"
-    options: Mapping[str, int] = setting(dict, "--schedule-option", typed="pairs")
-    device: Any = setting(None, typed=str)
+    ranks: int | None = setting(
+        None,
+        "Processes: data × pipeline × tensor; default: the plan's, 1 under a cap, one for each GPU, or one for "
+        "each of up to 4 cores.",
+        "-n",
+        least=1,
+    )
+    chunks: int = setting(1, "Stages on each rank, for the looped schedules.", "-v", least=1)
+    replicas: Number | Sequence[Number] = setting(
+        (), "Copies of each stage, such as 2,1; one number is for all.", typed="numbers"
+    )
+    data_parallel: int = setting(1, "Copies of the whole pipeline.", "-d", least=1)
+    tensor: int = setting(
+        1,
+        "Processes that share each rank by tensor parallelism, for models with rules or a plan for it.",
+        "-t",
+        least=1,
+    )
+    sequence_parallel: bool = setting(False, "The processes of a rank also split the sequence between them.")
+    whole_messages: bool = setting(
+        False, "Each process of a rank sends all of a message between ranks, not only its part."
+    )
+    shard_optimizer: bool = setting(False, "Shard the optimizer's states over the replicas of each stage.")
+    verify_replicas: int | None = setting(
+        None,
+        "Steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none; default: at"
+        " each checkpoint.",
+        least=0,
+    )
+    recompute: Recompute = setting(
+        "none",
+        'What backwards replay instead of keeping it: "stage": whole stages, of which only inputs are kept; '
+        '"layer": layer by layer, of which inputs are kept; "selective": only the cores of attention.',
+    )
+    options: Mapping[str, int] = setting(
+        dict, "An option of the schedule as NAME=INTEGER; may be repeated.", "--schedule-option", typed="pairs"
+    )
+    device: Any = setting(
+        None, "Where ranks compute, like cpu or cuda; default: the GPU of the process where it has one.", typed=str
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "recompute", recompute_kind(self.recompute))
@@ -137,16 +148,21 @@ class Parallelism(Checked):
 class Precision(Checked):
     """How layers compute: in which type, while weights stay as they are, and whether they are compiled.
 
-    Attributes:
-        dtype: type that layers compute in: fp32 (the model's own), or bf16 or fp16, under autocast.
-        loss_scale: first scale of the loss, which then follows the gradients; default: 65536 for fp16, else no scaling.
-        compile: train layers by torch.compile, one compilation for each kind of layer. In Python also the name of a
-            backend, such as "aot_eager"; True is "inductor".
+    In Python `compile` may also be the name of a backend of torch.compile, such as "aot_eager"; True is "inductor".
     """
 
-    dtype: Literal["fp32", "bf16", "fp16"] = setting("fp32", "--precision")
-    loss_scale: float | None = setting(None, least=ABOVE_0, most=LARGEST_LOSS_SCALE)
-    compile: bool | str = setting(False, typed=bool)
+    dtype: Literal["fp32", "bf16", "fp16"] = setting(
+        "fp32", "Type that layers compute in: fp32 (the model's own), or bf16 or fp16, under autocast.", "--precision"
+    )
+    loss_scale: float | None = setting(
+        None,
+        "First scale of the loss, which then follows the gradients; default: 65536 for fp16, else no scaling.",
+        least=ABOVE_0,
+        most=LARGEST_LOSS_SCALE,
+    )
+    compile: bool | str = setting(
+        False, "Train layers by torch.compile, one compilation for each kind of layer.", typed=bool
+    )
 
     @classmethod
     def of(cls, value: Precision | str) -> Precision:
@@ -156,80 +172,115 @@ class Precision(Checked):
 
 @dataclass(frozen=True)
 class Updates(Checked):
-    """Settings of a weight update in addition to its optimizer: clipping, learning-rate schedule, seed.
+    """Settings of a weight update in addition to its optimizer: clipping, learning-rate schedule, seed."""
 
-    Attributes:
-        clip_norm: largest global norm of an update's gradients, over all stages; 0: any.
-        nonfinite: for an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are
-            those of the step before), skip (the next batch follows), or off (only losses, after the step).
-        seed: of dropout; in a run also of weights and the order of the data.
-        no_decay: parts of names, like bias,norm: parameters with one in their name, or in the class of the module that
-            holds them, get no weight decay.
-        scheduler: from an optimizer to its learning-rate schedule, which steps with it.
-        weigh: from a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When
-            the loss averages over tokens, return the number of tokens that count.
-    """
-
-    clip_norm: float | None = setting(None, "--clip", least=0.0)
-    nonfinite: Literal["stop", "skip", "off"] = "stop"
-    seed: int = setting(0, least=0, most=MOST_SEED)
-    no_decay: Sequence[str] | str = setting((), typed="words")
-    scheduler: Any = setting(None, hidden=True)
-    weigh: Callable[[Any], Any] | None = setting(None, hidden=True)
+    clip_norm: float | None = setting(
+        None, "Largest global norm of an update's gradients, over all stages; 0: any.", "--clip", least=0.0
+    )
+    nonfinite: Literal["stop", "skip", "off"] = setting(
+        "stop",
+        "For an update whose loss or a gradient is not finite: stop (before any rank steps; the weights are "
+        "those of the step before), skip (the next batch follows), or off (only losses, after the step).",
+    )
+    seed: int = setting(0, "Of dropout; in a run also of weights and the order of the data.", least=0, most=MOST_SEED)
+    no_decay: Sequence[str] | str = setting(
+        (),
+        "Parts of names, like bias,norm: parameters with one in their name, or in the class of the module that "
+        "holds them, get no weight decay.",
+        typed="words",
+    )
+    scheduler: Any = setting(None, "From an optimizer to its learning-rate schedule, which steps with it.", hidden=True)
+    weigh: Callable[[Any], Any] | None = setting(
+        None,
+        "From a micro-batch's target to its weight in the batch's mean loss; None: its number of samples. When "
+        "the loss averages over tokens, return the number of tokens that count.",
+        hidden=True,
+    )
 
 
 @dataclass(frozen=True)
 class Saves(Checked):
-    """The checkpoints of a training.
+    """The checkpoints of a training."""
 
-    Attributes:
-        every: steps between checkpoints; 0: only at the end; default: by time, see --checkpoint-share.
-        share: largest part of the time that goes into checkpoints by time; they are at least 60 s apart.
-        keep: number of the newest checkpoints that stay; 0: all.
-    """
-
-    every: int | None = setting(None, "--checkpoint-every", least=0)
-    share: float = setting(0.03, "--checkpoint-share", least=0.001, most=1.0)
-    keep: int = setting(3, "--keep-checkpoints", least=0)
+    every: int | None = setting(
+        None,
+        "Steps between checkpoints; 0: only at the end; default: by time, see --checkpoint-share.",
+        "--checkpoint-every",
+        least=0,
+    )
+    share: float = setting(
+        0.03,
+        "Largest part of the time that goes into checkpoints by time; they are at least 60 s apart.",
+        "--checkpoint-share",
+        least=0.001,
+        most=1.0,
+    )
+    keep: int = setting(3, "Number of the newest checkpoints that stay; 0: all.", "--keep-checkpoints", least=0)
 
 
 @dataclass(frozen=True)
 class Spilled(Checked):
     """Spilling of stages to the host's memory or to disk: `Pipeline(…, spill=Spilled("1.5 GiB", disk="/scratch"))`.
 
-    Attributes:
-        device_memory: cap on the device's memory, like 1.5GiB: the rest of the model waits on the host or on disk.
-        host_memory: limit on the machine's memory that spilled stages take; default: no limit.
-        disk: folder in which spilled stages wait; all of them, unless the host's memory is used up to a limit.
-        slots: stages whose weights and gradients are on the device at once: one computes, the others load.
-        optim_slots: stages whose optimizer states are on the device at once; 0: these stay there.
-        step_on: where spilled stages step; on the host the optimizer's states stay there. auto: the faster of both by
-            the plan for a cap, else the device. In Python also the stages that step on the host.
-        keep: spilled stages that keep their activations on the device, and replay nothing; auto: as many as fit under
-            a cap, else none. In Python also their numbers.
-        activations: inputs of spilled stages wait there too, until their replay; under a cap this is also chosen where
-            nothing fits otherwise.
-        prefetch: stages ahead that the next one is loaded; None: as soon as a slot is free; 0: when it is needed.
-        resume: resume from the last step that a run committed in `disk` before it was cut off. Model, plan and training
-            must be the same; `Pipeline.num_updates` is the step. A number: from that step or one before.
-        commit_every: steps between commits to disk, to resume from; 0: none; default: 1 if all is there, else 10.
-        about: further JSON data that must be the same to resume, by the names that messages use.
+    In Python `step_on` and `keep` may also be the numbers of the stages that step on the host, and of those that keep
+    their activations.
     """
 
-    device_memory: float | str | None = setting(None, typed=str)
-    host_memory: float | str | None = setting(None, typed=str)
-    disk: str | Path | None = setting(None, typed=str)
-    slots: int = setting(2, least=1, hidden=True)
-    optim_slots: int = setting(1, least=0, hidden=True)
-    step_on: Literal["auto", "device", "host"] | Sequence[Amount] = setting(
-        AUTO, typed=Literal["auto", "device", "host"]
+    device_memory: float | str | None = setting(
+        None, "Cap on the device's memory, like 1.5GiB: the rest of the model waits on the host or on disk.", typed=str
     )
-    keep: Literal["auto", "all", "none"] | Sequence[Amount] = setting(AUTO, typed=Literal["auto", "all", "none"])
-    activations: bool = False
-    prefetch: int | None = setting(None, least=0, hidden=True)
-    resume: bool | Amount = setting(False, hidden=True)
-    commit_every: int | None = setting(None, least=0)
-    about: Mapping[str, Any] = setting(dict, hidden=True)
+    host_memory: float | str | None = setting(
+        None, "Limit on the machine's memory that spilled stages take; default: no limit.", typed=str
+    )
+    disk: str | Path | None = setting(
+        None,
+        "Folder in which spilled stages wait; all of them, unless the host's memory is used up to a limit.",
+        typed=str,
+    )
+    slots: int = setting(
+        2,
+        "Stages whose weights and gradients are on the device at once: one computes, the others load.",
+        least=1,
+        hidden=True,
+    )
+    optim_slots: int = setting(
+        1, "Stages whose optimizer states are on the device at once; 0: these stay there.", least=0, hidden=True
+    )
+    step_on: StepOn | Sequence[Amount] = setting(
+        AUTO,
+        "Where spilled stages step; on the host the optimizer's states stay there. auto: the faster of both by "
+        "the plan for a cap, else the device.",
+        typed=StepOn,
+    )
+    keep: Keep | Sequence[Amount] = setting(
+        AUTO,
+        "Spilled stages that keep their activations on the device, and replay nothing; auto: as many as fit "
+        "under a cap, else none.",
+        typed=Keep,
+    )
+    activations: bool = setting(
+        False,
+        "Inputs of spilled stages wait there too, until their replay; under a cap this is also chosen where "
+        "nothing fits otherwise.",
+    )
+    prefetch: int | None = setting(
+        None,
+        "Stages ahead that the next one is loaded; None: as soon as a slot is free; 0: when it is needed.",
+        least=0,
+        hidden=True,
+    )
+    resume: bool | Amount = setting(
+        False,
+        "Resume from the last step that a run committed in `disk` before it was cut off. Model, plan and "
+        "training must be the same; `Pipeline.num_updates` is the step. A number: from that step or one before.",
+        hidden=True,
+    )
+    commit_every: int | None = setting(
+        None, "Steps between commits to disk, to resume from; 0: none; default: 1 if all is there, else 10.", least=0
+    )
+    about: Mapping[str, Any] = setting(
+        dict, "Further JSON data that must be the same to resume, by the names that messages use.", hidden=True
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,21 +314,23 @@ class Spilled(Checked):
 class Request(Checked):
     """The pipeline that a user asks for; `pipefit.pipeline.request` turns it into a plan.
 
-    Attributes:
-        schedule: its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of
-            the pipeline is given; else 1f1b.
-        microbatches: per weight update; default: chosen with the schedule auto, else 4.
-        stages: layers of each stage, like 3,3; default: balanced by a profile, else by FLOP and parameters. In Python
-            also a number of stages, or "auto".
-        plan: follow this plan, with its schedule, stages and micro-batches.
-        parallelism: distribution of the model over processes.
-        spill: spilling of stages; None: none.
+    In Python `stages` may also be a number of stages, or "auto".
     """
 
-    schedule: str | None = None
-    microbatches: int | None = setting(None, "--microbatches", "-m", least=1)
-    stages: int | Sequence[int] | str | None = setting(None, typed="numbers")
-    plan: Any = setting(None, typed=str)
+    schedule: str | None = setting(
+        None,
+        "Its name, or auto; `pipefit schedules` lists them. Default: auto under a cap, and where no option of "
+        "the pipeline is given; else 1f1b.",
+    )
+    microbatches: int | None = setting(
+        None, "Per weight update; default: chosen with the schedule auto, else 4.", "-m", least=1
+    )
+    stages: int | Sequence[int] | str | None = setting(
+        None,
+        "Layers of each stage, like 3,3; default: balanced by a profile, else by FLOP and parameters.",
+        typed="numbers",
+    )
+    plan: Any = setting(None, "Follow this plan, with its schedule, stages and micro-batches.", typed=str)
     parallelism: Parallelism = field(default_factory=Parallelism)
     spill: Spilled | None = None
 
@@ -294,17 +347,28 @@ def in_bytes(value: float | str | None, name: str) -> float | None:
     return parse_quantity(value, "bytes", name)
 
 
-def as_flat(group: Any) -> dict[str, Any]:
-    """All visible options of a group and of the groups in it, by their names with underscores."""
-    flat: dict[str, Any] = {}
+def options_of(group: Any, without: Collection[str] = ()) -> Iterator[tuple[Any, Any, Any]]:
+    """The visible options of a group and of the groups in it: the field of each, its type and its value.
+
+    Args:
+        group: a dataclass whose fields are made by `setting`.
+        without: names of fields, or of groups, that are left out.
+    """
+    hints = get_type_hints(type(group))
     kinds = groups_of(type(group))
     for one in fields(group):
+        if one.name in without or one.metadata.get("hidden"):
+            continue
         value = getattr(group, one.name)
         if one.name in kinds:
-            flat |= as_flat(kinds[one.name]() if value is None else value)
-        elif not one.metadata.get("hidden"):
-            flat[key_of(one)] = value
-    return flat
+            yield from options_of(value or kinds[one.name](), without)
+        else:
+            yield one, hints[one.name], value
+
+
+def as_flat(group: Any) -> dict[str, Any]:
+    """All visible options of a group and of the groups in it, by their names with underscores."""
+    return {key_of(one): value for one, _, value in options_of(group)}
 
 
 def from_flat(kind: type[Group], values: Mapping[str, Any], usual: Group | None = None) -> Group:
@@ -330,24 +394,60 @@ def _with_values(group: Group, values: Mapping[str, Any]) -> Group:
     changes: dict[str, Any] = {}
     groups = groups_of(type(group))
     for one in fields(group):  # type: ignore[arg-type]
+        if one.metadata.get("hidden"):
+            continue
         if one.name in groups:
-            before = getattr(group, one.name)
-            default = groups[one.name]()
-            after = _with_values(default if before is None else before, values)
-            if before is None and after == default:
-                changes[one.name] = None
-            else:
+            before = getattr(group, one.name) or groups[one.name]()
+            after = _with_values(before, values)
+            # A group that is not there stays away where nothing in it is named.
+            if after != before:
                 changes[one.name] = after
-        elif not one.metadata.get("hidden") and key_of(one) in values:
+        elif key_of(one) in values:
             changes[one.name] = values[key_of(one)]
     return replace(group, **changes)  # type: ignore[type-var]
 
 
+def with_fields(kind: type[Group], values: Mapping[str, Any]) -> Group:
+    """A group whose fields have these values.
+
+    Raises:
+        PlanError: the group has no field of that name; the nearest is suggested.
+    """
+    known = {one.name: one for one in fields(kind)}  # type: ignore[arg-type]
+    for name in values:
+        look_up(name, known, "unknown option", PlanError)
+    return kind(**values)
+
+
+def refuse_unused(group: Any, way: str, why: str, name: Callable[[Any], str]) -> None:
+    """Refuses the options of a group that were given although they have no effect.
+
+    Args:
+        group: its fields name the ways in which they have an effect, by `setting(only=…)`.
+        way: in which the group is used.
+        why: the rest of the message, after the option.
+        name: the option in the message, from its field: `flag_of` or `attrgetter("name")`.
+
+    Raises:
+        PlanError: an option has a value that is not the default, and not False or empty.
+    """
+    for one in fields(group):
+        given = getattr(group, one.name)
+        is_unused = one.metadata["only"] and way not in one.metadata["only"]
+        if is_unused and given and given != one.default:
+            raise PlanError(f"{name(one)}: {why}")
+
+
+def flag_of(one: Any) -> str:
+    """The option of a field on the command line, such as "--data-parallel"."""
+    return f"--{key_of(one).replace('_', '-')}"
+
+
 def key_of(one: Any) -> str:
     """The name of a field in a flat table, a TOML file and JSON, such as "data_parallel"."""
-    flags = one.metadata.get("flags")
-    if flags:
-        return str(flags[0]).removeprefix("--").replace("-", "_")
+    for flag in one.metadata.get("flags", ()):
+        if flag.startswith("--"):
+            return str(flag).removeprefix("--").replace("-", "_")
     return str(one.name)
 
 
@@ -372,24 +472,25 @@ def check_least(group: Any) -> None:
         PlanError: one is of another type, is too small or large or not finite, or not whole where it must be.
     """
     for one in fields(group):
-        least = one.metadata.get("least")
         value = getattr(group, one.name)
-        if least is None or value is None:
-            continue
-        most = one.metadata["most"]
-        kinds = (int,) if isinstance(least, int) else (int, float)
-        if isinstance(value, int) and most == math.inf and value > _MOST_COUNT:
-            most = _MOST_COUNT
-        if type(value) not in kinds or not least <= value <= most or math.isinf(value):
-            if kinds == (int,):
-                noun = "a whole number"
-            else:
-                noun = "a number"
-            if most < math.inf:
-                limit = f"from {least} to {most}"
-            else:
-                limit = f"of at least {least:g}"
-            if least == ABOVE_0:
-                limit = f"above 0 and at most {most:g}"
-            raise PlanError(f"{key_of(one)}: expected {noun} {limit}, got {value!r}")
+        if value is not None and one.metadata.get("least") is not None:
+            _check_limits(key_of(one), value, one.metadata["least"], one.metadata["most"])
     check_fields(group, PlanError)
+
+
+def _check_limits(name: str, value: Any, least: float, most: float) -> None:
+    kinds: list[type] = [int]
+    noun = "a whole number"
+    if isinstance(least, float):
+        kinds.append(float)
+        noun = "a number"
+    if isinstance(value, int) and most == math.inf and value > _MOST_COUNT:
+        most = _MOST_COUNT
+    if type(value) in kinds and least <= value <= most and not math.isinf(value):
+        return
+    limits = f"of at least {least:g}"
+    if least == ABOVE_0:
+        limits = f"above 0 and at most {most:g}"
+    elif most < math.inf:
+        limits = f"from {least} to {most}"
+    raise PlanError(f"{name}: expected {noun} {limits}, got {value!r}")

@@ -22,17 +22,7 @@ class Study:
         trials: none is built before a device is ready for it.
         define: from values to a `Trial`, for trials that `search` chooses while the study runs.
         search: chooses trials; see `pipefit.study.trial_search`.
-        options: those of a study file and of `StudySpec`:
-            workers (2): processes, one per device.
-            policy ("lrtf"): rule for the next trial of a free device: "lrtf", "fifo", "round-robin" or "whole-task".
-            device_memory (None): of a device, as 64 << 20 or "64 MiB"; models are split for it. None: they are not.
-            tier ("disk"): "disk" or "host": place of trials between turns.
-            memory (None): limit on all trials there together; None: all free space.
-            threads (0): CPU threads of each worker; 0: an equal share of the cores.
-            stop (None): a stopping rule, its name, or both with numbers as `{"rule": "median", "min_steps": 10}`.
-            output ("runs/study"): the study's folder.
-            name ("study"): for people.
-            device (""): of the workers; "": GPUs when there are some, else the CPU.
+        options: those of a study file: fields of `pipefit.study.trial.StudySpec`.
 
     Raises:
         PipefitError: an option is unknown, or values do not fit together.

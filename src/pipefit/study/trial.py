@@ -162,34 +162,31 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StudySpec:
-    """A study.
+    """A study: its options, for a file, `pipefit study` and `pipefit.Study`.
 
     Attributes:
         trials: in the order in which they were given.
-        workers: processes, one per device.
-        policy: rule for the next trial of a free worker; see `POLICIES`.
-        device_memory: limit of a shard on a device, as 64 << 20 or "64 MiB"; None: no limit, models are not split for
-            it.
-        tier: "disk": trials are in the study's folder; "host": in shared memory, which is lost when the machine stops.
-        memory: limit on all trials there together; None: all free space.
-        threads: CPU threads of each worker; 0: an equal share of the cores.
-        stop: the rule that stops trials early; None: none does.
-        output: the study's folder.
-        name: for people.
-        device: of the workers; "": GPUs when there are some, else the CPU.
     """
 
     trials: tuple[Trial, ...]
-    workers: int = setting(2, least=1)
-    policy: str = "lrtf"
-    device_memory: float | str | None = None
-    tier: str = "disk"
-    memory: float | str | None = None
-    threads: int = setting(0, least=0, most=MOST_THREADS)
-    stop: Rule | None = None
-    output: str = "runs/study"
-    name: str = "study"
-    device: str = ""
+    workers: int = setting(2, "Processes, one per device.", least=1)
+    policy: str = setting("lrtf", "Rule for the next trial of a free device: lrtf, fifo, round-robin or whole-task.")
+    device_memory: float | str | None = setting(
+        None, 'Limit of a shard on a device, as 64 << 20 or "64 MiB"; None: models are not split for it.'
+    )
+    tier: str = setting(
+        "disk",
+        'Place of trials between turns: "disk": the study\'s folder; "host": shared memory, which is lost when '
+        "the machine stops.",
+    )
+    memory: float | str | None = setting(None, "Limit on all trials there together; None: all free space.")
+    threads: int = setting(0, "CPU threads of each worker; 0: an equal share of the cores.", least=0, most=MOST_THREADS)
+    stop: Rule | None = setting(
+        None, 'Rule that stops trials early, its name, or both with numbers as {"rule": "median", "min_steps": 10}.'
+    )
+    output: str = setting("runs/study", "The study's folder.")
+    name: str = setting("study", "For people.")
+    device: str = setting("", 'Of the workers; "": GPUs when there are some, else the CPU.')
 
     def __post_init__(self) -> None:
         check_least(self)

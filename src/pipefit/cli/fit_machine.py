@@ -1,0 +1,73 @@
+"""`pipefit fit-machine`: the constants of a machine from runs that were measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pipefit.cli.answer import Answer
+from pipefit.cli.options import Json, ending
+from pipefit.errors import PipefitError
+from pipefit.units import columns
+
+if TYPE_CHECKING:
+    from pipefit.planner.measured_runs import FittedMachine, MeasuredRun
+
+_BADLY = 0.1
+"""Relative error from which on a run is listed as badly explained."""
+
+
+def command(
+    runs: Path,
+    /,
+    *,
+    topology: str,
+    output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
+    json: Json = False,
+) -> Answer:
+    """Fit the constants of a machine to measured runs, so that plans for it predict what it really does.
+
+    Example: pipefit fit-machine runs.csv --topology dgx-a100-64 -o mine.toml
+
+    The file has a line for each run, with the columns model (llama:layers=40,…), devices, tensor, depth, chunks,
+    microbatch, batch, recompute, sharded and seconds. Two runs allow one constant, ten allow all five.
+
+    Args:
+        runs: The .csv file.
+        topology: The machine with figures of data sheets: a TOML file, or a name such as dgx-a100-64.
+        output: Write the fitted topology to this TOML file.
+    """
+    from pipefit.planner.machines import load_topology
+    from pipefit.planner.measured_runs import fit_machine, read_runs
+
+    if not runs.is_file():
+        raise PipefitError(f"{runs}: expected a .csv file of measured runs; there is none")
+    every = [run for run, _ in read_runs(runs)]
+    timed = [run for run in every if run.seconds is not None]
+    fitted = fit_machine(timed, load_topology(topology))
+    if output:
+        fitted.topology.save(output)
+    data: dict[str, Any] = {
+        "constants": fitted.constants,
+        "runs": [{"line": run.line, "error": error} for run, error in zip(timed, fitted.errors, strict=True)],
+    }
+    return Answer(data, _text(timed, fitted, len(every) - len(timed)), output=output)
+
+
+def _text(runs: Sequence[MeasuredRun], fitted: FittedMachine, left_out: int) -> str:
+    rows = [["constant", "times the given", "95 % interval"]]
+    rows += [[each.name, f"{each.times:.3f}", f"{each.low:.3f} to {each.high:.3f}"] for each in fitted.constants]
+    sizes = sorted(map(abs, fitted.errors))
+    lines = [
+        *columns(rows),
+        "",
+        f"{len(runs)} runs: median error {sizes[len(sizes) // 2]:.1%}, largest {sizes[-1]:.1%}",
+    ]
+    if left_out:
+        lines.append(f"{left_out} that ran out of memory say nothing about speed, and were left out")
+    bad = [(run, error) for run, error in zip(runs, fitted.errors, strict=True) if abs(error) > _BADLY]
+    if bad:
+        lines += ["", f"predicted more than {_BADLY:.0%} off:"]
+        lines += [f"  {run}: {error:+.1%}" for run, error in bad]
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""A user's model and training, before there is a plan for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipefit.cutting import as_layers
+from pipefit.errors import ModelError
+from pipefit.parallel import Mesh
+from pipefit.profiling.workload import Workload
+from pipefit.runtime.microbatches import Weigh, pair_of
+from pipefit.spec.options import Precision, Updates
+from pipefit.stage.compiler import backend_of
+from pipefit.stage.device import process_device
+from pipefit.stage.materialise import InitialiseLayer
+from pipefit.stage.optimizing import OptimizerMaker, check_scheduler
+from pipefit.stage.precision import first_scale, half_of
+from pipefit.stage.training import Loss, Training
+
+
+@dataclass(frozen=True)
+class GivenModel:
+    """A user's model as layers, and all settings of its training.
+
+    Attributes:
+        work: layers, loss, optimizer, device and example.
+        weigh: from a micro-batch's target to its weight in the batch; None: its number of samples.
+        is_proved: whether it is known that no layer passes a value to another one past the layers between.
+        loss_scale: the first scale of the loss; None: it is not scaled.
+        initialise: the model's own function to draw a layer's weights; None: it has none.
+        updates: settings of the weight updates.
+    """
+
+    work: Workload
+    weigh: Weigh | None
+    is_proved: bool
+    loss_scale: float | None
+    initialise: InitialiseLayer | None
+    updates: Updates
+
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *,
+        loss: Loss | None,
+        optimizer: Any,
+        example: Any,
+        device: Any,
+        precision: Precision | str,
+        updates: Updates,
+    ) -> GivenModel:
+        """Takes the arguments of `Pipeline`; cuts a model that is no sequence of layers.
+
+        Raises:
+            PipefitError: the model cannot be cut, has no loss, or another argument is wrong.
+        """
+        if example is not None:
+            example = pair_of(example)
+        made = as_layers(model, example)
+        weigh = updates.weigh
+        if weigh is None and loss is None:
+            weigh = made.weigh
+        loss = loss or made.loss
+        if loss is None:
+            raise ModelError(f"{type(model).__name__} has no loss of its own: give loss=function(output, target)")
+        layers = list(made.layers)
+        maker = OptimizerMaker(optimizer, layers, updates.no_decay)
+        check_scheduler(updates.scheduler)
+        place = process_device(device)
+        precision = Precision.of(precision)
+        half = half_of(precision.dtype)
+        work = Workload(
+            layers,
+            loss,
+            maker,
+            place,
+            example,
+            clips=bool(updates.clip_norm),
+            half=half,
+            model=type(model).__name__,
+            compiler=backend_of(precision.compile, place),
+        )
+        loss_scale = first_scale(half, precision.loss_scale)
+        initialise = getattr(model, "initialise_layer", None)
+        return cls(work, weigh, made.is_proved, loss_scale, initialise, updates)
+
+    def training(self, mesh: Mesh) -> Training:
+        """The settings that each rank of a mesh trains with."""
+        work = self.work
+        updates = self.updates
+        return Training(
+            mesh.loss(work.loss),
+            work.optimizer,
+            updates.scheduler,
+            updates.clip_norm or None,
+            updates.seed,
+            work.half,
+            self.loss_scale,
+            work.compiler,
+            updates.nonfinite,
+        )

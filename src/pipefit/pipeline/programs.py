@@ -1,0 +1,58 @@
+"""The programs of a training: one for each number of updates that run at a time, proved before it is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from pipefit.ir.program import Program, WeightRule
+from pipefit.pipeline.memory_cap import spilled_shape
+from pipefit.pipeline.nonfinite import needs_norm
+from pipefit.schedules import Schedule, shape_of
+from pipefit.spec import Plan
+from pipefit.spec.options import Spilled
+from pipefit.stage.split import NamedLayer
+from pipefit.stage.ties import tied_groups
+from pipefit.stage.training import Training
+from pipefit.verify import verify
+
+
+class Programs:
+    """The programs of a plan.
+
+    Args:
+        plan: stages and ranks.
+        schedule: of the plan.
+        training: its clipping and the like, for which a program may need the norm of all gradients.
+        layers: of the whole model, whose shared weights tie stages.
+        spill: the user's options of spilling.
+    """
+
+    def __init__(
+        self, plan: Plan, schedule: Schedule, training: Training, layers: Sequence[NamedLayer], spill: Spilled | None
+    ) -> None:
+        self._plan = plan
+        self._schedule = schedule
+        self._training = training
+        self._ties = tied_groups(layers, plan.partition)
+        self._spill = spill
+        self._known: dict[int, Program] = {}
+
+    def of(self, num_updates: int) -> Program:
+        """The program of some updates."""
+        if num_updates not in self._known:
+            shape = shape_of(self._plan, num_steps=num_updates, ties=self._ties)
+            shape = spilled_shape(shape, self._spill)
+            clip = needs_norm(self._training, self._schedule, shape)
+            program = self._schedule(replace(shape, clip=clip))
+            verify(program).raise_if_bad()
+            self._known[num_updates] = program
+        return self._known[num_updates]
+
+    def shortest(self) -> Program:
+        """The program of the fewest updates: replicas of a stage that take whole mini-batches need one each."""
+        if self._schedule.weights in (WeightRule.STASH, WeightRule.VERTICAL):
+            return self.of(math.lcm(*map(len, self._plan.placement.ranks)))
+        return self.of(1)

@@ -1,0 +1,295 @@
+"""Runs that were measured elsewhere, predicted; and the constants of a machine, fitted to such runs.
+
+A run is a line of a CSV file with these columns (more are allowed):
+
+    model        gpt:layers=… or llama:layers=…
+    devices      in all
+    tensor, depth, chunks, microbatch, batch, recompute (none, stage, layer, selective), sharded (0 or 1)
+    seconds      of a step; empty: it ran out of memory
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from pipefit.errors import InfeasibleError, PlanError, ProfileError
+from pipefit.planner.computed_profile import transformer_profile
+from pipefit.planner.methods import problem_of, search_by, space_of
+from pipefit.planner.plan_options import PlanOptions
+from pipefit.planner.transformer import transformer_of
+from pipefit.spec import Device, Level, Topology
+from pipefit.spec.plan import recompute_kind
+
+USABLE = 0.9
+"""Share of a device's memory that tensors can take, next to the context, buffers of messages, and lost space."""
+
+_STEP = 0.05
+_ROUNDS = 5
+_PRIOR = 0.3
+_NOISE = 0.05
+_OUTLIER = 0.1
+_RUNS_FOR_EACH = 2
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """A run: what was trained how, and what came out.
+
+    Attributes:
+        model: as text.
+        devices: in all.
+        tensor: tensor width.
+        depth: ranks of a pipeline.
+        chunks: stages on each rank.
+        microbatch: samples of a micro-batch.
+        batch: samples of a step.
+        recompute: what backwards replay.
+        sharded: whether copies share the optimizer.
+        seconds: of a step; None: it ran out of memory.
+        line: in its file, for messages.
+    """
+
+    model: str
+    devices: int
+    tensor: int
+    depth: int
+    chunks: int
+    microbatch: int
+    batch: int
+    recompute: str
+    sharded: bool
+    seconds: float | None
+    line: int = 0
+
+    def __str__(self) -> str:
+        widths = f"{self.devices} devices, tensor {self.tensor}, depth {self.depth}, micro-batch {self.microbatch}"
+        return f"line {self.line}: {widths}"
+
+
+_NUMBERS = ("devices", "tensor", "depth", "chunks", "microbatch", "batch")
+
+
+def read_runs(path: Path) -> list[tuple[MeasuredRun, dict[str, str]]]:
+    """The runs of a CSV file, each with its whole line.
+
+    Raises:
+        ProfileError: a column is missing, a value is malformed, or widths do not fit the devices.
+    """
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        needed = {"model", *_NUMBERS, "recompute", "sharded", "seconds"}
+        missing = sorted(needed - set(reader.fieldnames or ()))
+        if missing:
+            raise ProfileError(
+                f"{path}: expected the columns {', '.join(sorted(needed))}; {', '.join(missing)} missing"
+            )
+        return [(_run(path, number, line), line) for number, line in enumerate(reader, 2)]
+
+
+def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
+    where = f"{path}, line {number}"
+    sizes = {}
+    for name in _NUMBERS:
+        text = line[name] or ""
+        if not text.isdecimal() or int(text) < 1:
+            raise ProfileError(f"{where}: {name}: expected a whole number of at least 1, got {text!r}")
+        sizes[name] = int(text)
+    try:
+        seconds = float(line["seconds"]) if line["seconds"] else None
+    except ValueError:
+        raise ProfileError(f"{where}: seconds: expected a number or nothing, got {line['seconds']!r}") from None
+    if seconds is not None and not 0 < seconds < 1e9:
+        raise ProfileError(f"{where}: seconds: expected more than 0, got {seconds:g}")
+    if sizes["devices"] % (sizes["tensor"] * sizes["depth"]):
+        raise ProfileError(
+            f"{where}: {sizes['devices']} devices cannot be copies of tensor {sizes['tensor']} × depth {sizes['depth']}"
+        )
+    transformer_of(line["model"])
+    sharded = line["sharded"] == "1"
+    return MeasuredRun(
+        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, line=number
+    )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a run takes by prediction.
+
+    Attributes:
+        seconds: of a step.
+        peak_bytes: the most memory of a device.
+    """
+
+    seconds: float
+    peak_bytes: float
+
+
+def predict(run: MeasuredRun, topology: Topology) -> Expected:
+    """Seconds and memory of a run on a machine, whose stages have equally many blocks, as Megatron-LM cuts.
+
+    Args:
+        run: what is trained, and how.
+        topology: its servers and links; as many servers as the run has.
+
+    Raises:
+        PlanError: the run cannot be planned so: its blocks or its batch cannot be split evenly, or its devices do not
+            fill the servers.
+    """
+    machine = _of_size(topology, run)
+    model = transformer_of(run.model)
+    profile = transformer_profile(model, run.microbatch, machine.device, topology=machine)
+    problem = problem_of(profile, machine, run.batch)
+    problem.blocking = True
+    schedules = None
+    chunks = None
+    if run.depth > 1:
+        schedules = ["1f1b"]
+        if run.chunks > 1:
+            schedules = ["interleaved"]
+    if run.chunks > 1:
+        chunks = [run.chunks]
+    options = PlanOptions(
+        schedules=schedules,
+        chunks=chunks,
+        tensors=[run.tensor],
+        depths=[run.depth],
+        microbatch_sizes=[run.microbatch],
+        recompute=recompute_kind(run.recompute),
+        sharded=run.sharded and run.devices > run.tensor * run.depth,
+    )
+    space = space_of(problem, options)
+    try:
+        winner = search_by("uniform", problem, replace(space, partitioner="uniform", links=False)).winner
+    except InfeasibleError as error:
+        raise PlanError(f"{run}: cannot be planned: {error}") from None
+    return Expected(winner.period_s, max(winner.peak_bytes))
+
+
+def _of_size(topology: Topology, run: MeasuredRun) -> Topology:
+    """The machine with as many devices as a run has, whose memory has no limit."""
+    inner, *others = topology.levels
+    width = min(inner.width, run.devices)
+    servers, rest = divmod(run.devices, width)
+    if rest or (servers > 1 and not others):
+        raise PlanError(f"{run}: servers of {inner.width} devices cannot have {run.devices} in all")
+    levels = [msgspec.structs.replace(inner, width=width)]
+    if servers > 1:
+        levels.append(msgspec.structs.replace(others[-1], width=servers))
+    roomy = msgspec.structs.replace(topology.device, memory_bytes=1e18)
+    return msgspec.structs.replace(topology, device=roomy, levels=tuple(levels))
+
+
+def fits(expected: Expected, device: Device) -> bool:
+    """Returns whether a run fits a device's memory by prediction."""
+    return expected.peak_bytes <= USABLE * device.memory_bytes
+
+
+# ---- a machine, fitted ---------------------------------------------------------------------------------------------
+
+CONSTANTS = (
+    "efficiency of products",
+    "bandwidth of the innermost links",
+    "bandwidth of memory",
+    "bandwidth of the other links",
+    "time of a kernel",
+)
+"""What a fit changes, in this order: the first alone where there are few runs."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of a machine: its multiple of the figure before, and the interval that holds it with 95 %."""
+
+    name: str
+    times: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class FittedMachine:
+    """A machine as its runs say.
+
+    Attributes:
+        topology: with the fitted constants.
+        constants: the fitted ones.
+        errors: relative, predicted against measured, of each run.
+    """
+
+    topology: Topology
+    constants: tuple[Constant, ...]
+    errors: tuple[float, ...]
+
+
+def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachine:
+    """Fits the constants of a machine to runs, by least squares of relative errors (Gauss and Newton).
+
+    Each constant may differ from the given figure by a factor; without evidence it stays (a prior of 30 %). Runs that
+    are far off count less (Huber 1964), so that a bad one does not turn the others.
+
+    Args:
+        runs: with seconds; at least two for each constant that is fitted, else fewer constants are.
+        topology: the machine with figures of data sheets.
+
+    Raises:
+        ProfileError: fewer than two runs.
+    """
+    count = min(len(runs) // _RUNS_FOR_EACH, len(CONSTANTS))
+    if len(topology.levels) < 2:
+        count = min(count, 3)
+    if not count:
+        raise ProfileError(f"expected at least {_RUNS_FOR_EACH} measured runs to fit a constant, got {len(runs)}")
+    measured = np.array([run.seconds or 0.0 for run in runs])
+    if not measured.all():
+        raise ProfileError("expected runs with seconds; those that ran out of memory say nothing about speed")
+
+    def errors_at(factors: np.ndarray) -> np.ndarray:
+        machine = _changed(topology, factors)
+        return np.log([predict(run, machine).seconds for run in runs] / measured)
+
+    found = np.zeros(count)
+    weight = (_NOISE / _PRIOR) ** 2 * np.eye(count)
+    for _ in range(_ROUNDS):
+        errors = errors_at(found)
+        slopes = np.stack([(errors_at(found + _STEP * unit) - errors) / _STEP for unit in np.eye(count)], axis=1)
+        trust = 1 / np.maximum(1.0, np.abs(errors - np.median(errors)) / _OUTLIER)
+        normal = slopes.T @ (slopes * trust[:, None]) + weight
+        change = np.linalg.solve(normal, slopes.T @ (trust * errors) + weight @ found)
+        found = found - change
+        if np.abs(change).max() < 1e-3:
+            break
+    errors = errors_at(found)
+    noise = max(float(np.sqrt(np.mean(errors**2))), 0.01)
+    spread = noise * np.sqrt(np.diag(np.linalg.inv(normal)))
+    constants = tuple(
+        Constant(name, *(float(np.exp(value)) for value in (each, each - 1.96 * wide, each + 1.96 * wide)))
+        for name, each, wide in zip(CONSTANTS, found, spread, strict=False)
+    )
+    return FittedMachine(_changed(topology, found), constants, tuple(map(float, np.expm1(errors))))
+
+
+def _changed(topology: Topology, factors: np.ndarray) -> Topology:
+    """The machine with constants times the exponentials of the factors, in the order of `CONSTANTS`."""
+    times = [1.0] * len(CONSTANTS)
+    for index, factor in enumerate(factors):
+        times[index] = float(np.exp(factor))
+    products, inner, memory, outer, kernel = times
+    device = topology.device
+    changed = msgspec.structs.replace(
+        device,
+        efficiency=device.efficiency * products,
+        memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * memory,
+        kernel_s=device.kernel_s * kernel,
+    )
+    levels = [_faster(topology.levels[0], inner), *(_faster(level, outer) for level in topology.levels[1:])]
+    return msgspec.structs.replace(topology, device=changed, levels=tuple(levels))
+
+
+def _faster(level: Level, times: float) -> Level:
+    return msgspec.structs.replace(level, bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * times)

@@ -1,0 +1,125 @@
+"""Runs measured elsewhere: their file, their prediction, and the machine that is fitted to them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from pipefit.errors import PlanError, ProfileError
+from pipefit.planner.machines import load_topology
+from pipefit.planner.measured_runs import MeasuredRun, fit_machine, fits, predict, read_runs
+
+pytestmark = pytest.mark.slow
+
+MODEL = "llama:layers=8,hidden=2048,heads=16,ffn=5632,vocab=32000,sequence=2048"
+HEAD = "model,devices,tensor,depth,chunks,microbatch,batch,recompute,sharded,seconds\n"
+MACHINE = load_topology("dgx-a100-16")
+
+
+def run_of(tensor=1, depth=1, microbatch=1, recompute="none", seconds=None, devices=16, chunks=1):
+    return MeasuredRun(MODEL, devices, tensor, depth, chunks, microbatch, 256, recompute, True, seconds)
+
+
+RUNS = [
+    run_of(tensor, depth, microbatch, recompute)
+    for tensor, depth in ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (1, 4), (4, 2))
+    for microbatch, recompute in ((1, "none"), (2, "layer"))
+]
+
+
+def slowed(efficiency=1.0, inner=1.0, memory=1.0):
+    device = MACHINE.device
+    device = msgspec.structs.replace(
+        device,
+        efficiency=efficiency * device.efficiency,
+        memory_bandwidth_bytes_per_s=memory * device.memory_bandwidth_bytes_per_s,
+    )
+    first, *others = MACHINE.levels
+    first = msgspec.structs.replace(first, bandwidth_bytes_per_s=inner * first.bandwidth_bytes_per_s)
+    return msgspec.structs.replace(MACHINE, device=device, levels=(first, *others))
+
+
+def measured_on(machine, runs=RUNS):
+    return [timed(run, predict(run, machine).seconds) for run in runs]
+
+
+def timed(run, seconds):
+    return replace(run, seconds=seconds)
+
+
+def test_a_fit_finds_the_machine_that_made_the_runs():
+    found = fit_machine(measured_on(slowed(efficiency=0.8, inner=0.5, memory=0.9)), MACHINE)
+    times = {each.name: each for each in found.constants}
+    assert times["efficiency of products"].times == pytest.approx(0.8, rel=0.03)
+    assert times["bandwidth of the innermost links"].times == pytest.approx(0.5, rel=0.15)
+    assert np.abs(found.errors).max() < 0.02
+    assert all(each.low < each.times < each.high for each in found.constants)
+
+
+def test_one_bad_run_does_not_turn_the_others():
+    runs = measured_on(slowed(efficiency=0.8))
+    runs[3] = timed(runs[3], 3 * runs[3].seconds)
+    found = fit_machine(runs, MACHINE)
+    assert found.errors[3] < -0.5
+    others = [abs(error) for index, error in enumerate(found.errors) if index != 3]
+    assert np.median(others) < 0.05
+
+
+@pytest.mark.parametrize(("count", "fitted"), [(2, 1), (5, 2), (10, 5), (16, 5)])
+def test_no_more_constants_are_fitted_than_runs_can_carry(count, fitted):
+    assert len(fit_machine(measured_on(MACHINE)[:count], MACHINE).constants) == fitted
+
+
+def test_one_run_is_refused():
+    with pytest.raises(ProfileError, match="expected at least 2 measured runs to fit a constant, got 1"):
+        fit_machine(measured_on(MACHINE)[:1], MACHINE)
+
+
+def test_a_run_may_have_other_servers_than_the_machine():
+    eight, all_of_it = predict(run_of(devices=8), MACHINE), predict(run_of(), MACHINE)
+    assert 1.8 < eight.seconds / all_of_it.seconds < 2.1
+    with pytest.raises(PlanError, match="servers of 8 devices cannot have 12 in all"):
+        predict(run_of(devices=12), MACHINE)
+
+
+def test_memory_that_is_not_there_is_known():
+    wide, narrow = predict(run_of(microbatch=16), MACHINE), predict(run_of(tensor=8, depth=2), MACHINE)
+    small = msgspec.structs.replace(MACHINE.device, memory_bytes=16e9)
+    assert not fits(wide, small) and fits(narrow, small)
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text(HEAD + "".join(f"{line}\n" for line in lines))
+    return path
+
+
+def test_a_file_is_read_line_by_line(tmp_path):
+    quoted = f'"{MODEL}"'
+    path = written(tmp_path / "runs.csv", f"{quoted},16,2,2,1,1,256,none,1,3.5", f"{quoted},8,1,1,1,4,256,layer,0,")
+    (first, _), (second, line) = read_runs(path)
+    assert (first.seconds, first.tensor, first.sharded, first.line) == (3.5, 2, True, 2)
+    assert second.seconds is None and line["recompute"] == "layer"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('"MODEL",16,3,2,1,1,256,none,1,3.5', "16 devices cannot be copies of tensor 3 × depth 2"),
+        ('"MODEL",16,two,2,1,1,256,none,1,3.5', "line 2: tensor: expected a whole number of at least 1, got 'two'"),
+        ('"MODEL",16,2,2,1,1,256,none,1,soon', "seconds: expected a number or nothing, got 'soon'"),
+        ('"MODEL",16,2,2,1,1,256,none,1,-1', "seconds: expected more than 0, got -1"),
+        ('"llama:layers=8",16,2,2,1,1,256,none,1,1', "expected hidden=…"),
+        ('"bert:layers=8",16,2,2,1,1,256,none,1,1', "expected gpt:layers=…"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said_with_its_line(tmp_path, line, message):
+    with pytest.raises(ProfileError, match=message):
+        read_runs(written(tmp_path / "runs.csv", line.replace("MODEL", MODEL)))
+
+
+def test_a_missing_column_is_named(tmp_path):
+    (tmp_path / "runs.csv").write_text("model,devices\n")
+    with pytest.raises(ProfileError, match="seconds, sharded, tensor missing"):
+        read_runs(tmp_path / "runs.csv")

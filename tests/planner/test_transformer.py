@@ -1,0 +1,132 @@
+"""The arithmetic of transformers, compared with what authors published, with torch's modules and with profiles."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipefit.errors import ProfileError
+from pipefit.models import build
+from pipefit.planner import gpt_profile
+from pipefit.planner.computed_profile import transformer_profile
+from pipefit.planner.machines import load_topology
+from pipefit.planner.transformer import Transformer, flops_per_iteration, mfu, num_parameters, transformer_of
+from pipefit.spec import Device
+
+# Parameters in billions, heads, hidden, layers: Narayanan et al., table 1.
+TABLE = [
+    (1.7, 24, 2304, 24),
+    (3.6, 32, 3072, 30),
+    (7.5, 32, 4096, 36),
+    (18.4, 48, 6144, 40),
+    (39.1, 64, 8192, 48),
+    (76.1, 80, 10240, 60),
+    (145.6, 96, 12288, 80),
+    (310.1, 128, 16384, 96),
+    (529.6, 128, 20480, 105),
+    (1008.0, 160, 25600, 128),
+]
+
+
+@pytest.mark.parametrize(("billions", "heads", "hidden", "layers"), TABLE)
+def test_the_published_parameters_come_out(billions, heads, hidden, layers):
+    assert num_parameters(Transformer(layers, hidden, heads)) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_the_formula_with_recompute_is_the_papers_in_one_piece():
+    gpt = Transformer(96, 12288, 96)
+    s, h, v = gpt.sequence, gpt.hidden, gpt.vocab
+    papers = 96 * 7 * s * gpt.layers * h * h * (1 + s / (6 * h) + v / (16 * gpt.layers * h))
+    assert flops_per_iteration(gpt, 7, recompute=True) == pytest.approx(papers, rel=1e-12)
+
+
+def test_a_computed_profile_has_the_parameters_and_flop_of_the_formulas():
+    device = Device(flops=100e12, efficiency=1.0)
+    gpt = Transformer(12, 1024, 16)
+    profile = gpt_profile(12, 1024, 16, device=device, microbatch=4)
+    # The projection shares the embedding's weights and so counts once in the formula.
+    weights = sum(layer.weight_bytes for layer in profile.layers[:-1]) / 2
+    assert weights == pytest.approx(num_parameters(gpt), rel=1e-12)
+    seconds = sum(layer.total_s for layer in profile.layers)
+    assert seconds * 100e12 == pytest.approx(flops_per_iteration(gpt, 4), rel=1e-12)
+    # A device that is fully used reaches its peak by the formula too.
+    assert mfu(gpt, 4 / seconds, 1, device.flops) == pytest.approx(1)
+    stream = 4 * 2048 * 1024
+    assert profile.layers[1].saved_bytes == stream * (34 + 5 * 16 * 2048 / 1024)
+
+
+LLAMA = "llama:layers=3,hidden=512,heads=8,kv_heads=2,ffn=1408,vocab=1000,sequence=256"
+
+
+def counted(model, ids):
+    """Parameters of a module, and FLOP of its forward and backward by torch's own counter."""
+    with FlopCounterMode(display=False) as counter:
+        output = model(ids)
+        getattr(output, "logits", output).sum().backward()
+    return sum(p.numel() for p in model.parameters()), counter.get_total_flops()
+
+
+def test_a_llama_by_its_sizes_is_the_module_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "num_attention_heads": 8}
+    config = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=2, vocab_size=1000, max_position_embeddings=256, tie_word_embeddings=False
+    )
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config)
+    ids = torch.zeros(2, 256, dtype=torch.long, device="meta")
+    model = transformer_of(LLAMA)
+    assert counted(module, ids) == (num_parameters(model), flops_per_iteration(model, 2))
+    profile = transformer_profile(model, 2, Device(flops=1e12))
+    assert sum(layer.weight_bytes for layer in profile.layers) / 2 == num_parameters(model) - 512  # the last norm
+
+
+def test_a_gpt_by_its_sizes_is_the_built_in_module():
+    with torch.device("meta"):
+        module = build("gpt", layers=3, hidden=256, heads=4, context=128, vocab=500).layers
+    model = Transformer(3, 256, 4, vocab=500, sequence=128)
+    parameters, flops = counted(module, torch.zeros(2, 128, dtype=torch.long, device="meta"))
+    assert parameters == num_parameters(model) + 2 * 256  # the last norm, which the paper leaves out
+    assert flops == flops_per_iteration(model, 2)
+
+
+def test_grouped_queries_gates_and_fused_attention_change_what_they_should():
+    def block(**changes):
+        sizes = {"layers": 2, "hidden": 1024, "heads": 16, "sequence": 4096, **changes}
+        return transformer_profile(
+            Transformer(**sizes), 1, Device(flops=100e12, memory_bandwidth_bytes_per_s=1e12)
+        ).layers[1]
+
+    plain = block()
+    assert block(kv_heads=4).weight_bytes < plain.weight_bytes < block(gated=1).weight_bytes
+    assert block(attention="flash").saved_bytes < plain.saved_bytes / 5
+    assert block(attention="flash").forward_s < plain.forward_s < block(attention="eager").forward_s
+    assert block(attention="flash1").forward_s > block(attention="flash").forward_s
+    assert block(fused_norms=0).forward_s > plain.forward_s
+    assert block(fused_norms=0).saved_bytes > plain.saved_bytes
+
+
+def test_sequence_parallelism_divides_what_is_between_the_products():
+    def shard(sequence_parallel):
+        model = Transformer(2, 2048, 16, sequence_parallel=sequence_parallel)
+        return transformer_profile(model, 1, load_topology("dgx-a100-8").device, tensor=8).layers[1]
+
+    whole, divided = shard(0), shard(1)
+    stream = 2 * 2048 * 2048
+    assert whole.saved_bytes - divided.saved_bytes == 5 * stream * 7 / 8
+    assert divided.forward_s < whole.forward_s
+    assert divided.weight_bytes == whole.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("llama:layers=2,hidden=64", "expected heads=…"),
+        ("llama:layers=2,hidden=64,heads=4,kv_heads=3", "kv_heads: expected a divisor of 4 heads, got 3"),
+        ("llama:layers=2,hidden=64,heads=4,attention=fast", "got 'attention=fast'"),
+        ("llama:layers=2,hidden=64,heads=4,width=3", "expected NAME=NUMBER with one of layers"),
+        ("bert:layers=2", "expected gpt:layers=… or llama:layers=…"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(text, message):
+    with pytest.raises(ProfileError, match=message):
+        transformer_of(text)

@@ -1,0 +1,34 @@
+"""Published runs and their predictions: the score, which may only become better."""
+
+import pytest
+
+from pipefit.planner.measured_runs import read_runs
+from pipefit.reproduce.run_scores import RUNS, kendall, published_runs
+
+
+def test_every_published_run_names_its_source():
+    lines = [line for _, line in read_runs(RUNS)]
+    assert len(lines) == 472 and all(line["source"].startswith("github.com/") for line in lines)
+    assert {line["collection"] for line in lines} == {"korthikanti", "llama-13b", "bloom"}
+
+
+def test_an_order_with_ties_is_neither_right_nor_wrong_there():
+    assert kendall([(1, 1), (1, 2), (2, 3)]) == pytest.approx(2 / 3)
+
+
+@pytest.mark.long
+def test_the_score_is_at_least_the_one_of_the_manual():
+    found = published_runs()
+    scores = {(each.collection, each.constants): each for each in found.scores}
+    assert scores["korthikanti", "data sheet"].ninth < 0.04
+    fitted = scores["llama-13b", "fitted"]
+    assert fitted.runs == 132 and fitted.median < 0.056 and fitted.ninth < 0.127
+    assert fitted.tau > 0.76 and fitted.regret < 0.02 and fitted.memory > 0.92
+    assert scores["llama-13b", "data sheet"].median < 0.155
+    assert scores["bloom", "fitted"].median < 0.055
+    # Micro-batches of one sample are the best choice in every group of LLaMA.
+    judged = [each for each in found.judged["llama-13b", "fitted"] if each.run.seconds is not None]
+    for group in {each.group for each in judged}:
+        best = min((each for each in judged if each.group == group), key=lambda each: each.expected.seconds)
+        assert best.run.microbatch == 1, group
+    assert "llama-13b" in found.text and found.svg().startswith("<svg")
