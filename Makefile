@@ -15,6 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 DEMO_ARGS  ?=
 BENCH_ARGS ?= --help
 ZOO        ?=
+SHAM_ARGS  ?=
 PYTEST     := $(PY) -m pytest -q
 # Two workers; a file stays on one of them: what its tests share is made once.
 BY_FILE    := -n 2 --dist loadfile
@@ -25,10 +26,10 @@ PURE := $(wildcard $(foreach part,errors.py units.py spec ir passes schedules ve
 	planner synthesize draw,src/pipefit/$(part)))
 
 .NOTPARALLEL:
-.PHONY: help venv demo test fast long gpu faults zoo check format lint types imports doctest docs golden bench clean
+.PHONY: help venv demo test fast long gpu gpu-sham faults zoo check format lint types imports doctest docs golden bench clean
 
 help: ## print this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 	@echo; echo "  make PYTHON=/path/to/python3.12 …   uses that interpreter (3.11 or newer) for .venv"
 
 venv: .venv/stamp ## create the environment in .venv (done by every other target)
@@ -51,6 +52,12 @@ long: .venv/stamp ## the tests that take more than ten seconds each: benchmarks,
 gpu: .venv/stamp ## the tests that need a CUDA device
 	@$(PYTEST) -rs -m gpu tests/gpu
 
+# Without a compiler there is nothing to run. A new wait of the host fails; PIPEFIT_SHAM_WRITE=1 with -n 0 lists it.
+gpu-sham: .venv/stamp ## the same tests, and more, on simulated GPUs: a C++ file that is compiled once into .sham
+	@library=$$($(PY) tests/sham/build.py) || { [ $$? -eq 3 ] && echo "gpu-sham: skipped, $$library" && exit 0; exit 1; }; \
+	  PIPEFIT_SHAM=$$library PYTHONPATH=$(CURDIR)/tests/sham/site:$(CURDIR)/src:$(CURDIR) \
+	  $(PYTEST) $(BY_FILE) -p tests.sham.plugin -m gpu tests/gpu tests/sham $(SHAM_ARGS)
+
 faults: .venv/stamp ## trials of faults: signals, saves, networks, flipped bytes, random input; prints a table (PIPEFIT_TRIALS=all: every one)
 	@$(PYTEST) -n 2 --dist worksteal -m faults tests/faults
 
@@ -62,7 +69,7 @@ zoo: .venv-zoo/stamp ## models of libraries and hand-written tricks against plai
 .venv-zoo/stamp: pyproject.toml tests/zoo/constraints.txt scripts/make-zoo-venv
 	@PYTHON="$(PYTHON)" scripts/make-zoo-venv
 
-check: lint types imports doctest docs test long ## everything a change must pass
+check: lint types imports doctest docs test gpu-sham long ## everything a change must pass
 
 format: .venv/stamp ## rewrite the code in the house's form
 	@$(PY) -m ruff format .
@@ -91,5 +98,5 @@ bench: .venv/stamp ## run a benchmark: make bench BENCH_ARGS=NAME
 	@$(PY) -m benchmarks $(BENCH_ARGS)
 
 clean: ## remove the environment, caches and built pages; runs/ stays
-	rm -rf .venv .venv-zoo build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-zoo .sham build dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,8 @@ def waits(pipe: Pipeline, x: torch.Tensor, y: torch.Tensor) -> Counter[str]:
 
     def note(message: Any, *_: Any, **__: Any) -> None:
         if "called a synchronizing CUDA operation" in str(message):
-            own = [frame for frame in traceback.extract_stack() if "/pipefit/" in frame.filename]
+            frames = [frame for frame in traceback.extract_stack() if "/pipefit/" in frame.filename]
+            own = [frame for frame in frames if not frame.name.startswith("<")]
             found[f"{own[-1].filename.split('/pipefit/')[-1]} {own[-1].name}"] += 1
 
     with warnings.catch_warnings():

@@ -1,0 +1,64 @@
+"""Functions that ranks with a simulated GPU each run; a rank imports them by name."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.gpu import plain
+from tests.gpu.rank_jobs import MODELS, Result
+from tests.pipelines import grouped
+
+from pipefit import Pipeline
+
+
+def trained(model: str, options: dict[str, Any]) -> Result:
+    """Losses and weights of a rank after four steps on its own GPU."""
+    make, data, loss = MODELS[model]
+    settings = {"loss": loss, "optimizer": plain.sgd, "microbatches": 4}
+    pipe = Pipeline(make(), **grouped(**settings | options))
+    losses = pipe.fit(data())
+    assert pipe.device == torch.device("cuda", dist.get_rank())
+    assert torch.cuda.current_device() == dist.get_rank()
+    assert all(peak > 0 for peak in pipe.report().peak_memory_bytes)
+    for other in {0, 1} - {dist.get_rank()}:
+        assert torch.cuda.max_memory_allocated(other) == 0
+    return list(losses), {name: value.cpu() for name, value in pipe.state_dict().items()}
+
+
+def all_trained(tasks: list[tuple[str, dict[str, Any]]]) -> list[Result]:
+    """Several trainings, one after the other."""
+    from tests.sham import backend
+
+    found = [trained(*task) for task in tasks]
+    assert isinstance(dist.group.WORLD, backend.Sham)
+    assert dist.get_backend_config() == "cpu:gloo,cuda:sham"
+    return found
+
+
+def resumed(place: str) -> list[float]:
+    """Losses of a run that was saved in the middle and resumed by another pipeline."""
+    make, _, loss = MODELS["network"]
+
+    def pipeline() -> Pipeline:
+        return Pipeline(make(), **grouped(loss=loss, optimizer=plain.adamw, microbatches=4))
+
+    data = plain.batches(6)
+    first = pipeline()
+    losses = [first.step(x, y) for x, y in data[:3]]
+    first.save(place)
+    second = pipeline()
+    second.load(place)
+    return losses + [second.step(x, y) for x, y in data[3:]]
+
+
+def race() -> str:
+    """The message of a receive whose buffer is read without a wait for it."""
+    Pipeline(plain.network(), **grouped(loss=MODELS["network"][2], optimizer=plain.sgd, microbatches=4))
+    own = torch.zeros(3, device=f"cuda:{dist.get_rank()}")
+    work = dist.all_reduce(own, async_op=True)
+    try:
+        own + 1
+    except RuntimeError as problem:
+        work.wait()
+        return str(problem)
+    return ""
