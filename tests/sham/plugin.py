@@ -25,6 +25,7 @@ NOT_HERE = {
     "test_every_way_of_the_benchmark_runs": "it also runs torch's own sharding, with NCCL",
     "test_a_cap_covers_what_the_libraries_of_the_gpu_take": "it measures products that a CPU needs minutes for",
     "test_a_plan_for_a_cap_keeps_it": "a model as large as a CPU needs minutes for",
+    "test_tf32_rounds_products": "its kernels are those of the CPU, which round nothing",
 }
 """Tests that a simulated device cannot run, with the reason."""
 
