@@ -176,7 +176,9 @@ def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     for row in rows:
         parts = wrapped(row[wide], room, "" if wide else "  ") or [""]
         for turn, part in enumerate(parts):
-            lines.append([part if index == wide else "" if turn else cell for index, cell in enumerate(row)])
+            line = [""] * len(row) if turn else list(row)
+            line[wide] = part
+            lines.append(line)
     return columns(lines, right=True)
 
 

@@ -141,7 +141,9 @@ def _passes_s(device: Device, sizes: Iterable[float]) -> float:
 
 def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[float, float]:
     """Seconds of the core of attention of some heads, forward and backward."""
-    e, s, width = model.bytes, model.sequence, model.hidden // model.heads
+    e = model.bytes
+    s = model.sequence
+    width = model.hidden // model.heads
     scores = b * heads * s * s
     if model.attention in _FLASH:
         return _flash_s(device, _FLASH[model.attention], 2 * scores * width, 4 * e * b * heads * s * width)
@@ -181,11 +183,16 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     A layer keeps its input where it is replayed, and all but the scores where only the core of attention is.
     """
     t = ring.size
-    e, s, h = model.bytes, model.sequence, model.hidden
+    e = model.bytes
+    s = model.sequence
+    h = model.hidden
     tokens = b * s
     heads = -(-model.heads // t)
     stream = tokens * h
-    qkv, up, wide = model.qkv / h, model.up / h, model.wide / h
+    # Widths in multiples of h.
+    qkv = model.qkv / h
+    up = model.up / h
+    wide = model.wide / h
     own = [-(-width // t) for width in (model.qkv, h, model.up, model.wide)]
     shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[3])]
     core_s, core_back_s = _core_s(device, model, b, heads)
@@ -281,7 +288,9 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
 
     A projection that shares the embedding's weights has a copy of them, which is counted where it runs.
     """
-    e, h, vocab = model.bytes, model.hidden, model.vocab
+    e = model.bytes
+    h = model.hidden
+    vocab = model.vocab
     tokens = b * model.sequence
     own = -(-vocab // ring.size)
     stream = e * tokens * h
@@ -308,7 +317,10 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
 
 
 def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
-    e, h, vocab, s = model.bytes, model.hidden, model.vocab, model.sequence
+    e = model.bytes
+    h = model.hidden
+    vocab = model.vocab
+    s = model.sequence
     stream = e * s * b * h
     table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.

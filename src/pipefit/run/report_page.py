@@ -103,6 +103,9 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         plan = Plan.load(place / "plan.json")
     else:
         plan = None
+    drawn: list[Any] = []
+    if can_plot():
+        drawn = curves(entries, result["baseline"] if result else None)
     return environment.from_string(template).render(
         name=place.resolve().name,
         follows=follows,
@@ -114,7 +117,7 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         faults=described(result.get("faults", []) if result else noted(checkpoints_of(place))),
         rows=_rows(result["rows"]) if result else [],
         can_plot=can_plot(),
-        curves=curves(entries, result["baseline"] if result else None) if can_plot() else [],
+        curves=drawn,
         timelines=_timelines(place, bool(result and result["predicted"])),
     )
 

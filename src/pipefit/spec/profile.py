@@ -332,12 +332,16 @@ def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: in
         known = [name for name in (*_SCALED, *_UNKNOWN) if getattr(layer, name) is not None]
         figures = {name: mix(getattr(layer, name), getattr(other, name)) for name in known}
         layers.append(msgspec.structs.replace(layer, **figures))
-    is_measured = high.step_s is not None and (low is None or low.step_s is not None)
+    step_s = None
+    if high.step_s is not None and low is None:
+        step_s = mix(high.step_s, 0.0)
+    elif high.step_s is not None and low is not None and low.step_s is not None:
+        step_s = mix(high.step_s, low.step_s)
     return msgspec.structs.replace(
         high,
         microbatch_size=microbatch_size,
         layers=tuple(layers),
-        step_s=mix(high.step_s or 0.0, low.step_s if low else 0.0) if is_measured else None,
+        step_s=step_s,
         loss_s=mix(high.loss_s, low.loss_s if low else 0.0),
         source=f"{high.source}; estimated for this micro-batch size",
         others=(),
