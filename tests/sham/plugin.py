@@ -92,7 +92,6 @@ class Sham:
 
 def pytest_configure(config: Any) -> None:
     """Begins where the driver is loaded; without it there is nothing to do."""
-    config.addinivalue_line("markers", "finds: what the simulated GPU finds is what the test is about")
     if "sham_driver" in sys.modules:
         handle, path = tempfile.mkstemp(prefix="pipefit-sham-", suffix=".jsonl")
         os.close(handle)

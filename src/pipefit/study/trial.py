@@ -96,7 +96,9 @@ class Trial:
         if isinstance(self.data, str):
             object.__setattr__(self, "data", (self.data,))
         values = self.values if isinstance(self.values, Mapping) else {}
-        label = self.name or ", ".join(f"{key}={value}" for key, value in values.items())
+        label = ", ".join(f"{key}={value}" for key, value in values.items())
+        if isinstance(self.name, str) and self.name:
+            label = self.name
         with at(f"trial {label}".strip()):
             self._check()
 
