@@ -261,7 +261,7 @@ def test_what_has_no_meaning_is_refused():
         ({"num_microbatches": 0}, "microbatches: expected a whole number of at least 1, got 0"),
         ({"depths": [0]}, "depths"),
         ({"schedules": ["pipedream"]}, "never flushes"),
-        ({"state_per_weight": -1.0}, "state_per_weight"),
+        ({"state_per_weight": -1.0}, "state: expected a number of at least 0, got -1.0"),
         ({"global_batch": 3}, "divides"),
         ({"method": "pipedream", "cost": "rings"}, "ring"),
     ]:
