@@ -135,14 +135,14 @@ def test_each_token_is_one_forward_and_only_its_hidden_states_travel():
     model.model.layers[2].register_forward_pre_hook(lambda module, given: lengths.append(given[0].shape[1]))
     pipe = pf.Pipeline(pf.cut(model), optimizer=sgd, stages=2)
     lengths.clear()
-    transport, ended = pipe._engine.transports[0], pipe._engine.run
+    transport, ended = pipe.engine.transports[0], pipe.engine.run
 
     def run(*args, **kwargs):
         executions = ended(*args, **kwargs)
         sent.append(transport.bytes_sent)
         return executions
 
-    pipe._engine.run = run
+    pipe.engine.run = run
     pipe.generate(*prompts(), max_new_tokens=4)
     assert lengths in ([7, 1, 1, 1], [7, 7, 1, 1, 1, 1, 1, 1])  # the border's own block is reached, then run
     assert sent == [3 * length * 32 * 8 for length in (7, 1, 1, 1)]

@@ -53,7 +53,7 @@ def hooked() -> list[tuple[int, int]]:
     pipe = pipeline(model, "data-parallel", loss=nn.functional.mse_loss, stages=None, microbatches=4)
     x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0))
     pipe.step(x, x)
-    worker, transport = pipe.workers[0], pipe._engine.transports[0]
+    worker, transport = pipe.workers[0], pipe.engine.transports[0]
     seen: list[tuple[int, int]] = []
     start = transport.all_reduce
 

@@ -136,7 +136,7 @@ def test_versions_alive_in_a_run_are_those_of_the_papers_and_of_the_program(
     pipe = make_pipeline(task)
     pipe.fit(task.batches, steps=8)
     stores = [worker.stores[stage] for stage, worker in enumerate(pipe.workers)]
-    program = pipe._programs.of(1 if schedule == "1f1b" else 8)
+    program = pipe.programs.of(1 if schedule == "1f1b" else 8)
     assert tuple(most[id(store)] for store in stores) == law
     assert tuple(weight_versions(program, rank) for rank in range(3)) == law
     assert all(sorted(store._versions) == [0] for store in stores), "drained"

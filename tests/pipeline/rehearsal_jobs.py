@@ -122,7 +122,7 @@ def held(kind: str, shape: dict[str, Any], size: int) -> tuple[int, int, int]:
     worker = pipe.workers[0]
     feed = feed_of(batch(kind, size), pipe.plan.num_microbatches, 8, "train")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        pipe._engine.run(pipe.program, feed)
+        pipe.engine.run(pipe.program, feed)
     events: Any = watched.profiler
     changes = [event for event in events.kineto_results.events() if event.name() == "[memory]"]
     in_use = peak = 0

@@ -135,20 +135,20 @@ def test_weights_and_gradients_stay_float32_and_messages_are_half() -> None:
     model, example = float_model()
     pipe = pipeline(model, precision="bf16", stages=[3, 3])
     seen = []
-    send = pipe._engine.transports[0].send
+    send = pipe.engine.transports[0].send
 
     def watched(instruction: Any, message: Any) -> None:
         seen.extend(leaf.dtype for leaf in message.leaves)
         send(instruction, message)
 
-    back = pipe._engine.transports[1].send
+    back = pipe.engine.transports[1].send
 
     def watched_back(instruction: Any, message: Any) -> None:
         seen.extend(leaf.dtype for leaf in message.leaves)
         back(instruction, message)
 
-    pipe._engine.transports[0].send = watched
-    pipe._engine.transports[1].send = watched_back
+    pipe.engine.transports[0].send = watched
+    pipe.engine.transports[1].send = watched_back
     pipe.step(*example(8, 0))
     assert len(seen) == 8
     assert set(seen) == {torch.bfloat16}

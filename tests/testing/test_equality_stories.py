@@ -121,7 +121,7 @@ def test_a_tied_weight_counts_once_in_the_norm_that_clips(schedule: str) -> None
     nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
     assert model[0].weight.grad.norm() > 0.1 * norm, "the tied weight matters here"
-    for run in pipe._engine.executions:
+    for run in pipe.engine.executions:
         assert float(run.norms[0].sum().sqrt()) == pytest.approx(float(norm), rel=1e-12)
 
 
@@ -146,7 +146,7 @@ def test_a_frozen_stage_builds_no_graph_keeps_nothing_and_does_not_run_ahead(sch
     task = named("a frozen first half", num_ranks=num_ranks, schedule=schedule, num_microbatches=12, size=12)
     pipe = make_pipeline(task)
     waiting: list[int] = []
-    mailbox = pipe._engine.transports[0].mailbox
+    mailbox = pipe.engine.transports[0].mailbox
 
     def forward(module: nn.Module, given: Any, output: Tensor) -> None:
         assert not torch.is_grad_enabled() and not output.requires_grad
@@ -155,7 +155,7 @@ def test_a_frozen_stage_builds_no_graph_keeps_nothing_and_does_not_run_ahead(sch
     pipe.workers[0].stages[0].layers[-1].module.register_forward_hook(forward)
     pipe.fit(task.batches)
     assert len(waiting) == 24 and max(waiting) <= FEW_SENDS + 3, "some are posted, the others may be under way"
-    assert not any(run.values for run in pipe._engine.executions if run.compiled.rank == 0)
+    assert not any(run.values for run in pipe.engine.executions if run.compiled.rank == 0)
     assert all(parameter.grad is None for parameter in pipe.workers[0].stages[0].layers[0].module.parameters())
 
 

@@ -124,17 +124,17 @@ class Pipeline:
         self.schedule = find(self.plan.schedule)
         mesh = sharded_mesh(self.plan, self.layers, session)
         self.training = given.training(mesh)
-        self._programs = Programs(self.plan, self.schedule, self.training, self.layers, spill)
-        self.program = self._programs.shortest()
+        self.programs = Programs(self.plan, self.schedule, self.training, self.layers, spill)
+        self.program = self.programs.shortest()
 
         self._is_lent_whole = is_lent_whole(self.plan, self.layers, session)
-        self._engine = assemble(self.program, self.plan, given, mesh, self.training, session, spill)
+        self.engine = assemble(self.program, self.plan, given, mesh, self.training, session, spill)
         self._position = LoaderPosition(updates.seed)
         scales = [worker.scale for worker in self.workers if worker.scale is not None]
         self.state = RunState(self._position, scales)
         count = self.plan.num_microbatches
         self.loop = TrainingLoop(
-            self._engine, self.schedule, count, self._programs.of, given.weigh, self._after_updates, self.state
+            self.engine, self.schedule, count, self.programs.of, given.weigh, self._after_updates, self.state
         )
         self._weigh = given.weigh
         self._comparison = DataComparison(session, self.state)
@@ -175,17 +175,17 @@ class Pipeline:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._engine.device
+        return self.engine.device
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """The ranks that this process runs, each with its stages, optimizers and tiers, for measuring and saving."""
-        return tuple(self._engine.workers)
+        return tuple(self.engine.workers)
 
     @property
     def region(self) -> Region | None:
         """The processes that share this one's rank by tensor parallelism; None without it."""
-        return self._engine.mesh.region
+        return self.engine.mesh.region
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -311,7 +311,7 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is returned.
         """
-        found = evaluate(self._engine, self.program.header, batches, metric, self._weigh)
+        found = evaluate(self.engine, self.program.header, batches, metric, self._weigh)
         self.loop.metrics = found.metrics
         if metric is None:
             return found.loss
@@ -359,7 +359,7 @@ class Pipeline:
             options |= {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         if eos_token_id is not None:
             options["eos_token_id"] = eos_token_id if isinstance(eos_token_id, int) else list(eos_token_id)
-        return generate(self._engine, self.program.header, self.layers, input_ids, attention_mask, seed, options)
+        return generate(self.engine, self.program.header, self.layers, input_ids, attention_mask, seed, options)
 
     # ---- results ---------------------------------------------------------------------------------------------------
 
@@ -374,7 +374,7 @@ class Pipeline:
         Raises:
             ModelError: a name is missing or has another shape.
         """
-        state = {name: self._engine.mesh.part(name, value) for name, value in state.items()}
+        state = {name: self.engine.mesh.part(name, value) for name, value in state.items()}
         for worker in self.workers:
             for index, stage in worker.stages.items():
                 with worker.presence(index, change=True):
@@ -445,13 +445,13 @@ class Pipeline:
         """A summary of the time of the last passes, to be printed. All ranks of a run must call it together."""
         compile_s = compile_seconds() if self.training.compiler else 0.0
         own = self.loop.moved_bytes, self.held_bytes, compile_s
-        return PipelineReport.of(self.timeline(last), self.plan, self.session, *own, self._engine.device)
+        return PipelineReport.of(self.timeline(last), self.plan, self.session, *own, self.engine.device)
 
     def draw(self) -> Drawing:
         """The picture of the schedule under unit costs, displayed in a notebook."""
         if self.schedule.is_synchronous:
             return drawing_of(self.program)
-        return drawing_of(self._programs.of(4 * len(self.plan.partition.stages)))
+        return drawing_of(self.programs.of(4 * len(self.plan.partition.stages)))
 
     def settle(self) -> None:
         """Waits until the records of the last step have arrived on the tier and are committed.
@@ -474,4 +474,4 @@ class Pipeline:
         if self._is_lent_whole:
             give_back(self.layers, whole_state(self))
             self._is_lent_whole = False
-        release_run(self._engine)
+        release_run(self.engine)

@@ -126,11 +126,11 @@ def rehearse(
 
 def _counted(pipe: Pipeline, process: int, batch: tuple[Any, Any]) -> Rehearsed:
     """Runs the pass of a step that is not the first, so that its optimizers have states, and counts."""
-    engine = pipe._engine
+    engine = pipe.engine
     worker = engine.workers[0]
     program = pipe.program
     if not pipe.schedule.is_synchronous:
-        program = pipe._programs.of(program.header.num_steps * _ASYNCHRONOUS_STEPS)
+        program = pipe.programs.of(program.header.num_steps * _ASYNCHRONOUS_STEPS)
     num_steps = program.header.num_steps
     engine.mesh.compared.update(worker.stages)  # by numbers, of the first gradients
     engine.check(batch[0])
