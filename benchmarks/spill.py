@@ -172,7 +172,7 @@ def _traffic(pipe: Pipeline) -> tuple[float, float]:
     """Bytes that a step reads and writes, once another has gone before."""
     spilling = pipe.workers[0].spilling
     assert spilling is not None
-    sizes = {key: size for store in spilling.stores.values() for key, size in store.sizes.items()}
+    sizes = {Key(stage, kind): size for stage, store in spilling.stores.items() for kind, size in store.sizes.items()}
     kept = kept_fetches(pipe.program, 0, later=True)
     moves = [i for index, i in enumerate(pipe.program.ranks[0]) if i.op in (Op.FETCH, Op.EVICT) and index not in kept]
     read, written = (sum(sizes[Key(i.stage, i.kind)] for i in moves if i.op is way) for way in (Op.FETCH, Op.EVICT))
