@@ -9,7 +9,7 @@ from pipefit.cost import FREE, of_plan
 from pipefit.cost.tensor import tensor_shard
 from pipefit.models import gpt
 from pipefit.models.examples import mean_cross_entropy
-from pipefit.parallel.region import Exchange, Rehearsal
+from pipefit.parallel.region import Exchange, IsolatedRegion
 from pipefit.profiling import profile_layers
 from pipefit.profiling.links import per_core
 from pipefit.schedules import Shape, generate
@@ -60,7 +60,7 @@ def rehearsed(sequence: bool = False, frozen: int = 0) -> tuple[list[shard.Ways]
     for layer in layers[:frozen]:
         layer.module.requires_grad_(False)
     x, y = (torch.randint(0, 12, (3, 6)) for _ in range(2))
-    rehearsal = Rehearsal(None, 2, 0, sequence)
+    rehearsal = IsolatedRegion(None, 2, 0, sequence)
     with shard._rehearsed(layers, rehearsal) as divided:
         loss = divided.loss(mean_cross_entropy)
         each, ends = shard._exchanges(layers, x, y, loss, rehearsal, CPU)
@@ -100,7 +100,7 @@ def test_a_rehearsal_weighs_the_parts_and_leaves_the_layers_as_they_were():
     layers = named_layers(model())
     before = [(p, p.data, p.data.clone()) for layer in layers for p in layer.module.parameters()]
     classes = [type(layer.module) for layer in layers]
-    with shard._rehearsed(layers, Rehearsal(None, 2, 0, False)):
+    with shard._rehearsed(layers, IsolatedRegion(None, 2, 0, False)):
         assert layers[1].module.up.weight.shape == (16, 8)
         assert [type(layer.module) for layer in layers] != classes
     assert [type(layer.module) for layer in layers] == classes

@@ -8,7 +8,7 @@ import pipefit as pf
 from pipefit.cutting.own import random_batch
 from pipefit.errors import ModelError
 from pipefit.parallel import Mesh, release, shard_layers, widths_of
-from pipefit.parallel.region import Rehearsal
+from pipefit.parallel.region import IsolatedRegion
 from pipefit.stage.materialise import materialise
 from tests.tiny_models import save_model
 
@@ -29,7 +29,7 @@ def cut_model(kind="LlamaForCausalLM", plan=None, **fields):
 
 
 def mesh_of(index=0, width=2):
-    return Mesh(width, index, Rehearsal(None, width, index))
+    return Mesh(width, index, IsolatedRegion(None, width, index))
 
 
 def shapes(made):

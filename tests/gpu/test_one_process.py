@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu import plain
+from tests.gpu.cases import SYNCHRONOUS
 from tests.gpu.plain import assert_close, batches, network, sentences, tied
 from tests.pipelines import grouped
 from tests.testing.equality_models import make
@@ -19,19 +20,6 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda:0"
 
-SYNCHRONOUS: dict[str, dict[str, Any]] = {
-    "naive": {"schedule": "naive", "stages": 3},
-    "data-parallel": {"schedule": "data-parallel", "num_ranks": 2},
-    "gpipe": {"schedule": "gpipe", "stages": 4},
-    "1f1b": {"schedule": "1f1b", "stages": 4},
-    "1f1b, replicated": {"schedule": "1f1b", "stages": 2, "replicas": 2},
-    "1f1b, sharded optimizer": {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard_optimizer": True},
-    "interleaved": {"schedule": "interleaved", "stages": 4, "chunks": 2},
-    "breadth-first": {"schedule": "breadth-first", "stages": 4, "chunks": 2},
-    "zb-h1": {"schedule": "zb-h1", "stages": 4},
-    "zb-h2": {"schedule": "zb-h2", "stages": 3},
-    "zb-v": {"schedule": "zb-v", "stages": 4, "chunks": 2},
-}
 ASYNCHRONOUS = ("pipedream", "pipedream-vertical-sync", "pipedream-2bw")
 
 

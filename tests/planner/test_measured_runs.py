@@ -90,6 +90,11 @@ def test_memory_that_is_not_there_is_known():
     assert not fits(wide, small) and fits(narrow, small)
 
 
+def test_a_batch_that_cannot_be_split_is_named_with_its_run():
+    with pytest.raises(PlanError, match="line 0: 16 devices, tensor 1, depth 1, micro-batch 3: cannot be planned"):
+        predict(run_of(microbatch=3), MACHINE)
+
+
 def written(path: Path, *lines: str) -> Path:
     path.write_text(HEAD + "".join(f"{line}\n" for line in lines))
     return path
@@ -110,8 +115,14 @@ def test_a_file_is_read_line_by_line(tmp_path):
         ('"MODEL",16,two,2,1,1,256,none,1,3.5', "line 2: tensor: expected a whole number of at least 1, got 'two'"),
         ('"MODEL",16,2,2,1,1,256,none,1,soon', "seconds: expected a number or nothing, got 'soon'"),
         ('"MODEL",16,2,2,1,1,256,none,1,-1', "seconds: expected more than 0, got -1"),
-        ('"llama:layers=8",16,2,2,1,1,256,none,1,1', "expected hidden=…"),
-        ('"bert:layers=8",16,2,2,1,1,256,none,1,1', "expected gpt:layers=…"),
+        (
+            '"MODEL",16,1,2,1,1,256,full,1,1',
+            "line 2: recompute: expected one of none, stage, layer, selective, got 'full'",
+        ),
+        ('"MODEL",16,1,2,1,1,256,none,yes,1', "line 2: sharded: expected 0 or 1, got 'yes'"),
+        ('"MODEL",16,1,1,2,1,256,none,1,1', "line 2: chunks: expected 1 where the depth is 1, got 2"),
+        ('"llama:layers=8",16,2,2,1,1,256,none,1,1', "line 2: llama:layers=8: expected hidden=…"),
+        ('"bert:layers=8",16,2,2,1,1,256,none,1,1', "line 2: bert:layers=8: expected gpt:layers=…"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_said_with_its_line(tmp_path, line, message):

@@ -1,5 +1,6 @@
 """The arithmetic of transformers, compared with what authors published, with torch's modules and with profiles."""
 
+import msgspec
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -7,8 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipefit.errors import ProfileError
 from pipefit.models import build
 from pipefit.planner import gpt_profile
-from pipefit.planner.computed_profile import transformer_profile
+from pipefit.planner.computed_profile import num_blocks, transformer_profile
 from pipefit.planner.machines import load_topology
+from pipefit.planner.methods import problem_of, space_of
+from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.transformer import Transformer, flops_per_iteration, mfu, num_parameters, transformer_of
 from pipefit.spec import Device
 
@@ -130,3 +133,16 @@ def test_sequence_parallelism_divides_what_is_between_the_products():
 def test_sizes_that_make_no_sense_are_refused(text, message):
     with pytest.raises(ProfileError, match=message):
         transformer_of(text)
+
+
+def test_a_measured_gpt_may_be_shared_by_devices_as_one_by_its_sizes():
+    """A profile that `pipefit profile` measured of the built-in model has its name, not its sizes as text."""
+    computed = gpt_profile(6, 256, 4, device=Device(flops=1e12))
+    measured = msgspec.structs.replace(computed, model="gpt(layers=6, hidden=256)", computed_for=None)
+    other = msgspec.structs.replace(measured, model="resnet")
+    widths = [
+        space_of(problem_of(profile, load_topology("dgx-a100-8")), PlanOptions()).tensors
+        for profile in (computed, measured, other)
+    ]
+    assert widths[0] == widths[1] == (1, 2, 4, 8, 16) and widths[2] == (1,)
+    assert [num_blocks(profile) for profile in (computed, measured, other)] == [6, 6, 0]

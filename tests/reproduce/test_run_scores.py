@@ -25,7 +25,8 @@ def test_the_score_is_at_least_the_one_of_the_manual():
     assert fitted.runs == 132 and fitted.median < 0.056 and fitted.ninth < 0.127
     assert fitted.tau > 0.76 and fitted.regret < 0.02 and fitted.memory > 0.92
     assert scores["llama-13b", "data sheet"].median < 0.155
-    assert scores["bloom", "fitted"].median < 0.055
+    # Four runs that repeat one that the machine is fitted to do not judge.
+    assert scores["bloom", "fitted"].runs == 32 and scores["bloom", "fitted"].median < 0.07
     # Micro-batches of one sample are the best choice in every group of LLaMA.
     judged = [each for each in found.judged["llama-13b", "fitted"] if each.run.seconds is not None]
     for group in {each.group for each in judged}:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.gpu import plain
+from tests.gpu.cases import SYNCHRONOUS
 from tests.gpu.test_one_process import dropping
 from tests.pipelines import grouped
 from torch import nn
@@ -26,17 +27,7 @@ LIST = Path(__file__).with_name("steps.json")
 SPILLED = {"stages": 4, "chunks": 4}
 
 CASES: dict[str, dict[str, Any]] = {
-    "naive": {"schedule": "naive", "stages": 3},
-    "data-parallel": {"schedule": "data-parallel", "num_ranks": 2},
-    "gpipe": {"schedule": "gpipe", "stages": 4},
-    "1f1b": {"schedule": "1f1b", "stages": 4},
-    "1f1b, replicated": {"schedule": "1f1b", "stages": 2, "replicas": 2},
-    "1f1b, sharded optimizer": {"schedule": "1f1b", "stages": 2, "replicas": 2, "shard_optimizer": True},
-    "interleaved": {"schedule": "interleaved", "stages": 4, "chunks": 2},
-    "breadth-first": {"schedule": "breadth-first", "stages": 4, "chunks": 2},
-    "zb-h1": {"schedule": "zb-h1", "stages": 4},
-    "zb-h2": {"schedule": "zb-h2", "stages": 3},
-    "zb-v": {"schedule": "zb-v", "stages": 4, "chunks": 2},
+    **SYNCHRONOUS,
     "adamw, clipped": {"stages": 3, "optimizer": plain.adamw, "clip_norm": 0.05},
     "replayed": {"stages": 3, "recompute": "layer"},
     "spilled to the host": {**SPILLED, "spill": Spilled()},

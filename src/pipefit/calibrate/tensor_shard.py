@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pipefit.cost.tensor import tensor_shard
 from pipefit.parallel import Mesh, Region, release, shard_layers
-from pipefit.parallel.region import Exchange, Rehearsal
+from pipefit.parallel.region import Exchange, IsolatedRegion
 from pipefit.pipeline.assembly import mesh_of
 from pipefit.profiling.agreed import agreed_profile
 from pipefit.profiling.clock import Clock
@@ -78,7 +78,7 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
     region = mesh_of(plan, session).region
     assert region is not None
     size = largest_part(example[0], plan.num_microbatches)
-    silent = Rehearsal(region.group, region.size, 0, region.sequence)
+    silent = IsolatedRegion(region.group, region.size, 0, region.sequence)
     roots = nn.ModuleList([layer.module for layer in layers])
     with lent_weights(roots), _rehearsed(layers, silent) as shards:
         device = next((parameter.device for parameter in roots.parameters()), torch.device("cpu"))
@@ -105,7 +105,7 @@ def profile_of_shard(work: Workload, plan: Plan, session: Session, topology: Top
 
 
 @contextmanager
-def _rehearsed(layers: Sequence[NamedLayer], rehearsal: Rehearsal) -> Iterator[Mesh]:
+def _rehearsed(layers: Sequence[NamedLayer], rehearsal: IsolatedRegion) -> Iterator[Mesh]:
     """The context of layers that are sharded as in a run, without the other processes."""
     wholes = [(p, p.data) for layer in layers for p in layer.module.parameters()]
     mesh = Mesh(rehearsal.size, 0, rehearsal)
@@ -119,7 +119,12 @@ def _rehearsed(layers: Sequence[NamedLayer], rehearsal: Rehearsal) -> Iterator[M
 
 
 def _exchanges(
-    layers: Sequence[NamedLayer], x: Any, y: Any, loss: Callable[[Any, Any], Tensor], rehearsal: Rehearsal, device: Any
+    layers: Sequence[NamedLayer],
+    x: Any,
+    y: Any,
+    loss: Callable[[Any, Any], Tensor],
+    rehearsal: IsolatedRegion,
+    device: Any,
 ) -> tuple[list[Ways], list[Exchange]]:
     """The exchanges of each layer, and of the loss."""
     each = []
@@ -137,7 +142,7 @@ def _exchanges(
 
 
 def _both_ways(
-    work: Callable[[Any], Any], payload: Any, rehearsal: Rehearsal
+    work: Callable[[Any], Any], payload: Any, rehearsal: IsolatedRegion
 ) -> tuple[Any, list[Exchange], list[Exchange]]:
     given = map_tensors(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad), payload)
     rehearsal.exchanges.clear()

@@ -71,7 +71,7 @@ def command(
         timeout: Seconds after which the self-test fails.
         folder: Under torchrun: for checkpoints, which all machines should share; with --gpu: for the report; default:
             the working folder.
-        gpu: Try the GPUs, in at most six minutes: speed, overlap, equality of training, predictions, messages, deaths.
+        gpu: Try the GPUs, in at most five minutes: speed, overlap, equality of training, predictions, messages, deaths.
     """
     if gpu:
         return _examined(folder)

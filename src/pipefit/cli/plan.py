@@ -123,7 +123,8 @@ def command(
     plan synchronous training; 2bw updates with gradients one update old.
 
     Args:
-        profile: A profile (.json), a published one (vgg16, resnet50, gnmt), or gpt:layers=96,hidden=12288,heads=96.
+        profile: A profile (.json), a published one (vgg16, resnet50, gnmt), or a transformer by its sizes, such as
+            gpt:layers=96,hidden=12288,heads=96 or llama:layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336.
         topology: A TOML file, local:N, or a machine by name, like dgx-a100-1024.
     """
     from pipefit.planner import plan
@@ -133,7 +134,8 @@ def command(
     machine = options.machine(load_topology(topology))
     tokens = wanted.tokens
     if tokens is not None and not (tokens > 0 and is_transformer(profile)):
-        raise PipefitError(f"--tokens: expected more than 0, for --profile gpt:layers=…; got {tokens:g} for {profile}")
+        known = "--profile gpt:layers=… or llama:layers=…"
+        raise PipefitError(f"--tokens: expected more than 0, for {known}; got {tokens:g} for {profile}")
     options = capped.applied(options)
     _refuse_unused(options, wanted)
     if wanted.sweep:

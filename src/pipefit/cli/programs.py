@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class SourceOptions:
     """The origin of the costs of a program."""
 
-    profile: str | None = setting(None, "Profile of the model: seconds, bytes; or gpt:layers=24,….")
+    profile: str | None = setting(None, "Profile of the model: seconds, bytes; or gpt:layers=24,…, llama:layers=32,….")
     topology: str | None = setting(None, "Links and devices: a TOML file, local:N, or a name.")
     layers: tuple[int, ...] = setting(
         (), "Layers of each stage, like 3,3, which a .pipe file does not contain.", typed="numbers"

@@ -218,7 +218,7 @@ class Exchange(NamedTuple):
 
 
 @dataclass
-class Rehearsal(Region):
+class IsolatedRegion(Region):
     """The first of several processes in isolation: its own tensors replace those of the others.
 
     Results have the right shapes, and no process waits for another. The computation of a layer takes as long as in a

@@ -348,6 +348,11 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     )
 
 
-def is_gpt(profile: Profile) -> bool:
-    """Returns whether tensor parallelism applies to the profile: it is a transformer, with a block per layer."""
-    return is_transformer(profile.model) and len(profile) >= 3
+def num_blocks(profile: Profile) -> int:
+    """The blocks of a transformer, to which tensor parallelism applies; 0: the profile is of another model.
+
+    It is given by its sizes, or the built-in GPT, measured; embedding and head are the two other layers.
+    """
+    if is_transformer(profile.model) or profile.model.startswith("gpt"):
+        return max(len(profile) - 2, 0)
+    return 0

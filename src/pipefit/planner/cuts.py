@@ -13,7 +13,7 @@ import numpy as np
 from pipefit.cost import speeds_of
 from pipefit.partition import gpipe, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
-from pipefit.planner.computed_profile import is_gpt
+from pipefit.planner.computed_profile import num_blocks
 from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed, most_bytes
 from pipefit.planner.space import Config, Problem, num_frozen_layers, placement_for, positions
 from pipefit.spec import Partition, Profile, StageSpec
@@ -57,8 +57,8 @@ def cut(problem: Problem, config: Config, recomputed: set[int], within: Within |
 
 def _uniform(profile: Profile, num_stages: int) -> Partition:
     """Equal numbers of layers; of a transformer's blocks, as Megatron-LM cuts: with its ends in the outer stages."""
-    count, rest = divmod(len(profile) - 2, num_stages)
-    if is_gpt(profile) and count and not rest:
+    count, rest = divmod(num_blocks(profile), num_stages)
+    if count and not rest:
         return Partition.from_counts([count + (stage == 0) + (stage == num_stages - 1) for stage in range(num_stages)])
     return uniform(profile, num_stages)
 

@@ -24,7 +24,7 @@ from pipefit.planner.methods import problem_of, search_by, space_of
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
-from pipefit.spec.plan import recompute_kind
+from pipefit.spec.plan import RECOMPUTE, recompute_kind
 
 USABLE = 0.9
 """Share of a device's memory that tensors can take, next to the context, buffers of messages, and lost space."""
@@ -66,6 +66,10 @@ class MeasuredRun:
     sharded: bool
     seconds: float | None
     line: int = 0
+
+    def question(self) -> MeasuredRun:
+        """The run without its result and its place, equal for two measurements of one thing."""
+        return replace(self, seconds=None, line=0)
 
     def __str__(self) -> str:
         widths = f"{self.devices} devices, tensor {self.tensor}, depth {self.depth}, micro-batch {self.microbatch}"
@@ -110,7 +114,16 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
         raise ProfileError(
             f"{where}: {sizes['devices']} devices cannot be copies of tensor {sizes['tensor']} × depth {sizes['depth']}"
         )
-    transformer_of(line["model"])
+    if sizes["chunks"] > 1 and sizes["depth"] == 1:
+        raise ProfileError(f"{where}: chunks: expected 1 where the depth is 1, got {sizes['chunks']}")
+    if line["recompute"] not in RECOMPUTE:
+        raise ProfileError(f"{where}: recompute: expected one of {', '.join(RECOMPUTE)}, got {line['recompute']!r}")
+    if line["sharded"] not in ("0", "1"):
+        raise ProfileError(f"{where}: sharded: expected 0 or 1, got {line['sharded']!r}")
+    try:
+        transformer_of(line["model"])
+    except ProfileError as problem:
+        raise ProfileError(f"{where}: {problem}") from None
     sharded = line["sharded"] == "1"
     return MeasuredRun(
         line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, line=number
@@ -119,7 +132,7 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a run takes by prediction.
+    """The predicted figures of a run.
 
     Attributes:
         seconds: of a step.
@@ -166,7 +179,7 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
     space = space_of(problem, options)
     try:
         winner = search_by("uniform", problem, replace(space, partitioner="uniform", links=False)).winner
-    except InfeasibleError as error:
+    except (InfeasibleError, PlanError) as error:
         raise PlanError(f"{run}: cannot be planned: {error}") from None
     return Expected(winner.period_s, max(winner.peak_bytes))
 
@@ -199,7 +212,7 @@ CONSTANTS = (
     "bandwidth of the other links",
     "time of a kernel",
 )
-"""What a fit changes, in this order: the first alone where there are few runs."""
+"""The constants of a machine that a fit changes, in this order: the first alone where there are few runs."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.asynchronous import replicated
-from pipefit.planner.computed_profile import is_gpt
+from pipefit.planner.computed_profile import num_blocks
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
@@ -121,7 +121,7 @@ def _replays(profile: Profile, method: str, wanted: object) -> tuple[str, ...]:
 
 def _widths(problem: Problem, most: int) -> tuple[int, ...]:
     """Tensor widths to choose from; on processes of this machine, where plans must run, only widths given by name."""
-    if not is_gpt(problem.profile) or problem.topology.name.startswith("local:"):
+    if not num_blocks(problem.profile) or problem.topology.name.startswith("local:"):
         return (1,)
     return tuple(2**k for k in range(12) if 2**k <= most)
 
@@ -211,11 +211,8 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
 
 
 def _is_even(profile: Profile, config: Config) -> bool:
-    """Returns whether the blocks of a GPT, all layers but embedding and head, can be split evenly."""
-    if not is_gpt(profile) or config.depth == 1:
-        return True
-    num_blocks = len(profile) - 2
-    return num_blocks % config.num_stages == 0
+    """Returns whether the blocks of a transformer can be split evenly; of other models any layers can."""
+    return config.depth == 1 or num_blocks(profile) % config.num_stages == 0
 
 
 def _no_candidate(problem: Problem, space: Space) -> str:

@@ -63,15 +63,15 @@ class Transformer:
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if getattr(self, name) < 1:
-                raise ProfileError(f"gpt: {name}: expected at least 1, got {getattr(self, name)}")
+                raise ProfileError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.bytes not in (2, 4):
-            raise ProfileError(f"gpt: bytes: expected 2 or 4, got {self.bytes}")
+            raise ProfileError(f"bytes: expected 2 or 4, got {self.bytes}")
         if self.hidden % self.heads:
-            raise ProfileError(f"gpt: heads: expected a divisor of the hidden size {self.hidden}, got {self.heads}")
+            raise ProfileError(f"heads: expected a divisor of the hidden size {self.hidden}, got {self.heads}")
         if self.heads % self.keys:
-            raise ProfileError(f"gpt: kv_heads: expected a divisor of {self.heads} heads, got {self.kv_heads}")
+            raise ProfileError(f"kv_heads: expected a divisor of {self.heads} heads, got {self.kv_heads}")
         if self.attention not in ATTENTION:
-            raise ProfileError(f"gpt: attention: expected one of {', '.join(ATTENTION)}, got {self.attention}")
+            raise ProfileError(f"attention: expected one of {', '.join(ATTENTION)}, got {self.attention}")
 
     @property
     def keys(self) -> int:
@@ -103,7 +103,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt": {},
     "llama": {"gated": 1, "tied": 0, "bias": 0, "dropout": 0, "attention": "flash", "vocab": 32000, "sequence": 4096},
 }
-"""What differs from a GPT, by the first word of a model's text."""
+"""The settings that differ from those of a GPT, by the first word of a model's text."""
 
 _NEEDED = ("layers", "hidden", "heads")
 

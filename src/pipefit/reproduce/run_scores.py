@@ -155,15 +155,18 @@ def published_runs(on_collection: Callable[[str], None] | None = None) -> Publis
         if on_collection is not None:
             on_collection(f"{name}: a machine fitted to {len(part)} runs")
         fitted = machines[name] = fit_machine([run for run, _ in part], load_topology(part[0][1]["machine"]))
-        chosen = {run.line for run, _ in part}
-        made = [Judged(run, _group(run), predict(run, fitted.topology), run.line not in chosen) for run, _ in rows]
+        # A run that was measured twice does not judge a fit to one of its measurements.
+        chosen = {run.question() for run, _ in part}
+        made = [
+            Judged(run, _group(run), predict(run, fitted.topology), run.question() not in chosen) for run, _ in rows
+        ]
         judged[name, "fitted"] = made
         scores.append(_score(name, "fitted", made))
     return Published(tuple(scores), judged, machines)
 
 
 def _group(run: MeasuredRun) -> str:
-    """What runs share of which a user would choose one."""
+    """The question that runs answer of which a user would choose one: devices, batch and model."""
     sizes = re.findall(r"(?:layers|hidden|sequence|heads)=\d+", run.model)
     return f"{run.devices} devices, batch {run.batch}, {','.join(sizes)}"
 

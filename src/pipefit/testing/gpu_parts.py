@@ -1,4 +1,4 @@
-"""What `pipefit doctor --gpu` tries of a machine: parts, each run alone by `python -m pipefit.testing.gpu_parts NAME`.
+"""The parts of `pipefit doctor --gpu`, each run alone by `python -m pipefit.testing.gpu_parts NAME cuda`.
 
 A part returns its figures; under "problems" it says in words what is wrong. The device may be "cpu", which tries the
 code of the parts but no GPU.
@@ -357,12 +357,12 @@ class Part:
 
 PARTS = {
     "rates": Part(rates, "products, copies and launches of each GPU", 40),
-    "overlap": Part(overlap, "copies during computation", 30),
+    "overlap": Part(overlap, "copies during computation", 25),
     "schedules": Part(schedules, "training equals that of one process", 80),
-    "prediction": Part(prediction, "predicted and measured steps", 60),
-    "links": Part(links, "messages between GPUs", 60, 2),
-    "ahead": Part(ahead, "receives posted ahead", 40, 2),
-    "deaths": Part(deaths, "a rank that dies or stands still", 60, 2),
+    "prediction": Part(prediction, "predicted and measured steps", 55),
+    "links": Part(links, "messages between GPUs", 40, 2),
+    "ahead": Part(ahead, "receives posted ahead", 25, 2),
+    "deaths": Part(deaths, "a rank that dies or stands still", 35, 2),
 }
 
 

@@ -114,7 +114,7 @@ def _failed(what: str, output: str) -> Figures:
 
 
 def problems_of(report: Mapping[str, Any]) -> list[str]:
-    """What is wrong, in words: parts that failed, and what parts found."""
+    """The problems in words: parts that failed, and findings of the others."""
     found = []
     for name, figures in report["parts"].items():
         if "failed" in figures:
