@@ -18,13 +18,13 @@ from pipefit.units import columns
 
 RUNS = Path(__file__).parent / "published-runs.csv"
 FITTED = 5
-"""Every so manieth run of a collection sets the constants of its machine; the others judge."""
+"""The machine of a collection is fitted to one of so many runs; the others judge."""
 
 _OF_MEMORY = "dgx-a100-8"
 """A machine with the devices on which runs ran out of memory."""
 
 _FEWEST = 10
-"""Runs of a collection that a machine is fitted to."""
+"""The least number of runs of a collection that a machine is fitted to, and of a group whose order counts."""
 
 
 @dataclass(frozen=True)

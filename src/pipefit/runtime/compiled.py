@@ -71,7 +71,7 @@ def _compile(program: Program, rank: int) -> CompiledRank:
 
 
 def _awaited(program: Program, rank: int) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """What each instruction waits for, and what is left for the end."""
+    """The waits of each instruction, and those that are left for the end."""
     graph = dependency_graph(program)
     start = graph.starts[rank]
     instructions = program.ranks[rank]

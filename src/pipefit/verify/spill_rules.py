@@ -101,7 +101,7 @@ def _fetch(state: _Rank, i: Instruction) -> Iterator[str]:
 
 
 def _not_free(state: _Rank, i: Instruction) -> Iterator[str]:
-    """What the slot of a fetch still holds; weights come with room for their gradients."""
+    """The values that the slot of a fetch still holds; weights come with room for their gradients."""
     kinds = [i.kind]
     if i.kind == _WEIGHTS:
         kinds.append(_WGRAD)
