@@ -24,7 +24,6 @@ from pipefit.errors import ModelError, PlanError
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
-from pipefit.parallel.sharded_weights import ShardedStore
 from pipefit.parallel.weights import WeightStore
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.profiling.meta_count import MetaCount
@@ -269,8 +268,7 @@ def _gradients(worker: Worker) -> list[Tensor]:
             continue
         found += worker.buckets[index].flats
         found += [own.parameter for own in owned if own.tie is not None]
-        if isinstance(store, ShardedStore):
-            found += store.gradients
+        found += [gradient for _, gradient in store.part_gradients()]
     return found
 
 
@@ -280,8 +278,7 @@ def _kept(worker: Worker) -> list[Tensor]:
     for buckets in worker.buckets.values():
         found += buckets.flats
     for store in worker.stores.values():
-        if isinstance(store, ShardedStore):
-            found += store.gradients
+        found += [gradient for _, gradient in store.part_gradients()]
     return found
 
 
