@@ -10,6 +10,8 @@ from pipefit.spec.files import read_json
 
 FILE = "compare.json"
 """The figures that `pipefit compare -o FOLDER` writes."""
+_QUIET = 0.9
+"""The share of the time for which one thread computes on a quiet machine, at least."""
 _ONE_PROCESS = {"one-thread": "one process, one thread", "all-threads": "one process, all cores"}
 
 
@@ -58,6 +60,11 @@ def _speeds(data: dict[str, Any]) -> Speeds | None:
         verdict = f"the pipeline helped: {best} is {factor:.2f} × as fast as {first}"
     else:
         verdict = f"the pipeline did not help here: {best} is {factor:.2f} × as fast as {first}"
+    share = min((row["utilisation"][0] for row in data["rows"] if row["strategy"] == "one-thread"), default=1.0)
+    if share < _QUIET:
+        verdict += (
+            f"; but other programs left one thread a core for {share:.0%} of the time: measure on a quiet machine"
+        )
     method = f"{data['num_ranks']} processes of one thread; {data['batch']} samples per update; medians of "
     method += f"{data['repeats']} alternating repetitions"
     return Speeds([(name, rate, rate / alone[first]) for name, rate in rates.items()], verdict, method)
