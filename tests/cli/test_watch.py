@@ -153,13 +153,14 @@ def test_an_unfinished_run_has_a_report_with_curves_and_its_latest_timeline(run,
     assert "<title>small: gpt</title>" in (run / "timeline.html").read_text()
 
 
-def comparison(folder: Path, busy: float = 1.0, **rates: float) -> None:
+def comparison(folder: Path, busy: float = 1.0, batch: int = 4, **rates: float) -> None:
     """Writes the figures of a comparison, as samples per second by strategy, of threads that compute for that share."""
     rows = [
         {"strategy": name.replace("_", "-"), "num_microbatches": 4, "samples_per_s": r, "utilisation": [busy]}
         for name, r in rates.items()
     ]
-    data = {"format": "pipefit.comparison/1", "num_ranks": 2, "batch": 64, "repeats": 9, "rows": rows}
+    facts = {"model": "gpt(layers=2): 2 layers", "num_ranks": 2, "batch": batch, "repeats": 9}
+    data = {"format": "pipefit.comparison/1", **facts, "rows": rows}
     (folder / "compare.json").write_text(json.dumps(data))
 
 
@@ -184,6 +185,8 @@ def test_a_report_has_settings_machine_whole_timelines_and_the_speed_against_one
     comparison(folder, busy=0.15, one_thread=100.0, gpipe=90.0)
     assert "left one thread a core for 15% of the time: measure on a quiet machine" in page_of(folder)
     comparison(folder, gpipe=90.0)
+    assert "against one process" not in page_of(folder)
+    comparison(folder, batch=5, one_thread=100.0, gpipe=90.0)
     assert "against one process" not in page_of(folder)
     (folder / "compare.json").write_text("[]")
     with pytest.raises(PipefitError, match=r"compare\.json: expected the figures of `pipefit compare`"):

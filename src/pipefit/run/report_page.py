@@ -123,16 +123,18 @@ def summary_of(place: Path) -> list[tuple[str, str]]:
     Raises:
         PipefitError: a file is not what was written.
     """
+    if not (place / RESULT).exists():
+        return []
+    data = read_json(place / RESULT)
+    result = data["result"]
     found = []
-    if (place / RESULT).exists():
-        result = read_json(place / RESULT)["result"]
-        accuracy = result["held_out_accuracy"]
-        if accuracy is not None:
-            found.append(("result", f"{accuracy:.1%} of the held-out samples are right"))
-        if result["predicted"]:
-            predicted = format_seconds(result["predicted"]["period_s"])
-            found.append(("step", f"{predicted} predicted, {format_seconds(result['measured_period_s'])} measured"))
-    speeds = speeds_of(place)
+    accuracy = result["held_out_accuracy"]
+    if accuracy is not None:
+        found.append(("result", f"{accuracy:.1%} of the held-out samples are right"))
+    if result["predicted"]:
+        predicted = format_seconds(result["predicted"]["period_s"])
+        found.append(("step", f"{predicted} predicted, {format_seconds(result['measured_period_s'])} measured"))
+    speeds = speeds_of(place, data["config"])
     if speeds:
         found += [("speed", speeds.verdict), ("", speeds.method)]
     return found
@@ -173,7 +175,7 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         curves=drawn,
         settings=_settings(data["config"]) if result else {},
         machine=result.get("machine", {}) if result else {},
-        speeds=speeds_of(place),
+        speeds=speeds_of(place, data["config"]) if result else None,
         guesses=[(guess, picture_of(guess)) for guess in read_guesses(result or {})],
         timelines=_timelines(place, bool(result and result["predicted"])),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +30,12 @@ class Speeds(NamedTuple):
     method: str
 
 
-def speeds_of(folder: Path) -> Speeds | None:
-    """The speeds in a folder; None: they were not measured, or without a single process.
+def speeds_of(folder: Path, config: Mapping[str, Any]) -> Speeds | None:
+    """The speeds in a folder; None: they were not measured, or without a single process, or for another training.
+
+    Args:
+        folder: of a run.
+        config: the options of the run.
 
     Raises:
         PipefitError: the file is not that of a comparison.
@@ -42,6 +47,8 @@ def speeds_of(folder: Path) -> Speeds | None:
     try:
         if data["format"] != "pipefit.comparison/1":
             raise KeyError("format")
+        if data["batch"] != config["batch"] or data["model"].partition("(")[0] != config["model"]:
+            return None
         return _speeds(data)
     except (KeyError, TypeError, ValueError) as problem:
         raise PipefitError(f"{path}: expected the figures of `pipefit compare`; {problem!r} is missing") from None
