@@ -4,6 +4,7 @@ The folders are those of the package. Tests of several processes are marked `dis
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -44,6 +45,15 @@ def _has_cuda() -> bool:
         return torch.cuda.is_available()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Torch and thousands of tests are millions of objects, none of them garbage: it is not looked for meanwhile."""
+    gc.disable()
+    found = yield
+    gc.enable()
+    return found
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need a CUDA device where there is none."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -72,6 +82,16 @@ def rank_server() -> None:
 
     server()
     launch(jobs.nothing, 1, quiet=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded_modules_are_no_garbage() -> None:
+    """What is there when a file begins is not looked through for garbage any more.
+
+    A pipeline collects garbage before it measures its memory; all of torch and of pytest takes longer than to train it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

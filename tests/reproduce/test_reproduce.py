@@ -117,17 +117,21 @@ def test_no_figure_is_counted_twice(drawn):
     assert "formulas" in once.text and "3 repeat others" in all_of_them.text
 
 
-def test_every_cluster_has_one_assumption():
-    """A command that changes the links of a machine would be a second one."""
+@pytest.fixture(scope="module")
+def of_clusters():
     names = ("pipedream-table", "takeaways", "pipedream-speedups")
-    commands = [command for outcome in run_all(map(find_entry, names)) for command in outcome.commands]
+    return dict(zip(names, run_all(map(find_entry, names)), strict=True))
+
+
+def test_every_cluster_has_one_assumption(of_clusters):
+    """A command that changes the links of a machine would be a second one."""
+    commands = [command for outcome in of_clusters.values() for command in outcome.commands]
     assert any("nvlink-2x8" in command for command in commands)
     assert not any("bandwidth" in command for command in commands)
 
 
-def test_the_authors_own_stages_are_simulated_next_to_the_plan_found():
-    outcome = run_entry(find_entry("pipedream-table"))
-    ours = {each.value.name: each.ours for each in outcome.values}
+def test_the_authors_own_stages_are_simulated_next_to_the_plan_found(of_clusters):
+    ours = {each.value.name: each.ours for each in of_clusters["pipedream-table"].values}
     assert ours["vgg16 on pcie-4x4"] == "15-1"
     same = ("vgg16 on pcie-4x4: speed-up of this plan", "vgg16 on pcie-4x4: speed-up of the authors' 15-1")
     assert ours[same[0]] == ours[same[1]], "the same stages are as fast, by whichever way"

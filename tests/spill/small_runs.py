@@ -1,5 +1,7 @@
 """Small trainings, resident and spilled, for the tests of spilling."""
 
+from functools import cache
+
 import torch
 from torch import nn
 
@@ -62,6 +64,14 @@ def resident(optimizer=momentum, clip=None, model=None):
         microbatches=3,
         updates=Updates(clip_norm=clip, scheduler=halving, seed=3),
     )
+
+
+@cache
+def expected(optimizer=momentum, clip=None):
+    """Losses and weights of the resident run over all the data, which many tests compare theirs with."""
+    pipe = resident(optimizer, clip)
+    losses = [pipe.step(x, y) for x, y in data()]
+    return losses, pipe.state_dict()
 
 
 def spilled(optimizer=momentum, clip=None, model=None, counts=(3, 2, 1, 1), **how):

@@ -147,6 +147,7 @@ def test_a_kind_of_layer_is_compiled_once_and_every_layer_runs_by_it_while_it_tr
     assert CALLS["runs"] == 3 * 4 * 6 and "compiled in" not in str(plain.report())
 
 
+@pytest.mark.usefixtures("small_probes")
 def test_all_is_compiled_while_the_layers_are_measured() -> None:
     bundle = gpt(hidden=20)
     batch = bundle.example(8, 0)
@@ -166,6 +167,7 @@ def test_what_is_compiled_for_halves_may_run_in_another_thread() -> None:
     assert loss > 0
 
 
+@pytest.mark.usefixtures("small_probes")
 def test_layers_that_have_no_weights_yet_are_measured_compiled() -> None:
     with torch.device("meta"):
         layers = named_layers(gpt(hidden=24).layers)
