@@ -17,7 +17,8 @@ from pipefit.cli import main
 from pipefit.cost import FREE, of_plan
 from pipefit.errors import PlanError, ProfileError, TopologyError
 from pipefit.planner import gpt_profile, plan
-from pipefit.planner.explain import explain, training
+from pipefit.planner.explain import explain
+from pipefit.planner.training_figures import training
 from pipefit.planner.machines import load_topology, topology_names
 from pipefit.planner.pictures import Point, depth_svg, explore, pareto, pareto_svg, partition_svg
 from pipefit.planner.refit import refit

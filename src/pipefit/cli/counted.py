@@ -1,0 +1,116 @@
+"""Models by their configuration, for verbs that plan them: what their layers do is counted, without weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pipefit.errors import PipefitError
+from pipefit.spec.options import setting
+
+if TYPE_CHECKING:
+    from pipefit.spec import Topology
+    from pipefit.spec.counted import Counted
+
+_MOST = 8192
+"""Tokens of a sample where none are stated and the configuration allows more."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model of transformers by its configuration."""
+
+    model: str | None = setting(
+        None,
+        "Count the layers of this model in place of --profile: a folder with a config.json, such a file, or "
+        "transformers:CLASS. No weights are needed.",
+    )
+    option: Sequence[str] = setting(
+        (), "Fields of its configuration, like num_hidden_layers=8; may be repeated.", typed=list[str]
+    )
+    sequence: int | None = setting(
+        None, f"Tokens of a sample; default: as many as its configuration allows, at most {_MOST}.", least=1
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "Type of its weights and activations.")
+    lora: str = setting("", "Train adapters of it only, like r=8,alpha=16,target=all-linear.")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A counted model.
+
+    Attributes:
+        name: as the user wrote it.
+        counted: what its layers do.
+        line: on its sizes, for people.
+    """
+
+    name: str
+    counted: Counted
+    line: str
+
+
+def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | None) -> Found:
+    """Counts a model for a machine.
+
+    Args:
+        source: the model.
+        machine: on whose innermost level devices may share a layer.
+        tensors: tensor widths to plan; None: the powers of two that the machine allows.
+
+    Raises:
+        PipefitError: no such model, or a sequence that it does not take.
+    """
+    from pipefit.models import parse_options
+    from pipefit.models.hub import takes_text, without_weights
+    from pipefit.profiling import count_model
+
+    name = source.model or ""
+    options = parse_options(",".join(source.option), "transformers:")
+    started = time.perf_counter()
+
+    def make():
+        return without_weights(name, options, dtype=source.dtype, lora=source.lora)
+
+    model = make()
+    tokens = 0
+    words = ""
+    if takes_text(model):
+        tokens, words = _tokens(model, source.sequence)
+    elif source.sequence is not None:
+        raise PipefitError(f"--sequence: {type(model).__name__} takes no text; leave it out")
+    widths = tensors
+    if widths is None:
+        inner = machine.levels[0].width
+        if machine.name.startswith("local:"):
+            inner = 1
+        widths = [2**k for k in range(12) if 2**k <= inner]
+    counted = count_model(make, tokens, widths)
+    seconds = time.perf_counter() - started
+    lines = [f"counted on the modules of {type(model).__name__}, {source.dtype}"]
+    if words:
+        lines.append(words)
+    return Found(name, counted, "; ".join(lines) + f"; {seconds:.1f} s")
+
+
+def _tokens(model: object, wanted: int | None) -> tuple[int, str]:
+    """The tokens of a sample, and where they come from."""
+    from pipefit.models.hub import most_tokens
+
+    most = most_tokens(model)
+    if not most and wanted is None:
+        raise PipefitError(
+            f"--sequence: the configuration of {type(model).__name__} has no max_position_embeddings; give --sequence"
+        )
+    if wanted is None:
+        if most > _MOST:
+            return _MOST, f"sequence {_MOST} (--sequence; its configuration allows {most})"
+        return most, f"sequence {most}, the most that its configuration allows"
+    if most and wanted > most:
+        raise PipefitError(
+            f"--sequence {wanted}: the configuration of {type(model).__name__} allows at most {most} "
+            "(max_position_embeddings); change it there, or with --option max_position_embeddings=…"
+        )
+    return wanted, f"sequence {wanted}"

@@ -1,0 +1,182 @@
+"""What the layers of a model do, counted: kernels with their sizes, and bytes. No seconds, so it holds for any device.
+
+A layer is counted at two micro-batch sizes. All sizes of its kernels lie on lines over the samples, so others follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import ceil
+
+import msgspec
+
+from pipefit.errors import ProfileError
+
+PRODUCTS = ("product", "grouped")
+"""Kinds of kernels whose sizes are those of matrix products."""
+
+
+class Kernel(msgspec.Struct, frozen=True, array_like=True):
+    """One kernel.
+
+    Attributes:
+        kind: with its sizes:
+            product: (count, m, n, k, e): so many products of (m, k) and (k, n) matrices, of elements of e bytes;
+            grouped: the same, of experts that get m tokens each;
+            attention, attention-back: (FLOP of two products, or four; FLOP that a fused kernel computes; bytes);
+            pass: (FLOP, bytes moved);
+            sum, gather: (bytes): of all devices that share a layer.
+        sizes: numbers in this order.
+    """
+
+    kind: str
+    sizes: tuple[float, ...]
+
+    @property
+    def model_flops(self) -> float:
+        """FLOP that the model itself needs: attention counts whole, without the scores that its backward makes again.
+
+        >>> Kernel("product", (2, 3, 5, 7, 2)).model_flops
+        420
+        """
+        if self.kind in PRODUCTS:
+            count, m, n, k, _ = self.sizes
+            return 2 * count * m * n * k
+        if self.kind in ("sum", "gather"):
+            return 0.0
+        return self.sizes[0]
+
+
+class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One layer for one micro-batch.
+
+    Attributes:
+        figures: bytes by the fields of `Layer`; without those that are not known.
+        forward: its kernels.
+        backward_input: kernels of the gradient of its input.
+        backward_weight: those of the gradients of its weights, in addition.
+    """
+
+    figures: dict[str, float]
+    forward: tuple[Kernel, ...]
+    backward_input: tuple[Kernel, ...] = ()
+    backward_weight: tuple[Kernel, ...] = ()
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """All of them."""
+        return self.forward + self.backward_input + self.backward_weight
+
+    def joined(self, after: LayerCount) -> LayerCount:
+        """This layer and what follows it as one; its output is that of the latter."""
+        figures = dict(after.figures)
+        for name in ("saved_bytes", "weight_bytes", "trained_bytes"):
+            figures[name] += self.figures[name]
+        for name in ("input_bytes", "selective_bytes"):
+            if name in self.figures:
+                figures[name] = self.figures[name] + after.figures["saved_bytes"]
+        return LayerCount(
+            figures,
+            self.forward + after.forward,
+            after.backward_input + self.backward_input,
+            after.backward_weight + self.backward_weight,
+        )
+
+    def towards(self, other: LayerCount, share: float) -> LayerCount:
+        """The layer at a share of the way to another micro-batch size."""
+
+        def mixed(one: float, two: float) -> float:
+            return max(one + share * (two - one), 0.0)
+
+        def kernels(ones: Iterable[Kernel], twos: Iterable[Kernel]) -> tuple[Kernel, ...]:
+            found = []
+            for one, two in zip(ones, twos, strict=True):
+                sizes = tuple(map(mixed, one.sizes, two.sizes))
+                if one.kind in PRODUCTS:
+                    sizes = tuple(map(ceil, sizes))
+                found.append(Kernel(one.kind, sizes))
+            return tuple(found)
+
+        figures = {name: mixed(one, other.figures[name]) for name, one in self.figures.items()}
+        return LayerCount(
+            figures,
+            kernels(self.forward, other.forward),
+            kernels(self.backward_input, other.backward_input),
+            kernels(self.backward_weight, other.backward_weight),
+        )
+
+    def is_like(self, other: LayerCount) -> bool:
+        """Returns whether another count has the same kernels, whatever their sizes."""
+
+        def kinds(of: LayerCount) -> list[list[str]]:
+            ways = (of.forward, of.backward_input, of.backward_weight)
+            return [[kernel.kind for kernel in way] for way in ways]
+
+        return kinds(self) == kinds(other) and self.figures.keys() == other.figures.keys()
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The kinds of layers of one of several devices that share every layer, at two micro-batch sizes."""
+
+    tensor: int
+    small: tuple[LayerCount, ...]
+    large: tuple[LayerCount, ...]
+
+
+class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model, counted.
+
+    Attributes:
+        names: of its layers.
+        kinds: for each layer the place of its count; layers that are alike share one.
+        microbatch_sizes: of the two counts.
+        shards: by tensor width, of which the first is 1.
+        sequence: tokens of a sample.
+        element_bytes: of a weight.
+        num_parameters: each once.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[int, ...]
+    microbatch_sizes: tuple[int, int]
+    shards: tuple[Shard, ...]
+    sequence: int
+    element_bytes: int
+    num_parameters: int
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tensor widths that were counted."""
+        return tuple(shard.tensor for shard in self.shards)
+
+    def at(self, microbatch_size: int, tensor: int = 1) -> list[LayerCount]:
+        """The layers at a micro-batch size, one of so many devices that share each.
+
+        Raises:
+            ProfileError: the width was not counted.
+        """
+        if tensor not in self.widths:
+            known = ", ".join(map(str, self.widths))
+            raise ProfileError(f"tensor width {tensor}: this model was counted for {known}, as its sizes allow")
+        shard = self.shards[self.widths.index(tensor)]
+        low, high = self.microbatch_sizes
+        share = (microbatch_size - low) / (high - low)
+        pairs = zip(shard.small, shard.large, strict=True)
+        found = [small.towards(large, share) for small, large in pairs]
+        return [found[kind] for kind in self.kinds]
+
+    @property
+    def flops(self) -> float:
+        """FLOP of a sample forward and backward, without replays: those of its products, attention whole."""
+        return sum(kernel.model_flops for layer in self.at(1) for kernel in layer.kernels)
+
+    @property
+    def num_active(self) -> float:
+        """Parameters that a token uses: of experts those to which it is routed."""
+        idle = 0.0
+        for layer in self.at(1):
+            for kernel in layer.forward:
+                if kernel.kind == "grouped":
+                    count, m, n, k, _ = kernel.sizes
+                    idle += count * n * k * (1 - m / self.sequence)
+        return self.num_parameters - idle
