@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipefit.errors import PipefitError
 from pipefit.spec.options import setting
@@ -37,23 +37,8 @@ class ModelSource:
     lora: str = setting("", "Train adapters of it only, like r=8,alpha=16,target=all-linear.")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A counted model.
-
-    Attributes:
-        name: as the user wrote it.
-        counted: what its layers do.
-        line: on its sizes, for people.
-    """
-
-    name: str
-    counted: Counted
-    line: str
-
-
-def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | None) -> Found:
-    """Counts a model for a machine.
+def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | None) -> tuple[Counted, str]:
+    """Counts a model for a machine; returns also a line on it for people.
 
     Args:
         source: the model.
@@ -71,7 +56,7 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
     options = parse_options(",".join(source.option), "transformers:")
     started = time.perf_counter()
 
-    def make():
+    def make() -> Any:
         return without_weights(name, options, dtype=source.dtype, lora=source.lora)
 
     model = make()
@@ -89,13 +74,10 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
         widths = [2**k for k in range(12) if 2**k <= inner]
     counted = count_model(make, tokens, widths)
     seconds = time.perf_counter() - started
-    lines = [f"counted on the modules of {type(model).__name__}, {source.dtype}"]
-    if words:
-        lines.append(words)
-    return Found(name, counted, "; ".join(lines) + f"; {seconds:.1f} s")
+    return counted, f"counted on the modules of {type(model).__name__}, {source.dtype}{words}; {seconds:.1f} s"
 
 
-def _tokens(model: object, wanted: int | None) -> tuple[int, str]:
+def _tokens(model: Any, wanted: int | None) -> tuple[int, str]:
     """The tokens of a sample, and where they come from."""
     from pipefit.models.hub import most_tokens
 
@@ -106,11 +88,11 @@ def _tokens(model: object, wanted: int | None) -> tuple[int, str]:
         )
     if wanted is None:
         if most > _MOST:
-            return _MOST, f"sequence {_MOST} (--sequence; its configuration allows {most})"
-        return most, f"sequence {most}, the most that its configuration allows"
+            return _MOST, f", sequence {_MOST} (--sequence; its configuration allows {most})"
+        return most, f", sequence {most}, the most that its configuration allows"
     if most and wanted > most:
         raise PipefitError(
             f"--sequence {wanted}: the configuration of {type(model).__name__} allows at most {most} "
             "(max_position_embeddings); change it there, or with --option max_position_embeddings=…"
         )
-    return wanted, f"sequence {wanted}"
+    return wanted, f", sequence {wanted}"

@@ -191,9 +191,9 @@ def _model(
         if given:
             raise PipefitError(f"--{given[0]}: it is for --model; leave it out")
         return profile, ""
-    found = count_of(source, machine, options.tensors)
+    counted, line = count_of(source, machine, options.tensors)
     sizes = options.microbatch_sizes or (1,)
-    return counted_profile(found.counted, found.name, sizes[0], machine.device, topology=machine), found.line
+    return counted_profile(counted, source.model or "", sizes[0], machine.device, topology=machine), line
 
 
 def _refuse_unused(options: PlanOptions, wanted: Wanted) -> None:

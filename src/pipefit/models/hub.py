@@ -327,10 +327,10 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
             task_type=task,
         )
         # Adapters are made in memory, because no folder has them. peft asks transformers 5 by an old name.
-        memory = lent_weights(model)
-        if torch.get_default_device().type == "meta":
-            memory = contextlib.nullcontext()
-        with memory, warnings.catch_warnings():
+        with contextlib.ExitStack() as contexts:
+            if torch.get_default_device().type != "meta":
+                contexts.enter_context(lent_weights(model))
+            contexts.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = get_peft_model(model, config)
     except ValueError as problem:

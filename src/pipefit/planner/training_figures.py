@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipefit.planner.plan_figures import replays_of
-from pipefit.planner.transformer import flops_per_iteration, is_transformer, num_parameters, training_days, transformer_of
+from pipefit.planner.transformer import (
+    flops_per_iteration,
+    is_transformer,
+    num_parameters,
+    training_days,
+    transformer_of,
+)
 from pipefit.spec import Plan, Topology
 from pipefit.spec.counted import Counted
 from pipefit.units import format_count
@@ -41,10 +47,9 @@ class _Work:
         if counted is not None:
             blocks = [kernel for layer in counted.at(1)[1:-1] for kernel in layer.forward]
             again = sum(kernel.model_flops for kernel in blocks)
-            scores = sum(kernel.model_flops for kernel in blocks if kernel.kind == "attention")
-            share = scores / again if again else 0.0
-            parameters = counted.num_parameters
-            return cls(parameters, counted.num_active, counted.sequence, counted.flops, again, share)
+            cores = sum(kernel.model_flops for kernel in blocks if kernel.kind == "attention")
+            share = cores / again
+            return cls(counted.num_parameters, counted.num_active, counted.sequence, counted.flops, again, share)
         if not is_transformer(plan.model):
             return None
         gpt = transformer_of(plan.model)

@@ -6,10 +6,12 @@ evaluated. So a model of a trillion parameters takes seconds.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import msgspec
@@ -181,17 +183,22 @@ def configuration_of(layer: nn.Module) -> tuple[Any, ...]:
     for name, module in layer.named_modules():
         plain = {}
         for key, value in vars(module).items():
-            if key.endswith(_NUMBERS):
-                continue
-            if isinstance(value, _PLAIN):
-                plain[key] = repr(value)
-            elif not key.startswith("_"):
-                # Anything else, such as a function, is equal only to the same object.
-                plain[key] = str(id(value))
+            is_state = key.startswith("_") and not isinstance(value, int | float | str)
+            if not is_state and not key.endswith(_NUMBERS):
+                plain[key] = _text(value)
         settings = tuple(sorted(plain.items()))
         modules.append((name, type(module), module.extra_repr(), settings))
     tensors = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in _named_tensors(layer)]
     return tuple(modules), tuple(tensors)
+
+
+def _text(value: Any) -> str:
+    """An attribute as text; an object whose text does not say its value is equal only to itself."""
+    if isinstance(value, _PLAIN):
+        text = _PATH_NUMBER.sub(".*.", repr(value))
+        if " at 0x" not in text:
+            return text
+    return str(id(value))
 
 
 def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +210,10 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 _NUMBERS = ("layer_idx", "layer_id", "layer_index")
 """Ends of names of attributes in which a layer has only its number."""
 
-_PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
+_PATH_NUMBER = re.compile(r"\.\d+\.")
+"""The number of a layer in the path of a module."""
+
+_PLAIN = (int, float, str, bool, tuple, list, dict, type(None), torch.dtype, torch.device, partial, BuiltinFunctionType)
 
 
 def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:

@@ -70,20 +70,19 @@ class KernelCount(TorchDispatchMode):
         flops = _flops(func, args, kwargs, result)
         packet = func.overloadpacket
         if packet in _ATTENTION:
-            self._kernels.append(_attention(packet, args, flops, moved_bytes))
+            self._kernels.append(_attention(_ATTENTION[packet], args, flops, moved_bytes))
         else:
             self._kernels.append(Kernel("pass", (flops, moved_bytes)))
         return result
 
 
-def _attention(packet: Any, args: tuple[Any, ...], flops: float, moved_bytes: float) -> Kernel:
-    """A core of attention; a causal one computes half, and a backward makes the scores again: five products for four."""
-    kind, query, causal = _ATTENTION[packet]
+def _attention(kind: str, args: tuple[Any, ...], flops: float, moved_bytes: float) -> Kernel:
+    """A core of attention; a causal one computes half, a backward makes the scores again: five products, not four."""
     model_flops = flops
     if kind == "attention-back":
         model_flops = flops * 4 / 5
-    is_causal = len(args) > causal and args[causal]
-    if is_causal and args[query].shape[-2] == args[query + 1].shape[-2]:
+    is_causal = any(one is True for one in args)
+    if is_causal:
         flops /= 2
     return Kernel(kind, (model_flops, flops, moved_bytes))
 
@@ -122,9 +121,10 @@ def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> tuple[Any, ...]:
     """A product for each group; their sizes depend on the data, and count as equal."""
     count = len(ends)
+    m, k = left.shape
     if right.dim() == 3:
-        return "grouped", count, left.shape[0] / count, right.shape[2], right.shape[1]
-    return "grouped", count, left.shape[0], right.shape[1], right.shape[0] / count
+        return "grouped", count, m / count, right.shape[-1], k
+    return "grouped", count, m, right.shape[-1], k / count
 
 
 def _outputs(args: tuple[Any, ...]) -> list[int]:
@@ -153,10 +153,9 @@ _ALIKE = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
 }
-# Kinds, and where query and the flag of causal attention stand among the arguments; the keys follow the query.
 _ATTENTION = {
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: ("attention", 0, 4),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: ("attention-back", 1, 7),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: "attention",
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: "attention-back",
 }
 _FREE = frozenset({_ATEN.detach, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.reshape,
                    _ATEN._unsafe_view, _ATEN.sym_size, _ATEN.new_empty_strided})  # fmt: skip

@@ -11,7 +11,7 @@ with inputs that are known is not run again; new tensors in the form of its outp
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,8 +46,8 @@ Named = list[tuple[str, LayerCount]]
 """The layers of a model with their counts."""
 
 
-_SIZES = (2, 4)
-"""Micro-batch sizes at which layers are counted; one sample would be a special case of some operations."""
+_SIZES = (29, 31)
+"""Micro-batch sizes at which layers are counted: so that no other size of a model is a multiple of its samples."""
 
 
 def count_model(make: Callable[[], nn.Module], tokens: int = 0, widths: Iterable[int] = (1,)) -> Counted:
@@ -61,39 +61,32 @@ def count_model(make: Callable[[], nn.Module], tokens: int = 0, widths: Iterable
     Raises:
         ModelError: it cannot be counted.
     """
-    model = make()
-    allowed = widths_of([_Whole(model)], max(widths))
-    shards = sorted({1, *widths}.intersection(allowed))
+    whole = make()
+    allowed = widths_of([_Whole(whole)], max(widths))
+    chosen = sorted({1, *widths}.intersection(allowed))
     columns: list[Named] = []
-    for width in shards:
+    for width in chosen:
         model = make()
         counter = KernelCount(_share(model, width))
         columns += [count_whole(model, random_batch(model, size, tokens=tokens), counter) for size in _SIZES]
-    parameters = list(make().parameters())
-    kinds: list[Sequence[LayerCount]] = []
+    kinds: list[list[LayerCount]] = []
     places = []
-    for index in range(len(columns[0])):
-        found = [column[index][1] for column in columns]
+    for each in zip(*columns, strict=True):
+        found = [count for _, count in each]
         if found not in kinds:
             kinds.append(found)
         places.append(kinds.index(found))
+    counts = list(zip(*kinds, strict=True))
+    parameters = list(whole.parameters())
     return Counted(
-        tuple(name for name, _ in columns[0]),
-        tuple(places),
-        _SIZES,
-        tuple(_shard(width, [kind[2 * place : 2 * place + 2] for kind in kinds]) for place, width in enumerate(shards)),
-        tokens,
-        max(parameters, key=Tensor.numel).element_size(),
-        sum(parameter.numel() for parameter in parameters),
+        names=tuple(name for name, _ in columns[0]),
+        kinds=tuple(places),
+        microbatch_sizes=_SIZES,
+        shards=tuple(map(Shard, chosen, counts[::2], counts[1::2])),
+        sequence=tokens,
+        element_bytes=max(parameters, key=Tensor.numel).element_size(),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
     )
-
-
-def _shard(width: int, kinds: Sequence[Sequence[LayerCount]]) -> Shard:
-    for small, large in kinds:
-        if not small.is_like(large):
-            raise ModelError("which operations a layer runs depends on the number of samples, so it cannot be counted")
-    small, large = zip(*kinds, strict=True)
-    return Shard(width, small, large)
 
 
 class _Whole(nn.Module):
@@ -111,7 +104,8 @@ class _Whole(nn.Module):
 
 def _share(model: nn.Module, width: int) -> list[Exchange]:
     """Turns a model into one of so many processes that share it, in isolation; returns where it notes exchanges."""
-    region = IsolatedRegion(None, width, 0)
+    nobody: Any = None
+    region = IsolatedRegion(nobody, width, 0)
     if width > 1:
         shard_layers([NamedLayer(0, "", _Whole(model), "model")], Mesh(width, 0, region))
     return region.exchanges
@@ -217,10 +211,6 @@ class _Walk:
         """
         self.pause()
         forward = self._counter.take()
-        if self.layers and not name and not forward:
-            last, before = self.layers[-1]
-            self.layers[-1] = last, replace(before, figures={**before.figures, **_sent(ends)})
-            return
         # The backward begins at the loss, where the model has one.
         roots = [leaf for leaf in ends if leaf.requires_grad and not leaf.is_leaf]
         scalars = [leaf for leaf in roots if not leaf.dim()]
@@ -272,15 +262,6 @@ def _crossing(given: Any) -> list[Tensor]:
 
     Masks and rotary tables are made again on every stage.
     """
-    floating = [leaf for leaf in tensors_of(given) if leaf.is_floating_point()]
-    graded = {id(leaf): leaf for leaf in floating if leaf.requires_grad}
-    return list(graded.values()) or floating[:1]
-
-
-def _sent(ends: list[Tensor]) -> dict[str, float]:
-    """The figures of tensors that go to the next layer."""
-    output_bytes = num_bytes(ends)
-    grad_bytes = num_bytes(leaf for leaf in ends if leaf.requires_grad)
-    if grad_bytes == output_bytes:
-        return {"output_bytes": output_bytes}
-    return {"output_bytes": output_bytes, "grad_bytes": grad_bytes}
+    floating = dict.fromkeys(leaf for leaf in tensors_of(given) if leaf.is_floating_point())
+    graded = [leaf for leaf in floating if leaf.requires_grad]
+    return graded or list(floating)[:1]

@@ -15,6 +15,8 @@ from pipefit.errors import ProfileError
 PRODUCTS = ("product", "grouped")
 """Kinds of kernels whose sizes are those of matrix products."""
 
+_ROUNDING = 1e-6
+
 
 class Kernel(msgspec.Struct, frozen=True, array_like=True):
     """One kernel.
@@ -68,13 +70,13 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.forward + self.backward_input + self.backward_weight
 
     def joined(self, after: LayerCount) -> LayerCount:
-        """This layer and what follows it as one; its output is that of the latter."""
-        figures = dict(after.figures)
+        """This layer with code that follows it: its output is that of the latter."""
+        figures = dict(self.figures)
         for name in ("saved_bytes", "weight_bytes", "trained_bytes"):
-            figures[name] += self.figures[name]
-        for name in ("input_bytes", "selective_bytes"):
-            if name in self.figures:
-                figures[name] = self.figures[name] + after.figures["saved_bytes"]
+            figures[name] += after.figures[name]
+        for name in ("output_bytes", "grad_bytes"):
+            if name in after.figures:
+                figures[name] = after.figures[name]
         return LayerCount(
             figures,
             self.forward + after.forward,
@@ -83,7 +85,7 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def towards(self, other: LayerCount, share: float) -> LayerCount:
-        """The layer at a share of the way to another micro-batch size."""
+        """The layer at a share of the way to another micro-batch size, at which it has the same kernels."""
 
         def mixed(one: float, two: float) -> float:
             return max(one + share * (two - one), 0.0)
@@ -93,26 +95,16 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for one, two in zip(ones, twos, strict=True):
                 sizes = tuple(map(mixed, one.sizes, two.sizes))
                 if one.kind in PRODUCTS:
-                    sizes = tuple(map(ceil, sizes))
+                    sizes = tuple(ceil(size - _ROUNDING) for size in sizes)
                 found.append(Kernel(one.kind, sizes))
             return tuple(found)
 
-        figures = {name: mixed(one, other.figures[name]) for name, one in self.figures.items()}
         return LayerCount(
-            figures,
+            {name: mixed(one, other.figures[name]) for name, one in self.figures.items()},
             kernels(self.forward, other.forward),
             kernels(self.backward_input, other.backward_input),
             kernels(self.backward_weight, other.backward_weight),
         )
-
-    def is_like(self, other: LayerCount) -> bool:
-        """Returns whether another count has the same kernels, whatever their sizes."""
-
-        def kinds(of: LayerCount) -> list[list[str]]:
-            ways = (of.forward, of.backward_input, of.backward_weight)
-            return [[kernel.kind for kernel in way] for way in ways]
-
-        return kinds(self) == kinds(other) and self.figures.keys() == other.figures.keys()
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,142 @@
+"""Models by their configuration: counts of their modules on the meta device, compared with published and other figures.
+
+Sizes in `configurations/` are those of the authors' configuration files: Llama 3 (Dubey et al. 2024, table 3), Mixtral
+(Jiang et al. 2024, table 1), Qwen2.5 and Qwen3 (technical reports), Gemma 2 (table 1), DeepSeek-V3 (section 4.2), BERT,
+T5, ViT (their papers).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipefit.models.hub import without_weights
+from pipefit.planner.computed_profile import counted_profile, profile_at, transformer_profile
+from pipefit.planner.machines import load_topology
+from pipefit.planner.transformer import flops_per_iteration, num_parameters, transformer_of
+from pipefit.profiling import count_model
+from pipefit.spec import Profile
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parent / "configurations"
+H100 = load_topology("dgx-h100-8")
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
+SMALL |= {"num_hidden_layers": 3, "vocab_size": 1000}
+
+
+def count(name, tokens, widths=(1,), lora="", **options):
+    return count_model(lambda: without_weights(str(name), options, lora=lora), tokens, widths)
+
+
+def llama(tokens=128, widths=(1,), lora="", **options):
+    return count("transformers:LlamaForCausalLM", tokens, widths, lora, **SMALL | options)
+
+
+# Parameters in billions, and those that a token uses: as their authors say, to the digits given.
+PUBLISHED = [
+    ("llama-3-8b", 8.03, 8.03),
+    ("llama-3.1-405b", 405.85, 405.85),
+    ("mixtral-8x7b", 46.7, 12.9),
+    ("qwen3-30b-a3b", 30.5, 3.3),
+    ("deepseek-v3", 671.0, 37.6),
+    ("gemma-2-2b", 2.61, 2.61),
+    ("bert-large", 0.335, 0.335),
+]
+
+
+@pytest.mark.parametrize(("name", "billions", "active"), PUBLISHED)
+def test_published_models_have_their_parameters_without_memory(name, billions, active):
+    found = count(FOLDER / f"{name}.json", 512)
+    digits = {"abs": 0.6 * 10.0 ** -len(str(billions).partition(".")[2])}
+    assert found.num_parameters / 1e9 == pytest.approx(billions, **digits)
+    assert found.num_active / 1e9 == pytest.approx(active, **digits)
+    # Blocks that are alike are counted once: dense and sparse ones, the first and the last, which give no hidden states.
+    assert max(found.kinds) < 5
+
+
+@pytest.mark.parametrize("name", ["llama", "bert-large", "t5-base", "vit-base"])
+def test_flop_are_those_that_torch_counts_on_the_whole_module(name):
+    """The reference runs the whole model on the meta device, with attention as two products."""
+    from transformers import AutoConfig
+
+    tokens = 64
+    if name == "llama":
+        found = llama(tokens)
+        model = without_weights("transformers:LlamaForCausalLM", SMALL)
+    else:
+        options = {"t5-base": {"num_layers": 2}, "vit-base": {"num_hidden_layers": 2}}
+        own = options.get(name, {"num_hidden_layers": 2})
+        tokens = 0 if name == "vit-base" else tokens
+        found = count(FOLDER / f"{name}.json", tokens, **own)
+        model = without_weights(str(FOLDER / f"{name}.json"), own)
+        assert AutoConfig.from_pretrained(FOLDER / f"{name}.json").model_type == name.split("-")[0]
+    ids = torch.zeros(2, tokens, dtype=torch.long, device="meta")
+    if tokens:
+        batch = {"input_ids": ids, "labels": ids}
+    else:
+        image = torch.zeros(2, 3, 224, 224, dtype=torch.bfloat16, device="meta")
+        batch = {"pixel_values": image, "labels": torch.zeros(2, dtype=torch.long, device="meta")}
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    assert 2 * found.flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+
+def test_a_llama_by_its_sizes_has_the_numbers_of_the_module_that_it_stands_for():
+    text = "llama:layers=3,hidden=256,heads=8,kv_heads=2,ffn=704,vocab=1000,sequence=512,fused_norms=0,fused_loss=0"
+    model = transformer_of(text)
+    found = llama(512, (1, 2))
+    assert found.flops == flops_per_iteration(model, 1)
+    assert found.num_parameters == num_parameters(model)
+    for tensor in (1, 2):
+        ours = profile_at(counted_profile(found, "llama", 4, H100.device), 4, tensor, H100).layers
+        short = transformer_profile(model, 4, H100.device, topology=H100, tensor=tensor).layers
+        block, other = ours[1], short[1]
+        assert block.weight_bytes == pytest.approx(other.weight_bytes, rel=1e-3)  # norms are whole on every device
+        assert (block.output_bytes, block.input_bytes) == (other.output_bytes, other.input_bytes)
+        # The module also keeps what its rotations and norms need: sines, cosines, a number for each token.
+        assert block.saved_bytes == pytest.approx(other.saved_bytes, rel=0.03)
+        assert ours[0].weight_bytes == short[0].weight_bytes
+    big = llama(4096, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    text = "llama:layers=3,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=1000,sequence=4096,fused_norms=0"
+    block = counted_profile(big, "llama", 1, H100.device).layers[1]
+    other = transformer_profile(transformer_of(text), 1, H100.device).layers[1]
+    assert block.forward_s == pytest.approx(other.forward_s, rel=0.05)
+    assert block.backward_s == pytest.approx(other.backward_s, rel=0.1)
+
+
+def test_devices_that_share_a_layer_sum_twice_in_each_way_and_have_their_part():
+    whole, half = (llama(widths=(1, 2, 8)).at(1, tensor)[1] for tensor in (1, 2))
+    assert [sum(kernel.kind == "sum" for kernel in way) for way in (half.forward, half.backward_input)] == [2, 2]
+    assert half.figures["weight_bytes"] < 0.51 * whole.figures["weight_bytes"]
+    assert half.figures["saved_bytes"] < whole.figures["saved_bytes"]
+    assert llama(widths=(1, 2, 8)).widths == (1, 2)  # two heads of keys
+
+
+def test_a_profile_of_a_count_comes_back_from_its_file_and_is_computed_for_other_devices(tmp_path):
+    made = counted_profile(llama(widths=(1, 2)), "llama", 1, H100.device)
+    read = Profile.load(made.save(tmp_path / "llama.profile.json"))
+    assert read == made
+    slow = load_topology("dgx-a100-8")
+    again = counted_profile(read.counted, "llama", 1, slow.device, topology=slow)
+    assert again.layers[1].forward_s > made.layers[1].forward_s
+    assert again.layers[1].saved_bytes == made.layers[1].saved_bytes
+
+
+def test_adapters_train_alone_and_need_fewer_products():
+    full, adapted = llama(), llama(lora="r=4")
+    trained = sum(layer.figures["trained_bytes"] for layer in adapted.at(1))
+    weights = sum(layer.figures["weight_bytes"] for layer in adapted.at(1))
+    assert trained < weights / 20
+    assert 0.6 * full.flops < adapted.flops < 0.85 * full.flops
+    # Below the first adapter nothing needs a gradient.
+    assert not adapted.at(1)[0].backward_input and not adapted.at(1)[0].backward_weight
+
+
+def test_replays_keep_the_input_of_a_block_or_all_but_the_scores():
+    figures = llama().at(2)[1].figures
+    assert figures["input_bytes"] == 2 * 128 * 256 * 2
+    assert figures["input_bytes"] < figures["selective_bytes"] <= figures["saved_bytes"]
