@@ -33,7 +33,9 @@ class ModelSource:
     sequence: int | None = setting(
         None, f"Tokens of a sample; default: as many as its configuration allows, at most {_MOST}.", least=1
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = setting("bfloat16", "Type of its weights and activations.")
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = setting(
+        "bfloat16", "Type of its weights and activations."
+    )
     lora: str = setting("", "Train adapters of it only, like r=8,alpha=16,target=all-linear.")
 
 
