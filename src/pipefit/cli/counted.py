@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,13 +49,12 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
     Raises:
         PipefitError: no such model, or a sequence that it does not take.
     """
-    from pipefit.models import parse_options
+    from pipefit.models.factory_options import parse_text
     from pipefit.models.hub import takes_text, without_weights
     from pipefit.profiling import count_model
 
     name = source.model or ""
-    options = parse_options(",".join(source.option), "transformers:")
-    started = time.perf_counter()
+    options = parse_text(",".join(source.option), name)
 
     def make() -> Any:
         return without_weights(name, options, dtype=source.dtype, lora=source.lora)
@@ -75,26 +73,23 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
             inner = 1
         widths = [2**k for k in range(12) if 2**k <= inner]
     counted = count_model(make, tokens, widths)
-    seconds = time.perf_counter() - started
-    return counted, f"counted on the modules of {type(model).__name__}, {source.dtype}{words}; {seconds:.1f} s"
+    return counted, f"counted on the modules of {type(model).__name__}, {source.dtype}{words}"
 
 
 def _tokens(model: Any, wanted: int | None) -> tuple[int, str]:
-    """The tokens of a sample, and where they come from."""
+    """The tokens of a sample, and a phrase on them."""
     from pipefit.models.hub import most_tokens
 
+    kind = type(model).__name__
     most = most_tokens(model)
-    if not most and wanted is None:
+    tokens = wanted or min(most, _MOST)
+    if not tokens:
+        raise PipefitError(f"--sequence: the configuration of {kind} has no max_position_embeddings; give --sequence")
+    if not most:
+        return tokens, f", sequence {tokens}"
+    if tokens > most:
         raise PipefitError(
-            f"--sequence: the configuration of {type(model).__name__} has no max_position_embeddings; give --sequence"
+            f"--sequence {tokens}: the configuration of {kind} allows at most {most} (max_position_embeddings); change "
+            "it there, or with --option max_position_embeddings=…"
         )
-    if wanted is None:
-        if most > _MOST:
-            return _MOST, f", sequence {_MOST} (--sequence; its configuration allows {most})"
-        return most, f", sequence {most}, the most that its configuration allows"
-    if most and wanted > most:
-        raise PipefitError(
-            f"--sequence {wanted}: the configuration of {type(model).__name__} allows at most {most} "
-            "(max_position_embeddings); change it there, or with --option max_position_embeddings=…"
-        )
-    return wanted, f", sequence {wanted}"
+    return tokens, f", sequence {tokens} (its configuration allows {most})"

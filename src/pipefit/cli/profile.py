@@ -59,7 +59,7 @@ def command(
     import torch
 
     from pipefit.cutting.own import random_batch
-    from pipefit.models.hub import is_hub
+    from pipefit.models.hub import has_configuration
     from pipefit.profiling import analytic_profile, profile_sizes
     from pipefit.stage.device import usable_device
     from pipefit.stage.split import named_layers
@@ -71,9 +71,9 @@ def command(
         raise PipefitError("--analytic needs --topology: a TOML file whose [device] has flops, or dgx-a100-8")
     if topology is not None and not analytic:
         raise PipefitError("--topology is for computed profiles: add --analytic, or leave it out to measure here")
-    if sequence is not None and not is_hub(model):
+    if sequence is not None and not has_configuration(model):
         raise PipefitError("--sequence is for models of transformers; other models have an option or example of theirs")
-    if topology is not None and is_hub(model):
+    if topology is not None and has_configuration(model):
         source = ModelSource(model, tuple(option or ()), sequence, dtype or "bfloat16")
         return _counted(source, load_topology(topology), microbatch_size, output)
     place = None

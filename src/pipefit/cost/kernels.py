@@ -9,7 +9,7 @@ import msgspec
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even
 from pipefit.cost.roofline import flops_s, product_s
 from pipefit.spec import Device, Layer
-from pipefit.spec.counted import PRODUCTS, Kernel, LayerCount
+from pipefit.spec.counted import EXCHANGES, PRODUCTS, Kernel, LayerCount
 
 FLASH = {"attention": 0.68, "attention-back": 0.60}
 """Shares of the rate of a large product that FlashAttention 2 reaches on an A100; Dao 2023, figures 4 to 6."""
@@ -35,7 +35,7 @@ def _kernel_s(device: Device, kernel: Kernel, ring: Ring) -> float:
         return product_s(device, m, n, k, count, element_bytes)
     if kernel.kind == "sum":
         return all_reduce_s(ring, sizes[0])
-    if kernel.kind == "gather":
+    if kernel.kind in EXCHANGES:
         return all_gather_s(ring, sizes[0])
     if kernel.kind == "pass":
         return flops_s(device, *sizes)

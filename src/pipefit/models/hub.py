@@ -31,6 +31,11 @@ def is_hub(name: str) -> bool:
     return name.startswith(PREFIX) or is_folder(name)
 
 
+def has_configuration(name: str) -> bool:
+    """Returns whether a name is that of a model of transformers, or of its config.json."""
+    return is_hub(name) or name.endswith(".json")
+
+
 def is_folder(name: str) -> bool:
     """Returns whether a name is that of a model's folder."""
     return Path(name).is_dir()

@@ -11,7 +11,6 @@ from pipefit.planner.transformer import (
     flops_per_iteration,
     is_transformer,
     num_parameters,
-    training_days,
     transformer_of,
 )
 from pipefit.spec import Plan, Topology
@@ -102,8 +101,6 @@ def training(
         seconds = tokens / (rate * work.tokens)
         hours = seconds / 3600 * devices
         found |= {"tokens": tokens, "training_days": seconds / 86400, "device_hours": hours}
-        if peak:
-            found["training_days_6TP"] = training_days(work.active, tokens, devices, used)
         if price is not None:
             found["cost"] = hours * price
     return found

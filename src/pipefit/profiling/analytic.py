@@ -218,7 +218,7 @@ _PLAIN = (int, float, str, bool, tuple, list, dict, type(None), torch.dtype, tor
 
 def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
     """Evaluates one layer on fake tensors."""
-    counter = KernelCount()
+    counter = KernelCount([])
     with in_mode(True, layer), pretended(), torch.enable_grad():
         state = pretended_state(layer, dtype)
 
@@ -273,14 +273,8 @@ def gradients_of(
     trained = [weight for weight in weights if weight.requires_grad]
     of_inputs = _backward(counter, roots, inputs)
     every = _backward(counter, roots, inputs + trained)
-    left = Counter(of_inputs)
-    more = []
-    for kernel in every:
-        if left[kernel]:
-            left[kernel] -= 1
-        else:
-            more.append(kernel)
-    return of_inputs, tuple(more)
+    more = Counter(every) - Counter(of_inputs)
+    return of_inputs, tuple(more.elements())
 
 
 def _backward(counter: KernelCount, roots: list[Tensor], inputs: list[Tensor]) -> tuple[Kernel, ...]:
@@ -311,7 +305,7 @@ def pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Te
 
 
 def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
-    counter = KernelCount()
+    counter = KernelCount([])
     with pretended(), torch.enable_grad():
         payload = like(output)
         with counter:

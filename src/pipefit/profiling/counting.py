@@ -31,7 +31,7 @@ class KernelCount(TorchDispatchMode):
         exchanges: the list in which a region in isolation notes what its processes would exchange.
     """
 
-    def __init__(self, exchanges: list[Exchange] | None = None) -> None:
+    def __init__(self, exchanges: list[Exchange]) -> None:
         super().__init__()
         self._exchanges = exchanges
         self._kernels: list[Kernel] = []
@@ -39,14 +39,9 @@ class KernelCount(TorchDispatchMode):
     def take(self) -> tuple[Kernel, ...]:
         """The kernels since the last call, the exchanges at the end."""
         found = self._kernels
-        for one in self._exchanges or ():
-            num_bytes = float(math.prod(one.shape) * one.dtype.itemsize)
-            if one.name == "sum":
-                found.append(Kernel("sum", (num_bytes,)))
-            else:
-                found.append(Kernel("gather", (num_bytes,)))
-        if self._exchanges:
-            self._exchanges.clear()
+        for one in self._exchanges:
+            found.append(Kernel(one.name, (float(math.prod(one.shape) * one.dtype.itemsize),)))
+        self._exchanges.clear()
         self._kernels = []
         return tuple(found)
 

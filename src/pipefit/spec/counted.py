@@ -15,6 +15,9 @@ from pipefit.errors import ProfileError
 PRODUCTS = ("product", "grouped")
 """Kinds of kernels whose sizes are those of matrix products."""
 
+EXCHANGES = ("sum", "gathered", "scattered")
+"""Kinds of kernels that are collectives."""
+
 _ROUNDING = 1e-6
 
 
@@ -27,7 +30,7 @@ class Kernel(msgspec.Struct, frozen=True, array_like=True):
             grouped: the same, of experts that get m tokens each;
             attention, attention-back: (FLOP of two products, or four; FLOP that a fused kernel computes; bytes);
             pass: (FLOP, bytes moved);
-            sum, gather: (bytes): of all devices that share a layer.
+            sum, gathered, scattered: (bytes): exchanged by the devices that share a layer.
         sizes: numbers in this order.
     """
 
@@ -44,7 +47,7 @@ class Kernel(msgspec.Struct, frozen=True, array_like=True):
         if self.kind in PRODUCTS:
             count, m, n, k, _ = self.sizes
             return 2 * count * m * n * k
-        if self.kind in ("sum", "gather"):
+        if self.kind in EXCHANGES:
             return 0.0
         return self.sizes[0]
 
@@ -63,11 +66,6 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forward: tuple[Kernel, ...]
     backward_input: tuple[Kernel, ...] = ()
     backward_weight: tuple[Kernel, ...] = ()
-
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """All of them."""
-        return self.forward + self.backward_input + self.backward_weight
 
     def joined(self, after: LayerCount) -> LayerCount:
         """This layer with code that follows it: its output is that of the latter."""
@@ -160,7 +158,10 @@ class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def flops(self) -> float:
         """FLOP of a sample forward and backward, without replays: those of its products, attention whole."""
-        return sum(kernel.model_flops for layer in self.at(1) for kernel in layer.kernels)
+        kernels: list[Kernel] = []
+        for layer in self.at(1):
+            kernels += layer.forward + layer.backward_input + layer.backward_weight
+        return sum(kernel.model_flops for kernel in kernels)
 
     @property
     def num_active(self) -> float:
