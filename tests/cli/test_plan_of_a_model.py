@@ -34,7 +34,7 @@ def test_a_configuration_is_planned_with_its_rate_and_its_price(capsys, tmp_path
 
 
 def test_widths_depths_and_replays_are_planned_as_for_a_model_by_its_sizes(capsys):
-    chosen = ("--tensor", "2", "--depth", "2", "--recompute", "layer", "--sequence", "512")
+    chosen = ("--tensor", "2", "--depth", "2", "--schedule", "1f1b", "--recompute", "layer", "--sequence", "512")
     data = answered(capsys, "plan", *SMALL, "--topology", "dgx-h100-8", "--global-batch", "64", *chosen)
     assert [(stage["tensor"], stage["recompute"]) for stage in data["stages"]] == [(2, "layer")] * 2
     assert data["data"] == 2
@@ -80,6 +80,7 @@ def test_what_cannot_be_counted_is_refused_in_one_message(capsys, tmp_path):
         (["--model", str(FOLDER / "vit-base.json"), "--sequence", "12"], "takes no text"),
         (["--model", "transformers:AlbertModel", "--sequence", "8"], "has no list of blocks"),
         ([*SMALL, "--sequence", "64", "--tensor", "4"], "this model was counted for 1, as its sizes allow"),
+        (["--model", str(FOLDER / "vit-base.json"), "--option", "num_hidden_layers=2", "--tokens", "9"], "have none"),
         ([*SMALL, "--profile", "vgg16"], "expected --profile or --model"),
         (["--profile", "vgg16", "--sequence", "8"], "--sequence: it is for --model"),
         ([*SMALL, "--price", "2"], "--price: expected --tokens too"),

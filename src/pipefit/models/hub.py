@@ -153,8 +153,8 @@ def most_tokens(model: nn.Module) -> int:
 
 
 def takes_text(model: nn.Module) -> bool:
-    """Returns whether the samples of a model are sequences of tokens."""
-    return getattr(without_adapters(model), "main_input_name", "input_ids") == "input_ids"
+    """Returns whether the samples of a model have tokens, as those of sound do in their labels."""
+    return getattr(without_adapters(model), "main_input_name", "input_ids") != "pixel_values"
 
 
 def tokenizer_of(folder: str | Path) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipefit.errors import PlanError
 from pipefit.planner.plan_figures import replays_of
 from pipefit.planner.transformer import (
     flops_per_iteration,
@@ -75,6 +76,9 @@ def training(
         tokens: to train on.
         counted: the model's layers.
         price: of a device hour.
+
+    Raises:
+        PlanError: the model's samples have no tokens.
     """
     work = _Work.of(plan, counted)
     if work is None or plan.prediction is None:
@@ -97,7 +101,9 @@ def training(
         share = sum(replays) / len(replays)
         if share:
             found["hfu"] = (used + share * rate * work.again / devices) / peak
-    if tokens is not None and work.tokens:
+    if tokens is not None and not work.tokens:
+        raise PlanError(f"tokens: samples of {plan.model} have none; leave it out")
+    if tokens is not None:
         seconds = tokens / (rate * work.tokens)
         hours = seconds / 3600 * devices
         found |= {"tokens": tokens, "training_days": seconds / 86400, "device_hours": hours}
