@@ -50,7 +50,7 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
         PipefitError: no such model, or a sequence that it does not take.
     """
     from pipefit.models.factory_options import parse_text
-    from pipefit.models.hub import takes_text, without_weights
+    from pipefit.models.hub import without_weights
     from pipefit.profiling import count_model
 
     name = source.model or ""
@@ -59,13 +59,7 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
     def make() -> Any:
         return without_weights(name, options, dtype=source.dtype, lora=source.lora)
 
-    model = make()
-    tokens = 0
-    words = ""
-    if takes_text(model):
-        tokens, words = _tokens(model, source.sequence)
-    elif source.sequence is not None:
-        raise PipefitError(f"--sequence: {type(model).__name__} takes no text; leave it out")
+    kind, tokens, words = _tokens(make(), source.sequence)
     widths = tensors
     if widths is None:
         inner = machine.levels[0].width
@@ -73,23 +67,27 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
             inner = 1
         widths = [2**k for k in range(12) if 2**k <= inner]
     counted = count_model(make, tokens, widths)
-    return counted, f"counted on the modules of {type(model).__name__}, {source.dtype}{words}"
+    return counted, f"counted on the modules of {kind}, {source.dtype}{words}"
 
 
-def _tokens(model: Any, wanted: int | None) -> tuple[int, str]:
-    """The tokens of a sample, and a phrase on them."""
+def _tokens(model: Any, wanted: int | None) -> tuple[str, int, str]:
+    """The class of a model, the tokens of a sample, and a phrase on them."""
     from pipefit.models.hub import most_tokens
 
     kind = type(model).__name__
     most = most_tokens(model)
+    if most is None and wanted is not None:
+        raise PipefitError(f"--sequence: {kind} takes no text; leave it out")
+    if most is None:
+        return kind, 0, ""
     tokens = wanted or min(most, _MOST)
     if not tokens:
         raise PipefitError(f"--sequence: the configuration of {kind} has no max_position_embeddings; give --sequence")
     if not most:
-        return tokens, f", sequence {tokens}"
+        return kind, tokens, f", sequence {tokens}"
     if tokens > most:
         raise PipefitError(
             f"--sequence {tokens}: the configuration of {kind} allows at most {most} (max_position_embeddings); change "
             "it there, or with --option max_position_embeddings=…"
         )
-    return tokens, f", sequence {tokens} (its configuration allows {most})"
+    return kind, tokens, f", sequence {tokens} (its configuration allows {most})"

@@ -139,22 +139,20 @@ def without_weights(name: str, options: Mapping[str, object], *, dtype: str = "b
     return model
 
 
-def most_tokens(model: nn.Module) -> int:
-    """The most tokens that a model's configuration allows; 0: it does not say.
+def most_tokens(model: nn.Module) -> int | None:
+    """The most tokens that a model's configuration allows; 0: it does not say; None: its samples have none.
 
     >>> from types import SimpleNamespace
     >>> most_tokens(SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512)))
     512
     """
-    config: Any = without_adapters(model).config
+    base = without_adapters(model)
+    if getattr(base, "main_input_name", "") == "pixel_values":
+        return None
+    config = base.config
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or 0
-
-
-def takes_text(model: nn.Module) -> bool:
-    """Returns whether the samples of a model have tokens, as those of sound do in their labels."""
-    return getattr(without_adapters(model), "main_input_name", "input_ids") != "pixel_values"
 
 
 def tokenizer_of(folder: str | Path) -> Any:

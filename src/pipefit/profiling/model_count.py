@@ -38,7 +38,7 @@ from pipefit.profiling.analytic import (
 from pipefit.profiling.counting import KernelCount, pretended
 from pipefit.profiling.survey import saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import num_bytes, tensors_of
-from pipefit.spec.counted import Counted, LayerCount, Shard
+from pipefit.spec.counted import Counted, LayerCount
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import in_mode, replaced_forwards
 
@@ -69,20 +69,20 @@ def count_model(make: Callable[[], nn.Module], tokens: int = 0, widths: Iterable
         model = make()
         counter = KernelCount(_share(model, width))
         columns += [count_whole(model, random_batch(model, size, tokens=tokens), counter) for size in _SIZES]
-    kinds: list[list[LayerCount]] = []
+    kinds: list[tuple[LayerCount, ...]] = []
     places = []
     for each in zip(*columns, strict=True):
-        found = [count for _, count in each]
+        found = tuple(count for _, count in each)
         if found not in kinds:
             kinds.append(found)
         places.append(kinds.index(found))
-    counts = list(zip(*kinds, strict=True))
     parameters = list(whole.parameters())
     return Counted(
         names=tuple(name for name, _ in columns[0]),
         kinds=tuple(places),
         microbatch_sizes=_SIZES,
-        shards=tuple(map(Shard, chosen, counts[::2], counts[1::2])),
+        widths=tuple(chosen),
+        counts=tuple(kinds),
         sequence=tokens,
         element_bytes=max(parameters, key=Tensor.numel).element_size(),
         num_parameters=sum(parameter.numel() for parameter in parameters),

@@ -105,22 +105,15 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The kinds of layers of one of several devices that share every layer, at two micro-batch sizes."""
-
-    tensor: int
-    small: tuple[LayerCount, ...]
-    large: tuple[LayerCount, ...]
-
-
 class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A model, counted.
 
     Attributes:
         names: of its layers.
-        kinds: for each layer the place of its count; layers that are alike share one.
-        microbatch_sizes: of the two counts.
-        shards: by tensor width, of which the first is 1.
+        kinds: for each layer the place of its counts; layers that are alike share them.
+        microbatch_sizes: of the counts, two.
+        widths: numbers of devices that share every layer, of which the first is 1.
+        counts: of each kind, on one of so many devices: for every width one at each of the two sizes.
         sequence: tokens of a sample.
         element_bytes: of a weight.
         num_parameters: each once.
@@ -129,15 +122,11 @@ class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     names: tuple[str, ...]
     kinds: tuple[int, ...]
     microbatch_sizes: tuple[int, int]
-    shards: tuple[Shard, ...]
+    widths: tuple[int, ...]
+    counts: tuple[tuple[LayerCount, ...], ...]
     sequence: int
     element_bytes: int
     num_parameters: int
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Tensor widths that were counted."""
-        return tuple(shard.tensor for shard in self.shards)
 
     def at(self, microbatch_size: int, tensor: int = 1) -> list[LayerCount]:
         """The layers at a micro-batch size, one of so many devices that share each.
@@ -148,11 +137,10 @@ class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if tensor not in self.widths:
             known = ", ".join(map(str, self.widths))
             raise ProfileError(f"tensor width {tensor}: this model was counted for {known}, as its sizes allow")
-        shard = self.shards[self.widths.index(tensor)]
+        place = 2 * self.widths.index(tensor)
         low, high = self.microbatch_sizes
         share = (microbatch_size - low) / (high - low)
-        pairs = zip(shard.small, shard.large, strict=True)
-        found = [small.towards(large, share) for small, large in pairs]
+        found = [each[place].towards(each[place + 1], share) for each in self.counts]
         return [found[kind] for kind in self.kinds]
 
     @property
