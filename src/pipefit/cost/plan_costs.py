@@ -98,7 +98,7 @@ def of_plan(
 
     # Each replica steps its part and keeps the states of it.
     parts = [1] * len(stages)
-    if plan.sharded_optimizer:
+    if plan.shard != "none":
         parts = list(map(len, plan.placement.ranks))
     trained = total(lambda layer: layer.wgrad_bytes)
     steps_s: tuple[float, ...] = ()

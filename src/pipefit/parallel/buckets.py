@@ -160,6 +160,7 @@ class GradientBuckets:
         self._waiting: list[int] = []
         self._started = 0
         self._adopted = False
+        self._is_freed = False
         self._launch: Launch = lambda number, flat: None
         self.idle: list[int] = []
 
@@ -170,6 +171,23 @@ class GradientBuckets:
                 self.marks = flat[bucket.size :]
             for index, view in zip(bucket.members, bucket.views(flat, self.parameters), strict=True):
                 self._views[index] = view
+
+    def free(self) -> None:
+        """Frees the memory of all gradients until `hold`."""
+        self._adopted = False
+        self._is_freed = True
+        for parameter in self.parameters:
+            parameter.grad = None
+        for flat in self.flats:
+            flat.untyped_storage().resize_(0)
+
+    def hold(self) -> None:
+        """Gives gradients memory again if they have none."""
+        if self._is_freed:
+            self._is_freed = False
+            for flat in self.flats:
+                flat.untyped_storage().resize_(flat.nbytes)
+                flat.zero_()
 
     def place_in(self, record: Tensor) -> None:
         """Places the gradients in a slot, in the order of `record_layout`."""
