@@ -96,23 +96,40 @@ class SharedWeightsStore(SharedGradientsStore):
         self._shards: list[Tensor] = []
         super().__init__(parameters, whole, replica, num_replicas)
         self.gathers = 0
+        self._is_released = False
         self._frozen = list(frozen)
-        self._frozen_views = self._into_flats(self._frozen)
+        self._frozen_buckets = layout(self._frozen, num_replicas)
+        self._frozen_views: list[Tensor] = []
         self._trained_gone = [_without_numbers(parameter) for parameter in self._parameters]
         self._frozen_gone = [_without_numbers(parameter) for parameter in self._frozen]
+        given = [parameter.data for parameter in self._frozen]
+        self._make_flats()
+        for view, weight in zip(self._frozen_views, given, strict=True):
+            view.copy_(weight)
+        self._shards += [self._part(flat).clone() for flat in self._flats[0][len(self._shards) :]]
         self._free()
 
-    def _into_flats(self, frozen: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Moves frozen weights into flat buckets, after those of the weights that train; returns their views."""
-        views = [parameter.data for parameter in frozen]
-        for bucket in layout(frozen, self._num):
-            flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=views[bucket.members[0]].device)
-            for index, view in zip(bucket.members, bucket.views(flat, frozen), strict=True):
-                view.copy_(views[index])
-                views[index] = view
-            self._flats[0].append(flat)
-            self._shards.append(self._part(flat).clone())
-        return views
+    def _make_flats(self) -> None:
+        """New memory for whole weights: buckets of those that train, then of the frozen ones."""
+        (version,) = self._versions
+        data = self._versions[version]
+        flats = [torch.zeros(bucket.size, dtype=bucket.dtype, device=self._device) for bucket in self.buckets.buckets]
+        self._versions = {version: self._views(flats, data)}
+        for index in self._own:
+            self.masters[index].data = self._versions[version][index]
+        self._frozen_views = list(self._frozen_gone)
+        for bucket in self._frozen_buckets:
+            flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=self._device)
+            flats.append(flat)
+            for index, view in zip(bucket.members, bucket.views(flat, self._frozen), strict=True):
+                self._frozen_views[index] = view
+        self._flats = {version: flats}
+
+    @property
+    def _device(self) -> torch.device | None:
+        for parameter in (*self._parameters, *self._frozen):
+            return parameter.device
+        return None
 
     def _memory_of(self, number: int, flats: Sequence[Tensor]) -> Tensor:
         """This replica's part of a bucket, in memory of its own."""
@@ -145,9 +162,15 @@ class SharedWeightsStore(SharedGradientsStore):
         self._free()
 
     def keep_changes(self) -> None:
-        """Copies this replica's part of whole weights, which may have been changed, and frees them."""
+        """Copies this replica's part of whole weights, which may have been changed, and frees them.
+
+        Their memory may belong to others by now, such as arrays of NumPy, so it is not used again.
+        """
+        if self._is_released:
+            return
         for shard, flat in zip(self._shards, self._flats[self._current], strict=True):
             shard.copy_(self._part(flat))
+        self._make_flats()
         self._free()
 
     def _free(self) -> None:
@@ -155,7 +178,7 @@ class SharedWeightsStore(SharedGradientsStore):
         (flats,) = self._flats.values()
         for index in self._own:
             self._parameters[index].data = self._trained_gone[index]
-        for parameter, gone in zip(self._frozen, self._frozen_gone, strict=False):
+        for parameter, gone in zip(self._frozen, self._frozen_gone, strict=True):
             parameter.data = gone
         for flat in flats:
             _resize(flat, 0)
@@ -178,8 +201,7 @@ class SharedWeightsStore(SharedGradientsStore):
         super().release()
         for parameter in self._frozen:
             parameter.data = parameter.data.clone()
-        self._own = []
-        self._frozen = []
+        self._is_released = True
 
 
 def _without_numbers(parameter: Tensor) -> Tensor:
