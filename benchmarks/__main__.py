@@ -10,6 +10,7 @@ from pipefit.errors import PipefitError
 MODULES = {
     "cut-cost": "benchmarks.cut_cost",
     "ddp": "benchmarks.ddp",
+    "fully-shard": "benchmarks.fully_shard",
     "gpu": "benchmarks.gpu",
     "hub-folder": "benchmarks.hub_folder",
     "hybrid": "benchmarks.hybrid",

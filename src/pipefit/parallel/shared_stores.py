@@ -52,6 +52,10 @@ class SharedGradientsStore(ShardedStore):
         if part is not self.gradients[bucket]:
             self.gradients[bucket].add_(part)
 
+    def kept(self) -> list[Tensor]:
+        """Its parts of the sums."""
+        return list(self.gradients)
+
     def end_round(self) -> None:
         """Frees the whole gradients, of which the sums are complete."""
         self._reached += self.buckets.marks
@@ -137,10 +141,9 @@ class SharedWeightsStore(SharedGradientsStore):
         self._shards.append(shard)
         return shard
 
-    @property
-    def is_whole(self) -> bool:
-        """Returns whether the weights are whole."""
-        return self._current >= 0
+    def kept(self) -> list[Tensor]:
+        """Its parts of the sums and of the weights."""
+        return [*super().kept(), *self._shards]
 
     def gather(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered."""

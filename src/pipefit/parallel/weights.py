@@ -114,6 +114,10 @@ class Store(Protocol):
         """(the part that this replica has stepped, the whole) of each bucket of a version whose parts are gathered."""
         return iter(())
 
+    def kept(self) -> list[Tensor]:
+        """Tensors that it keeps between programs besides the parameters: its parts of what replicas share."""
+        return []
+
     def present(self, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which the stage is on the device.
 
