@@ -43,7 +43,8 @@ class CostModel:
         weight_bytes: of the weights.
         wgrad_bytes: of the weights that train: of their gradients, and of each further version; (): `weight_bytes`.
         optim_bytes: of the optimizer's state, held from beginning to end.
-        shard_bytes: of the parts of shared weights and summed gradients that a rank keeps from beginning to end.
+        shard_bytes: of the part of shared weights that a rank keeps from beginning to end.
+        sum_bytes: of its part of the summed gradients, from the first sum of an update to its step.
         gathered: stages whose whole weights come and go, because their copies share them.
         fixed_bytes: of other data of the stage that stays on its rank's device, such as buffers.
         input_bytes: of one micro-batch of inputs, at stage 0.
@@ -80,6 +81,7 @@ class CostModel:
     wgrad_bytes: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
     shard_bytes: tuple[float, ...] = ()
+    sum_bytes: tuple[float, ...] = ()
     gathered: frozenset[int] = frozenset()
     fixed_bytes: tuple[float, ...] = ()
     input_bytes: float = 0
@@ -349,7 +351,8 @@ _SIZE: Final = {
     Kind.WGRAD.value: "wgrad_bytes",
     Kind.WEIGHTS.value: "weight_bytes",
     Kind.OPTIM.value: "optim_bytes",
+    Kind.SUMS.value: "sum_bytes",
 }
 _PIECES: Final = (Kind.PIECE.value, Kind.GRAD_PIECE.value)
-_WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.SHARDS.value, Kind.SUMS.value)
-"""Shards are parts of weights that are stored in the memory of the whole, or always there, as sums are."""
+_WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.SHARDS.value)
+"""Shards are parts of weights that are stored in the memory of the whole, or are always there."""

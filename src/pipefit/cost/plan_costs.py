@@ -108,12 +108,13 @@ def of_plan(
         optim_bytes += (size * state_per_weight / num,)
     weights = total(lambda layer: layer.weight_bytes)
     shards = [0.0] * len(stages)
+    sums = [0.0] * len(stages)
     gathered: set[int] = set()
     for index, num in enumerate(parts):
         if num > 1 and plan.shard in ("gradients", "weights"):
-            shards[index] = trained[index] / num
+            sums[index] = trained[index] / num
         if num > 1 and plan.shard == "weights":
-            shards[index] += weights[index] / num
+            shards[index] = weights[index] / num
             gathered.add(index)
     inputs_s = total(lambda layer: layer.backward_input_s)
     weights_s = total(lambda layer: layer.backward_weight_s)
@@ -144,6 +145,7 @@ def of_plan(
         wgrad_bytes=trained,
         optim_bytes=optim_bytes,
         shard_bytes=tuple(shards),
+        sum_bytes=tuple(sums),
         gathered=frozenset(gathered),
         topology=topology,
         speed=speeds_of(topology, tensor),

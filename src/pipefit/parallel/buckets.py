@@ -161,7 +161,7 @@ class GradientBuckets:
         self._started = 0
         self._adopted = False
         self._is_freed = False
-        self._launch: Launch = lambda number, flat: None
+        self._launch = _nothing
         self.idle: list[int] = []
 
     def _place(self, flats: list[Tensor]) -> None:
@@ -248,6 +248,11 @@ class GradientBuckets:
         """Launches the other buckets: those with a parameter that the last backward has not reached."""
         self._adopted = False
         self.idle = []
+        self._launch_rest()
+        # It keeps what was sent alive.
+        self._launch = _nothing
+
+    def _launch_rest(self) -> None:
         if self._started == len(self.flats):
             return
         self._move(range(len(self.parameters)))
@@ -260,6 +265,10 @@ class GradientBuckets:
             self.marks[self.idle] = 0
         while self._started < len(self.flats):
             self._start()
+
+
+def _nothing(number: int, flat: Tensor) -> None:
+    """Launches no bucket: no reduction has begun."""
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:

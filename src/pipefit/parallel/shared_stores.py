@@ -37,24 +37,23 @@ class SharedGradientsStore(ShardedStore):
         super().__init__(parameters, whole, replica, num_replicas)
         self._reached = torch.zeros_like(self.buckets.marks)
         self._never = set(self._own)
-        # In memory of their own: the whole ones come and go.
-        self.gradients = [part.clone() for part in self.gradients]
+        # In memory of their own, from the first sum of an update to its step.
+        self.gradients = [torch.zeros_like(part) for part in self.gradients]
+        self._free_sums()
         self.buckets.free()
 
     def own_part(self, bucket: int) -> Tensor:
         """Memory for this replica's part of a sum: its own, or in later sums of an update what is added to that."""
+        own = self.gradients[bucket]
         if self.rounds:
-            return torch.empty_like(self.gradients[bucket])
-        return self.gradients[bucket]
+            return torch.empty_like(own)
+        _resize(own, own.numel())
+        return own
 
     def add_part(self, bucket: int, part: Tensor) -> None:
         """Adds a sum to those before it in this update."""
         if part is not self.gradients[bucket]:
             self.gradients[bucket].add_(part)
-
-    def kept(self) -> list[Tensor]:
-        """Its parts of the sums."""
-        return list(self.gradients)
 
     def end_round(self) -> None:
         """Frees the whole gradients, of which the sums are complete."""
@@ -66,9 +65,14 @@ class SharedGradientsStore(ShardedStore):
     def end_step(self) -> None:
         """Begins the gradients of the next update."""
         super().end_step()
+        self._free_sums()
         self.rounds = 0
         self._reached.zero_()
         self._never = set(self._own)
+
+    def _free_sums(self) -> None:
+        for part in self.gradients:
+            _resize(part, 0)
 
     def _has_gradient(self, index: int) -> bool:
         """Returns whether a backward of this update has reached a parameter, on any replica."""
@@ -142,8 +146,8 @@ class SharedWeightsStore(SharedGradientsStore):
         return shard
 
     def kept(self) -> list[Tensor]:
-        """Its parts of the sums and of the weights."""
-        return [*super().kept(), *self._shards]
+        """Its parts of the weights."""
+        return list(self._shards)
 
     def gather(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered."""
