@@ -1,9 +1,9 @@
 """Shared weights as a program compared with torch's `fully_shard` (FSDP2): time of an update, and the peak of memory.
 
 Both train the same model with the same data and optimizer in the same processes, one after the other in turns. Each
-layer of the model is a stage here, and a module of its own for `fully_shard`, which gathers it for its forward and again
-for its backward. Memory is that of all tensors before an update, and what torch's profiler
-records of the allocator during it, in processes of their own; buffers of Gloo are not in it.
+layer of the model is a stage here, and a module of its own for `fully_shard`: both gather it for its forward and again
+for its backward. Memory is that of all tensors before an update, and what torch's profiler records of the allocator
+during it, in processes of their own; buffers of Gloo are not in it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pipefit.pipeline.pipeline import Pipeline
 from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 from pipefit.spec.options import Parallelism
+from pipefit.units import format_bytes
 
 MODEL = "layers=6,hidden=256,heads=8,context=128,tied=false"
 
@@ -176,8 +177,9 @@ def main(processes: Sequence[int] = (2, 4), options: str = MODEL, batch: int = 8
     """Prints seconds per update and peak bytes of both, and their ratios."""
     for count in processes:
         row = contest(count, options, batch, repeats=repeats)
+        ratio = row.pipefit_bytes / row.theirs_bytes
         print(
             f"{row.processes} processes: {1e3 * row.pipefit_s:.1f} ms, fully_shard {1e3 * row.theirs_s:.1f} ms, ratio "
-            f"{row.ratio:.3f}; peak {row.pipefit_bytes / 2**20:.1f} MiB, fully_shard {row.theirs_bytes / 2**20:.1f} MiB, "
-            f"ratio {row.pipefit_bytes / max(row.theirs_bytes, 1):.3f}; losses differ by {row.difference:.1e}"
+            f"{row.ratio:.3f}; peak {format_bytes(row.pipefit_bytes)}, fully_shard {format_bytes(row.theirs_bytes)}, "
+            f"ratio {ratio:.3f}; losses differ by {row.difference:.1e}"
         )

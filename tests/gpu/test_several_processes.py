@@ -19,6 +19,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "zb-v": ("network", {"schedule": "zb-v", "chunks": 2}),
     "replicas": ("network", {"schedule": "data-parallel"}),
     "sharded optimizer": ("network", {"schedule": "data-parallel", "shard": "optimizer"}),
+    "shared weights": ("network", {"schedule": "breadth-first", "chunks": 2, "replicas": 2, "shard": "weights"}),
     "tensor": ("gpt", {"schedule": "1f1b", "tensor": 2}),
     "sequence": ("gpt", {"schedule": "1f1b", "tensor": 2, "sequence_parallel": True}),
 }

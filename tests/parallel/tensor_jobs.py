@@ -264,6 +264,7 @@ TOGETHER = {
     "bf16": {"precision": "bf16"},
     "fp16 from a scale that overflows": {"precision": "fp16", "loss_scale": 2.0**24},
     "optimizer divided over replicas": {"replicas": 2, "shard": "optimizer"},
+    "weights divided over replicas": {"replicas": 2, "shard": "weights", "precision": "bf16"},
     "sequence, bf16": {"precision": "bf16", "sequence_parallel": True, "recompute": True},
 }
 

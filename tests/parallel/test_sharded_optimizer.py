@@ -80,6 +80,23 @@ def test_shared_gradients_and_weights_change_no_number(shard: str, shape: str) -
     assert_same("plain", shape=shape, optimizer="adamw", shard=shard, exact=exact)
 
 
+def test_frozen_weights_are_shared_too() -> None:
+    def trained(shard: str) -> tuple[list[float], Pipeline]:
+        torch.manual_seed(0)
+        model, example = make("plain")
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(False)
+        pipe = pipeline(model, shard=shard)
+        return pipe.fit([example(9, step) for step in range(3)]), pipe
+
+    whole, _ = trained("none")
+    parts, pipe = trained("weights")
+    assert parts == whole
+    # Between two steps no weight is whole, whether it trains or not.
+    assert all(bool(p.isnan().all()) for layer in pipe.layers for p in layer.module.parameters())
+    assert not any(tensor.isnan().any() for tensor in pipe.state_dict().values())
+
+
 @pytest.mark.parametrize("shard", ["gradients", "weights"])
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name not in SYNCHRONOUS])
 def test_several_versions_of_weights_are_not_shared(shape: str, shard: str) -> None:

@@ -114,10 +114,12 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def _check_shard(self) -> None:
         if self.shard not in SHARDS:
-            raise ScheduleError(f"shard: expected one of {', '.join(SHARDS)}, got {self.shard!r}")
+            known = ", ".join(SHARDS)
+            raise ScheduleError(f"shard: expected one of {known}, got {self.shard!r}")
         if self.shard_slots < 1:
             raise ScheduleError(f"shard_slots: expected at least 1, got {self.shard_slots}")
-        if self.shard not in ("gradients", "weights"):
+        come_and_go = self.shard in ("gradients", "weights")
+        if not come_and_go:
             return
         if self.weights is not WeightRule.FLUSH:
             raise ScheduleError(

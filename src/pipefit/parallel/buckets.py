@@ -161,7 +161,7 @@ class GradientBuckets:
         self._started = 0
         self._adopted = False
         self._is_freed = False
-        self._launch = _nothing
+        self._launch: Launch = _nothing
         self.idle: list[int] = []
 
     def _place(self, flats: list[Tensor]) -> None:

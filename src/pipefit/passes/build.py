@@ -9,10 +9,10 @@ from pipefit.ir.program import Header, Program
 from pipefit.passes.communication import with_communication
 from pipefit.passes.data import with_data
 from pipefit.passes.frozen import with_frozen, with_norms_everywhere
+from pipefit.passes.gathering import with_sharing
 from pipefit.passes.recompute import with_recompute
 from pipefit.passes.reduction import with_reductions
 from pipefit.passes.scatter_gather import with_scatter_gather
-from pipefit.passes.sharing import with_sharing
 from pipefit.passes.spilling import with_spilling
 from pipefit.passes.versions import with_drops, with_steps, with_versions
 

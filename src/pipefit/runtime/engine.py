@@ -17,7 +17,7 @@ from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.shared_stores import SharedWeightsStore
 from pipefit.parallel.threads import let_carriers_wait
-from pipefit.passes.sharing import gathering_of
+from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport

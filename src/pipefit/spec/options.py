@@ -106,11 +106,7 @@ class Parallelism(Checked):
     whole_messages: bool = setting(
         False, "Each process of a rank sends all of a message between ranks, not only its part."
     )
-    shard: Shard = setting(
-        "none",
-        "What the replicas of each stage share instead of each having all of it: the states of the optimizer, also the "
-        "gradients, or also the weights, which are then gathered for every use.",
-    )
+    shard: Shard = setting("none", "What the replicas of each stage share: each includes those before it.")
     verify_replicas: int | None = setting(
         None,
         "Steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none; default: at"

@@ -358,4 +358,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             PlanError: with the file and the path inside it.
         """
-        return decode("plan", read_json(path, PlanError), cls, PlanError, str(path))
+        data = read_json(path, PlanError)
+        if isinstance(data, dict) and "sharded_optimizer" in data:
+            # Plans of pipefit before 0.3 know only this level.
+            data["shard"] = "optimizer" if data.pop("sharded_optimizer") else "none"
+        return decode("plan", data, cls, PlanError, str(path))

@@ -5,7 +5,7 @@ The rule walks each rank's list and tracks which stages are whole there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pipefit.ir.graph import collective_members
@@ -46,17 +46,25 @@ def sharing(s: Subject) -> Findings:
             if rule and header.shares_gradients(i.stage):
                 for message in rule(state, i):
                     yield s.at(_RULE, number, message)
-        for what, whole in (("weights", state.weights), ("gradients", state.gradients)):
-            for stage in sorted(whole):
-                yield Finding(_RULE, rank, -1, f"the {what} of stage {stage} are still whole at the end")
+        yield from _left(rank, "weights", state.weights)
+        yield from _left(rank, "gradients", state.gradients)
     yield from _unmatched(s)
+
+
+def _left(rank: int, what: str, stages: Iterable[int]) -> Findings:
+    """Stages of which something is whole at the end."""
+    for stage in sorted(stages):
+        message = f"the {what} of stage {stage} are still whole at the end"
+        yield Finding(_RULE, rank, -1, message)
 
 
 def _unmatched(s: Subject) -> Findings:
     """Gathers and sums in which a copy does not take part, because it has fewer of them."""
     for numbers in s.graph.collectives:
         first = s.graph.instructions[numbers[0]]
-        if first.op is not Op.UNSHARD and first.kind != Reduction.SCATTER:
+        is_gather = first.op is Op.UNSHARD
+        is_sum = first.kind == Reduction.SCATTER
+        if not (is_gather or is_sum):
             continue
         present = {s.graph.ranks[number] for number in numbers}
         absent = [rank for rank in collective_members(s.header, first) if rank not in present]
@@ -66,7 +74,8 @@ def _unmatched(s: Subject) -> Findings:
 
 def _unshard(state: _Rank, i: Instruction) -> Iterator[str]:
     newest = state.steps.get(i.stage, 0)
-    if not state.header.shares_weights(i.stage):
+    is_shared = state.header.shares_weights(i.stage)
+    if not is_shared:
         yield f"the header does not share the weights of stage {i.stage}"
     if i.version != newest:
         yield f"gathers w{i.version}, but the shards of stage {i.stage} are of w{newest}"
@@ -89,7 +98,8 @@ def _drop(state: _Rank, i: Instruction) -> Iterator[str]:
 
 
 def _backward(state: _Rank, i: Instruction) -> Iterator[str]:
-    if state.gradients.get(i.stage) is False:
+    is_summed = state.gradients.get(i.stage) is False
+    if is_summed:
         yield f"adds to gradients of stage {i.stage} of which a sum is made: free them first"
     state.gradients[i.stage] = True
     yield from _too_many(state, "gradients", len(state.gradients))
