@@ -74,8 +74,8 @@ def test_who_asks_for_it_gets_it_with_any_plan() -> None:
     made = found(1e9, sharded=False)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.Adam, "plan": made}
-    assert not Pipeline(model, **grouped(**settings)).program.header.sharded
-    assert Pipeline(model, **grouped(shard="optimizer", **settings)).program.header.sharded
+    assert Pipeline(model, **grouped(**settings)).program.header.shard == "none"
+    assert Pipeline(model, **grouped(shard="optimizer", **settings)).program.header.shard == "optimizer"
 
 
 def held(worker: Worker) -> int:
