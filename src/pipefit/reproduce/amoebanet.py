@@ -11,7 +11,6 @@ PyTorch: its normal cells join 0, 3, 4 and 6, where the paper of AmoebaNet joins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipefit.partition.balance import divide, spans
@@ -24,20 +23,15 @@ _SAMPLES = 128
 _STATE = 12
 """Bytes of a parameter with its gradient and the state of RMSProp."""
 
-_NORMAL = (
-    (1, "1x1"), (1, "max"), (1, "none"), (0, "1x7"), (0, "1x1"),
-    (0, "1x7"), (2, "max"), (2, "none"), (1, "average"), (5, "1x1"),
-)  # fmt: skip
-_REDUCTION = (
-    (0, "max"), (0, "max"), (2, "none"), (1, "3x3"), (2, "1x7"),
-    (2, "max"), (3, "none"), (1, "max"), (2, "average"), (3, "1x1"),
-)  # fmt: skip
+_NORMAL = "1 1x1, 1 max, 1 none, 0 1x7, 0 1x1, 0 1x7, 2 max, 2 none, 1 average, 5 1x1"
+_REDUCTION = "0 max, 0 max, 2 none, 1 3x3, 2 1x7, 2 max, 3 none, 1 max, 2 average, 3 1x1"
+"""The operations of a cell, each with the number of its input."""
 _CONVOLUTIONS = {
-    "1x1": ((1, 4, 4),),
-    "3x3": ((1, 4, 1), (9, 1, 1), (1, 1, 4)),
-    "1x7": ((1, 4, 1), (7, 1, 1), (7, 1, 1), (1, 1, 4)),
+    "1x1": ((1, 4),),
+    "3x3": ((1, 1), (9, 1), (1, 4)),
+    "1x7": ((1, 1), (7, 1), (7, 1), (1, 4)),
 }
-"""The convolutions of an operation: weights of a kernel, and quarters of the channels that go in and out."""
+"""The convolutions of an operation: weights of a kernel, and quarters of the channels that go out."""
 
 
 class _Part(NamedTuple):
@@ -68,10 +62,10 @@ def _convolution(kernel: int, before: _State, after: _State) -> _Part:
 def _operation(kind: str, before: _State, image: int) -> list[_Part]:
     """An operation of a cell, whose output has so many pixels."""
     if kind == "max":
-        return [_Part(0, before.channels * image**2)]
+        return [_Part(0, before._replace(image=image).size)]
     parts = []
     quarter = before.channels // 4
-    for kernel, _, quarters in _CONVOLUTIONS.get(kind, ()):
+    for kernel, quarters in _CONVOLUTIONS.get(kind, ()):
         after = _State(quarters * quarter, before.image)
         if kernel > 1:
             after = after._replace(image=image)
@@ -80,15 +74,16 @@ def _operation(kind: str, before: _State, image: int) -> list[_Part]:
     return parts
 
 
-def _cell(operations: Sequence[tuple[int, str]], skip: _State, last: _State, out: _State) -> _Part:
+def _cell(operations: str, skip: _State, last: _State, out: _State) -> _Part:
     """A cell, from its two inputs; each of its operations has as many channels as `out`."""
     inner = _State(out.channels, last.image)
     parts = [_convolution(1, last, inner)]
     if skip != inner:
         parts.append(_convolution(1, skip, inner))
-    for source, kind in operations:
+    for operation in operations.split(", "):
+        source, kind = operation.split()
         before = out
-        if source < 2:
+        if source in "01":
             before = inner
         parts += _operation(kind, before, out.image)
     return _Part(sum(part.parameters for part in parts), sum(part.kept for part in parts))

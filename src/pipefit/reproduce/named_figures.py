@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipefit.reproduce import amoebanet, delayed, drawings, hydra, measured, predicted, questions
+from pipefit.reproduce import amoebanet, drawings, hydra, measured, predicted, questions
 from pipefit.reproduce.drawings import metric
 from pipefit.reproduce.topology_picture import topology_picture
 
@@ -15,7 +15,6 @@ _FUNCTIONS = (
     amoebanet.amoebanet_activations_gb,
     amoebanet.amoebanet_parameters,
     amoebanet.amoebanet_states_gb,
-    delayed.largest_rate,
     drawings.follows_2bw,
     drawings.fetches,
     drawings.has_fast_servers,
@@ -41,10 +40,11 @@ _FUNCTIONS = (
     predicted.days_of_slide,
     predicted.fits,
     predicted.fullest_weights_gb,
-    predicted.largest_microbatch,
     predicted.layers,
     predicted.least_checkpoints,
     predicted.memory_gb,
+    predicted.message_mb,
+    predicted.microbatch,
     predicted.one_by_one,
     predicted.parameters,
     predicted.pipeline_mb,
@@ -69,9 +69,5 @@ _FUNCTIONS = (
 FIGURES: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}
 """Every figure by its name: a function of the bench, of the step where it needs one, and of what is given."""
 
-PICTURES: Mapping[str, Callable[..., Any]] = {
-    "convergence": delayed.convergence_picture,
-    "sharp": hydra.sharp_picture,
-    "topology": topology_picture,
-}
+PICTURES: Mapping[str, Callable[..., Any]] = {"sharp": hydra.sharp_picture, "topology": topology_picture}
 """Every picture of its own kind by its name."""

@@ -75,7 +75,7 @@ def days_by_formula(run: Bench, step: Planned, tokens: float, parameters: float)
 
 def days_of_slide(run: Bench, tokens: float, parameters: float, devices: int, rate: float) -> float:
     """8·T·P/(n·X), with the X that the slide gives in TFLOP/s."""
-    return training_days(parameters, tokens, devices, 6 / 8 * rate * 1e12)
+    return training_days(parameters, tokens, devices, 0.75e12 * rate)
 
 
 def memory_gb(run: Bench, step: Planned) -> float:
@@ -98,13 +98,9 @@ def activations_gb(run: Bench, step: Planned) -> float:
     return float(sum(run(step).prediction.peak_bytes)) / 1e9 - states_gb(run, step)
 
 
-def largest_microbatch(run: Bench, step: Planned, sizes: Sequence[int]) -> int:
-    """The largest micro-batch that fits, of some sizes in ascending order."""
-    found = 0
-    for size in sizes:
-        if fits(run, Planned(*step.places, **{**step.options, "microbatch_sizes": [size]})):
-            found = size
-    return found
+def microbatch(run: Bench, step: Planned) -> int:
+    """Samples of a micro-batch."""
+    return int(run(step).microbatch_size)
 
 
 def checkpointed_gb(run: Bench, step: Planned, layers: int, checkpoints: float) -> float:
@@ -116,8 +112,14 @@ def checkpointed_gb(run: Bench, step: Planned, layers: int, checkpoints: float) 
 def least_checkpoints(run: Bench, step: Planned, layers: int) -> float:
     """The number of checkpoints with the least memory, over √(l·A_intermediate/A_input)."""
     block = step.question.profile.layers[1]
-    by_bytes = {checkpointed_gb(run, step, layers, count): count for count in range(1, layers + 1)}
-    return by_bytes[min(by_bytes)] / sqrt(layers * block.saved_bytes / block.output_bytes)
+    best = min(range(1, layers + 1), key=lambda count: checkpointed_gb(run, step, layers, count))
+    return best / sqrt(layers * block.saved_bytes / block.output_bytes)
+
+
+def message_mb(run: Bench, step: Planned) -> float:
+    """MB of a micro-batch that each device of a rank sends to the next stage, with scatter and gather."""
+    width: int = step.options["tensors"][0]
+    return step.question.profile.layers[1].output_bytes / width / 1e6
 
 
 def stage_gb(run: Bench, step: Planned, stage: int) -> float:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from benchmarks.convergence import SCHEDULES, delays, first_weights, study, table, train
 from torch import nn
 
 from pipefit import Pipeline
-from pipefit.reproduce.delayed import SCHEDULES, delays, first_weights, train
 
 DEPTH, WIDTH, STEPS = 3, 5, 12
 
@@ -66,3 +66,10 @@ def test_without_stashing_the_backward_takes_other_weights():
     stashed, _ = train(*args, delays("stashing", DEPTH))
     newest, _ = train(*args, delays("without stashing", DEPTH), newest=True)
     assert stashed[0] == newest[0] and stashed[-1] != newest[-1]
+
+
+@pytest.mark.slow
+def test_the_study_has_a_row_for_each_depth_and_momentum():
+    found = study(steps=2, seeds=1)
+    assert len(found) == 5 * 4 * 2 * 6
+    assert len(table(found).splitlines()) == 1 + 8

@@ -1,4 +1,4 @@
-"""Whether training converges with weights of other versions: schedules × depth × learning rate × momentum × seeds.
+"""When training with weights of other versions converges: schedules × depth × learning rate × momentum × seeds.
 
 Every stage is a layer with tanh, the last one is linear, and the data are the digits. Update t of a stage is
 
@@ -10,9 +10,11 @@ depth are trained at once, as one array. A test compares the losses with those o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,8 @@ from numpy.typing import NDArray
 
 from pipefit.draw.chart import hue, plotted
 from pipefit.reproduce.drawings import versions_used
-from pipefit.reproduce.entry import Bench, Picture
-from pipefit.reproduce.steps import Python
 from pipefit.schedules import Shape, generate
+from pipefit.spec.files import write_atomically
 from pipefit.units import columns
 
 Array = NDArray[np.float64]
@@ -36,15 +37,13 @@ SCHEDULES: Mapping[str, str] = {
 }
 """Methods, and the schedule that gives their delays. Without stashing a backward takes the newest weights."""
 
-_NEWEST = "without stashing"
-_DEPTHS = (2, 4, 8, 16)
-_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-_MOMENTA = (0.0, 0.9)
-_SEEDS = 3
-_STEPS = 400
-_WIDTH = 32
-_BATCH = 32
-_GOOD = 0.5
+NEWEST = "without stashing"
+DEPTHS = (2, 4, 8, 16)
+RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+MOMENTA = (0.0, 0.9)
+WIDTH = 32
+BATCH = 32
+GOOD = 0.5
 """Held-out loss of all seeds up to which a setting counts as converged; chance is at 2.3."""
 
 Setting = tuple[str, int, float, float]
@@ -134,66 +133,68 @@ def train(
     return losses, history[-1]
 
 
-def _study() -> dict[Setting, list[float]]:
+def study(steps: int, seeds: int) -> dict[Setting, list[float]]:
     """Held-out losses of each setting's seeds."""
     from pipefit.data import digits
 
-    data = digits()
-    x, y, test_x, test_y = (np.asarray(part) for part in data)
-    settings = list(product(_MOMENTA, _RATES, range(_SEEDS)))
-    momentum, rate, seeds = (np.array(part) for part in zip(*settings, strict=True))
-    rows = np.random.default_rng(0).integers(len(x), size=(_STEPS, _BATCH))
+    x, y, test_x, test_y = (np.asarray(part) for part in digits())
+    settings = list(product(MOMENTA, RATES, range(seeds)))
+    momentum, rate, own_seeds = (np.array(part) for part in zip(*settings, strict=True))
+    rows = np.random.default_rng(0).integers(len(x), size=(steps, BATCH))
     flat = x.reshape(len(x), -1).astype(np.float64)
     batches = [(flat[row], y[row]) for row in rows]
     held = test_x.reshape(len(test_x), -1)
+    shape = (-1, 1, 1)
     found: dict[Setting, list[float]] = {}
-    for method, depth in product(SCHEDULES, _DEPTHS):
-        first = first_weights(depth, _WIDTH, list(seeds))
-        shape = (-1, 1, 1)
+    for method, depth in product(SCHEDULES, DEPTHS):
+        print(f"{method}, depth {depth} …", file=sys.stderr, flush=True)
+        first = first_weights(depth, WIDTH, list(own_seeds))
         behind = delays(method, depth)
         # Settings that diverge overflow; their loss is then infinite.
         with np.errstate(over="ignore", invalid="ignore"):
-            _, last = train(first, batches, rate.reshape(shape), momentum.reshape(shape), behind, method == _NEWEST)
+            _, last = train(first, batches, rate.reshape(shape), momentum.reshape(shape), behind, method == NEWEST)
             losses, _ = loss_of(forward(last, held)[-1], test_y)
-        losses = np.nan_to_num(losses, nan=np.inf)
-        for (mu, lr, _), loss in zip(settings, losses, strict=True):
+        for (mu, lr, _), loss in zip(settings, np.nan_to_num(losses, nan=np.inf), strict=True):
             found.setdefault((method, depth, mu, lr), []).append(float(loss))
     return found
 
 
-def _studied(run: Bench) -> dict[Setting, list[float]]:
-    found: dict[Setting, list[float]] = run(Python("pipefit.reproduce.delayed.train(…) of every setting", _study))
-    return found
-
-
-def largest_rate(run: Bench, method: str, depth: int, momentum: float) -> float:
-    """The largest learning rate with which all seeds converge; 0: none."""
-    found = _studied(run)
-    good = [rate for rate in _RATES if max(found[method, depth, momentum, rate]) <= _GOOD]
-    return max(good, default=0.0)
-
-
-def convergence_picture(run: Bench) -> Picture:
-    """The held-out loss by learning rate: a panel for each momentum and depth, a line for each method."""
-    found = _studied(run)
+def table(found: Mapping[Setting, list[float]]) -> str:
+    """The largest learning rate with which all seeds converge; "-": none."""
     rows = [["momentum", "depth", *SCHEDULES]]
-    for momentum, depth in product(_MOMENTA, _DEPTHS):
-        rates = [f"{largest_rate(run, method, depth, momentum):g}" for method in SCHEDULES]
-        rows.append([f"{momentum:g}", str(depth), *rates])
-    text = "\n".join(["The largest learning rate with which all seeds converge (0: none)", *columns(rows, right=True)])
-    title = f"Held-out loss by learning rate after {_STEPS} updates: mean and range of {_SEEDS} seeds"
-    return Picture(title, lambda: plotted(partial(_draw, found=found), 1080, 560, title), text)
+    for momentum, depth in product(MOMENTA, DEPTHS):
+        row = [f"{momentum:g}", str(depth)]
+        for method in SCHEDULES:
+            good = [rate for rate in RATES if max(found[method, depth, momentum, rate]) <= GOOD]
+            row.append(f"{max(good):g}" if good else "-")
+        rows.append(row)
+    return "\n".join(columns(rows, right=True))
 
 
-def _draw(figure: Any, found: Mapping[Setting, list[float]]) -> None:
-    grid = figure.subplots(len(_MOMENTA), len(_DEPTHS), sharex=True, sharey=True)
-    for row, momentum in enumerate(_MOMENTA):
-        for column, depth in enumerate(_DEPTHS):
+def draw(figure: Any, found: Mapping[Setting, list[float]]) -> None:
+    """A panel for each momentum and depth: the held-out loss by learning rate, a line for each method."""
+    grid = figure.subplots(len(MOMENTA), len(DEPTHS), sharex=True, sharey=True)
+    for row, momentum in enumerate(MOMENTA):
+        for column, depth in enumerate(DEPTHS):
             axes = grid[row][column]
             axes.set(xscale="log", ylim=(0, 2.6), title=f"depth {depth}, momentum {momentum:g}")
             for number, method in enumerate(SCHEDULES):
-                losses = np.minimum([found[method, depth, momentum, rate] for rate in _RATES], 9.0)
-                means = losses.mean(axis=1)
-                axes.plot(_RATES, means, color=hue(number), marker="os^Dv"[number], label=method)
-                axes.fill_between(_RATES, losses.min(axis=1), losses.max(axis=1), color=hue(number), alpha=0.15)
+                losses = np.minimum([found[method, depth, momentum, rate] for rate in RATES], 9.0)
+                axes.plot(RATES, losses.mean(axis=1), color=hue(number), marker="os^Dv"[number], label=method)
+                axes.fill_between(RATES, losses.min(axis=1), losses.max(axis=1), color=hue(number), alpha=0.15)
     figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower left", ncols=len(SCHEDULES))
+
+
+def main(*, output: Path | None = None, steps: int = 400, seeds: int = 3) -> None:
+    """When training with weights of other versions converges; two minutes.
+
+    Args:
+        output: the figure, as .svg.
+        steps: updates of each setting.
+        seeds: of the first weights.
+    """
+    found = study(steps, seeds)
+    print(f"largest learning rate with which all {seeds} seeds converge in {steps} updates\n\n{table(found)}")
+    if output is not None:
+        title = f"Held-out loss by learning rate after {steps} updates: mean and range of {seeds} seeds"
+        write_atomically(output, plotted(partial(draw, found=found), 1080, 560, title))
