@@ -90,13 +90,14 @@ function show() {
   $("command").textContent = words.join(" ");
   const answer = $("answer");
   answer.replaceChildren();
+  $("figures").replaceChildren();
   if (pasted.profile) return;
   if (cell.why) {
     element("h2", "Nothing fits", answer);
     element("pre", cell.why, answer);
     return;
   }
-  figures(element("div", undefined, answer, "figures"), cell, model, tokens);
+  figures($("figures"), cell, model, tokens);
   plans(answer, cell, model, tokens);
   memory(answer, cell);
 }
@@ -119,12 +120,12 @@ function figures(parent, cell, model, tokens) {
 
 function plans(parent, cell, model, tokens) {
   element("h2", `Plans that fit ${cell.devices} GPUs`, parent);
-  const table = element("table", undefined, parent);
+  const table = element("table", undefined, parent, "plans");
   const head = element("tr", undefined, table);
   for (const name of ["plan", "samples/s", "days", "slower", "fullest GPU"]) element("th", name, head);
   const more = element("details", undefined, parent);
   element("summary", `${cell.plans.length - MOST} more`, more);
-  const rest = element("table", undefined, more);
+  const rest = element("table", undefined, more, "plans");
   more.hidden = cell.plans.length <= MOST;
   for (const [number, plan] of cell.plans.entries()) {
     const row = element("tr", undefined, number < MOST ? table : rest);
@@ -142,15 +143,17 @@ function plans(parent, cell, model, tokens) {
 function memory(parent, cell) {
   element("h2", "Memory of each rank, first plan", parent);
   const bars = element("div", undefined, parent, "bars");
-  let first = 0;
-  const gib = cell.memory.map(bytes => short(bytes / GIB));
-  for (let rank = 1; rank <= gib.length; rank++) {
-    if (rank < gib.length && gib[rank] === gib[first]) continue;
-    element("div", rank - first > 1 ? `rank ${first} to ${rank - 1}` : `rank ${first}`, bars);
+  const ranks = new Map();  // by what they hold
+  for (const [rank, bytes] of cell.memory.entries()) {
+    const gib = short(bytes / GIB);
+    ranks.set(gib, [...(ranks.get(gib) ?? []), rank]);
+  }
+  for (const [gib, own] of ranks) {
+    const words = own.length > 3 ? `ranks ${own.slice(0, 3).join(", ")} … (${own.length})` : `rank ${own.join(", ")}`;
+    element("div", words, bars);
     const bar = element("i", undefined, element("span", undefined, bars));
-    bar.style.width = Math.min(100, 100 * cell.memory[first] / cell.capacity) + "%";
-    element("div", `${gib[first]} GiB`, bars);
-    first = rank;
+    bar.style.width = Math.min(100, 100 * cell.memory[own[0]] / cell.capacity) + "%";
+    element("div", `${gib} GiB`, bars);
   }
   element("p", `The whole width is a GPU's ${short(cell.capacity / GIB)} GiB.`, parent, "soft");
 }
