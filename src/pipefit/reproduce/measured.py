@@ -89,7 +89,7 @@ def time_to(run: Bench, data: str, schedules: Sequence[str]) -> float:
     return min(found)
 
 
-_COMPARED = {"gpt": ("layers=4,hidden=256,context=64", 32), "convnet": ("layers=8,channels=32", 128)}
+_COMPARED = {"gpt": ("layers=4,hidden=256,context=64", 32), "convnet": ("layers=8,channels=64", 128)}
 """Options and batch of the models that are compared."""
 
 
