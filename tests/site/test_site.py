@@ -26,9 +26,11 @@ def grid():
     return made
 
 
-def in_browser(grid, folder, script: str, width: int = 1280) -> dict:
-    """What a script that runs after the page's own puts into `found`."""
-    page = plan_page(grid).replace("default-src 'none'; ", "")
+def in_browser(grid, folder, script: str, width: int = 1280, dark: bool = False) -> dict:
+    """What a script that runs after the page's own puts into `found`; dark: for a reader who prefers that."""
+    page = plan_page(grid)
+    if dark:
+        page = page.replace("(prefers-color-scheme: dark)", "all")
     tail = "document.body.dataset.found = encodeURIComponent(JSON.stringify(found));"
     document = shown(page, f"const found = {{}}; {script}; {tail}", folder, width)
     return json.loads(unquote(re.search(r'data-found="([^"]*)"', document)[1]))
@@ -87,12 +89,17 @@ def test_the_page_of_plans_shows_days_money_memory_and_the_command(grid, tmp_pat
 
 
 @needs_browser
-def test_on_a_phone_the_page_of_plans_does_not_scroll_sideways(grid, tmp_path):
+def test_on_a_dark_phone_the_page_of_plans_is_readable_and_does_not_scroll_sideways(grid, tmp_path):
     read = """const ends = [...document.querySelectorAll("td, pre, select, .bars > *")];
       found.right = Math.max(...ends.map(each => each.getBoundingClientRect().right));
-      found.width = document.documentElement.scrollWidth; found.window = innerWidth"""
-    found = in_browser(grid, tmp_path, read, 500)
+      found.width = document.documentElement.scrollWidth; found.window = innerWidth;
+      const light = colour => colour.match(/\\d+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 3;
+      const looks = [document.body, ...document.querySelectorAll("select, input, textarea, button, pre")];
+      const styles = looks.map(each => getComputedStyle(each));
+      found.contrast = Math.min(...styles.map(look => light(look.color) - light(look.backgroundColor)))"""
+    found = in_browser(grid, tmp_path, read, 500, dark=True)
     assert found["width"] <= found["window"] and found["right"] <= found["window"]
+    assert found["contrast"] > 150, "light on dark"
 
 
 def test_the_schedules_and_the_course_are_written_with_their_drawings(tmp_path, capsys):
