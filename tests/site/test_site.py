@@ -117,7 +117,13 @@ def test_the_schedules_and_the_course_are_written_with_their_drawings(tmp_path, 
         assert "```" not in text
 
 
-def test_a_page_that_is_not_there_is_refused(tmp_path, capsys):
-    assert "no page is called 'plans'; did you mean plan" in refused(
-        capsys, "site", "-o", str(tmp_path), "--only", "plans"
-    )
+def test_wrong_requests_are_refused_before_anything_is_planned(tmp_path, capsys):
+    folder = str(tmp_path / "site")
+    assert "no page is called 'plans'; did you mean plan" in refused(capsys, "site", "-o", folder, "--only", "plans")
+    wrong = refused(capsys, "site", "-o", folder, "--only", "plan", "--profile", "vgg16")
+    assert "vgg16: expected gpt:layers=" in wrong and " on " not in wrong
+    (tmp_path / "file").touch()
+    for inside in ("file", "file/site"):
+        for page in ("schedules", "course"):
+            message = refused(capsys, "site", "-o", str(tmp_path / inside), "--only", page)
+            assert "file" in message and "mistake of pipefit" not in message

@@ -48,7 +48,6 @@ def _draw(words: list[str], path: Path) -> None:
     """Writes the drawing of a command into a file."""
     from pipefit.cli.app import make_app
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     tokens = [*words, "-o", str(path)]
     draw, bound, _ = make_app(tokens).parse_args(tokens, print_error=False, exit_on_error=False)
     draw(*bound.args, **bound.kwargs)

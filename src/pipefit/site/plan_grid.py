@@ -25,11 +25,12 @@ def plan_grid(
         batches: samples of an update.
         say: is given each cell before it is planned.
     """
+    facts = {name: _facts(text) for name, text in models.items()}
     cells = []
     for name, machine, batch in product(models, machines, batches):
         say(f"{name} on {machine}, batch {batch}")
         cells.append({"model": name, "machine": machine, "batch": batch, **_cell(models[name], machine, batch)})
-    return {"models": {name: _facts(text) for name, text in models.items()}, "cells": cells}
+    return {"models": facts, "cells": cells}
 
 
 def _facts(text: str) -> dict[str, Any]:
