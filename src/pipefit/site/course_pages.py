@@ -41,7 +41,7 @@ def course_pages(folder: Path, draw: Draw) -> dict[str, str]:
         title = text.partition("\n")[0].removeprefix("# ")
         links.append(f"- [{title}]({name}html)")
     # The last one is the index.
-    chapters["index."] = _LIST.sub("\n".join(links[:-1]), chapters["index."])
+    chapters["index."] = _LIST.sub("\n".join(["## Chapters", "", *links[:-1]]), chapters["index."])
     pages = {}
     for name, text in chapters.items():
         for words, target in _DRAWING.findall(text):
