@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, ending
+from pipefit.cli.options import Json, Machine, ending
 from pipefit.errors import PipefitError
 from pipefit.units import columns
 
@@ -22,7 +22,7 @@ def command(
     runs: Path,
     /,
     *,
-    topology: str,
+    topology: Machine,
     output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
@@ -35,7 +35,7 @@ def command(
 
     Args:
         runs: The .csv file.
-        topology: The machine with figures of data sheets: a TOML file, or a name such as dgx-a100-64.
+        topology: The machine with figures of data sheets: a TOML file, GPUs such as 8xA100:8, or a name.
         output: Write the fitted topology to this TOML file.
     """
     from pipefit.planner.machines import load_topology
