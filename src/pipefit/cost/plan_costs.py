@@ -134,6 +134,7 @@ def of_plan(
         weight_bytes=total(lambda layer: layer.weight_bytes),
         wgrad_bytes=trained,
         optim_bytes=optim_bytes,
+        summed_per_byte=profile.summed_per_byte,
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,
