@@ -52,7 +52,7 @@ class MeasuredRun:
         recompute: what backwards replay.
         sharded: whether copies share the optimizer.
         seconds: of a step; None: it ran out of memory.
-        line: in its file, for messages.
+        place: its file and line, or its folder, for messages.
     """
 
     model: str
@@ -65,15 +65,15 @@ class MeasuredRun:
     recompute: str
     sharded: bool
     seconds: float | None
-    line: int = 0
+    place: str = "a run"
 
     def question(self) -> MeasuredRun:
         """The run without its result and its place, equal for two measurements of one thing."""
-        return replace(self, seconds=None, line=0)
+        return replace(self, seconds=None, place="")
 
     def __str__(self) -> str:
         widths = f"{self.devices} devices, tensor {self.tensor}, depth {self.depth}, micro-batch {self.microbatch}"
-        return f"line {self.line}: {widths}"
+        return f"{self.place}: {widths}"
 
 
 _NUMBERS = ("devices", "tensor", "depth", "chunks", "microbatch", "batch")
@@ -97,7 +97,7 @@ def read_runs(path: Path) -> list[tuple[MeasuredRun, dict[str, str]]]:
 
 
 def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
-    where = f"{path}, line {number}"
+    where = f"{path.name}, line {number}"
     sizes = {}
     for name in _NUMBERS:
         text = line[name] or ""
@@ -126,7 +126,7 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
         raise ProfileError(f"{where}: {problem}") from None
     sharded = line["sharded"] == "1"
     return MeasuredRun(
-        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, line=number
+        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, place=where
     )
 
 
