@@ -88,6 +88,32 @@ def test_a_run_may_have_other_servers_than_the_machine():
         predict(run_of(devices=12), MACHINE)
 
 
+def summing(depth, sharded, bytes):
+    """Seconds of a run on four devices of one server whose copies sum gradients of so many bytes."""
+    run = MeasuredRun(f"{MODEL},summed_bytes={bytes}", 4, 1, depth, 1, 1, 16, "none", sharded, None)
+    return predict(run, MACHINE).seconds
+
+
+BLOCK_BYTES = 2 * (4 * 2048 * 2048 + 3 * 2048 * 5632 + 2 * 2048)
+TABLE_BYTES = 2 * 32000 * 2048
+
+
+def test_copies_sum_after_the_last_backward_and_hide_what_the_drain_leaves_time_for():
+    link = 232e9
+    whole_s = 2 * 3 / 4 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / link
+    assert summing(1, False, 4) - summing(1, False, 2) == pytest.approx(whole_s, rel=0.01)
+    # In a pipeline the last stage sums while the first still computes; two copies move their stage's bytes once.
+    first_s = (4 * BLOCK_BYTES + TABLE_BYTES) / link
+    assert summing(2, False, 4) - summing(2, False, 2) == pytest.approx(first_s, rel=0.01)
+
+
+def test_sharded_copies_step_a_part_each():
+    device = MACHINE.device
+    # Adam in mixed precision moves 60 bytes of a parameter; three quarters of them are steps of other copies.
+    step_s = 30 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / device.memory_bandwidth_bytes_per_s
+    assert summing(1, False, 2) - summing(1, True, 2) == pytest.approx(3 / 4 * step_s, rel=0.02)
+
+
 def test_memory_that_is_not_there_is_known():
     wide, narrow = predict(run_of(microbatch=16), MACHINE), predict(run_of(tensor=8, depth=2), MACHINE)
     small = msgspec.structs.replace(MACHINE.device, memory_bytes=16e9)
