@@ -107,6 +107,13 @@ def test_copies_sum_after_the_last_backward_and_hide_what_the_drain_leaves_time_
     assert summing(2, False, 4) - summing(2, False, 2) == pytest.approx(first_s, rel=0.01)
 
 
+def test_sums_of_micro_batches_are_held_whole_by_every_copy():
+    run = MeasuredRun(MODEL, 4, 1, 1, 1, 1, 16, "none", True, None)
+    wide = replace(run, model=f"{MODEL},added_bytes=4")
+    more = predict(wide, MACHINE).peak_bytes - predict(run, MACHINE).peak_bytes
+    assert more == pytest.approx(4 / 2 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES), rel=0.001)
+
+
 def test_sharded_copies_step_a_part_each():
     device = MACHINE.device
     # Adam in mixed precision moves 60 bytes of a parameter; three quarters of them are steps of other copies.

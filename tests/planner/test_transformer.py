@@ -170,6 +170,17 @@ def test_gradients_may_be_summed_in_more_bytes_than_weights_have():
     assert wide.layers == plain.layers
 
 
+def test_sums_of_micro_batches_in_more_bytes_are_converted_and_added_by_kernels_of_their_own():
+    plain, wide = layers_of(tensor=1).layers, layers_of(",added_bytes=4", tensor=1).layers
+    # Converted (2 read, 4 written) and added (4 + 4 read, 4 written), in place of 2 + 2 read and 2 written.
+    more = (18 - 6) / 2810e9
+    products = 4 * 4096 * 4096 + 2 * 4096 * 11008 + 4096 * 11008
+    assert wide[1].backward_weight_s - plain[1].backward_weight_s == pytest.approx(more * products + 4 * 4e-6, rel=0.01)
+    table = 32000 * 4096
+    assert wide[0].backward_s - plain[0].backward_s == pytest.approx(more * table + 4e-6, rel=0.01)
+    assert wide[2 + 1].backward_weight_s - plain[2 + 1].backward_weight_s == pytest.approx(more * table, rel=0.02)
+
+
 def test_products_in_8_bits_are_up_to_twice_as_fast_and_the_rest_stays():
     plain, fast = layers_of(tensor=1), layers_of(",fp8=1", tensor=1)
     assert 1.2 < plain.layers[1].total_s / fast.layers[1].total_s < 2

@@ -105,7 +105,7 @@ def of_plan(
     optim_bytes: tuple[float, ...] = ()
     for stage, size, num in zip(partition.stages, trained, parts, strict=True):
         steps_s += (profile.optimizer_of(stage.layers) / num,)
-        optim_bytes += (size * state_per_weight / num,)
+        optim_bytes += (size * (state_per_weight / num + profile.added_per_byte),)
     inputs_s = total(lambda layer: layer.backward_input_s)
     weights_s = total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, _grad_bytes)

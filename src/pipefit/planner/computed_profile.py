@@ -145,6 +145,15 @@ def _passes_s(device: Device, sizes: Iterable[float]) -> float:
     return sum(pass_s(device, size) for size in sizes)
 
 
+def _added_s(device: Device, model: Transformer, count: float) -> float:
+    """Seconds of adding the gradients of so many weights to those of the micro-batches before."""
+    e = model.bytes
+    wide = model.added_bytes
+    if not wide:
+        return pass_s(device, 3 * e * count)
+    return pass_s(device, (e + wide) * count) + pass_s(device, 3 * wide * count)
+
+
 def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[float, float]:
     """Seconds of the core of attention of some heads, forward and backward."""
     e = model.bytes
@@ -235,7 +244,7 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         backward_input += [(2 * e + 1) * between] * 2
     else:
         joined_s = 2 * pass_s(device, 3 * e * between)
-    backward_weight += [3 * e * m * n / t for m, n in ((model.qkv, h), (h, h), (model.up, h), (model.wide, h))]
+    added_s = sum(_added_s(device, model, m * h / t) for m in (model.qkv, h, model.up, model.wide))
     sum_s = all_reduce_s(ring, e * stream)
     kept = e * (_kept_between(model) * between + (qkv + 1 + up + (1 + model.gated) * wide) * stream / t)
     vectors = 2 * h
@@ -245,7 +254,7 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         "block",
         products_s + core_s + _passes_s(device, forward) + joined_s + 2 * sum_s,
         input_s + core_back_s + _passes_s(device, backward_input) + model.sums * sum_s,
-        weight_s + _passes_s(device, backward_weight),
+        weight_s + _passes_s(device, backward_weight) + added_s,
         output_bytes=e * stream,
         saved_bytes=kept + _kept_of_scores(model, tokens) / t,
         weight_bytes=e * (model.matrices + vectors) / t,
@@ -330,7 +339,7 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         "head",
         forward_s + joined_s + 3 * all_reduce_s(ring, 4 * tokens),
         input_s + all_reduce_s(ring, stream),
-        weight_s + pass_s(device, 3 * weights),
+        weight_s + _added_s(device, model, weights / e),
         output_bytes=4 * logits,
         saved_bytes=stream + kept_bytes,
         weight_bytes=weights,
@@ -348,7 +357,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
     looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
-    added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)
+    added_s = pass_s(device, 2 * stream) + _added_s(device, model, table / e)
     ids = 4 * b * s
     positions = e * s * h if model.bias else 0
     made = [Layer("embedding", looked_s, added_s, 0.0, stream, ids, table + positions)]
@@ -369,6 +378,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
         source=f"{ARITHMETIC}, {e} bytes per element",
         optimizer_s=pass_s(device, moved * weights / e),
         summed_per_byte=(model.summed_bytes or e) / e,
+        added_per_byte=model.added_bytes / e,
     )
 
 

@@ -42,6 +42,8 @@ class Transformer:
         sequence_parallel: 1: what is between the products is split over a rank's devices, too.
         sums: of a block's backward over a rank's devices: 2; 3 where the gate's product sums its own gradient.
         summed_bytes: of an element of gradients while copies sum them; 0: as of weights.
+        added_bytes: of an element of the sum of micro-batches' gradients, to which kernels of their own convert and add
+            those of weights, as DeepSpeed does in bf16; 0: it has the type of weights.
         fp8: 1: the products of a block with weights, forward and backward, take numbers of 8 bits; nothing else does.
         bytes: of an element of weights and activations: 2 (Adam then has a master copy), or 4.
     """
@@ -63,6 +65,7 @@ class Transformer:
     sequence_parallel: int = 0
     sums: int = 2
     summed_bytes: int = 0
+    added_bytes: int = 0
     fp8: int = 0
     bytes: int = 2
 
