@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from pipefit.cli.answer import Answer, picked
 from pipefit.cli.counted import ModelSource, count_of
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
-from pipefit.cli.options import Count, Counts, Json, Seed, Threads, ending
+from pipefit.cli.options import Count, Counts, Json, Machine, Seed, Threads, ending
 from pipefit.errors import PipefitError
 from pipefit.planner.computed_profile import counted_profile
 from pipefit.planner.machines import load_topology
@@ -33,7 +33,7 @@ def command(
     optimizer: Literal["adamw", "sgd", "none"] = "adamw",
     seed: Seed = 0,
     analytic: bool = False,
-    topology: str | None = None,
+    topology: Machine | None = None,
     output: Annotated[Path | None, ending(".json", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
@@ -53,7 +53,7 @@ def command(
         seed: Of the random weights and inputs.
         analytic: Compute from FLOP and bytes instead, for the device of --topology; a model of transformers needs no
             weights.
-        topology: Topology with the device to compute for: a TOML file, or a name like dgx-a100-8.
+        topology: Topology with the device to compute for: a TOML file, or GPUs such as 8xH100.
         output: Write the profile to this JSON file.
     """
     import torch
