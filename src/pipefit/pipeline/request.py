@@ -325,6 +325,7 @@ def _spelled_out(
         sequence_parallel=spread.sequence_parallel,
         scatter_gather=not spread.whole_messages,
         sharded_optimizer=spread.shard_optimizer,
+        shares=tuple(map(int, spread.shares)),
         options=dict(spread.options),
         profile=profile,
         costs=costs,

@@ -44,6 +44,7 @@ def by_hand(
     sequence_parallel: bool = False,
     scatter_gather: bool = True,
     sharded_optimizer: bool = False,
+    shares: Sequence[int] = (),
     options: dict[str, int] | None = None,
     profile: Profile | None = None,
     costs: Sequence[float] | None = None,
@@ -68,6 +69,7 @@ def by_hand(
         sequence_parallel: these also shard the sequence.
         scatter_gather: each of them sends its part of a message.
         sharded_optimizer: optimizer states sharded over the copies.
+        shares: micro-batches of each copy of the pipeline per update; (): equally many.
         options: further arguments of the schedule.
         profile: of the model; its times balance the stages.
         costs: of each layer, in any unit: they balance the stages where there is no profile.
@@ -118,6 +120,7 @@ def by_hand(
         sequence_parallel=sequence_parallel,
         scatter_gather=scatter_gather,
         sharded_optimizer=sharded_optimizer,
+        shares=tuple(shares),
         model=model,
     )
 

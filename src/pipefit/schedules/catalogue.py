@@ -69,6 +69,7 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[Indices, ...] = (), 
         spill=_spill(plan),
         prefetch=plan.spill.prefetch if plan.spill else None,
         frozen=plan.frozen,
+        shares=plan.shares,
         options=plan.options,
     )
 
