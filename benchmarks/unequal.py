@@ -21,7 +21,7 @@ from pipefit.runtime.launch import launch
 from pipefit.runtime.session import current
 from pipefit.spec import Device, Layer, Level, Plan, Profile, Topology
 
-FORWARD_S, BACKWARD_S, SAMPLES = 0.010, 0.020, 2
+FORWARD_S, BACKWARD_S, SAMPLES = 0.030, 0.060, 2
 MACHINES = {
     "one A100, two RTX 3090": (1.0, 3.3, 3.3),
     "four fast, four half as fast": (1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0),
@@ -113,7 +113,7 @@ def seconds(slowness: tuple[float, ...], num_layers: int, chosen: list[Plan], st
     return found
 
 
-def main(*, layers: int = 16, microbatches: int = 24, steps: int = 3) -> None:
+def main(*, layers: int = 8, microbatches: int = 16, steps: int = 2) -> None:
     """Compares the plans on each machine."""
     for name, slowness in MACHINES.items():
         compared = plans(slowness, layers, microbatches)

@@ -265,6 +265,8 @@ def _new_plan(
     """A plan by search, or by the request's own stages and ranks."""
     spread = request.parallelism
     if request.schedule == AUTO:
+        if spread.shares:
+            raise PlanError("shares: schedule auto chooses them by the speeds of the ranks; leave them out")
         assert profile is not None and topology is not None and work.example is not None
         batch = largest_part(work.example[0], 1)
         sizes = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
