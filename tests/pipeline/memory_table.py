@@ -9,12 +9,12 @@ def main() -> None:
     shapes = list(jobs.PLANS.values())
     worst = 0.0
     for name in jobs.MODELS:
-        real = launch(jobs.all_counted, 2, [name], shapes, threads=1, quiet=True, deadline_s=600)
-        found = jobs.predicted(name, shapes)
+        ranks = launch(jobs.both, 2, [name], shapes, threads=1, quiet=True, deadline_s=600)
         for number, plan in enumerate(jobs.PLANS):
             line = f"{name:28} {plan:24}"
             for rank in range(2):
-                predicted, counted = found[number][rank], real[rank][0][number]
+                predicted = ranks[0][0][0][number][rank]
+                counted = ranks[rank][0][1][number]
                 error = 100 * (predicted / counted - 1)
                 worst = max(worst, abs(error))
                 line += f"  rank {rank}: {predicted / 1e3:7.0f} {counted / 1e3:7.0f} kB {error:+5.1f} %"

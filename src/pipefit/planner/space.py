@@ -149,6 +149,8 @@ class Config:
                 return "host"
             return "split"
         if self.depth == 1:
+            if self.shares:
+                return "data parallel, unequal shares"
             if self.tensor == 1:
                 return "data parallel"
             return "data and tensor parallel"
