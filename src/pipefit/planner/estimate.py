@@ -52,7 +52,9 @@ def need_bytes(problem: Problem, config: Config) -> float:
         recomputed = _recomputed(config)
         if config.recompute == "some":
             recomputed = set(range(config.depth))
-        if _has_choice(config) and config.partitioner in ("minmax", "links"):
+        # The cuts by memory do not know the work of layers; the cut by time fits for certain.
+        knows_work = problem.of(config).knows_work
+        if _has_choice(config) and config.partitioner in ("minmax", "links") and not knows_work:
             return least_bytes(problem, config)
         partition = cut(problem, config, recomputed)
         assert partition is not None
