@@ -391,9 +391,8 @@ def configs(problem: Problem, space: Space) -> Iterator[Config]:
 
 
 def _paces(problem: Problem, depth: int, tensor: int) -> list[float]:
-    """The speed of each copy of a pipeline, that of its slowest rank; all 1 where devices do not differ."""
-    topology = problem.ranks(tensor)
-    speeds = speeds_of(topology) or (1.0,) * topology.num_devices
+    """The speed of each copy of a pipeline, that of its slowest rank; one where devices do not differ."""
+    speeds = speeds_of(problem.ranks(tensor)) or (1.0,)
     return [min(speeds[first : first + depth]) for first in range(0, len(speeds), depth)]
 
 
