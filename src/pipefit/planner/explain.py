@@ -240,8 +240,8 @@ def _counts(plan: Plan) -> str:
         words.append(f"which take {'-'.join(map(str, plan.shares))} micro-batches")
     if plan.tensor > 1:
         words.append(f"tensor width {plan.tensor}")
-    if plan.sharded_optimizer:
-        words.append("sharded optimizer")
+    if plan.shard != "none":
+        words.append(f"sharded {plan.shard}")
     return ", ".join(words)
 
 
