@@ -288,7 +288,9 @@ class CostModel:
 
     def lifetimes(self, program: Program, rank: int) -> list[Lifetime]:
         """The values of a rank, with the work of its instructions where that is known."""
-        if self.work_bytes and program.header.spill is None:
+        header = program.header
+        moves = header.spill is not None or header.shard in ("gradients", "weights")
+        if self.work_bytes and not moves:
             return working_lifetimes(program, rank)
         return lifetimes(program, rank)
 

@@ -118,12 +118,15 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {ties}"
             )
 
-<<<<<<< HEAD
     def _check_shares(self) -> None:
         if self.weights is not WeightRule.FLUSH:
             raise ScheduleError(
                 f"shares: {self.schedule} updates without a flush, so its replicas take micro-batches in turn; use a "
                 "schedule that flushes, such as 1f1b"
+            )
+        if self.shard in ("gradients", "weights"):
+            raise ScheduleError(
+                f'shares: replicas that share their {self.shard} take equally many micro-batches; use shard="optimizer"'
             )
         copies = {len(ranks) for ranks in self.placement}
         adds_up = sum(self.shares) == self.num_microbatches
@@ -132,7 +135,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(
                 f"shares: expected micro-batches of each of {max(copies)} replicas, as many at every stage: numbers of "
                 f"at least 1 that add up to {self.num_microbatches}, got {list(self.shares)}"
-=======
+            )
+
     def _check_shard(self) -> None:
         if self.shard not in SHARDS:
             known = ", ".join(SHARDS)
@@ -151,7 +155,6 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(
                 f"{self.schedule}: a stage that is kept on another tier cannot share its {self.shard} too; "
                 "spill it, or share them with its copies"
->>>>>>> main
             )
 
     @property

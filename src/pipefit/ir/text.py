@@ -188,12 +188,12 @@ def _read_tensor(words: list[str]) -> dict[str, Any]:
     return {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]}
 
 
-<<<<<<< HEAD
 def _shares_words(header: Header) -> list[str]:
     if header.shares:
         return [_spaced(header.shares)]
     return []
-=======
+
+
 def _sharded_words(header: Header) -> list[str]:
     if header.shard == "none":
         return []
@@ -210,7 +210,6 @@ def _read_sharded(words: list[str]) -> dict[str, Any]:
     if len(words) > 1:
         found["shard_slots"] = _whole(words[1])
     return found
->>>>>>> main
 
 
 _LINES: dict[str, _Line] = {

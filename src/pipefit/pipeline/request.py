@@ -326,12 +326,8 @@ def _spelled_out(
         tensor=spread.tensor,
         sequence_parallel=spread.sequence_parallel,
         scatter_gather=not spread.whole_messages,
-<<<<<<< HEAD
-        sharded_optimizer=spread.shard_optimizer,
         shares=tuple(map(int, spread.shares)),
-=======
         shard=spread.shard,
->>>>>>> main
         options=dict(spread.options),
         profile=profile,
         costs=costs,

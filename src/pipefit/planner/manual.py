@@ -44,12 +44,8 @@ def by_hand(
     tensor: int = 1,
     sequence_parallel: bool = False,
     scatter_gather: bool = True,
-<<<<<<< HEAD
-    sharded_optimizer: bool = False,
     shares: Sequence[int] = (),
-=======
     shard: Shard = "none",
->>>>>>> main
     options: dict[str, int] | None = None,
     profile: Profile | None = None,
     costs: Sequence[float] | None = None,
@@ -73,12 +69,8 @@ def by_hand(
         tensor: processes that share each rank by tensor parallelism.
         sequence_parallel: these also shard the sequence.
         scatter_gather: each of them sends its part of a message.
-<<<<<<< HEAD
-        sharded_optimizer: optimizer states sharded over the copies.
         shares: micro-batches of each copy of the pipeline per update; (): equally many.
-=======
         shard: what the copies of a stage share.
->>>>>>> main
         options: further arguments of the schedule.
         profile: of the model; its times balance the stages.
         costs: of each layer, in any unit: they balance the stages where there is no profile.
@@ -128,12 +120,8 @@ def by_hand(
         data=alike,
         sequence_parallel=sequence_parallel,
         scatter_gather=scatter_gather,
-<<<<<<< HEAD
-        sharded_optimizer=sharded_optimizer,
         shares=tuple(shares),
-=======
         shard=shard,
->>>>>>> main
         model=model,
     )
 

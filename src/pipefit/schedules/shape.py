@@ -13,11 +13,18 @@ from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
 from pipefit.spec.plan import Shard
 
-<<<<<<< HEAD
-_OF_HEADER = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces", "frozen", "shares")
-=======
-_OF_HEADER = ("num_microbatches", "num_steps", "ties", "clip", "shard", "shard_slots", "tensor", "pieces", "frozen")
->>>>>>> main
+_OF_HEADER = (
+    "num_microbatches",
+    "num_steps",
+    "ties",
+    "clip",
+    "shard",
+    "shard_slots",
+    "tensor",
+    "pieces",
+    "frozen",
+    "shares",
+)
 """The fields that a header has as well."""
 
 
