@@ -54,6 +54,7 @@ class CostModel:
             of that whole stage.
         work_bytes: of a stage's instructions while they run, by the kinds of `pipefit.ir.op.Work`; empty: not known,
             and gradients of its weights count from the beginning of the first backward on.
+        summed_per_byte: bytes of a gradient while it is summed, for each byte that it has before and after.
         topology: links between ranks; None: all alike, with the next two figures.
         bandwidth_bytes_per_s: of every link.
         latency_s: of every link.
@@ -91,6 +92,7 @@ class CostModel:
     target_bytes: float = 0
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
     work_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    summed_per_byte: float = 1
     topology: Topology | None = None
     bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0
@@ -338,8 +340,10 @@ class CostModel:
             return self.weight_bytes[instruction.stage]
         whole = self.wgrad_bytes[instruction.stage]
         if instruction.kind == Reduction.TIED:
-            return self.tied_bytes.get(instruction.stage, whole)
-        return whole
+            whole = self.tied_bytes.get(instruction.stage, whole)
+        if instruction.kind == Reduction.SHARDS:
+            return whole
+        return whole * self.summed_per_byte
 
 
 _PER_STAGE: Final = [
