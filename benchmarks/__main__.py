@@ -25,6 +25,7 @@ MODULES = {
     "spill": "benchmarks.spill",
     "start": "benchmarks.start",
     "study": "benchmarks.study",
+    "unequal": "benchmarks.unequal",
 }
 
 

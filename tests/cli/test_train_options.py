@@ -52,7 +52,7 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "model=. option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
         "recompute=layer plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 weight_decay=0.2 betas=0.8,0.9 "
         "lr_schedule=linear learn=all eval_data=b.txt clip=0 seed=6 output=runs/x "
-        "resume=runs/y "
+        "resume=runs/y shares=3,2 "
         "checkpoint_every=8 checkpoint_share=0.1 keep_checkpoints=5 "
         "sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard=weights loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "

@@ -158,17 +158,28 @@ def source_of(program: Program, plan: Plan | None, given: SourceOptions) -> Sour
     return Source(program, plan, profile, links, given.layers)
 
 
-def save_timeline(timeline: Timeline, path: Path | None, *, seconds: bool) -> None:
+def save_timeline(timeline: Timeline, path: Path | None, *, cost: CostModel, seconds: bool) -> None:
     """Writes a timeline in the format of the path's suffix, if there is a path.
 
     Args:
         timeline: simulated.
-        path: ends in one of the suffixes of `pipefit.draw`; None: nothing is written.
-        seconds: whether its times are real seconds.
+        path: ends in one of the suffixes of `pipefit.draw`, or in .pickle; None: nothing is written.
+        cost: of the simulation.
+        seconds: whether its times are real seconds, and its sizes bytes.
+
+    Raises:
+        PipefitError: a snapshot of memory without bytes, or a path that cannot be written.
     """
     from pipefit.draw import save
 
     if path is None:
+        return
+    if path.suffix == ".pickle":
+        from pipefit.simulate.snapshot import save_snapshot
+
+        if not seconds:
+            raise PipefitError(f"{path}: a snapshot of memory needs bytes: give --profile and --topology")
+        save_snapshot(timeline, cost, path)
         return
     options = {}
     if path.suffix in (".svg", ".html", ".png", ".txt"):

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Final
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, over, ring_of
 from pipefit.errors import PlanError
 from pipefit.ir.instruction import Instruction
+from pipefit.ir.liveness import Lifetime, lifetimes, working_lifetimes
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
 from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier, Topology
 
 if TYPE_CHECKING:
-    from pipefit.ir.program import Header
+    from pipefit.ir.program import Header, Program
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class CostModel:
         target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
         tied_bytes: of the shared weight of each tie group, by the group's first stage; where it has none, the weights
             of that whole stage.
+        work_bytes: of a stage's instructions while they run, by the kinds of `pipefit.ir.op.Work`; empty: not known,
+            and gradients of its weights count from the beginning of the first backward on.
         summed_per_byte: bytes of a gradient while it is summed, for each byte that it has before and after.
         topology: links between ranks; None: all alike, with the next two figures.
         bandwidth_bytes_per_s: of every link.
@@ -88,6 +91,7 @@ class CostModel:
     input_bytes: float = 0
     target_bytes: float = 0
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
+    work_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     summed_per_byte: float = 1
     topology: Topology | None = None
     bandwidth_bytes_per_s: float = math.inf
@@ -277,10 +281,20 @@ class CostModel:
             return self.target_bytes
         if kind == Kind.INPUT:
             return self.input_bytes
+        if kind in self.work_bytes:
+            return self.work_bytes[kind][value.stage]
         size: float = getattr(self, _SIZE[kind])[value.stage]
         if kind in _PIECES:
             return size / self.tensor
         return size
+
+    def lifetimes(self, program: Program, rank: int) -> list[Lifetime]:
+        """The values of a rank, with the work of its instructions where that is known."""
+        header = program.header
+        moves = header.spill is not None or header.shard in ("gradients", "weights")
+        if self.work_bytes and not moves:
+            return working_lifetimes(program, rank)
+        return lifetimes(program, rank)
 
     def held_bytes(self, value: Value) -> float:
         """Bytes of a value on a device where weights stay: of each version what trains; `frozen_bytes` is the rest."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from pipefit.cost.layer_bytes import ModelBytes
 from pipefit.cost.model import CostModel
+from pipefit.cost.work import work_of
 from pipefit.errors import PlanError
+from pipefit.ir.op import Work
 from pipefit.spec.plan import Partition, Plan
 from pipefit.spec.profile import ARITHMETIC, Layer, Profile
 from pipefit.spec.topology import Topology
@@ -156,9 +158,27 @@ def of_plan(
         tensor=tensor,
         **runtime._asdict(),
     )
+    if profile.knows_work:
+        cost = replace(cost, work_bytes=_work_of(profile, partition, stages, cost))
     if sizes is None:
         return cost
     return replace(cost, **sizes.figures(cost, plan))
+
+
+def _work_of(
+    profile: Profile, partition: Partition, stages: Sequence[Sequence[Layer]], cost: CostModel
+) -> dict[str, tuple[float, ...]]:
+    """The memory that each stage takes and frees while its instructions run."""
+    rows = []
+    entering = 0.0
+    for stage, layers in enumerate(stages):
+        grad = cost.grad_bytes[stage]
+        row = work_of(layers, cost.act_bytes[stage], grad, entering)
+        row[Work.LOSS.value] = max(profile.loss_work_bytes - grad, 0.0)
+        row[Work.STEP.value] = profile.step_work_of(partition.stages[stage].layers)
+        rows.append(row)
+        entering = grad
+    return {kind: tuple(row[kind] for row in rows) for kind in map(str, Work)}
 
 
 def _grad_bytes(layer: Layer) -> float:

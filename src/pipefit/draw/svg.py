@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 from itertools import product
 
@@ -68,7 +69,8 @@ def svg(
         parts += _row(scene, plan, rank)
     if follow is not None:
         parts += arrows(scene, plan, follow)
-    parts += [*_spilled(scene, plan), *_launches(scene, plan), *_memory(scene, plan), *_legend(plan), "</svg>"]
+    parts += [*_spilled(scene, plan), *_launches(scene, plan), *_curves(scene, plan), *_memory(scene, plan)]
+    parts += [*_legend(plan), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
@@ -235,6 +237,25 @@ def _launches(scene: Scene, plan: Layout) -> list[str]:
         words = f"<title>launch {escape(str(timeline.instruction(event)))}</title>"
         parts.append(f"<g>{words}{_rect('host', x, plan.launch_y(event.rank), max(width, 0.5), BAR_HEIGHT)}</g>")
     return parts
+
+
+def _curves(scene: Scene, plan: Layout) -> Iterator[str]:
+    """The memory of each rank over time, below its row; all on the scale of the fullest."""
+    if not plan.curve:
+        return
+    highest = max(scene.facts.peak_bytes)
+    begin_s = scene.timeline.start_s
+    end_s = scene.facts.makespan_s
+    for rank, samples in enumerate(scene.timeline.memory):
+        base = plan.curve_y(rank)
+        line = f"M{plan.left:.1f} {base:.1f}"
+        for time_s, size in samples:
+            x = plan.x(min(max(time_s - begin_s, 0), end_s))
+            y = base - (plan.curve - 3) * size / highest
+            line += f"H{x:.1f}V{y:.1f}"
+        line += f"H{plan.x(end_s):.1f}V{base:.1f}Z"
+        words = f"memory of rank {rank}: at most {format_bytes(scene.facts.peak_bytes[rank])}"
+        yield f'<path class="bar" d="{line}"><title>{words}</title></path>'
 
 
 def _memory(scene: Scene, plan: Layout) -> list[str]:

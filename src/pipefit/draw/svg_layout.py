@@ -60,6 +60,7 @@ class Layout:
     bytes_offset: float
     legend: tuple[Item, ...]
     foot: int = 0
+    curve: int = 0
 
     def x(self, time_s: float) -> float:
         """The horizontal place of a time since the start: proportional to it."""
@@ -75,7 +76,11 @@ class Layout:
         lanes = self.num_lanes * _LANE_PITCH
         if lanes:
             lanes += 3
-        return self.cell_height + lanes + self.row_gap
+        return self.cell_height + lanes + self.curve + self.row_gap
+
+    def curve_y(self, rank: int) -> float:
+        """The bottom of the curve of a rank's memory, which is below its lanes."""
+        return self.y(rank) + self.pitch - self.row_gap
 
     def lane_y(self, rank: int, lane: str) -> float:
         """The top of a lane below a rank."""
@@ -105,6 +110,10 @@ class Layout:
     def height(self) -> float:
         """Height of the whole picture."""
         return self.bottom + 40 + 20 * self.legend[-1].line + 12 + MARGIN
+
+
+_CURVE_HEIGHT = 26
+"""Of a rank's memory over time, with the gap above it."""
 
 
 def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
@@ -144,6 +153,9 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
     row_gap = 7
     if scene.bars:
         row_gap = 10
+    curve = 0
+    if facts.peak_bytes:
+        curve = _CURVE_HEIGHT
     items = _legend_items(scene, versions, number_size > 0)
     return Layout(
         left=left,
@@ -161,6 +173,7 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
         bytes_offset=bytes_offset,
         legend=_placed(items, plot + memory_width),
         foot=room,
+        curve=curve,
     )
 
 

@@ -74,6 +74,27 @@ class Kind(enum.StrEnum):
     NORM = "norm"
 
 
+class Work(enum.StrEnum):
+    """Memory that an instruction takes and frees while it runs, beyond the values that it needs and makes.
+
+    FORWARD: of a forward.
+    BARE: of a forward that saves nothing.
+    REPLAY: of a recompute.
+    FIRST: of the first backward of an update, which makes the gradients of the weights.
+    BACKWARD: of a further one, which adds to them.
+    LOSS: of the loss.
+    STEP: of the optimizer.
+    """
+
+    FORWARD = "forward work"
+    BARE = "bare work"
+    REPLAY = "replay work"
+    FIRST = "first work"
+    BACKWARD = "backward work"
+    LOSS = "loss work"
+    STEP = "step work"
+
+
 class Reduction(enum.StrEnum):
     """The kind of a `reduce`.
 

@@ -44,7 +44,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     Attributes:
         schedule: the generator's name.
-        placement: `placement[s][i]` is the rank of replica i of stage s; micro-batch k goes to replica k mod R_s.
+        placement: `placement[s][i]` is the rank of replica i of stage s; micro-batch k goes to replica k mod R_s, or to
+            one by `shares`.
         num_microbatches: per weight update of a synchronous schedule, over all replicas.
         num_steps: number of updates in the program, in units of `num_microbatches`.
         weights: the rule for weight versions.
@@ -60,6 +61,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         spill: stages that are kept on another tier (None: all stay on their device).
         frozen: number of stages at the beginning in which nothing trains: they have forwards only. The last stage, with
             the loss, never counts.
+        shares: micro-batches of each replica per weight update, where replicas of unequal speed take unequal parts;
+            (): round-robin.
     """
 
     schedule: str
@@ -76,6 +79,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     pieces: bool = False
     spill: Spill | None = None
     frozen: int = 0
+    shares: Indices = ()
 
     def __post_init__(self) -> None:
         placement = self.placement
@@ -107,9 +111,30 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(
                 f"frozen: expected fewer than the {num_stages} stages (the last one has the loss), got {self.frozen}"
             )
+        if self.shares:
+            self._check_shares()
         if any(min(tie) < self.frozen for tie in ties):
             raise ScheduleError(
                 f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {ties}"
+            )
+
+    def _check_shares(self) -> None:
+        if self.weights is not WeightRule.FLUSH:
+            raise ScheduleError(
+                f"shares: {self.schedule} updates without a flush, so its replicas take micro-batches in turn; use a "
+                "schedule that flushes, such as 1f1b"
+            )
+        if self.shard in ("gradients", "weights"):
+            raise ScheduleError(
+                f'shares: replicas that share their {self.shard} take equally many micro-batches; use shard="optimizer"'
+            )
+        copies = {len(ranks) for ranks in self.placement}
+        adds_up = sum(self.shares) == self.num_microbatches
+        is_for_all = copies == {len(self.shares)}
+        if min(self.shares) < 1 or not adds_up or not is_for_all:
+            raise ScheduleError(
+                f"shares: expected micro-batches of each of {max(copies)} replicas, as many at every stage: numbers of "
+                f"at least 1 that add up to {self.num_microbatches}, got {list(self.shares)}"
             )
 
     def _check_shard(self) -> None:
@@ -203,9 +228,24 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return len(self.placement) - 1
 
     def rank_of(self, stage: int, mb: int) -> int:
-        """The rank that runs a stage for a micro-batch: the round-robin rule."""
+        """The rank that runs a stage for a micro-batch: round-robin, or by the shares of the replicas."""
         ranks = self.placement[stage]
+        if self.shares:
+            return ranks[self._turns[mb % len(self._turns)]]
         return ranks[mb % len(ranks)]
+
+    @cached_property
+    def _turns(self) -> Indices:
+        """The replica of each micro-batch of an update: those of each replica are spread evenly.
+
+        >>> Header("1f1b", ((0, 1),), 4, 1, WeightRule.FLUSH, (4,), shares=(3, 1))._turns
+        (0, 0, 0, 1)
+        """
+        places = []
+        for replica, share in enumerate(self.shares):
+            places += [((index + 1) / share, replica) for index in range(share)]
+        places.sort()
+        return tuple(replica for _, replica in places)
 
     def stages_of(self, rank: int) -> Indices:
         """The stages of a rank, starting from the input."""
@@ -229,9 +269,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             return 0
         return -(-self.total_microbatches // self.updates[stage])
 
-    def microbatches_of(self, stage: int, rank: int) -> range:
+    def microbatches_of(self, stage: int, rank: int) -> Sequence[int]:
         """The micro-batches that a rank runs for a stage, in order."""
         ranks = self.placement[stage]
+        if self.shares:
+            return [mb for mb in range(self.total_microbatches) if self.rank_of(stage, mb) == rank]
         return range(ranks.index(rank), self.total_microbatches, len(ranks))
 
 

@@ -188,6 +188,12 @@ def _read_tensor(words: list[str]) -> dict[str, Any]:
     return {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]}
 
 
+def _shares_words(header: Header) -> list[str]:
+    if header.shares:
+        return [_spaced(header.shares)]
+    return []
+
+
 def _sharded_words(header: Header) -> list[str]:
     if header.shard == "none":
         return []
@@ -219,6 +225,7 @@ _LINES: dict[str, _Line] = {
     "tensor": (_tensor_words, _read_tensor),
     "spill": (_spill_words, lambda words: {"spill": _spill(words)}),
     "frozen": _number("frozen"),
+    "shares": (_shares_words, lambda words: {"shares": _numbers(words)}),
 }
 """The lines of a header: how each is written (a tie has several, some have none) and read."""
 

@@ -91,6 +91,7 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
         chunks=plan.num_chunks,
         replicas=(),
         data_parallel=1,
+        shares=(),
         tensor=plan.tensor,
         sequence_parallel=plan.sequence_parallel,
         whole_messages=not plan.scatter_gather,

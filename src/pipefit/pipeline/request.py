@@ -265,6 +265,8 @@ def _new_plan(
     """A plan by search, or by the request's own stages and ranks."""
     spread = request.parallelism
     if request.schedule == AUTO:
+        if spread.shares:
+            raise PlanError("shares: schedule auto chooses them by the speeds of the ranks; leave them out")
         assert profile is not None and topology is not None and work.example is not None
         batch = largest_part(work.example[0], 1)
         sizes = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
@@ -324,6 +326,7 @@ def _spelled_out(
         tensor=spread.tensor,
         sequence_parallel=spread.sequence_parallel,
         scatter_gather=not spread.whole_messages,
+        shares=tuple(map(int, spread.shares)),
         shard=spread.shard,
         options=dict(spread.options),
         profile=profile,

@@ -321,7 +321,11 @@ class TrainingLoop:
             watch = HeldMemory(workers[0], tell)
         else:
             watch = None
-        runs = self._engine.run(program, feed, look=watch.look if watch else None)
+        if watch:
+            with watch.counting():
+                runs = self._engine.run(program, feed, look=watch.look)
+        else:
+            runs = self._engine.run(program, feed)
         # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
         feed[num_steps * self._size - 1]
         if not all_finite(runs[0]):

@@ -81,6 +81,7 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         shard=config.shard,
         spill=spill,
         frozen=frozen,
+        shares=config.shares,
         model=problem.profile.model,
         method=method,
     )

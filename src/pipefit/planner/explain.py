@@ -177,6 +177,8 @@ def _counts(plan: Plan) -> str:
         words.append(f"{plan.num_chunks} chunks per rank")
     if plan.data > 1:
         words.append(f"{plan.data} copies")
+    if plan.shares:
+        words.append(f"which take {'-'.join(map(str, plan.shares))} micro-batches")
     if plan.tensor > 1:
         words.append(f"tensor width {plan.tensor}")
     if plan.shard != "none":

@@ -44,6 +44,7 @@ def by_hand(
     tensor: int = 1,
     sequence_parallel: bool = False,
     scatter_gather: bool = True,
+    shares: Sequence[int] = (),
     shard: Shard = "none",
     options: dict[str, int] | None = None,
     profile: Profile | None = None,
@@ -68,6 +69,7 @@ def by_hand(
         tensor: processes that share each rank by tensor parallelism.
         sequence_parallel: these also shard the sequence.
         scatter_gather: each of them sends its part of a message.
+        shares: micro-batches of each copy of the pipeline per update; (): equally many.
         shard: what the copies of a stage share.
         options: further arguments of the schedule.
         profile: of the model; its times balance the stages.
@@ -118,6 +120,7 @@ def by_hand(
         data=alike,
         sequence_parallel=sequence_parallel,
         scatter_gather=scatter_gather,
+        shares=tuple(shares),
         shard=shard,
         model=model,
     )

@@ -70,6 +70,7 @@ def shape_of(plan: Plan, *, num_steps: int = 1, ties: tuple[Indices, ...] = (), 
         spill=_spill(plan),
         prefetch=plan.spill.prefetch if plan.spill else None,
         frozen=plan.frozen,
+        shares=plan.shares,
         options=plan.options,
     )
 

@@ -13,7 +13,18 @@ from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
 from pipefit.spec.plan import Shard
 
-_OF_HEADER = ("num_microbatches", "num_steps", "ties", "clip", "shard", "shard_slots", "tensor", "pieces", "frozen")
+_OF_HEADER = (
+    "num_microbatches",
+    "num_steps",
+    "ties",
+    "clip",
+    "shard",
+    "shard_slots",
+    "tensor",
+    "pieces",
+    "frozen",
+    "shares",
+)
 """The fields that a header has as well."""
 
 
@@ -39,6 +50,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         spill: stages that are kept on the host or on disk, and the slots into which they are fetched (None: none).
         prefetch: stages ahead that a spilled one is fetched (None: as soon as a slot is free).
         frozen: stages at the beginning in which nothing trains.
+        shares: micro-batches of each replica per weight update; (): round-robin.
         options: integers particular to the schedule.
     """
 
@@ -60,6 +72,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     spill: Spill | None = None
     prefetch: int | None = None
     frozen: int = 0
+    shares: Indices = ()
     options: dict[str, int] = {}
 
     def __post_init__(self) -> None:

@@ -96,6 +96,7 @@ class Parallelism(Checked):
         (), "Copies of each stage, such as 2,1; one number is for all.", typed="numbers"
     )
     data_parallel: int = setting(1, "Copies of the whole pipeline.", "-d", least=1)
+    shares: Sequence[Number] = setting((), "Micro-batches of each copy per update, such as 3,1.", typed="numbers")
     tensor: int = setting(
         1,
         "Processes that share each rank by tensor parallelism, for models with rules or a plan for it.",

@@ -284,6 +284,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             would compute the same.
         scatter_gather: otherwise each of them sends its part of a message, and the receiver gathers.
         frozen: number of stages at the beginning in which nothing trains; a run takes it from its model.
+        shares: micro-batches of each copy of the pipeline per weight update, where devices differ; (): equally many.
     """
 
     partition: Partition
@@ -300,6 +301,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scatter_gather: bool = True
     spill: SpillSpec | None = None
     frozen: int = 0
+    shares: tuple[int, ...] = ()
     model: str = ""
     method: str = "by hand"
     prediction: Prediction | None = None

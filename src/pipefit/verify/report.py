@@ -12,7 +12,7 @@ from pipefit.units import counted
 RULES: Final[dict[str, str]] = {
     "complete": "each micro-batch is loaded, goes forward once at every stage and backward once at each that is not "
     "frozen; each update steps once",
-    "ownership": "every instruction is on the rank that holds its stage and, by the round-robin rule, its micro-batch",
+    "ownership": "every instruction is on the rank that holds its stage and, round-robin or by shares, its micro-batch",
     "dependencies": "what an instruction needs was made on its rank before it",
     "use-after-free": "no value is used after it is consumed, dropped or evicted",
     "messages": "every value that another rank needs is sent to it once and received once, and nothing else is sent",
