@@ -1,4 +1,4 @@
-"""Trains a vision transformer on digits until it stops to improve: `pipefit run -n 2 examples/trainer/image_classification.py`."""
+"""Trains a vision transformer on digits: `pipefit run -n 2 examples/trainer/image_classification.py`."""
 
 from transformers import EarlyStoppingCallback, TrainingArguments, ViTConfig, ViTForImageClassification, set_seed
 

@@ -1,8 +1,13 @@
 """Finds the kinds of words in Python code: `pipefit run -n 2 examples/trainer/token_classification.py`."""
 
 import texts
-from transformers import BertConfig, BertForTokenClassification, DataCollatorForTokenClassification
-from transformers import TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    DataCollatorForTokenClassification,
+    TrainingArguments,
+    set_seed,
+)
 
 from pipefit.integrations.transformers import PipelineTrainer
 

@@ -1,4 +1,4 @@
-"""How a batch of the Trainer may be split into micro-batches, and the weights of their losses: tried on a few samples.
+"""How a batch of the Trainer is split into micro-batches, and the weights of their losses: tried on a few samples.
 
 The Trainer's loss of an update is the sum of the losses of its batches. That of a batch equals
 
@@ -10,9 +10,8 @@ or neither, as for a contrastive loss: then a batch is one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,141 +19,122 @@ from torch.utils import _pytree as pytree
 
 from pipefit.cutting.own import IGNORED, Labels
 from pipefit.errors import PlanError
-from pipefit.integrations.one_replica import from_first
-from pipefit.runtime.microbatches import cut
-from pipefit.runtime.session import Session
+from pipefit.integrations.one_replica import from_rank
+from pipefit.pipeline.batches import samples_of
+from pipefit.runtime.microbatches import MicroBatch, cut, feed_of
 from pipefit.spec.options import Request
-from pipefit.stage.materialise import is_meta
-from pipefit.stage.split import NamedLayer
+
+Batch = Mapping[str, Any]
+"""Tensors and plain values by the names of the model's arguments."""
 
 ITEMS = "num_items_in_batch"
 """The Trainer's name for the number of labels of an update, which divides sums of losses."""
+
+SUM = "sum"
+MEAN = "mean"
+UNKNOWN = "unknown"
 
 _TRIED = 4
 _CLOSE = 1e-4
 
 
-def num_samples(batch: Mapping[str, Any]) -> int:
+def num_samples(batch: Batch) -> int:
     """The number of samples of a batch of tensors."""
-    return max(len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
-
-
-def for_each_sample(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a model with the number of labels as a tensor that can be split by samples."""
-    found = {name: value for name, value in arguments.items() if value is not None}
-    if ITEMS in found:
-        others = {name: value for name, value in found.items() if name != ITEMS}
-        found[ITEMS] = torch.as_tensor(found[ITEMS]).reshape(1).repeat(num_samples(others))
+    found = samples_of(batch)
+    assert found is not None
     return found
 
 
-@dataclass(frozen=True)
-class Split:
+def for_each_sample(arguments: Batch) -> dict[str, Any]:
+    """Arguments of a model with the number of labels as a tensor that is split by samples like all others."""
+    found = {name: value for name, value in arguments.items() if value is not None}
+    items = found.pop(ITEMS, None)
+    if items is not None:
+        found[ITEMS] = torch.as_tensor(items).reshape(1).repeat(num_samples(found))
+    return found
+
+
+class Split(NamedTuple):
     """The split of each batch.
 
     Attributes:
-        parts: micro-batches of a batch.
-        weigh: the weight of a part in the mean of its batch; None: losses of parts are added.
-        is_known: whether losses of parts give that of the batch.
+        parts: micro-batches of a batch; fewer where it has fewer samples.
+        rule: how their losses give that of the batch: SUM, MEAN or UNKNOWN.
+        labels: weights of a mean.
     """
 
     parts: int
-    weigh: Labels | None
-    is_known: bool
+    rule: str
+    labels: Labels
 
-    def of(self, batch: Mapping[str, Any], parts: int) -> list[Any]:
-        """A batch in parts, fewer where it has fewer samples."""
-        return cut(batch, min(parts, num_samples(batch)))
-
-    def first(self, batch: Mapping[str, Any]) -> Any:
-        """The first part of a batch."""
-        return self.of(batch, self.parts)[0]
-
-    def shares(self, parts: Sequence[Any]) -> list[float]:
-        """The factor of the loss of each part in that of its batch, where the model itself has one."""
-        if self.weigh is None or len(parts) == 1 or "labels" not in parts[0]:
-            return [1.0] * len(parts)
-        weights = [self.weigh(part) for part in parts]
-        return [weight / sum(weights) for weight in weights]
+    def feed(self, x: Batch, y: Batch, first: int, mode: str) -> list[MicroBatch]:
+        """The micro-batches of a batch; see `feed_of`."""
+        weigh = None
+        if self.rule == MEAN and "labels" in y:
+            weigh = self.labels
+        parts = min(self.parts, num_samples(y))
+        found = feed_of((x, y), parts, first, mode, weigh)
+        if self.rule == SUM:
+            return [part._replace(share=1.0) for part in found]
+        return found
 
 
-def split_of(trainer: Any, batch: Mapping[str, Any], request: Request, session: Session) -> Split:
+def split_of(trainer: Any, batch: Batch, request: Request) -> Split:
     """The split for a request, which rank 0 finds with the whole model.
 
     Args:
         trainer: with the model, before it is taken apart.
         batch: the first one, with labels.
         request: of the user.
-        session: the ranks of the run.
 
     Raises:
         PlanError: the micro-batches asked for do not suit the batches of an update, or the loss.
     """
     steps = trainer.args.gradient_accumulation_steps
-    is_known, weigh = from_first(session, session.rank == 0 and _rule(trainer, batch))
+    session = trainer.session
+    rule = from_rank(session, session.rank == 0 and _rule(trainer, batch))
+    parts = 1
+    if rule != UNKNOWN:
+        parts = -(-2 * session.num_ranks // steps)
     asked = request.microbatches
     if request.plan is not None:
         asked = request.plan.num_microbatches
-    parts = asked or steps
-    if asked is None and is_known:
-        parts = max(-(-2 * session.num_ranks // steps), 1) * steps
-    if parts % steps:
-        raise PlanError(
-            f"{parts} micro-batches per update: expected a multiple of gradient_accumulation_steps={steps}, because a "
-            "micro-batch is a part of one batch"
-        )
-    if parts > steps and not is_known:
-        raise PlanError(
-            f"{parts} micro-batches per update need batches that are split, but the loss of a batch is not that of its "
-            f"parts: use microbatches={steps}, with more gradient_accumulation_steps for more of them"
-        )
-    return Split(parts // steps, weigh, is_known)
+    if asked is not None:
+        parts = asked // steps
+        if asked % steps or (parts > 1 and rule == UNKNOWN):
+            raise PlanError(
+                f"{asked} micro-batches per update: expected a multiple of gradient_accumulation_steps={steps}, and "
+                f"for a loss that is neither sum nor mean over samples {steps}, because its batches cannot be split"
+            )
+    return Split(parts, rule, Labels.of(trainer.model))
 
 
-def _rule(trainer: Any, batch: Mapping[str, Any]) -> tuple[bool, Labels | None]:
-    """Whether losses of parts give that of a batch, and their weights; tried with some samples of it."""
+def _rule(trainer: Any, batch: Batch) -> str:
+    """How losses of parts give that of a batch, tried with some samples of it."""
     model = trainer.model
     if "labels" not in batch or num_samples(batch) < 2:
-        return False, None
-    if is_meta([NamedLayer(0, "", model)]):
-        return trainer.model_accepts_loss_kwargs and trainer._loss_shifts_labels, None
-    few = cut({name: value for name, value in batch.items() if name != ITEMS}, num_samples(batch))[:_TRIED]
-    few[1]["labels"] = _few_labels(few[1]["labels"])
-    joined = pytree.tree_map(_joined, *few)
-    items = trainer._get_num_items_in_batch([joined], torch.device("cpu"))
+        return UNKNOWN
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return UNKNOWN
+    few = pytree.tree_map_only(Tensor, lambda tensor: tensor[:_TRIED].clone(), dict(batch))
+    few.pop(ITEMS, None)
+    if few["labels"].dim() > 1 and not few["labels"].is_floating_point():
+        # A sample with one label, so that means over labels and over samples differ.
+        labels = few["labels"][1].view(-1)
+        labels[labels.ne(IGNORED).nonzero()[1:]] = IGNORED
+    items = trainer._get_num_items_in_batch([few], torch.device("cpu"))
     was_training = model.training
     model.eval()
-
-    def loss_of(part: Mapping[str, Any]) -> float:
-        return float(trainer.compute_loss(model, dict(part), num_items_in_batch=items))
-
+    losses = []
     with torch.no_grad(), torch.random.fork_rng():
-        whole = loss_of(joined)
-        losses = [loss_of(part) for part in few]
+        parts = cut(few, num_samples(few))
+        for part in (few, *parts):
+            losses.append(float(trainer.compute_loss(model, dict(part), num_items_in_batch=items)))
     model.train(was_training)
-    if _is_close(sum(losses), whole):
-        return True, None
-    weigh = Labels.of(model)
-    weights = [weigh(part) for part in few]
+    whole, *losses = losses
+    weights = [Labels.of(model)(part) for part in parts]
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    return _is_close(mean / max(sum(weights), 1), whole), weigh
-
-
-def _is_close(one: float, other: float) -> bool:
-    return abs(one - other) <= _CLOSE * abs(other)
-
-
-def _joined(*leaves: Any) -> Any:
-    if isinstance(leaves[0], Tensor):
-        return torch.cat(leaves)
-    return leaves[0]
-
-
-def _few_labels(labels: Tensor) -> Tensor:
-    """Labels of a sample with one of many left, so that means over labels and over samples differ."""
-    if labels.is_floating_point() or labels.dim() < 2:
-        return labels
-    found = labels.clone()
-    left_out = found.ne(IGNORED).flatten().nonzero()[1:]
-    found.view(-1)[left_out] = IGNORED
-    return found
+    for rule, found in ((SUM, sum(losses)), (MEAN, mean / max(sum(weights), 1))):
+        if abs(found - whole) <= _CLOSE * abs(whole):
+            return rule
+    return UNKNOWN

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from pipefit.errors import PipefitError
-from pipefit.integrations.one_replica import from_all
+from pipefit.integrations.one_replica import from_rank
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.runtime.session import Session
 
 _GROUP = "trainer_group"
 _KNOWN = ("torch.optim.", "transformers.optimization")
@@ -20,123 +20,107 @@ _KNOWN = ("torch.optim.", "transformers.optimization")
 
 
 class StageOptimizers:
-    """Makes the optimizers of stages, and gathers their states.
+    """Makes the optimizers of stages.
 
-    The whole optimizer stays what the Trainer, its schedule and callbacks see; without weights its step does nothing.
+    The whole optimizer stays what the Trainer, its schedule, its callbacks and its checkpoints see. Its weights become
+    stand-ins without gradients, so its step does nothing; it has states only while they are saved or loaded.
 
     Args:
         model: before it is taken apart.
         whole: the optimizer of all its weights.
         given: class and options, where the user has given them.
 
-    Attributes:
-        model: whose weights the optimizers step.
-
     Raises:
         PipefitError: the optimizer cannot be made again for a part of the weights.
     """
 
-    def __init__(self, model: nn.Module, whole: Any, given: tuple[type[Optimizer], dict[str, Any]] | None) -> None:
+    def __init__(self, model: nn.Module, whole: Optimizer, given: Any) -> None:
         self.model = model
-        inner = getattr(whole, "optimizer", whole)
-        self._whole: Optimizer = inner
-        self._kind: Any = type(inner)
-        self._options: dict[str, Any] = {}
-        if given is not None:
-            self._options = given[1]
-        elif not self._kind.__module__.startswith(_KNOWN) or self._kind is torch.optim.LBFGS:
+        self.whole = whole
+        kind: Any = type(whole)
+        made: Any = given or (kind, {})
+        self._kind, self._options = made
+        is_known = kind.__module__.startswith(_KNOWN) and kind is not torch.optim.LBFGS
+        if not is_known and not given:
             raise PipefitError(
-                f"optimizer: a {self._kind.__name__} cannot be made again for each stage; give its class and options, "
+                f"optimizer: a {kind.__name__} cannot be made again for each stage; give its class and options, "
                 "optimizer_cls_and_kwargs=(…, {…}), if it updates each weight by its own gradient only"
             )
-        names: dict[int, list[str]] = {}
+        # Of each weight: its place in the whole optimizer under all its names, and by this place its group.
+        self._places: dict[str, int] = {}
+        self._groups: list[int] = []
+        known = {}
+        for number, group in enumerate(whole.param_groups):
+            for parameter in group["params"]:
+                known[id(parameter)] = len(self._groups)
+                self._groups.append(number)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        # All names of each weight, in the order in which the whole optimizer has them.
-        self._order: list[list[str]] = []
-        self._group_of: dict[str, int] = {}
-        self._sizes: list[int] = []
-        for number, group in enumerate(inner.param_groups):
-            own = [names[id(parameter)] for parameter in group["params"]]
-            self._order += own
-            self._sizes.append(len(own))
-            for aliases in own:
-                self._group_of.update(dict.fromkeys(aliases, number))
-            group["params"] = [nn.Parameter(torch.empty(0))]
+            if id(parameter) in known:
+                self._places[name] = known[id(parameter)]
+        states = whole.state_dict()["state"]
+        whole.state.clear()
+        self._stand_ins: list[nn.Parameter] = []
+        for group in whole.param_groups:
+            group["params"] = [nn.Parameter(torch.empty(0)) for _ in group["params"]]
+            self._stand_ins += group["params"]
+        self._keep(states)
 
-    def of_stage(self, named: list[tuple[str, Any]]) -> Optimizer:
+    def _keep(self, states: dict[int, Any]) -> None:
+        for place, state in states.items():
+            self.whole.state[self._stand_ins[place]] = state
+
+    def of_stage(self, named: list[tuple[str, Any]]) -> Any:
         """The optimizer of some weights under their names."""
-        groups: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        for number in range(len(self.whole.param_groups)):
+            groups.append({**self._settings(number), "params": []})
         for name, parameter in named:
-            number = self._group_of.get(name, 0)
-            if number not in groups:
-                groups[number] = {**self._settings(number), "params": [], _GROUP: number}
-            groups[number]["params"].append(parameter)
-        return self._kind(list(groups.values()), **self._options)
+            place = self._places.get(name, 0)
+            groups[self._groups[place]]["params"].append(parameter)
+        return self._kind([group for group in groups if group["params"]], **self._options)
 
     def _settings(self, number: int) -> dict[str, Any]:
-        group = self._whole.param_groups[number]
-        return {name: value for name, value in group.items() if name != "params"}
+        group = self.whole.param_groups[number]
+        settings = {name: value for name, value in group.items() if name != "params"}
+        return {**settings, _GROUP: number}
 
-    def take_settings(self, pipe: Pipeline) -> None:
+    def give_settings(self, pipe: Pipeline) -> None:
         """Gives stages the learning rates and other settings that the whole optimizer has now."""
-        for worker in pipe.workers:
-            for optimizer in worker.optimizers.values():
-                for group in optimizer.param_groups:
-                    group.update(self._settings(group[_GROUP]))
+        for optimizer, _ in self._stages(pipe):
+            for group in optimizer.param_groups:
+                group.update(self._settings(group[_GROUP]))
 
-    # ---- states -----------------------------------------------------------------------------------------------------
+    def take_states(self, pipe: Pipeline, from_every_rank: bool) -> None:
+        """Gives the whole optimizer the states of this process's stages, on the CPU.
 
-    def own_states(self, pipe: Pipeline) -> dict[int, Any]:
-        """The states of this process's weights, by their places in the whole optimizer, on the CPU."""
-        found = {}
-        for number, optimizer, parameter in self._places(pipe):
-            state = optimizer.state.get(parameter)
-            if state:
-                found[number] = {name: _on_cpu(value) for name, value in state.items()}
-        return found
+        Args:
+            pipe: between two updates.
+            from_every_rank: every rank calls it, and rank 0 gets the states of all.
+        """
+        own = {}
+        for optimizer, places in self._stages(pipe):
+            for number, state in optimizer.state_dict()["state"].items():
+                own[places[number]] = pytree.tree_map_only(Tensor, Tensor.cpu, state)
+        self._keep(own)
+        if from_every_rank:
+            for rank in range(1, pipe.session.num_ranks):
+                of_rank = from_rank(pipe.session, own, rank)
+                if pipe.rank == 0:
+                    self._keep(of_rank)
 
-    def whole_state(self, pipe: Pipeline | None, session: Session) -> dict[str, Any]:
-        """The state of the whole optimizer as its own `state_dict` would give it; every rank must call it."""
-        assert pipe is not None
-        states: dict[int, Any] = {}
-        for of_rank in from_all(session, self.own_states(pipe)):
-            states |= of_rank
-        groups = []
-        first = 0
-        for number, size in enumerate(self._sizes):
-            groups.append({**self._settings(number), "params": list(range(first, first + size))})
-            first += size
-        return {"state": dict(sorted(states.items())), "param_groups": groups}
-
-    def load(self, pipe: Pipeline, states: Mapping[int, Any] | None) -> None:
-        """Gives stages the states of their weights; None: they have none yet."""
-        if not states:
-            return
-        own: dict[int, tuple[Optimizer, dict[int, Any]]] = {}
-        for number, optimizer, parameter in self._places(pipe):
-            if number in states:
-                _, of_optimizer = own.setdefault(id(optimizer), (optimizer, {}))
-                of_optimizer[_place_in(optimizer, parameter)] = states[number]
-        for optimizer, found in own.values():
+    def give_states(self, pipe: Pipeline) -> None:
+        """Gives stages the states that the whole optimizer has, from a checkpoint or an earlier pipeline."""
+        states = self.whole.state_dict()["state"]
+        for optimizer, places in self._stages(pipe):
+            found = {number: states[place] for number, place in enumerate(places) if place in states}
             # Through its own method, which brings them to the types and the device of the weights.
             optimizer.load_state_dict({**optimizer.state_dict(), "state": found})
+        self.whole.state.clear()
 
-    def _places(self, pipe: Pipeline) -> Iterator[tuple[int, Optimizer, Any]]:
-        numbers = {name: number for number, aliases in enumerate(self._order) for name in aliases}
+    def _stages(self, pipe: Pipeline) -> Iterator[tuple[Optimizer, list[int]]]:
+        """The optimizer of each stage of this process, with the places of its weights in the whole one."""
         for worker in pipe.workers:
             for stage, optimizer in worker.optimizers.items():
-                for owned, master in zip(worker.owned[stage], worker.stores[stage].masters, strict=True):
-                    yield numbers[owned.saved_name], optimizer, master
-
-
-def _place_in(optimizer: Optimizer, parameter: Any) -> int:
-    """The number of a weight in the state of its optimizer."""
-    every = [one for group in optimizer.param_groups for one in group["params"]]
-    return next(number for number, one in enumerate(every) if one is parameter)
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    return value
+                names = [owned.saved_name for owned in worker.owned[stage]]
+                order = [place for group in worker.stores[stage].groups(optimizer) for place in group]
+                yield optimizer, [self._places[names[place]] for place in order]

@@ -7,15 +7,16 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from pipefit.errors import PipefitError
 
 HONOURED = frozenset(
     """
-    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
-    warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
-    max_grad_norm label_smoothing_factor bf16 tf32 activation_checkpointing activation_checkpointing_kwargs
-    gradient_checkpointing gradient_checkpointing_kwargs use_cache
+    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+    lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
+    gradient_accumulation_steps max_grad_norm label_smoothing_factor bf16 tf32 activation_checkpointing
+    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs use_cache
     logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
     include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
     trackio_bucket_id trackio_static_space_id skip_memory_metrics
@@ -77,13 +78,15 @@ def check_arguments(args: TrainingArguments) -> None:
     """
     problems = []
     for field in fields(args):
-        if field.name in HONOURED or field.name in WITHOUT_EFFECT or _is_default(field, getattr(args, field.name)):
+        value = getattr(args, field.name)
+        if field.name in HONOURED | WITHOUT_EFFECT or _is_default(field, value):
             continue
         cure = REFUSED.get(field.name, "this version of pipefit does not know it")
-        problems.append(_line(field.name, getattr(args, field.name), cure))
-    optimizer = str(getattr(args.optim, "value", args.optim))
+        problems.append(_line(field.name, value, cure))
+    optimizer = OptimizerNames(args.optim).value
     if optimizer not in OPTIMIZERS:
-        problems.append(_line("optim", optimizer, f"use one of {', '.join(sorted(OPTIMIZERS))}"))
+        known = ", ".join(sorted(OPTIMIZERS))
+        problems.append(_line("optim", optimizer, f"use one of {known}"))
     if problems:
         raise PipefitError("\n".join(["PipelineTrainer does not honour", *problems]))
 

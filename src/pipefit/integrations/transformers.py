@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import TRAINING_ARGS_NAME
 
 from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import without_adapters
 from pipefit.errors import PipefitError, PlanError
-from pipefit.integrations.one_replica import as_one_replica, from_first
-from pipefit.integrations.split_losses import ITEMS, Split, for_each_sample, split_of
+from pipefit.integrations.one_replica import as_one_replica, from_rank
+from pipefit.integrations.split_losses import ITEMS, Batch, for_each_sample, split_of
 from pipefit.integrations.stage_optimizers import StageOptimizers
 from pipefit.integrations.trainer_arguments import check_arguments
 from pipefit.integrations.trainer_passes import forward, train
@@ -28,19 +28,18 @@ from pipefit.runtime.collectives import meet
 from pipefit.runtime.session import current
 from pipefit.schedules import find
 from pipefit.spec import Plan
-from pipefit.spec.options import Precision, Request, Updates
+from pipefit.spec.options import AUTO, Request, Updates
 
 # Before `TrainingArguments` makes a process group of its own. A worker of a loader is no rank, and needs none.
 if "RANK" in os.environ:
     with contextlib.suppress(PipefitError):
         current()
 
-
 _ANY_NORM = 1e30
 """A limit that no gradient reaches: the Trainer wants to know the norm also where it does not clip."""
 
 
-class _Called(Exception):
+class _CalledError(Exception):
     """The arguments with which a loss function calls its model."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -101,14 +100,16 @@ class PipelineTrainer(Trainer):
         self.session = current()
         as_one_replica(args, self.session)
         self._request = _request_of(pipeline)
-        self._cuts: dict[int, Cut] = {}
+        self._cut: Cut | None = None
         self._pipe: Pipeline | None = None
-        self._optimizers: StageOptimizers | None = None
-        self._saved_states: dict[int, Any] | None = None
-        self._samples: list[Any] = []
+        self._optimizers: Any = None
+        self._batches: list[Any] = []
         self._norm: Tensor | None = None
-        self._needs_outputs = True
+        self._only: str | None = None
         super().__init__(model, args, *positional, **options)
+
+    model: Any
+    optimizer: Any
 
     # ---- what the Trainer's own loop calls --------------------------------------------------------------------------
 
@@ -129,24 +130,20 @@ class PipelineTrainer(Trainer):
         found: Any = None
         if self.session.rank == 0:
             found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = from_first(self.session, found)
-        self._samples = []
+        batches = from_rank(self.session, found)
+        self._batches = []
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keeps a batch; with the last one of an update runs the update, and returns its whole loss."""
-        self._samples.append(dict(inputs))
-        if len(self._samples) < self.current_gradient_accumulation_steps:
-            return torch.zeros((), device=self.args.device)
-        batches = []
-        for batch in self._samples:
-            batches.append((self._arguments(batch, num_items_in_batch), _with_items(batch, num_items_in_batch)))
-        pipe = self._opened(batches[0])
-        assert self._optimizers is not None
-        self._optimizers.take_settings(pipe)
-        loss, self._norm = train(pipe, self._split, batches)
-        if self.session.stop.agreed:
-            self.control.should_training_stop = True
+        target = for_each_sample({**inputs, ITEMS: num_items_in_batch})
+        self._batches.append((self._arguments(inputs, num_items_in_batch), target))
+        loss = 0.0
+        if len(self._batches) == self.current_gradient_accumulation_steps:
+            pipe = self._opened(*self._batches[0])
+            self._optimizers.give_settings(pipe)
+            loss, self._norm = train(pipe, self._split, self._batches)
+            self.control.should_training_stop |= self.session.stop.agreed
         return torch.tensor(loss, device=self.args.device)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
@@ -162,14 +159,15 @@ class PipelineTrainer(Trainer):
         self._agree_on_control()
 
     def _agree_on_control(self) -> None:
-        vars(self.control).update(from_first(self.session, vars(self.control)))
+        vars(self.control).update(from_rank(self.session, vars(self.control)))
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> Any:
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
         """The loss, outputs and labels of rank 0's batch, on every rank."""
-        inputs = from_first(self.session, dict(inputs))
-        self._needs_outputs = not prediction_loss_only or not self._has_own_loss
+        inputs = from_rank(self.session, dict(inputs))
+        is_own = type(self).compute_loss is Trainer.compute_loss
+        self._only = None
+        if prediction_loss_only and is_own and not (self.compute_loss_func or self.label_smoother):
+            self._only = "loss"
         return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
 
     def hyperparameter_search(self, *positional: Any, **options: Any) -> Any:
@@ -187,136 +185,116 @@ class PipelineTrainer(Trainer):
 
     # ---- the passes -------------------------------------------------------------------------------------------------
 
-    @property
-    def _has_own_loss(self) -> bool:
-        """Whether the loss is the model's own, which it returns with its outputs."""
-        changed = type(self).compute_loss is not Trainer.compute_loss
-        return not changed and self.compute_loss_func is None and self.label_smoother is None
-
-    def _arguments(self, batch: Mapping[str, Any], num_items: Any) -> dict[str, Any]:
+    def _arguments(self, batch: Batch, num_items: Any) -> dict[str, Any]:
         """The arguments with which the loss function calls the model for a batch."""
 
         def note(arguments: dict[str, Any]) -> Any:
-            raise _Called(arguments)
+            raise _CalledError(arguments)
 
         try:
             self.compute_loss(_Model(self.model, note), dict(batch), num_items_in_batch=num_items)
-        except _Called as call:
+        except _CalledError as call:
             return for_each_sample(call.arguments)
         raise PipefitError(f"{type(self).__name__}.compute_loss never calls its model as model(**inputs)")
 
-    def _loss(self, output: Any, target: Mapping[str, Any]) -> Tensor:
+    def _loss(self, output: Batch, target: Batch) -> Any:
         """The loss of a micro-batch as the Trainer would pass it to its backward; runs where the last stage is."""
         inputs = dict(target)
         items = inputs.pop(ITEMS, None)
         if items is not None:
             items = items[0]
         # The Trainer multiplies the loss in place, which torch refuses for the output of a stage itself.
-        given = {name: value.clone() if name == "loss" else value for name, value in output.items()}
+        given = dict(output)
+        if "loss" in given:
+            given["loss"] = given["loss"].clone()
         loss: Any = self.compute_loss(_Model(self.model, lambda _: given), inputs, num_items_in_batch=items)
         is_scaled = self.loss_is_scaled_for_ga
         if is_scaled is None:
-            is_scaled = self.compute_loss_func is not None
-            is_scaled |= self.model_accepts_loss_kwargs and items is not None
-        if not is_scaled:
-            loss = loss / self.current_gradient_accumulation_steps
-        return loss
+            is_scaled = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and items is not None)
+        if is_scaled:
+            return loss
+        return loss / self.current_gradient_accumulation_steps
 
-    def _outputs(self, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    def _outputs(self, arguments: Batch) -> dict[str, Tensor]:
         """The outputs of the model for a batch, in evaluation mode, on every rank."""
         batch = for_each_sample(arguments)
-        pipe = self._opened((batch, batch))
-        found = forward(pipe, self._split, batch, self._needs_outputs)
+        found = forward(self._opened(batch, batch), self._split, batch, self._only)
         return {name: value.to(self.args.device) for name, value in found.items()}
 
     # ---- the pipeline -----------------------------------------------------------------------------------------------
 
-    def _opened(self, example: tuple[dict[str, Any], dict[str, Any]]) -> Pipeline:
-        """The pipeline over the model, made with the first batch."""
-        if self._pipe is not None and self._pipe.model is self._cuts.get(id(self.model)):
+    def _opened(self, x: Batch, y: Batch) -> Pipeline:
+        """The pipeline over the model; made with the first batch, the inputs of the model and of the loss."""
+        if self._optimizers is not None and self._optimizers.model is not self.model:
+            self._close()  # `model_init` has made another one
+            self._optimizers = self._cut = None
+        if self._pipe is not None:
             return self._pipe
-        self._close()
-        steps = self.args.gradient_accumulation_steps
         if self.optimizer is None:
             self.create_optimizer()
-        if self._optimizers is None or self._optimizers.model is not self.model:
-            self._optimizers = StageOptimizers(self.model, self.optimizer, self.optimizer_cls_and_kwargs)
-        self._split = split_of(self, example[1], self._request, self.session)
-        self.model.train()
-        if id(self.model) not in self._cuts:
-            self._cuts = {id(self.model): cut(self.model, self._split.first(example[0]))}
+        if self._optimizers is None:
+            whole = getattr(self.optimizer, "optimizer", self.optimizer)
+            self._optimizers = StageOptimizers(self.model, whole, self.optimizer_cls_and_kwargs)
+        self._split = split_of(self, y, self._request)
+        first = self._split.feed(x, y, 0, "train")[0]
+        if self._cut is None:
+            self.model.train()
+            self._cut = cut(self.model, first.input)
         request = self._request
-        x, y = self._split.first(example[0]), self._split.first(example[1])
-        pipe = Pipeline(
-            self._cuts[id(self.model)],
+        example = None
+        if AUTO in (request.stages, request.schedule):
+            example = first.input, first.target
+        self._pipe = Pipeline(
+            self._cut,
             loss=self._loss,
             optimizer=self._optimizers.of_stage,
             stages=request.stages,
             schedule=request.schedule,
-            microbatches=self._split.parts * steps,
+            microbatches=self._split.parts * self.args.gradient_accumulation_steps,
             plan=request.plan,
-            example=(x, y) if "auto" in (request.stages, request.schedule) else None,
+            example=example,
             parallelism=request.parallelism,
-            precision=Precision("bf16" if self.args.bf16 else "fp32"),
+            precision="bf16" if self.args.bf16 else "fp32",
             updates=Updates(clip_norm=self.args.max_grad_norm or _ANY_NORM, nonfinite="off", seed=self.args.seed),
         )
-        pipe.state.num_updates = self.state.global_step
-        pipe.state.ordinal = self.state.global_step * pipe.plan.num_microbatches
-        self._optimizers.load(pipe, self._saved_states)
-        self._saved_states = None
-        self._pipe = pipe
-        return pipe
+        self._pipe.state.num_updates = self.state.global_step
+        self._pipe.state.ordinal = self.state.global_step * self._pipe.plan.num_microbatches
+        self._optimizers.give_states(self._pipe)
+        return self._pipe
 
     def _close(self) -> None:
-        """Gives the whole model back to every process, on the CPU; states of optimizers are kept."""
-        if self._pipe is None:
-            return
-        assert self._optimizers is not None
-        self._saved_states = self._optimizers.own_states(self._pipe)
-        self._pipe.close()
-        self._pipe = None
-        self.model.to("cpu")
+        """Gives the whole model back to every process, on the CPU; each keeps the states of its stages."""
+        if self._pipe is not None:
+            self._optimizers.take_states(self._pipe, from_every_rank=False)
+            self._pipe.close()
+            self._pipe = None
+            self._optimizers.model.to("cpu")
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Writes a folder for `from_pretrained`; with a pipeline each process writes its own stages."""
+        folder = Path(output_dir or self.args.output_dir or "")
         if self._pipe is None:
-            super()._save(output_dir, state_dict)
+            super()._save(str(folder), state_dict)
             meet(self.session)
             return
-        folder = output_dir or self.args.output_dir
         self._pipe.save_pretrained(folder)
-        if not self.args.should_save:
-            return
-        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if processing is not None:
-            processing.save_pretrained(folder)
-        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+        if self.args.should_save:
+            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Writes the states of all stages in the Trainer's own form, for any number of processes."""
-        assert self._optimizers is not None
-        whole = self._optimizers.whole_state(self._pipe, self.session)
-        if self.args.should_save:
-            torch.save(whole, os.path.join(output_dir, OPTIMIZER_NAME))
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        self._optimizers.take_states(self._pipe, from_every_rank=True)
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._optimizers.whole.state.clear()
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:
             super()._save_rng_state(output_dir)
         meet(self.session)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Reads what `Trainer` or this class has written; stages take their states when the pipeline is made."""
-        if checkpoint is None or not os.path.isfile(os.path.join(checkpoint, OPTIMIZER_NAME)):
-            return
-        self._close()
-        whole = torch.load(os.path.join(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
-        for group, saved in zip(self.optimizer.param_groups, whole["param_groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-        self._saved_states = whole["state"]
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._close()
@@ -327,8 +305,8 @@ class PipelineTrainer(Trainer):
         super()._load_best_model()
 
 
-def _with_items(batch: Mapping[str, Any], num_items: Any) -> dict[str, Any]:
-    return for_each_sample({**batch, ITEMS: num_items})
+_USUAL: Mapping[str, Any] = {"tensor": 1, "shard_optimizer": False, "sharded_optimizer": False, "spill": None}
+"""Settings of requests and plans that must stay as they are: the whole model has to come back at the end."""
 
 
 def _request_of(pipeline: Any) -> Request:
@@ -337,23 +315,15 @@ def _request_of(pipeline: Any) -> Request:
     Raises:
         PlanError: it asks for what the Trainer's loop cannot use.
     """
-    if pipeline is None:
-        pipeline = Request()
-    elif not isinstance(pipeline, Request):
+    if not isinstance(pipeline, Request):
         pipeline = Request(plan=pipeline)
-    plan = given_plan(pipeline.plan)
-    if plan is not None:
-        pipeline = replace(pipeline, plan=plan)
-    asked = pipeline.parallelism
-    name = pipeline.schedule or (plan.schedule if plan else None)
-    is_asynchronous = name not in (None, "auto") and not find(name).is_synchronous
-    refused = {
-        "tensor parallelism": asked.tensor > 1 or (plan is not None and plan.tensor > 1),
-        "a sharded optimizer": asked.shard_optimizer or (plan is not None and plan.sharded_optimizer),
-        "spilled stages": pipeline.spill is not None or (plan is not None and plan.spill is not None),
-        f"the schedule {name}, whose updates overlap": is_asynchronous,
-    }
-    found = [what for what, is_asked in refused.items() if is_asked]
+    request: Request = replace(pipeline, plan=given_plan(pipeline.plan))
+    found = []
+    for part in (request, request.parallelism, request.plan):
+        found += [name for name, usual in _USUAL.items() if getattr(part, name, usual) != usual]
+    name = (request.plan or request).schedule
+    if name not in (None, AUTO) and not find(name).is_synchronous:
+        found.append(f"the schedule {name}, whose updates overlap")
     if found:
         raise PlanError(f"pipeline: PipelineTrainer does not take {', '.join(found)}; `pipefit train` does")
-    return pipeline
+    return request
