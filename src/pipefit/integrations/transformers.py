@@ -67,6 +67,16 @@ class _Model(nn.Module):
         return self._answer(arguments)
 
 
+class _Loss:
+    """The loss of a trainer without its attributes: ranks compare those of a method, and some differ in order."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        return self._trainer._loss(output, target)
+
+
 class PipelineTrainer(Trainer):
     """A `transformers.Trainer` whose model runs over a pipeline of processes.
 
@@ -78,7 +88,7 @@ class PipelineTrainer(Trainer):
     checkpoints are those of `Trainer` in one process.
 
     Args:
-        pipeline: stages, schedule, micro-batches and the like as a `pipefit.Request`, or a plan or its file; None: one
+        pipeline: stages, schedule, micro-batches and the like as a `Request`, or a plan or its file; None: one
             stage for each process. Its micro-batches are those of an update: a multiple of
             `gradient_accumulation_steps`.
         options: those of `Trainer`.
@@ -246,7 +256,7 @@ class PipelineTrainer(Trainer):
             example = first.input, first.target
         self._pipe = Pipeline(
             self._cut,
-            loss=self._loss,
+            loss=_Loss(self),
             optimizer=self._optimizers.of_stage,
             stages=request.stages,
             schedule=request.schedule,
