@@ -107,6 +107,8 @@ class PipelineTrainer(Trainer):
     ) -> None:
         args = args or TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
+        if isinstance(model, Cut):
+            raise PipefitError("model: got a Cut, as of pf.pretrained; give a module, with its weights in memory")
         self.session = current()
         as_one_replica(args, self.session)
         self._request = _request_of(pipeline)
