@@ -70,7 +70,7 @@ def test_a_field_that_pipefit_does_not_know_must_have_its_default() -> None:
     ("request_of", "what"),
     [
         (pf.Request(parallelism=Parallelism(tensor=2)), "tensor"),
-        (pf.Request(parallelism=Parallelism(shard_optimizer=True, replicas=2)), "shard_optimizer"),
+        (pf.Request(parallelism=Parallelism(shard="optimizer", replicas=2)), "shard"),
         (pf.Request(schedule="pipedream"), "schedule pipedream"),
     ],
 )

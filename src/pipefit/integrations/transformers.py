@@ -317,7 +317,7 @@ class PipelineTrainer(Trainer):
         super()._load_best_model()
 
 
-_USUAL: Mapping[str, Any] = {"tensor": 1, "shard_optimizer": False, "sharded_optimizer": False, "spill": None}
+_USUAL: Mapping[str, Any] = {"tensor": 1, "shard": "none", "spill": None}
 """Settings of requests and plans that must stay as they are: the whole model has to come back at the end."""
 
 
