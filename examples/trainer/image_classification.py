@@ -10,7 +10,7 @@ def accuracy(found):
     return {"accuracy": float((found.predictions.argmax(1) == found.label_ids).mean())}
 
 
-def trainer(kind=PipelineTrainer, folder="runs/image-classification", **more):
+def trainer(kind=PipelineTrainer, folder="runs/image-classification", patience=3, **more):
     set_seed(0)
     data = digits()
     images = [{"pixel_values": x, "labels": y} for x, y in zip(data.train_x, data.train_y, strict=True)]
@@ -20,13 +20,15 @@ def trainer(kind=PipelineTrainer, folder="runs/image-classification", **more):
     settings = {
         "per_device_train_batch_size": 32,
         "per_device_eval_batch_size": 64,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-2,
+        "num_train_epochs": 10,
+        "learning_rate": 3e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 10,
         "logging_steps": 5,
         "eval_strategy": "steps",
-        "eval_steps": 5,
+        "eval_steps": 25,
         "save_strategy": "steps",
-        "save_steps": 5,
+        "save_steps": 25,
         "save_total_limit": 2,
         "load_best_model_at_end": True,
         "metric_for_best_model": "accuracy",
@@ -37,7 +39,7 @@ def trainer(kind=PipelineTrainer, folder="runs/image-classification", **more):
         train_dataset=images[:800],
         eval_dataset=tests[:128],
         compute_metrics=accuracy,
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=1, early_stopping_threshold=0.05)],
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=patience)],
     )
 
 

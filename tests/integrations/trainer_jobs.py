@@ -14,6 +14,15 @@ FOLDER = Path(__file__).parents[2] / "examples" / "trainer"
 SCRIPTS = [path.stem for path in sorted(FOLDER.glob("*.py")) if path.stem != "texts"]
 COMPARED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "step")
 QUIET = {"disable_tqdm": True, "log_level": "error", "dataloader_pin_memory": False, "use_cpu": True}
+SHORTER: dict[str, dict[str, Any]] = {
+    "image_classification": {
+        "num_train_epochs": 1,
+        "learning_rate": 0.01,
+        "eval_steps": 5,
+        "save_steps": 5,
+        "patience": 1,
+    }
+}
 STOP_AT = 6  # in the first epoch
 CHECKPOINT = f"checkpoint-{STOP_AT}"
 
@@ -23,7 +32,7 @@ History = list[dict[str, float]]
 def made(script: str, kind: Any, folder: Path, **settings: Any) -> Any:
     if str(FOLDER) not in sys.path:
         sys.path.insert(0, str(FOLDER))
-    return importlib.import_module(script).trainer(kind, str(folder), **QUIET, **settings)
+    return importlib.import_module(script).trainer(kind, str(folder), **QUIET, **SHORTER.get(script, {}), **settings)
 
 
 def history(trainer: Trainer) -> History:
