@@ -17,6 +17,7 @@ import ctypes
 import importlib.machinery
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -29,6 +30,9 @@ from typing import Any, NamedTuple
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libtorch_python.so")
 
+CLOCKS = "stage/moments.py begin"
+"""Where clocks are compared, at times that depend on the machine's speed; no list has these waits."""
+
 waits: Counter[str] = Counter()
 """How often the host has waited for a device at each place: "file function: kind"; threads of lanes do not count."""
 
@@ -40,11 +44,14 @@ _seen: set[str] = set()
 
 
 def place() -> str:
-    """File and function of pipefit that the calling thread is in; "" outside of it."""
+    """File and function of pipefit that the calling thread is in; "" outside of it.
+
+    Functions that only stand for torch's have no place of their own.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if "/src/pipefit/" in path and not name.startswith("<"):
+        if "/src/pipefit/" in path and not name.startswith("<") and not path.endswith("stage/accelerator.py"):
             return f"{path.split('/src/pipefit/')[1]} {name}"
         frame = frame.f_back
     return ""
@@ -79,7 +86,7 @@ def begin_case() -> None:
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 def _note(kind: bytes) -> None:
     where = place()
-    if where:
+    if where and where != CLOCKS:
         line = f"{where}: {kind.decode().removeprefix('aten::')}"
         if not threading.current_thread().name.startswith("pipefit-"):
             waits[line] += 1
@@ -294,7 +301,7 @@ def _names(native: Any) -> dict[str, Any]:
 
         def elapsed_time(self, end: Any) -> float:
             elapsed_ms: float = _library.sham_elapsed_ms(self.event_id, end.event_id)
-            if elapsed_ms < 0:
+            if math.isnan(elapsed_ms):
                 raise RuntimeError("CUDA error: device not ready")
             return elapsed_ms
 

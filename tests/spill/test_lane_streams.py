@@ -10,8 +10,9 @@ from pipefit.spill.lanes import Lane
 
 
 class Stream:
-    def __init__(self, device="caller"):
+    def __init__(self, device, name=None):
         self.device = device
+        self.name = name or str(device)
 
 
 @pytest.fixture
@@ -23,11 +24,11 @@ def told(monkeypatch):
         told.append((what, "caller" if threading.current_thread() is caller else "lane"))
 
     class Event:
-        def __init__(self, blocking):
+        def __init__(self, enable_timing, blocking):
             assert blocking, "a thread that spins takes a core from a step on the host"
 
         def record(self, stream):
-            self.of = stream.device
+            self.of = stream.name
             tell(f"record {self.of}")
 
         def synchronize(self):
@@ -35,12 +36,14 @@ def told(monkeypatch):
 
     @contextmanager
     def on(stream):
-        tell(f"enter {stream.device}")
+        tell(f"enter {stream.name}")
         yield
-        tell(f"leave {stream.device}")
+        tell(f"leave {stream.name}")
 
-    for name, value in (("Stream", Stream), ("Event", Event), ("stream", on), ("current_stream", lambda _: Stream())):
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "caller"))
     return told
 
 

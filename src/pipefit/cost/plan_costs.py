@@ -38,6 +38,8 @@ FREE = RuntimeCosts(0.0, 0.0, copy_s_per_byte=0.0)
 def usual_state(profile: Profile) -> float:
     """Default of optimizer bytes per weight byte: Adam's, with a master copy for a profile by arithmetic in 2 bytes."""
     mixed = profile.source.startswith(ARITHMETIC) and ",bytes=" not in profile.model
+    if profile.counted is not None:
+        mixed = profile.counted.element_bytes == 2
     if mixed:
         return 6.0
     return 2.0

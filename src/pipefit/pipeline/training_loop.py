@@ -54,6 +54,14 @@ class _Pass(NamedTuple):
     began: float
 
 
+class _Times(NamedTuple):
+    """Times of a rank in a pass; see `Execution`."""
+
+    starts: list[float]
+    ends: list[float]
+    launches: list[tuple[int, float, float]]
+
+
 class _RefusedStepError(NonFiniteLossError):
     """A step that no rank has made: the run is as it was before."""
 
@@ -100,7 +108,7 @@ class TrainingLoop:
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
         self._newest_runs: Sequence[Execution] = ()
-        self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT_PASSES)
+        self._passes: deque[dict[int, _Times]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
         self.moved_bytes = (0.0, 0.0)
 
@@ -325,7 +333,7 @@ class TrainingLoop:
             self._newest = program
             self._passes.clear()
         self.moved_bytes = self._engine.moved_bytes
-        self._passes.append({run.compiled.rank: (run.starts, run.ends) for run in runs})
+        self._passes.append({run.compiled.rank: _Times(run.starts, run.ends, run.launches) for run in runs})
         self._state.num_updates += num_steps
         self._state.ordinal += num_steps * self._size
         self._on_updates()
@@ -360,12 +368,24 @@ class TrainingLoop:
         if self._engine.mesh.is_first:
             own = [sorted(times.items()) for times in passes]
         events = []
+        launches = []
         for of_process in exchange(self._engine.session, own):
             for repeat, times in enumerate(of_process):
-                for rank, (starts, ends) in times:
+                for rank, (starts, ends, launched) in times:
                     for position, (start, end) in enumerate(zip(starts, ends, strict=True)):
                         events.append(Event(rank, position, repeat, start, end))
-        origin = min((event.start_s for event in events if event.start_s), default=0.0)
-        shifted = [replace(e, start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
-        shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))
-        return Timeline(self._newest, tuple(shifted), source="measured", num_repeats=len(passes))
+                    launches += [Event(rank, position, repeat, start, end) for position, start, end in launched]
+        origin = min((event.start_s for event in events + launches if event.start_s), default=0.0)
+        return Timeline(
+            self._newest,
+            _since(origin, events),
+            source="measured",
+            num_repeats=len(passes),
+            launches=_since(origin, launches),
+        )
+
+
+def _since(origin: float, events: Sequence[Event]) -> tuple[Event, ...]:
+    """Events in the order of a timeline that begins at an origin."""
+    shifted = [replace(e, start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
+    return tuple(sorted(shifted, key=lambda event: (event.rank, event.repeat, event.position)))

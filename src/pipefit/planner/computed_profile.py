@@ -12,12 +12,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from pipefit.cost.kernels import timed
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
 from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
 from pipefit.spec import Device, Layer, Profile, Topology
+from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
 _FLASH = {"flash": (0.68, 0.60), "flash1": (0.48, 0.42)}
@@ -95,21 +97,14 @@ def transformer_profile(
         ProfileError: a device without FLOP/s.
     """
     device = device or Device(flops=312e12)
-    if not device.flops > 0:
-        raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
+    made_for = _with_flops(device)
     if model.fp8 and not device.fp8_flops:
         raise ProfileError('device.fp8_flops: fp8=1 needs it; give it in the topology: fp8_flops = "1979 TFLOP/s"')
-    made_for = msgspec.structs.replace(device, memory_bytes=0.0)
     if isinstance(microbatch, int):
         many = [microbatch]
     else:
         many = list(microbatch)
-    if topology:
-        ring = ring_of(topology, range(tensor))
-        pace = slowest_of(device, topology.num_devices)
-    else:
-        ring = even(tensor, float("inf"), 0.0)
-        pace = device
+    pace, ring = _shared(device, tensor, topology)
     found = [msgspec.structs.replace(_at(model, b, pace, ring), computed_for=made_for) for b in many]
     if len(found) > 1:
         return found[0].with_others(found[1:])
@@ -119,13 +114,82 @@ def transformer_profile(
 def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topology) -> Profile:
     """The profile of one of t devices that share every layer, at a micro-batch size.
 
-    A profile by arithmetic is computed again, with the shapes of these shards; any other is scaled.
+    A profile by arithmetic, or of counted layers, is computed again, with the shapes of these shards; any other is
+    scaled.
     """
     device = profile.computed_for
     if device is None:
         return tensor_shard(profile.at(microbatch), tensor, topology)
+    if profile.counted is not None:
+        return counted_profile(profile.counted, profile.model, microbatch, device, tensor=tensor, topology=topology)
     model = transformer_of(profile.model)
     return transformer_profile(model, microbatch, device, topology=topology, tensor=tensor)
+
+
+def counted_profile(
+    counted: Counted,
+    name: str,
+    microbatch: int,
+    device: Device,
+    *,
+    tensor: int = 1,
+    topology: Topology | None = None,
+) -> Profile:
+    """The profile of counted layers on a device.
+
+    Args:
+        counted: by `pipefit.profiling.count_model`.
+        name: of the model.
+        microbatch: samples of a micro-batch.
+        device: as of `transformer_profile`.
+        tensor: as of `transformer_profile`.
+        topology: as of `transformer_profile`.
+
+    Raises:
+        ProfileError: a device without FLOP/s, or a tensor width that was not counted.
+    """
+    made_for = _with_flops(device)
+    pace, ring = _shared(device, tensor, topology)
+    layers = []
+    for own, count in zip(counted.names, counted.at(microbatch, tensor), strict=True):
+        layers.append(timed(own, count, pace, ring))
+    trained = sum(layer.wgrad_bytes for layer in layers)
+    return Profile(
+        name,
+        microbatch,
+        tuple(layers),
+        device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
+        source=f"counted on the model's modules, {counted.element_bytes} bytes per element",
+        optimizer_s=_optimizer_s(pace, trained, counted.element_bytes),
+        computed_for=made_for,
+        counted=counted,
+    )
+
+
+def _with_flops(device: Device) -> Device:
+    """A device for which profiles can be computed, without its memory."""
+    if not device.flops > 0:
+        raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
+    return msgspec.structs.replace(device, memory_bytes=0.0)
+
+
+def _shared(device: Device, tensor: int, topology: Topology | None) -> tuple[Device, Ring]:
+    """The device that sets the pace, and the links of those that share a layer."""
+    if topology is None:
+        return device, even(tensor, float("inf"), 0.0)
+    return slowest_of(device, topology.num_devices), ring_of(topology, range(tensor))
+
+
+def _optimizer_s(device: Device, weight_bytes: float, e: int) -> float:
+    """Seconds of a step, from the bytes that move for each parameter.
+
+    The norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed precision also gradients to
+    4 bytes (6), unscaled (8), and the working copy (6).
+    """
+    moved = 40
+    if e < 4:
+        moved = 60
+    return pass_s(device, moved * weight_bytes / e)
 
 
 def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
@@ -365,18 +429,13 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(model.layers)]
     made.append(_head(device, model, b, ring))
     weights = sum(layer.weight_bytes for layer in made)
-    # Bytes of a parameter: the norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed
-    # precision also gradients to 4 bytes (6), unscaled (8), and the working copy (6).
-    moved = 40
-    if e < 4:
-        moved = 60
     return Profile(
         text_of(model),
         b,
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
-        optimizer_s=pass_s(device, moved * weights / e),
+        optimizer_s=_optimizer_s(device, weights, e),
         summed_per_byte=(model.summed_bytes or e) / e,
         added_per_byte=model.added_bytes / e,
     )
@@ -385,8 +444,8 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
 def num_blocks(profile: Profile) -> int:
     """The blocks of a transformer, to which tensor parallelism applies; 0: the profile is of another model.
 
-    It is given by its sizes, or the built-in GPT, measured; embedding and head are the two other layers.
+    It is given by its sizes, or counted, or the built-in GPT, measured; embedding and head are the two other layers.
     """
-    if is_transformer(profile.model) or profile.model.startswith("gpt"):
+    if profile.counted is not None or is_transformer(profile.model) or profile.model.startswith("gpt"):
         return max(len(profile) - 2, 0)
     return 0

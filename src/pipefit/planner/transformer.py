@@ -201,11 +201,6 @@ def flops_per_iteration(model: Transformer, batch: int, recompute: bool = False)
     return blocks + head
 
 
-def mfu(model: Transformer, samples_per_s: float, devices: int, peak_flops: float, recompute: bool = False) -> float:
-    """Fraction of the peak: forward and backward count once (MFU); with recompute the replay too (HFU)."""
-    return samples_per_s * flops_per_iteration(model, 1, recompute) / (devices * peak_flops)
-
-
 def training_days(parameters: float, tokens: float, devices: int, flops_per_device: float) -> float:
     """6·T·P/(n·X) seconds in days.
 

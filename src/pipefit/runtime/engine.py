@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from pipefit.runtime.reducing import make_buckets
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
+from pipefit.stage.accelerator import is_accelerator
 from pipefit.stage.moments import Moments
 
 
@@ -57,7 +59,7 @@ class Engine:
             rank = self.workers[0].rank
             self._between = DistributedTransport(rank, num_stages, device, self.mesh, has_link_groups)
             session.before_leaving.append(self._between.finish)
-        self._moments = Moments(device) if device.type == "cuda" else None
+        self._moments = Moments(device) if is_accelerator(device) else None
         mailbox = Mailbox()
         self.transports = [self._between or LocalTransport(worker.rank, mailbox) for worker in workers]
 
@@ -120,6 +122,8 @@ class Engine:
                 compiled, worker, transport, feed, progress, metric, loss=loss, look=look, moments=self._moments
             )
             self.executions.append(run)
+        if self.session.watchdog is not None and self._moments is not None:
+            self.session.watchdog.stands_before = weakref.WeakMethod(self.executions[0].stands_before)
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Op
+from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.local import LocalTransport
@@ -20,7 +20,7 @@ from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
 from pipefit.spill.rank import Spilling
-from pipefit.stage.moments import Moments
+from pipefit.stage.moments import Mark, Moments
 
 Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
@@ -56,6 +56,7 @@ class Execution:
         look: called after each instruction, before values are freed.
         moments: of the rank's GPU; None: it computes on the CPU.
         starts, ends: times of each instruction, in seconds of `time.perf_counter`; on a GPU after `read_times`.
+        launches: (index, start, end) of the host's launch of each computation; [] on a CPU.
     """
 
     compiled: CompiledRank
@@ -80,6 +81,7 @@ class Execution:
     moments: Moments | None = None
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    launches: list[tuple[int, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.header = self.compiled.program.header
@@ -147,8 +149,22 @@ class Execution:
             return time.perf_counter
         return self.moments.mark
 
+    def stands_before(self) -> int:
+        """The first instruction that a GPU has been given and has not begun; −1: it has begun them all."""
+        starts: list[Any] = self.starts
+        for index, start in enumerate(starts):
+            if isinstance(start, Mark) and not start.reached.query():
+                return index
+        return -1
+
     def read_times(self) -> None:
         """Reads when a GPU reached the instructions, after a wait for it: the host only launches them."""
-        if self.moments is not None:
-            for times in (self.starts, self.ends):
-                times[:] = map(self.moments.seconds, times)
+        if self.moments is None:
+            return
+        for index, instruction in enumerate(self.compiled.instructions):
+            start: Any = self.starts[index]
+            end: Any = self.ends[index]
+            if instruction.op in COMPUTE_OPS and isinstance(start, Mark) and isinstance(end, Mark):
+                self.launches.append((index, start.launched_s, end.launched_s))
+        for times in (self.starts, self.ends):
+            times[:] = map(self.moments.seconds, times)

@@ -12,6 +12,7 @@ import msgspec
 
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.arguments import check_fields, checked
+from pipefit.spec.counted import Counted
 from pipefit.spec.files import decode, encode, read_json, write_json
 from pipefit.spec.plan import INSIDE, Partition
 from pipefit.spec.topology import Device
@@ -141,8 +142,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         summed_per_byte: bytes of a gradient while copies sum it, for each byte of its weight.
         added_per_byte: bytes of the sum of micro-batches' gradients, kept next to gradients, for each byte of a weight.
         others: the same model at other micro-batch sizes; see `at`.
-        computed_for: the device of a profile by GPT arithmetic, which can be computed again for another micro-batch
-            size or tensor width; None: the figures do not follow from the model's sizes alone.
+        computed_for: the device of a profile by GPT arithmetic, or of counted layers, which can be computed again for
+            another micro-batch size or tensor width; None: the figures were measured.
+        counted: what the layers do, where that was counted.
     """
 
     model: str
@@ -158,6 +160,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     added_per_byte: float = 0.0
     others: tuple[Profile, ...] = ()
     computed_for: Device | None = None
+    counted: Counted | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, ProfileError)

@@ -14,6 +14,8 @@ from functools import partial
 
 import torch
 
+from pipefit.stage import accelerator
+
 
 class Copy:
     """A copy that was started.
@@ -74,8 +76,8 @@ class Copy:
 def _on_current_stream(work: Callable[[], object], device: torch.device) -> None:
     """Copies in the caller's thread; a copy that returns before a GPU has made it is waited for."""
     work()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if accelerator.is_accelerator(device):
+        accelerator.current_stream(device).synchronize()
 
 
 class Lane:
@@ -83,19 +85,21 @@ class Lane:
 
     Args:
         name: the name of its thread.
-        device: the device of the copies; on a CUDA device they get their own stream.
+        device: the device of the copies; on an accelerator they get their own stream.
         threaded: whether it has a thread; else the caller makes the copy, on the current stream.
     """
 
     def __init__(self, name: str, device: torch.device, threaded: bool = True) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, f"pipefit-{name}") if threaded else None
-        self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
+        self.stream = None
+        if threaded and accelerator.is_accelerator(device):
+            self.stream = accelerator.new_stream(device)
 
     def submit(self, work: Callable[[], object], after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
-        On a CUDA device it begins once the device has finished all earlier work of the caller's stream, and ends once
+        On an accelerator it begins once the device has finished all earlier work of the caller's stream, and ends once
         the device reports its end; until then no other work may use its slots. The lane's thread sleeps during both
         waits. Work launched after the caller has waited for the copy finds its data; no stream needs to wait for
         another.
@@ -108,16 +112,13 @@ class Lane:
             self._thread.submit(copy.run, work, after)
             return copy
         stream = self.stream
-        computed = torch.cuda.Event(blocking=True)
-        computed.record(torch.cuda.current_stream(stream.device))
+        computed = accelerator.event_on(accelerator.current_stream(self._device))
 
         def on_stream() -> None:
             # It also makes the stream's device this thread's.
-            with torch.cuda.stream(stream):
+            with accelerator.on_stream(stream):
                 work()
-                ended = torch.cuda.Event(blocking=True)
-                ended.record(stream)
-                ended.synchronize()
+                accelerator.event_on(stream).synchronize()
 
         self._thread.submit(copy.run, on_stream, after, computed.synchronize)
         return copy
