@@ -68,11 +68,17 @@ class Call:
                 f"expected a batch as transformers takes it, a dict such as {{'input_ids': …, 'labels': …}}, "
                 f"got {type(batch).__name__}"
             )
-        return (), {**batch, **self.further}
+        given = {**batch, **self.further}
+        if _ITEMS in given:
+            given[_ITEMS] = given[_ITEMS][0]
+        return (), given
 
+
+_ITEMS = "num_items_in_batch"
+"""The number of labels by which a loss is divided: in a batch, which is split by samples, once for each sample."""
 
 _TOKENS = 12
-_RESULTS = ("loss", "logits", "last_hidden_state")
+_RESULTS = ("loss", "logits", "last_hidden_state", "start_logits", "end_logits", "encoder_last_hidden_state")
 
 
 def result(output: Any) -> dict[str, Tensor]:

@@ -118,7 +118,7 @@ def decide(
         profile = before.profile
 
     def plan_of(other: Request, count: int) -> Plan:
-        return _given(other.plan) or _spelled_out(other, work, session, profile, count)
+        return given_plan(other.plan) or _spelled_out(other, work, session, profile, count)
 
     request = fitting(request, session, plan_of, _predicted(before, request, work))
     if name in session.decisions:
@@ -151,7 +151,7 @@ def _decided(
 ) -> Decision:
     """The decision; layers and links that were measured before are not measured again."""
     spill, is_capped = request.spill, _is_capped(request)
-    plan = _given(request.plan)
+    plan = given_plan(request.plan)
     if work.compiler is not None:
         _check_can_compile(plan.tensor if plan else request.parallelism.tensor, is_capped)
     if plan is None and spill is not None and spill.resume is not False:
@@ -211,7 +211,7 @@ def _check_can_replay(plan: Plan, work: Workload) -> None:
             check_attention(work.layers)
 
 
-def _given(plan: Any) -> Plan | None:
+def given_plan(plan: Any) -> Plan | None:
     """The plan of a request: a plan, the result of `pipefit.plan`, or its file."""
     if plan is None or isinstance(plan, Plan):
         return plan
@@ -245,7 +245,7 @@ def measured_sizes(request: Request, work: Workload) -> list[int]:
     Raises:
         PlanError: there is no example.
     """
-    return _sizes(request, _given(request.plan), work)
+    return _sizes(request, given_plan(request.plan), work)
 
 
 def _sizes(request: Request, plan: Plan | None, work: Workload) -> list[int]:

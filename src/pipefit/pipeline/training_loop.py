@@ -203,7 +203,7 @@ class TrainingLoop:
         began = time.perf_counter()
         self._engine.check(x)
         feed = feed_of((x, y), self._size, self._state.ordinal, "train", self._weigh)
-        return self._start(1, feed, [size_of(x)], began)
+        return self.start(1, feed, [size_of(x)], began)
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
@@ -240,9 +240,10 @@ class TrainingLoop:
                 yield pair
 
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
-        return self._read(self._start(steps, feed, sizes, began))
+        return self._read(self.start(steps, feed, sizes, began))
 
-    def _start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
+    def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
+        """Runs a program over the micro-batches of some updates; its losses are still being sent."""
         first = self._state.num_updates
         runs = self._run(num_steps, feed)
         figures = own_figures(self._engine.session, runs, self._timed(runs, num_steps))

@@ -190,11 +190,11 @@ class Worker:
                 parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:
-        """Gradients that this stage counts in the global norm: a tied weight counts at the stage of its first name.
+        """Gradients that this stage counts in the global norm: a tied weight counts at the first of its stages.
 
         Of the processes that share the rank each counts its parts, and the first one also the weights that all hold.
         """
-        counted = [own for own in self.owned[stage] if own.saved_name == own.name]
+        counted = [own for own in self.owned[stage] if own.tie is None or own.tie.stage == stage]
         if not self.mesh.is_first:
             counted = [own for own in counted if own.name in self.mesh.shards]
         return [own.parameter.grad for own in counted if own.parameter.grad is not None]

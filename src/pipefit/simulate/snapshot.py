@@ -18,7 +18,7 @@ from pipefit.timeline.timeline import Timeline
 
 
 def memory_snapshot(timeline: Timeline, cost: CostModel) -> dict[str, Any]:
-    """The snapshot of a timeline, in the form of `torch.cuda.memory._snapshot()`.
+    """The snapshot of a timeline, in the form of those that torch makes of a GPU's memory.
 
     Args:
         timeline: simulated or measured, with all its events.
