@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libtorch_python.so")
 
 waits: Counter[str] = Counter()
-"""How often the host has waited for a device at each place: "file function: kind"; threads of lanes do not count."""
+"""How often the host has waited for a device at each place: "file function: kind", after "thread of a lane: " there."""
 
 _library: Any = None
 _seen: set[str] = set()
@@ -81,7 +81,9 @@ def _note(kind: bytes) -> None:
     where = place()
     if where:
         line = f"{where}: {kind.decode().removeprefix('aten::')}"
-        if not threading.current_thread().name.startswith("pipefit-"):
+        if threading.current_thread().name.startswith("pipefit-"):
+            waits[f"thread of a lane: {line}"] += 1
+        else:
             waits[line] += 1
         _log("wait", line)
 

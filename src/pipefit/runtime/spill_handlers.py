@@ -29,7 +29,7 @@ def fetch(run: Execution, i: Instruction) -> None:
     _time(run, copy)
 
     def end() -> bool:
-        copy.wait()
+        copy.join()
         arrived()
         return True
 

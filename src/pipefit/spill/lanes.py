@@ -1,8 +1,10 @@
 """Copy lanes: threads that move records between tiers while the rank computes.
 
-A lane runs its copies one after the other, in the order in which they were submitted. A copy may wait for others of any
-lane, but only for those submitted before it, so there are no cycles. The optimizer's steps on the host have their own
-lane.
+A lane makes its copies one after the other, in the order in which they were submitted. A copy may wait for others of
+any lane, but only for those submitted before it, so there are no cycles. Steps on the host have their own lane.
+
+On a GPU the thread only launches copies, on a stream of their own. The device's further work is ordered after a copy by
+streams, without a wait of the host (`Copy.join`). The host waits for data that it reads or overwrites (`Copy.wait`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,63 +22,116 @@ class Copy:
     """A copy that was started.
 
     Attributes:
-        started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet.
+        started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet. On a GPU the times of its launch
+            and of the end of the first `wait`.
         check: of the copied data, made once by the thread that waits for the copy, on its own cores.
     """
 
     def __init__(self) -> None:
         self.started_s = self.ended_s = 0.0
-        self._future: Future[None] = Future()
+        self._launched: Future[None] = Future()
+        self._device: torch.device | None = None
+        self._start: Any = None
+        self._end: Any = None
         self.check: Callable[[], None] | None = None
 
-    def record_times(self, starts: list[float], ends: list[float], index: int) -> None:
-        """Records its times, as soon as they are known."""
+    def record_times(self, starts: list[Any], ends: list[Any], index: int) -> None:
+        """Records its times as soon as they are known; on a GPU the events of its stream."""
 
         def write(_: Future[None]) -> None:
-            starts[index], ends[index] = self.started_s, self.ended_s
+            if self._end is None:
+                starts[index], ends[index] = self.started_s, self.ended_s
+            else:
+                starts[index], ends[index] = self._start, self._end
 
-        self._future.add_done_callback(write)
+        self._launched.add_done_callback(write)
 
-    def ended(self) -> bool:
-        """Returns whether it has ended, with or without an error."""
-        return self._future.done()
+    def is_launched(self) -> bool:
+        """Returns whether the lane's thread has done its part, with or without an error; without a GPU that is all."""
+        return self._launched.done()
+
+    def launched(self) -> None:
+        """Waits until the lane's thread has done its part.
+
+        Raises:
+            TierError: it failed, or a copy that it waited for failed.
+        """
+        self._launched.result()
+
+    def join(self) -> None:
+        """Orders what the caller does next after the copy: on a GPU on its current stream, without a wait for the copy.
+
+        Raises:
+            TierError: it failed, or a copy that it waited for failed, or its data does not have its checksum.
+        """
+        self.launched()
+        if self._end is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._end)
+        self._check()
 
     def wait(self) -> None:
         """Waits for its end.
 
         Raises:
-            TierError: it failed, or a copy that it waited for failed, or its data does not have its checksum.
+            TierError: as `join`.
         """
-        self._future.result()
+        self.launched()
+        if self._end is not None:
+            self._end.synchronize()
+            self.ended_s = self.ended_s or time.perf_counter()
+        self._check()
+
+    def _check(self) -> None:
         check = self.check
         if check is not None:
             check()
             self.check = None
 
-    def run(
-        self, work: Callable[[], object], after: Sequence[Copy], computed: Callable[[], None] | None = None
-    ) -> None:
-        """Runs the work on the calling thread, once all copies of `after` have ended and `computed` returns."""
-        try:
+    def run(self, work: Callable[[], object], after: Sequence[Copy]) -> None:
+        """Runs the work on the calling thread, once all copies of `after` have ended."""
+
+        def waiting() -> None:
             for earlier in after:
                 earlier.wait()
-            if computed is not None:
-                computed()
             self.started_s = time.perf_counter()
+            work()
+            self.ended_s = time.perf_counter()
+
+        self._try(waiting)
+
+    def launch(self, work: Callable[[], object], after: Sequence[Copy], stream: Any, computed: Any) -> None:
+        """Runs the work on the calling thread; a stream makes its copies after those of `after` and after an event."""
+
+        def ordered() -> None:
+            # It also makes the stream's device this thread's.
+            with torch.cuda.stream(stream):
+                for earlier in after:
+                    earlier.join()
+                stream.wait_event(computed)
+                self.started_s = time.perf_counter()
+                start = _event()
+                start.record(stream)
+                work()
+                end = _event()
+                end.record(stream)
+            self._device = stream.device
+            self._start, self._end = start, end
+
+        self._try(ordered)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
             work()
         except BaseException as problem:
             self.ended_s = time.perf_counter()
-            self._future.set_exception(problem)
+            self._launched.set_exception(problem)
             return
-        self.ended_s = time.perf_counter()
-        self._future.set_result(None)
+        self._launched.set_result(None)
 
 
-def _on_current_stream(work: Callable[[], object], device: torch.device) -> None:
-    """Copies in the caller's thread; a copy that returns before a GPU has made it is waited for."""
-    work()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+def _event() -> Any:
+    # A thread that waits for it must sleep: one that spins takes a core from a step on the host.
+    return torch.cuda.Event(blocking=True, enable_timing=True)
 
 
 class Lane:
@@ -95,37 +151,27 @@ class Lane:
     def submit(self, work: Callable[[], object], after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
-        On a CUDA device it begins once the device has finished all earlier work of the caller's stream, and ends once
-        the device reports its end; until then no other work may use its slots. The lane's thread sleeps during both
-        waits. Work launched after the caller has waited for the copy finds its data; no stream needs to wait for
-        another.
+        On a CUDA device it begins once the device has finished all earlier work of the caller's stream. Work launched
+        after the caller has joined the copy finds its data.
         """
         copy = Copy()
+        if self._device.type == "cuda":
+            current = torch.cuda.current_stream(self._device)
+            run = partial(copy.launch, work, after, self.stream or current, current.record_event())
+        else:
+            run = partial(copy.run, work, after)
         if self._thread is None:
-            copy.run(partial(_on_current_stream, work, self._device), after)
-            return copy
-        if self.stream is None:
-            self._thread.submit(copy.run, work, after)
-            return copy
-        stream = self.stream
-        computed = torch.cuda.Event(blocking=True)
-        computed.record(torch.cuda.current_stream(stream.device))
-
-        def on_stream() -> None:
-            # It also makes the stream's device this thread's.
-            with torch.cuda.stream(stream):
-                work()
-                ended = torch.cuda.Event(blocking=True)
-                ended.record(stream)
-                ended.synchronize()
-
-        self._thread.submit(copy.run, on_stream, after, computed.synchronize)
+            run()
+        else:
+            self._thread.submit(run)
         return copy
 
     def close(self) -> None:
         """Ends the thread once its copies have ended."""
         if self._thread is not None:
             self._thread.shutdown()
+        if self.stream is not None:
+            self.stream.synchronize()
 
 
 class Lanes:

@@ -258,6 +258,7 @@ class Spilling:
             TierError: the commit of the program before has failed.
         """
         self.parts.clear()
+        self.parked.end_pass()
         steps, self.steps = self.steps, []
         for step in steps:
             # The optimizers' states may be read between two programs.
@@ -269,15 +270,15 @@ class Spilling:
         return 0 < self.commit_every <= step - self.committed_step
 
     def check_writes(self) -> None:
-        """Checks the writes that have ended, where a step is not committed.
+        """Checks the writes that were launched, where a step is not committed.
 
         Raises:
             TierError: one of them has failed.
         """
         started, self.writes = self.writes, []
         for copy in started:
-            if copy.ended():
-                copy.wait()
+            if copy.is_launched():
+                copy.launched()
             else:
                 self.writes.append(copy)
 
