@@ -105,6 +105,7 @@ class Engine:
             self._moments.begin()
         self.executions = []
         for worker, transport in zip(self.workers, self.transports, strict=True):
+            worker.forget_halves()  # weights may have changed since, also after a pass that has failed
             transport.begin(feed)
             compiled = compile_rank(program, worker.rank)
             progress = Progress()
@@ -119,6 +120,7 @@ class Engine:
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:
+            worker.forget_halves()
             for store in worker.stores.values():
                 store.rebase()
             if worker.spilling:

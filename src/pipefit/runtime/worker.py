@@ -101,8 +101,8 @@ class Worker:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
         for index, stage in stages.items():
-            stage.half = training.half
             stage.compiled = compiled_forwards(stage.layers, training.compiler)
+            stage.compute_in(training.half)
             owned: list[Owned] = []
             worker.owned[index] = owned
             for name, parameter in stage.named_parameters():
@@ -140,6 +140,12 @@ class Worker:
         """Training or evaluation mode."""
         for stage in self.stages.values():
             stage.train(mode)
+
+    def forget_halves(self) -> None:
+        """Forgets the half copies of all weights, before some of them change: stages may share one."""
+        for stage in self.stages.values():
+            if stage.halves is not None:
+                stage.halves.clear()
 
     def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""
