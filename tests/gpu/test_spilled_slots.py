@@ -16,7 +16,7 @@ from pipefit.spec.options import Parallelism
 from pipefit.spill.arena import aligned
 from pipefit.spill.tier_store import TierStore
 from pipefit.spill.tiers import Key
-from pipefit.stage.device import workspace_bytes
+from pipefit.stage.accelerator import workspace_bytes
 from pipefit.units import parse_quantity
 
 pytestmark = pytest.mark.gpu

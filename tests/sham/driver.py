@@ -40,11 +40,14 @@ _seen: set[str] = set()
 
 
 def place() -> str:
-    """File and function of pipefit that the calling thread is in; "" outside of it."""
+    """File and function of pipefit that the calling thread is in; "" outside of it.
+
+    Functions that only stand for torch's have no place of their own.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if "/src/pipefit/" in path and not name.startswith("<"):
+        if "/src/pipefit/" in path and not name.startswith("<") and not path.endswith("stage/accelerator.py"):
             return f"{path.split('/src/pipefit/')[1]} {name}"
         frame = frame.f_back
     return ""

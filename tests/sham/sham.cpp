@@ -135,7 +135,7 @@ DataPtr own(char* data, size_t bytes, DeviceIndex device, Storage made_by_cpu) {
   return {data, block, &give_back, Device(DeviceType::CUDA, device)};
 }
 
-struct DeviceMemory final : Allocator {
+struct DeviceMemory final : DeviceAllocator {
   DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, Device(DeviceType::CUDA, current)};
     take(current, bytes);
@@ -144,6 +144,25 @@ struct DeviceMemory final : Allocator {
     return own(data, bytes, current, {});
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+  bool initialized() override { return true; }
+  void emptyCache(MempoolId_t) override {}
+  void recordStream(const DataPtr& data, Stream s) override {
+    std::lock_guard lock(mutex);
+    if (data.get_context()) static_cast<Block*>(data.get_context())->users.insert(index_of(s.device_index(), s.id()));
+  }
+  CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    CachingDeviceAllocator::DeviceStats stats;
+    for (auto* figures : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+      (*figures)[0].current = usages[device].bytes;
+      (*figures)[0].peak = usages[device].peak;
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex device) override { usages[device].peak = usages[device].bytes; }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
+    return {capacity - usages[device].bytes, capacity};
+  }
 } device_memory;
 REGISTER_ALLOCATOR(DeviceType::CUDA, &device_memory)
 
@@ -353,10 +372,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
     }
     host_waits(clock, "synchronize");
   }
-  void recordDataPtrOnStream(const DataPtr& data, const Stream& s) const override {
-    std::lock_guard lock(mutex);
-    if (data.get_context()) static_cast<Block*>(data.get_context())->users.insert(of(s));
-  }
+  void recordDataPtrOnStream(const DataPtr& data, const Stream& s) const override { device_memory.recordStream(data, s); }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
@@ -707,7 +723,7 @@ void sham_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 int64_t sham_bytes(int device) { return usages[device].bytes; }
 int64_t sham_peak(int device) { return usages[device].peak; }
 uint64_t sham_capacity() { return capacity; }
-void sham_forget_peak(int device) { usages[device].peak = usages[device].bytes; }
+void sham_forget_peak(int device) { device_memory.resetPeakStats(device); }
 void sham_clear_workspaces() {
   std::lock_guard lock(mutex);
   for (auto& [_, stream] : workspaces) usages[stream / (kPool + 1)].bytes -= rounded(kWorkspace);

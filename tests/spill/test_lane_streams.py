@@ -18,30 +18,26 @@ def told(monkeypatch):
         told.append((what, "caller" if threading.current_thread() is caller else "lane"))
 
     class Event:
-        def __init__(self, blocking=False, enable_timing=False):
+        def __init__(self, enable_timing, blocking):
             assert blocking, "a thread that spins takes a core from a step on the host"
 
         def record(self, stream):
-            self.of = stream.device
+            self.of = stream.name
             tell(f"record {self.of}")
 
         def synchronize(self):
             tell(f"wait for {self.of}")
 
     class Stream:
-        def __init__(self, device="caller"):
+        def __init__(self, device, name=None):
             self.device = device
-
-        def record_event(self):
-            event = Event(blocking=True)
-            event.record(self)
-            return event
+            self.name = name or str(device)
 
         def wait_event(self, event):
-            tell(f"{self.device} follows {event.of}")
+            tell(f"{self.name} follows {event.of}")
 
         def synchronize(self):
-            tell(f"wait for all of {self.device}")
+            tell(f"wait for all of {self.name}")
 
     @contextmanager
     def on(stream):
@@ -49,8 +45,10 @@ def told(monkeypatch):
         yield
         torch.cuda.current_stream = before
 
-    for name, value in (("Stream", Stream), ("Event", Event), ("stream", on), ("current_stream", lambda _: Stream())):
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "caller"))
     return told
 
 

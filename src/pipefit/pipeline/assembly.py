@@ -28,7 +28,7 @@ from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling, open_tier
 from pipefit.spill.tier_file import new_run
-from pipefit.stage.device import forget_peak
+from pipefit.stage.accelerator import forget_peak
 from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import shared_parameters, tied_parameters

@@ -30,7 +30,7 @@ from pipefit.schedules.shape import Shape
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, KEEP, STEP_ON, Request, Spilled
 from pipefit.spec.topology import Device, Tier
-from pipefit.stage.device import workspace_bytes
+from pipefit.stage.accelerator import workspace_bytes
 from pipefit.stage.ties import tied_layers
 
 _NUM_STEPPED = 1 << 20

@@ -13,7 +13,7 @@ from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
-from pipefit.stage.device import peak_bytes
+from pipefit.stage.accelerator import peak_bytes
 from pipefit.timeline import Timeline, by_kind
 from pipefit.units import format_bytes, format_seconds
 

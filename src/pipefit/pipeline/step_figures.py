@@ -18,7 +18,7 @@ from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec.topology import Device
-from pipefit.stage.device import peak_bytes
+from pipefit.stage.accelerator import peak_bytes
 
 _PATIENCE_S = 0.5
 _LEAST_MEASURED = 3

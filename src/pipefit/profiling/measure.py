@@ -22,6 +22,7 @@ from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
+from pipefit.stage import accelerator
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
 
@@ -224,8 +225,8 @@ def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -
         roots = nn.ModuleList([layer.module for layer in chain])
         device = next((tensor.device for tensor in (*roots.parameters(), *roots.buffers())), "cpu")
     place = torch.device(device)
-    if place == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
+    if accelerator.is_accelerator(place) and place == torch.device(place.type):
+        return torch.device(place.type, torch.accelerator.current_device_index())
     return place
 
 
@@ -235,8 +236,8 @@ def description(device: torch.device, dtype: torch.dtype | None) -> str:
         kind = f", {str(dtype).removeprefix('torch.')}"
     else:
         kind = ""
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}{kind}"
+    if accelerator.is_accelerator(device):
+        return f"{device.type}: {accelerator.name_of(device)}{kind}"
     threads = torch.get_num_threads()
     return f"{device.type}: {_processor()}, {threads} thread{'s' if threads > 1 else ''}{kind}"
 

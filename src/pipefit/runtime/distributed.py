@@ -35,7 +35,7 @@ from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.tags import Tags
 from pipefit.runtime.transport import Ending, Message
-from pipefit.stage.device import settle
+from pipefit.stage.accelerator import settle
 from pipefit.stage.payload import ONLY_SHAPES, Contract, Structure
 
 _OVER_ALL = (Reduction.NORM, Op.BARRIER.value)

@@ -29,6 +29,7 @@ from pipefit.runtime.reducing import make_buckets
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
+from pipefit.stage.accelerator import is_accelerator
 from pipefit.stage.moments import Moments
 
 
@@ -53,7 +54,7 @@ class Engine:
             rank = self.workers[0].rank
             self._between = DistributedTransport(rank, num_stages, device, self.mesh, has_link_groups)
             session.before_leaving.append(self._between.finish)
-        self._moments = Moments(device) if device.type == "cuda" else None
+        self._moments = Moments(device) if is_accelerator(device) else None
         mailbox = Mailbox()
         self.transports = [self._between or LocalTransport(worker.rank, mailbox) for worker in workers]
 

@@ -21,11 +21,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from pipefit.errors import PipefitError
 from pipefit.spec.files import write_atomically
+from pipefit.stage import accelerator
 
 TIMEOUT = timedelta(minutes=30)
 RESTART = "PIPEFIT_RESTART"
@@ -71,10 +71,7 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     start = Start(restart, int(os.environ.get(FULL, num_ranks)))
     if dist.is_initialized():
         return start
-    if torch.cuda.is_available():
-        backend = f"cpu:gloo,cuda:{dist.get_default_backend_for_device('cuda')}"
-    else:
-        backend = "gloo"
+    backend = accelerator.backends()
     if folder is not None:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from pipefit.stage import accelerator
+
 
 class Copy:
     """A copy that was started.
@@ -30,7 +32,7 @@ class Copy:
     def __init__(self) -> None:
         self.started_s = self.ended_s = 0.0
         self._launched: Future[None] = Future()
-        self._device: torch.device | None = None
+        self._device = torch.device("cpu")
         self._start: Any = None
         self._end: Any = None
         self.check: Callable[[], None] | None = None
@@ -66,7 +68,7 @@ class Copy:
         """
         self.launched()
         if self._end is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._end)
+            accelerator.current_stream(self._device).wait_event(self._end)
         self._check()
 
     def wait(self) -> None:
@@ -104,16 +106,14 @@ class Copy:
 
         def ordered() -> None:
             # It also makes the stream's device this thread's.
-            with torch.cuda.stream(stream):
+            with accelerator.on_stream(stream):
                 for earlier in after:
                     earlier.join()
                 stream.wait_event(computed)
                 self.started_s = time.perf_counter()
-                start = _event()
-                start.record(stream)
+                start = accelerator.event_on(stream, is_timed=True)
                 work()
-                end = _event()
-                end.record(stream)
+                end = accelerator.event_on(stream, is_timed=True)
             self._device = stream.device
             self._start, self._end = start, end
 
@@ -129,35 +129,32 @@ class Copy:
         self._launched.set_result(None)
 
 
-def _event() -> Any:
-    # A thread that waits for it must sleep: one that spins takes a core from a step on the host.
-    return torch.cuda.Event(blocking=True, enable_timing=True)
-
-
 class Lane:
     """One direction of copies, in order.
 
     Args:
         name: the name of its thread.
-        device: the device of the copies; on a CUDA device they get their own stream.
+        device: the device of the copies; on an accelerator they get their own stream.
         threaded: whether it has a thread; else the caller makes the copy, on the current stream.
     """
 
     def __init__(self, name: str, device: torch.device, threaded: bool = True) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, f"pipefit-{name}") if threaded else None
-        self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
+        self._stream = None
+        if threaded and accelerator.is_accelerator(device):
+            self._stream = accelerator.new_stream(device)
 
     def submit(self, work: Callable[[], object], after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
-        On a CUDA device it begins once the device has finished all earlier work of the caller's stream. Work launched
+        On an accelerator it begins once the device has finished all earlier work of the caller's stream. Work launched
         after the caller has joined the copy finds its data.
         """
         copy = Copy()
-        if self._device.type == "cuda":
-            current = torch.cuda.current_stream(self._device)
-            run = partial(copy.launch, work, after, self.stream or current, current.record_event())
+        if accelerator.is_accelerator(self._device):
+            current = accelerator.current_stream(self._device)
+            run = partial(copy.launch, work, after, self._stream or current, accelerator.event_on(current))
         else:
             run = partial(copy.run, work, after)
         if self._thread is None:
@@ -170,8 +167,8 @@ class Lane:
         """Ends the thread once its copies have ended."""
         if self._thread is not None:
             self._thread.shutdown()
-        if self.stream is not None:
-            self.stream.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Lanes:

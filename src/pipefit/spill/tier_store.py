@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import DamageError, TierError
-from pipefit.spill.arena import aligned, pin, unpin
+from pipefit.spill.arena import aligned
 from pipefit.spill.lanes import Copy, Lane, Lanes
 from pipefit.spill.tier_file import Commit, TierFile, Written
 from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.stage.accelerator import is_accelerator, pin, unpin
 from pipefit.units import format_bytes
 
 # Weights are read twice in a step, the others once.
@@ -182,7 +183,7 @@ class TierStore:
         """Memory of the host, pinned where the device is a GPU."""
         try:
             buffer = aligned(num_bytes)
-            if self._device.type == "cuda" and num_bytes:
+            if is_accelerator(self._device) and num_bytes:
                 pin(buffer)
         except RuntimeError as problem:
             raise TierError(
@@ -195,7 +196,7 @@ class TierStore:
 
         Each lane has one: its thread makes one copy at a time.
         """
-        if self.files is None or self._device.type != "cuda":
+        if self.files is None or not is_accelerator(self._device):
             return
         largest = max((r.disk.num_bytes for r in self._records.values() if r.memory is None), default=0)
         if self._pinned and largest <= self._pinned["write"].numel():
@@ -244,20 +245,20 @@ class TierStore:
         """The work of writing a version of a record into the file."""
         record, files = self._records[key], self.files
         assert files is not None
-        if source.is_cuda:
+        if is_accelerator(source.device):
             through = self._pinned["write"][: record.disk.num_bytes]
         else:
             through = source
         data = through.numpy().data
         # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
         # by that time on every core. So the thread that has computed the data computes them, on all cores.
-        if is_ready and not source.is_cuda:
+        if is_ready and not is_accelerator(source.device):
             known = files.checksum(data, key, version)
         else:
             known = None
 
         def work() -> None:
-            if source.is_cuda:
+            if is_accelerator(source.device):
                 through.copy_(source)
             if known is None:
                 checksum = files.checksum(data, key, version)
@@ -277,7 +278,7 @@ class TierStore:
         disk into the host's memory, the checksum is computed by the thread that waits for the copy.
         """
         record, disk = self._records[key], self.files
-        if into.is_cuda and record.memory is None:
+        if is_accelerator(into.device) and record.memory is None:
             through = self._pinned["read"]
         else:
             through = into
@@ -294,7 +295,7 @@ class TierStore:
             found = record.disk
             assert disk is not None
             disk.read(through.numpy().data, found.position(found.copy))
-            if into.is_cuda:
+            if is_accelerator(into.device):
                 check()
                 into.copy_(through)
 
@@ -309,7 +310,7 @@ class TierStore:
         if record.written is not None:
             waits.append(record.written)
         copy = self.lanes.read.submit(work, waits)
-        if record.memory is None and not into.is_cuda:
+        if record.memory is None and not is_accelerator(into.device):
             copy.check = check
         return copy
 
@@ -414,7 +415,7 @@ class TierStore:
         """Waits for running copies and frees the memory; files stay, unless `discard` is set."""
         self.lanes.close()
         for buffer in (*self._pinned.values(), *self._buffers):
-            if self._device.type == "cuda" and buffer.numel():
+            if is_accelerator(self._device) and buffer.numel():
                 unpin(buffer)
         self._pinned.clear()
         self._buffers.clear()

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from pipefit.stage import accelerator
+
 
 class Moments:
     """Marks moments of a GPU as events of its stream, without a wait, and reads them once they have come.
@@ -28,16 +30,14 @@ class Moments:
     def begin(self) -> None:
         """Begins a pass."""
         if self._start is None or time.perf_counter() - self._start_s > self._FRESH_S:
-            torch.cuda.synchronize(self._device)
+            accelerator.settle(self._device)
             self._start = self.mark()
             self._start.synchronize()
             self._start_s = time.perf_counter()
 
     def mark(self) -> Any:
         """The moment at which the GPU will have done what it was given so far."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return accelerator.event_on(accelerator.current_stream(self._device), is_timed=True, spins=True)
 
     def seconds(self, mark: Any) -> float:
         """The time of a moment, after a wait for it; a time stays as it is."""

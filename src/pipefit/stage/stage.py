@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
+from pipefit.stage.accelerator import generator_of
 from pipefit.stage.compiler import Forward
 from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.replay import AttentionCores, replayed_forwards
@@ -95,10 +96,7 @@ class Stage:
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
-        if device.type == "cuda":
-            self._generator = torch.cuda.default_generators[device.index or 0]
-        else:
-            self._generator = torch.default_generator
+        self._generator = generator_of(device)
 
     @property
     def overwrites(self) -> bool:
