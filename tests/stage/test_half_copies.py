@@ -29,7 +29,7 @@ class Casts(TorchDispatchMode):
 
 
 class Peculiar(nn.Module):
-    """Uses its weights without a gradient, without autocast, twice, and in two shapes."""
+    """Uses its weights without a gradient, without autocast, and twice."""
 
     def __init__(self) -> None:
         super().__init__()

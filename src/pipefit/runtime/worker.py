@@ -144,8 +144,7 @@ class Worker:
     def forget_halves(self) -> None:
         """Forgets the half copies of all weights, before some of them change: stages may share one."""
         for stage in self.stages.values():
-            if stage.halves is not None:
-                stage.halves.clear()
+            stage.halves.clear()
 
     def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""
@@ -182,8 +181,12 @@ class Worker:
 
     def forget_idle_gradients(self, stage: int) -> None:
         """Removes zeros in place of gradients that no rank had: the optimizer then skips such weights."""
-        for parameter, mark in self._idle.pop(stage, ()):
-            if not (mark.is_meta or mark):  # a rehearsal takes another rank to have one
+        idle = self._idle.pop(stage, ())
+        if not idle or idle[0][1].is_meta:  # a rehearsal takes another rank to have one
+            return
+        counts = torch.stack([mark.double() for _, mark in idle]).tolist()
+        for (parameter, _), count in zip(idle, counts, strict=True):
+            if not count:
                 parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from pipefit.stage import accelerator
+from pipefit.stage.moments import Mark
 
 
 class Copy:
@@ -33,18 +34,14 @@ class Copy:
         self.started_s = self.ended_s = 0.0
         self._launched: Future[None] = Future()
         self._device = torch.device("cpu")
-        self._start: Any = None
-        self._end: Any = None
+        self._moments: tuple[Mark, Mark] | None = None
         self.check: Callable[[], None] | None = None
 
     def record_times(self, starts: list[Any], ends: list[Any], index: int) -> None:
-        """Records its times as soon as they are known; on a GPU the events of its stream."""
+        """Records its times as soon as they are known; on a GPU the moments of its stream."""
 
         def write(_: Future[None]) -> None:
-            if self._end is None:
-                starts[index], ends[index] = self.started_s, self.ended_s
-            else:
-                starts[index], ends[index] = self._start, self._end
+            starts[index], ends[index] = self._moments or (self.started_s, self.ended_s)
 
         self._launched.add_done_callback(write)
 
@@ -67,8 +64,8 @@ class Copy:
             TierError: it failed, or a copy that it waited for failed, or its data does not have its checksum.
         """
         self.launched()
-        if self._end is not None:
-            accelerator.current_stream(self._device).wait_event(self._end)
+        if self._moments is not None:
+            accelerator.current_stream(self._device).wait_event(self._moments[1].reached)
         self._check()
 
     def wait(self) -> None:
@@ -78,8 +75,8 @@ class Copy:
             TierError: as `join`.
         """
         self.launched()
-        if self._end is not None:
-            self._end.synchronize()
+        if self._moments is not None:
+            self._moments[1].reached.synchronize()
             self.ended_s = self.ended_s or time.perf_counter()
         self._check()
 
@@ -111,11 +108,11 @@ class Copy:
                     earlier.join()
                 stream.wait_event(computed)
                 self.started_s = time.perf_counter()
-                start = accelerator.event_on(stream, is_timed=True)
+                start = Mark(self.started_s, accelerator.event_on(stream, is_timed=True))
                 work()
                 end = accelerator.event_on(stream, is_timed=True)
             self._device = stream.device
-            self._start, self._end = start, end
+            self._moments = start, Mark(time.perf_counter(), end)
 
         self._try(ordered)
 

@@ -88,7 +88,7 @@ class Spilling:
         committed_step: its step, or that of `resumed`.
         commit_every: steps from one commit to the next; 0: none.
         writes: started since the last commit.
-        parts: norms of the gradients of stages that have left the device, by update and stage.
+        parts: tensors of norms of the gradients of stages that have left the device, by update and stage.
         steps: host steps that this program has started.
         parked: activations that wait on the tier.
         resident: records of the tensors that stay on the device, as the last commit names them.

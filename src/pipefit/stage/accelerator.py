@@ -12,6 +12,7 @@ offer is here for each kind, and an error says what a kind does not have:
 from __future__ import annotations
 
 import contextlib
+import functools
 import resource
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import Tensor
 
 from pipefit.errors import PipefitError
 
+AHEAD_BYTES = 1 << 20
+"""Bytes from which a copy to a device has a stream of its own: a smaller one takes less time than its order."""
 _PORTABLE = 1  # cudaHostRegisterPortable
 _SINGLE = "mps"
 """The kind that has one device, with one stream, and no messages between processes."""
@@ -196,6 +199,23 @@ def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == _SINGLE:
         return tensor
     return tensor.pin_memory()
+
+
+@functools.cache
+def _stream_of_copies(device: torch.device) -> Any:
+    return new_stream(device)
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, for work of the current stream; a large one is made while the device does earlier work."""
+    if tensor.nbytes < AHEAD_BYTES or device.type == _SINGLE:
+        return tensor.to(device, non_blocking=True)
+    current, stream = current_stream(device), _stream_of_copies(device)
+    with on_stream(stream):
+        there = tensor.to(device, non_blocking=True)
+    current.wait_event(event_on(stream))
+    there.record_stream(current)
+    return there
 
 
 def free_bytes(device: torch.device) -> float:

@@ -6,9 +6,8 @@ micro-batch's graph, and each backward adds the gradient, in float32, to that of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,36 +15,31 @@ from torch.nn import functional as F
 
 from pipefit.stage.compiler import Forward
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_Pair = tuple[Tensor | None, Tensor | None]
+_Pair = tuple[Tensor, Tensor | None]
 """Weight and bias."""
 
 
 class HalfCopies:
-    """The half copies of the weights of linear layers and convolutions; others are cast by autocast.
-
-    Args:
-        modules: of a stage.
-        half: the type of autocast.
-        device_type: of the stage.
+    """The half copies of the weights of linear layers; others are cast by autocast.
 
     Attributes:
-        forwards: of the modules, for `replaced_forwards`.
+        forwards: of the layers, for `replaced_forwards`.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
-        self._half = half
-        self._device_type = device_type
+    def __init__(self) -> None:
         # Copies that were made without a graph have no gradient.
         self._copies: dict[bool, dict[nn.Module, _Pair]] = {False: {}, True: {}}
         self._version = 0
         self.forwards: dict[nn.Module, Forward] = {}
+
+    def take(self, modules: Iterable[nn.Module], half: torch.dtype, device_type: str) -> None:
+        """Begins to copy the weights of linear layers among some modules, for autocast to a type on a device."""
+        self._half = half
+        self._device_type = device_type
         for module in modules:
             # A subclass may compute something else; a parametrization is one.
             if type(module) is nn.Linear and "forward" not in module.__dict__:
-                self.forwards[module] = partial(self._run, module, F.linear)
-            elif type(module) in _CONVOLUTIONS and "forward" not in module.__dict__:
-                self.forwards[module] = partial(self._run, module, module._conv_forward)
+                self.forwards[module] = partial(self._linear, module)
 
     def at(self, version: int) -> None:
         """Forgets the copies of another version of the weights."""
@@ -58,18 +52,21 @@ class HalfCopies:
         for copies in self._copies.values():
             copies.clear()
 
-    def _run(self, module: Any, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    def _linear(self, module: nn.Linear, x: Tensor) -> Tensor:
         kind = self._device_type
         # The model may switch autocast off for some of its layers.
         if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not self._half:
-            return function(x, module.weight, module.bias)
+            return F.linear(x, module.weight, module.bias)
         copies = self._copies[torch.is_grad_enabled()]
         pair = copies.get(module)
         if pair is None:
-            pair = copies[module] = self._cast(module.weight), self._cast(module.bias)
-        return function(x, *pair)
+            bias: Tensor | None = module.bias
+            if bias is not None:
+                bias = self._cast(bias)
+            pair = copies[module] = self._cast(module.weight), bias
+        return F.linear(x, *pair)
 
-    def _cast(self, weight: Tensor | None) -> Tensor | None:
-        if weight is None or weight.dtype is not torch.float32:
-            return weight
-        return weight.to(self._half)
+    def _cast(self, weight: Tensor) -> Tensor:
+        if weight.dtype is torch.float32:
+            return weight.to(self._half)
+        return weight

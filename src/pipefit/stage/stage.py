@@ -67,7 +67,7 @@ class Stage:
         layers: with the user's names.
         device: where it runs.
         half: the type that autocast computes in; None: no autocast.
-        halves: copies of its weights in this type; None: autocast makes them.
+        halves: copies of its weights in this type.
         compiled: modules that train by other forwards, which are compiled.
         replayed: modules that the backward replays, with the forwards by which they train.
         batchnorms: the running averages of its batch norms.
@@ -81,7 +81,7 @@ class Stage:
         self.seed = seed
         self.training = True
         self.half: torch.dtype | None = None
-        self.halves: HalfCopies | None = None
+        self.halves = HalfCopies()
         self.compiled: dict[nn.Module, Forward] = {}
         for layer in self.layers:
             layer.module.to(device)
@@ -108,7 +108,7 @@ class Stage:
         self.half = half
         if half is not None and not self.compiled:
             modules = [module for layer in self.layers for _, module in modules_of(layer.module)]
-            self.halves = HalfCopies(modules, half, self.device.type)
+            self.halves.take(modules, half, self.device.type)
 
     def replay(self, recompute: str, num_layers: int) -> None:
         """Lets the backward replay layers or attention.
@@ -172,9 +172,7 @@ class Stage:
         try:
             changed = {}
             if self.training:
-                changed = self.compiled | self.replayed
-                if self.halves is not None:
-                    changed |= self.halves.forwards
+                changed = self.compiled | self.replayed | self.halves.forwards
             with (
                 half,
                 self._norms_copied(None if replay else update),
