@@ -128,6 +128,17 @@ def test_a_step_has_the_numbers_of_the_cpu_and_the_known_waits(name: str, tmp_pa
     assert waits == expected_waits(name, waits)
 
 
+def test_a_spilled_model_of_the_meta_device_is_drawn_on_the_second_gpu(tmp_path: Path) -> None:
+    def nowhere() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)])
+
+    data = [(torch.randn(8, 6), torch.randint(6, (8,))) for _ in range(2)]
+    losses, _, _ = trained(nowhere, data, DEVICE, CASES["spilled to the host"], tmp_path)
+    on_cpu, _, _ = trained(nowhere, data, "cpu", CASES["spilled to the host"], tmp_path)
+    assert losses == pytest.approx(on_cpu, rel=1e-5)
+
+
 def test_a_fused_step_that_is_not_finite_is_left_out_by_the_gpu_and_reported(tmp_path: Path) -> None:
     settings = {"loss": nn.functional.cross_entropy, "optimizer": fused, "microbatches": 4, "device": DEVICE}
     pipe = Pipeline(plain.network(), **grouped(**settings, **SPILLED, spill=Spilled()))

@@ -30,6 +30,7 @@ def test_accelerators_with_messages_of_their_own_are_used_unless_another_device_
 ) -> None:
     made_current: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", made_current.append)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
     monkeypatch.setitem(torch.distributed.Backend.default_device_backend_map, kind, "its-own")
     pretend(kind)
     assert process_device() == torch.device(kind, 0)
@@ -49,6 +50,18 @@ def test_a_second_rank_on_mps_is_refused(pretend: Pretend, monkeypatch: pytest.M
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(PipefitError, match=r"each rank needs a GPU of its own, but 2 ranks were started .* sees 1"):
         usable_device("mps")
+
+
+def test_a_device_without_float64_is_refused_for_training(pretend: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
+    def zeros(*_: object, dtype: torch.dtype, device: torch.device) -> None:
+        raise TypeError(f"Cannot convert a MPS Tensor to {dtype}")
+
+    pretend("mps")
+    monkeypatch.setattr("pipefit.stage.device.usable_device", torch.device)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda device: None)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(PipefitError, match=r"--device mps: cannot train: it has no float64, .* \(device cpu\)"):
+        process_device("mps")
 
 
 def test_lanes_on_mps_are_refused_with_a_way_out() -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from tests.timeline.test_timeline import run
 
+from pipefit.draw import svg
 from pipefit.timeline import Timeline, bottleneck, from_chrome_trace, launching, to_chrome_trace
 
 
@@ -62,3 +63,11 @@ def test_launches_have_a_lane_of_their_own_in_a_trace_and_load_back(behind: floa
     lanes = {names[item["pid"], item["tid"]] for item in items if item["ph"] == "X" and item["cat"] == "launch"}
     assert lanes == {"launch"}
     assert from_chrome_trace(json.loads(json.dumps(trace))) == timeline
+
+
+def test_a_picture_has_a_lane_of_launches_only_where_there_are_some() -> None:
+    timeline = run("1f1b", 2, 3)
+    assert "launch" not in svg(timeline)
+    drawn = svg(launched(timeline, 1), seconds=True)
+    assert drawn.count(">launches</text>") == 2
+    assert drawn.count("<title>launch ") == len(list(timeline.compute()))

@@ -68,7 +68,7 @@ def svg(
         parts += _row(scene, plan, rank)
     if follow is not None:
         parts += arrows(scene, plan, follow)
-    parts += [*_spilled(scene, plan), *_memory(scene, plan), *_legend(plan), "</svg>"]
+    parts += [*_spilled(scene, plan), *_launches(scene, plan), *_memory(scene, plan), *_legend(plan), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
@@ -218,6 +218,22 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
             middle = x + width / 2
             place = f'x="{middle:.2f}" y="{y + 8.6:.1f}"'
             parts.append(f'<text class="n paper" font-size="{size}" {place}>{bar.short}</text>')
+    return parts
+
+
+def _launches(scene: Scene, plan: Layout) -> list[str]:
+    """The lane of the host's launches, where a device computes."""
+    timeline = scene.timeline
+    parts = []
+    for rank in sorted({event.rank for event in timeline.launches}):
+        y = plan.launch_y(rank)
+        parts.append(_rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT))
+        parts.append(_text("soft end", plan.left - 14, y + 9, "launches", 9))
+    for event in timeline.launches:
+        x = plan.x(max(event.start_s - timeline.start_s, 0.0))
+        width = plan.x(max(event.end_s - timeline.start_s, 0.0)) - x
+        words = f"<title>launch {escape(str(timeline.instruction(event)))}</title>"
+        parts.append(f"<g>{words}{_rect('host', x, plan.launch_y(event.rank), max(width, 0.5), BAR_HEIGHT)}</g>")
     return parts
 
 

@@ -37,7 +37,7 @@ class Layout:
 
     Attributes:
         scale: pixels per second.
-        num_lanes: lanes below each rank, where stages are spilled.
+        num_lanes: lanes below each rank, where stages are spilled or a device computes; the last one has the launches.
         number_size: font size of the numbers in cells; 0 when they do not fit.
         version_size: font size of the weight versions below them.
         versions: whether cells are labelled with their weight version.
@@ -81,6 +81,10 @@ class Layout:
         """The top of a lane below a rank."""
         below = self.y(rank) + self.cell_height + 3
         return below + SPILL_LANES.index(lane) * _LANE_PITCH
+
+    def launch_y(self, rank: int) -> float:
+        """The top of the lane of launches below a rank."""
+        return self.y(rank) + self.cell_height + 3 + (self.num_lanes - 1) * _LANE_PITCH
 
     @property
     def bottom(self) -> float:
@@ -149,7 +153,7 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
         num_ranks=scene.num_ranks,
         cell_height=cell_height,
         row_gap=room or row_gap,
-        num_lanes=len(scene.lanes),
+        num_lanes=len(scene.lanes) + bool(scene.timeline.launches),
         number_size=number_size,
         version_size=min(7.6, version_size),
         versions=versions,

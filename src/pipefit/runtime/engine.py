@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +119,8 @@ class Engine:
                 compiled, worker, transport, feed, progress, metric, loss=loss, look=look, moments=self._moments
             )
             self.executions.append(run)
+        if self.session.watchdog is not None and self._moments is not None:
+            self.session.watchdog.stands_before = weakref.WeakMethod(self.executions[0].stands_before)
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:

@@ -161,6 +161,14 @@ class Execution:
             return time.perf_counter
         return self.moments.mark
 
+    def stands_before(self) -> int:
+        """The first instruction that a GPU has been given and has not begun; −1: it has begun them all."""
+        starts: list[Any] = self.starts
+        for index, start in enumerate(starts):
+            if isinstance(start, Mark) and not start.reached.query():
+                return index
+        return -1
+
     def read_times(self) -> None:
         """Reads when a GPU reached the instructions, after a wait for it: the host only launches them."""
         if self.moments is None:

@@ -71,6 +71,11 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     start = Start(restart, int(os.environ.get(FULL, num_ranks)))
     if dist.is_initialized():
         return start
+    # Without `device_id`. With it, torch 2.13 splits each later group off the default one, in a call that every process
+    # of the run must make at the same time: the number of groups times the number of processes. A group of Gloo for
+    # some processes, which the user's code may make, would hang the others: only they make that call. The device is not
+    # known here yet, either: a run on the CPU, or with several processes on one GPU, would fail at its start. NCCL's
+    # connections are made before the first instruction anyway, see `DistributedTransport._warm_up`.
     backend = accelerator.backends()
     if folder is not None:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.

@@ -20,7 +20,8 @@ def process_device(name: Any = None) -> torch.device:
         name: as of `usable_device`; None: the process's GPU when there is one, else the CPU.
 
     Raises:
-        PipefitError: there is no such device, or there are GPUs, but fewer than ranks on this machine.
+        PipefitError: there is no such device, or it cannot train, or there are GPUs, but fewer than ranks on this
+            machine.
     """
     if name is not None:
         device = usable_device(name)
@@ -28,6 +29,13 @@ def process_device(name: Any = None) -> torch.device:
         device = _own(torch.device(accelerator.default_kind()))
     if accelerator.is_accelerator(device):
         accelerator.make_current(device)
+        try:
+            torch.zeros(1, dtype=torch.float64, device=device)
+        except (RuntimeError, TypeError):
+            raise PipefitError(
+                f"--device {device}: cannot train: it has no float64, in which losses and gradient norms are added up; "
+                "train on the CPU (device cpu)"
+            ) from None
     return device
 
 
