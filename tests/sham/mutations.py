@@ -156,7 +156,7 @@ MUTATIONS = [
     Mutation("stage/batchnorm.py", "to_device(counts, mean.device)", "counts.to(mean.device)", NORMS),
     # what the host reads of a step
     Mutation("runtime/finite.py", "    fused.found_inf = 1 - run.unread[stage].float()\n", "", LEFT_OUT),
-    Mutation("pipeline/training_loop.py", "            check_unread(run)\n", "            pass\n", LEFT_OUT),
+    Mutation("runtime/engine.py", "            check_unread(run)\n", "            pass\n", LEFT_OUT),
     Mutation("stage/moments.py", "        mark.reached.synchronize()\n", "", (STEPS, "pipedream")),
     Mutation("stage/moments.py", "            self._start.synchronize()\n", "", PLAIN, CLOCKS),
     Mutation("stage/moments.py", "            accelerator.settle(self._device)\n", "", PLAIN, CLOCKS),

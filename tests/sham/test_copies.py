@@ -1,5 +1,6 @@
 """Copies of a step to the second GPU, counted: batches are pinned once, and large ones do not wait for computation."""
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -34,6 +35,17 @@ def test_a_batch_is_pinned_once_for_all_its_micro_batches(monkeypatch: pytest.Mo
     x, y = plain.batches()[0]
     pipeline().step(x, y)
     assert pinned == {tuple(x.shape): 1, tuple(y.shape): 1}
+
+
+def test_a_batch_with_gaps_in_memory_is_copied_without_a_wait() -> None:
+    x, y = plain.batches()[0]
+    with_gaps = torch.cat([x, x], 1)[:, : x.shape[1]]
+    pipe = pipeline()
+    pipe.step(with_gaps, y)
+    waits = sys.modules["sham_driver"].waits
+    waits.clear()
+    pipe.step(with_gaps, y)
+    assert waits == {"runtime/finite.py _read: copy to host": 3}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])

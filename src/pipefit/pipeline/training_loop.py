@@ -22,7 +22,7 @@ from pipefit.pipeline.step_figures import HeldMemory, own_figures
 from pipefit.runtime.collectives import exchange, sum_table
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.executor import Execution
-from pipefit.runtime.finite import all_finite, check_unread
+from pipefit.runtime.finite import all_finite
 from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.runtime.updating import gradient_norm
@@ -325,8 +325,6 @@ class TrainingLoop:
         runs = self._engine.run(program, feed, look=watch.look if watch else None)
         # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
         feed[num_steps * self._size - 1]
-        for run in runs:
-            check_unread(run)
         if not all_finite(runs[0]):
             self._refuse(runs, num_steps)
         if watch is not None:

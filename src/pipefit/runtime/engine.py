@@ -20,6 +20,7 @@ from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.finite import check_unread
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.malloc import keep_freed
@@ -129,6 +130,8 @@ class Engine:
                 store.rebase()
             if worker.spilling:
                 worker.spilling.end_pass()
+        for run in self.executions:
+            check_unread(run)
         # Settings after the first program, when all threads exist and sizes are known. Under a cap, free memory is
         # returned instead; with a GPU, activations are there.
         if is_new and self.session.is_distributed and self.device.type == "cpu":

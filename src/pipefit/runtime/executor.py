@@ -114,8 +114,7 @@ class Execution:
         starts = self.starts = [0.0] * len(instructions)
         ends = self.ends = [0.0] * len(instructions)
         values, look = self.values, self.look
-        has_threads = isinstance(self.transport, DistributedTransport) or self.worker.spilling is not None
-        gives_way = has_threads and self.moments is None
+        on_cpu = self.moments is None
         now = clock()
         for index in part or range(len(instructions)):
             instruction = instructions[index]
@@ -125,12 +124,12 @@ class Execution:
                 yield from self._wait_for(awaits[index])
             progress.at(index)
             # A GPU begins an instruction at the moment at which it has done the one before.
-            if awaits[index] or self.moments is None:
+            if awaits[index] or on_cpu:
                 now = clock()
             starts[index] = now
             handlers[instruction.op](self, instruction)
             now = ends[index] = clock()
-            if gives_way:
+            if on_cpu:
                 _give_way()
             if look is not None:
                 look()

@@ -124,8 +124,8 @@ def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor
 def _can_leave_out(run: Execution, stage: int, device: torch.device, optimizer: Optimizer) -> bool:
     """Returns whether a GPU can leave out a step, and nothing else must know of it before the end of the pass."""
     is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    is_last = run.compiled.program.header.num_steps == 1 and not run.worker.stages[stage].batchnorms
-    return is_accelerator(device) and is_fused and is_last
+    is_only = run.compiled.program.header.num_updates(stage) == 1
+    return is_accelerator(device) and is_fused and is_only and not run.worker.stages[stage].batchnorms
 
 
 def make_step(run: Execution, stage: int, optimizer: Optimizer) -> None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import PipefitError
+from pipefit.stage.record_layout import is_dense
 
 AHEAD_BYTES = 1 << 20
 """Bytes from which a copy to a device has a stream of its own: a smaller one takes less time than its order."""
@@ -205,9 +206,12 @@ def unpin(memory: Tensor) -> None:
 
 
 def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor of the host in pinned memory, for a copy to a device; MPS shares the host's memory."""
+    """A tensor of the host in pinned memory, for a copy to a device; MPS shares the host's memory."""
     if device.type == _SINGLE:
         return tensor
+    # A view with gaps, such as all tokens but the last of each sample, would be copied through pageable memory.
+    if tensor.layout is torch.strided and not tensor.is_contiguous() and not is_dense(tensor):
+        tensor = tensor.contiguous()
     return tensor.pin_memory()
 
 
