@@ -715,7 +715,7 @@ void sham_set_stream(int device, int64_t id) { current_streams[device] = id; }
 double sham_elapsed_ms(void* start, void* end) {
   std::lock_guard lock(mutex);
   bool has_ended = knows(host_clocks[host], static_cast<Mark*>(start)->clock) && knows(host_clocks[host], static_cast<Mark*>(end)->clock);
-  return has_ended ? Guard().elapsedTime(start, end, 0) : -1;
+  return has_ended ? Guard().elapsedTime(start, end, 0) : NAN;
 }
 void sham_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 int64_t sham_bytes(int device) { return usages[device].bytes; }

@@ -17,7 +17,6 @@ from torch import nn
 
 from pipefit import Pipeline, Spilled
 from pipefit.errors import NonFiniteLossError
-from pipefit.stage.moments import Moments
 
 pytestmark = pytest.mark.gpu
 
@@ -94,9 +93,7 @@ def in_single() -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # Clocks are compared once a minute, but no list may depend on the machine's speed.
-    monkeypatch.setattr(Moments, "_FRESH_S", float("inf"))
+def _nothing_on_the_first_gpu() -> Any:
     torch.cuda.set_device(0)
     torch.cuda.reset_peak_memory_stats(0)
     before = torch.cuda.memory_allocated(0)

