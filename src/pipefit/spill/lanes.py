@@ -25,8 +25,8 @@ class Copy:
     """A copy that was started.
 
     Attributes:
-        started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet. On a GPU the times of its launch
-            and of the end of the first `wait`.
+        started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet. On a GPU the times of its launch,
+            of which a `wait` moves the end.
         check: of the copied data, made once by the thread that waits for the copy, on its own cores.
     """
 
@@ -77,7 +77,7 @@ class Copy:
         self.launched()
         if self._moments is not None:
             self._moments[1].reached.synchronize()
-            self.ended_s = self.ended_s or time.perf_counter()
+            self.ended_s = time.perf_counter()
         self._check()
 
     def _check(self) -> None:
@@ -111,8 +111,9 @@ class Copy:
                 start = Mark(self.started_s, accelerator.event_on(stream, is_timed=True))
                 work()
                 end = accelerator.event_on(stream, is_timed=True)
+            self.ended_s = time.perf_counter()
             self._device = stream.device
-            self._moments = start, Mark(time.perf_counter(), end)
+            self._moments = start, Mark(self.ended_s, end)
 
         self._try(ordered)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pipefit.checkpoint.whole import write_whole
 from pipefit.errors import NonFiniteLossError, PipefitError
-from pipefit.ir.op import Op
 from pipefit.pipeline.losses import PendingLosses, evaluate
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.executor import Execution
@@ -190,5 +189,4 @@ def _weights(worker: Worker) -> Iterator[Tensor]:
 
 def _copies_s(run: Execution) -> float:
     """Seconds of a turn's fetches and evictions."""
-    ran = zip(run.compiled.instructions, run.starts, run.ends, strict=True)
-    return sum(end - start for i, start, end in ran if i.op in (Op.FETCH, Op.EVICT))
+    return sum(copy.ended_s - copy.started_s for copy in run.copies)
