@@ -12,6 +12,7 @@ from tests.pipelines import grouped
 
 from pipefit import Pipeline
 from pipefit.errors import DataError
+from pipefit.profiling.links import _time_pair
 
 
 def trained(model: str, options: dict[str, Any]) -> Result:
@@ -33,7 +34,7 @@ def all_trained(tasks: list[tuple[str, dict[str, Any]]]) -> list[Result]:
     from tests.sham import backend
 
     found = [trained(*task) for task in tasks]
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
     assert set(backend.first_uses) == {"runtime/distributed.py _warm_up"}
     assert isinstance(dist.group.WORLD, backend.Sham)
     assert dist.get_backend_config() == "cpu:gloo,cuda:sham"
@@ -50,7 +51,12 @@ def places_of_first_uses(tasks: list[tuple[str, dict[str, Any]]]) -> set[str]:
         pipe.fit(data()[:2])
         pipe.evaluate(data()[:1])
         pipe.close()
-    return set(backend.first_uses)
+    found = set(backend.first_uses)
+    # The default group has sent nothing yet between GPUs: a measurement of links does, from GPU to GPU.
+    rank = dist.get_rank()
+    _time_pair(rank, 0, 1, (1 << 10,), 2, torch.device("cuda", rank))
+    assert {"profiling/links.py send", "profiling/links.py receive"} & set(backend.first_uses)
+    return found
 
 
 def one_without_a_batch() -> None:

@@ -95,9 +95,9 @@ def give_streams_queues() -> None:
     """Lets each stream of a GPU have a queue of its own; call it before the GPU is used.
 
     Of the usual 8 queues some would serve several streams, and a message that waits for its sender would hold up the
-    computation behind it.
+    computation behind it. A rank has about a dozen: of its computation, its links, its groups, and its copies.
     """
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "16")
 
 
 def settle(device: torch.device) -> None:
