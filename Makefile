@@ -1,6 +1,6 @@
 # pipefit's commands; `make` alone lists them.
-# The environment is .venv. It is made once, and made again only when pyproject.toml or constraints.txt change,
-# so every later run works without a network. PIP_FIND_LINKS (a folder of wheels) is honoured.
+# The environment is .venv: a user's for `make demo`, to which the first other target adds the tools of development. Each
+# is made once, and again only when pyproject.toml or constraints.txt change, so every later run works without a network. PIP_FIND_LINKS (a folder of wheels) is honoured.
 
 SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -35,9 +35,12 @@ help: ## print this list
 venv: .venv/stamp ## create the environment in .venv (done by every other target)
 
 .venv/stamp: pyproject.toml constraints.txt scripts/make-venv
-	@PYTHON="$(PYTHON)" scripts/make-venv
+	@PYTHON="$(PYTHON)" scripts/make-venv stamp
 
-demo: .venv/stamp ## profile, plan and train a small language model over a pipeline of two processes
+.venv/user-stamp: pyproject.toml constraints.txt scripts/make-venv
+	@PYTHON="$(PYTHON)" scripts/make-venv user-stamp
+
+demo: .venv/user-stamp ## train a network that reads digits over a pipeline of two processes; installs what a user needs
 	@scripts/demo $(DEMO_ARGS)
 
 test: .venv/stamp ## the tests

@@ -8,6 +8,7 @@ from cyclopts import App
 from pipefit.errors import PipefitError
 
 MODULES = {
+    "convergence": "benchmarks.convergence",
     "cut-cost": "benchmarks.cut_cost",
     "ddp": "benchmarks.ddp",
     "gpu": "benchmarks.gpu",

@@ -42,7 +42,7 @@ import json, pipefit
 print(json.dumps([name for name, module in sys.modules.items() if module is not None]))
 """
     loaded = set(in_fresh_python(code))
-    heavy = {"torch", "numpy", "matplotlib", "jinja2", "rich", "cyclopts", "networkx", "sklearn", "safetensors"}
+    heavy = {"torch", "numpy", "matplotlib", "jinja2", "rich", "cyclopts", "networkx", "safetensors"}
     assert "pipefit" in loaded
     assert loaded & heavy == set()
 

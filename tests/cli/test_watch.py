@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
 from tests.draw.browser import needs_browser, shown
 from tests.small_probes import shrink
 
@@ -20,6 +21,7 @@ from pipefit.errors import PipefitError
 from pipefit.run import following
 from pipefit.run.curves import curves, figures_of
 from pipefit.run.following import LatestTimeline, server_of
+from pipefit.run.guesses import guesses_of, in_text, picture_of
 from pipefit.run.report_page import page_of, write_report
 
 pytestmark = pytest.mark.slow
@@ -149,6 +151,58 @@ def test_an_unfinished_run_has_a_report_with_curves_and_its_latest_timeline(run,
     whole = page_of(run)
     assert whole.count('class="pipefit-chart"') == 6 and "Predicted next to measured" in whole
     assert "<title>small: gpt</title>" in (run / "timeline.html").read_text()
+
+
+def comparison(folder: Path, busy: float = 1.0, batch: int = 4, **rates: float) -> None:
+    """Writes the figures of a comparison, as samples per second by strategy, of threads that compute for that share."""
+    rows = [
+        {"strategy": name.replace("_", "-"), "num_microbatches": 4, "samples_per_s": r, "utilisation": [busy]}
+        for name, r in rates.items()
+    ]
+    facts = {"model": "gpt(layers=2): 2 layers", "num_ranks": 2, "batch": batch, "repeats": 9}
+    data = {"format": "pipefit.comparison/1", **facts, "rows": rows}
+    (folder / "compare.json").write_text(json.dumps(data))
+
+
+@pytest.mark.dist
+def test_a_report_has_settings_machine_whole_timelines_and_the_speed_against_one_process(run, tmp_path, capsys):
+    folder = tmp_path / "compared"
+    shutil.copytree(run, folder)
+    comparison(folder, one_thread=100.0, all_threads=120.0, gpipe=90.0, _1f1b=150.0)
+    assert main(["report", str(folder)]) == 0
+    assert "the pipeline helped: -1f1b, 4 micro-batches is 1.25 × as fast as one process, all cores" in (
+        capsys.readouterr().out
+    )
+    text = (folder / "report.html").read_text()
+    for words in ("medians of 9 alternating", "<dt>lr schedule</dt>", "<dd>layers=2,hidden=16,heads=2,context=8</dd>"):
+        assert words in text
+    assert f"<dt>torch</dt><dd>{torch.__version__}</dd>" in text
+    widths = [int(width) for width in re.findall(r'class="pipefit-auto-1" width="(\d+)"', text)]
+    assert max(widths) <= 1160 and len(widths) == 4
+    comparison(folder, one_thread=100.0, gpipe=90.0)
+    assert "did not help here: gpipe, 4 micro-batches is 0.90 ×" in page_of(folder)
+    assert "left one thread" not in page_of(folder)
+    comparison(folder, busy=0.15, one_thread=100.0, gpipe=90.0)
+    assert "left one thread a core for 15% of the time: measure on a quiet machine" in page_of(folder)
+    comparison(folder, gpipe=90.0)
+    assert "against one process" not in page_of(folder)
+    comparison(folder, batch=5, one_thread=100.0, gpipe=90.0)
+    assert "against one process" not in page_of(folder)
+    (folder / "compare.json").write_text("[]")
+    with pytest.raises(PipefitError, match=r"compare\.json: expected the figures of `pipefit compare`"):
+        page_of(folder)
+
+
+def test_wrong_answers_come_first_and_are_drawn():
+    images = torch.zeros(4, 1, 2, 2)
+    images[:, 0, 0, 1] = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    # The pixels are the logits: the second one is the largest, and two labels differ.
+    labels = torch.tensor([1, 0, 1, 0])
+    found = guesses_of(torch.nn.Flatten(), images, labels)
+    assert [(guess.label, guess.answer) for guess in found] == [(0, 1), (0, 1), (1, 1), (1, 1)]
+    assert found[0].share > found[1].share and found[0].pixels == ["0f", "00"]
+    assert in_text(found[2:])[1:] == ["  ::" + " " * 23 + "**", ""]
+    assert '<path d="M1 0h1v1h-1z" opacity="1.00"/>' in picture_of(found[0])
 
 
 @pytest.mark.dist

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 
@@ -127,12 +126,6 @@ def test_digits_are_standardised_images_split_without_overlap():
     assert data.train_x.mean().item() == pytest.approx(0, abs=1e-4)
     assert data.train_x.std().item() == pytest.approx(1, abs=1e-4)
     assert same(data, digits()) and not torch.equal(data.train_y, digits(seed=1).train_y)
-
-
-def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match=r"pip install 'pipefit\[data\]'"):
-        digits()
 
 
 def numbered(count):

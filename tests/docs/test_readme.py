@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from docs.pages import pages
 
+from pipefit.reproduce.lectures import ENTRIES
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / name
@@ -69,7 +71,17 @@ def test_parts_of_topologies_in_the_manual_are_read(name):
         Topology.parse(f"format = 'pipefit.topology/1'\n{level}{part}")
 
 
-def test_the_training_script_of_the_readme_is_the_example():
-    body = (ROOT / "examples/train_sequential.py").read_text().split('"""', 2)[2].strip()
-    assert body in (ROOT / "README.md").read_text()
-    assert len([line for line in body.splitlines() if line]) <= 25
+def test_the_numbers_of_the_first_screen_are_those_of_their_pages():
+    text = (ROOT / "README.md").read_text()
+    counts = re.search(r"\| \*\*all\*\* \| (\d+) \| (\d+) \| (\d+) \| 0 \|", (ROOT / "docs/zoo.md").read_text())
+    models = f"of [{counts[1]} models](docs/zoo.md) of six libraries and by hand, {counts[2]} train exactly as in torch"
+    assert f"{models}, {counts[3]} are refused, one takes too long, none is wrong" in text
+    assert int(counts[1]) == int(counts[2]) + int(counts[3]) + 1
+    runs = (ROOT / "docs/published-runs.md").read_text()
+    (fitted,) = re.findall(r"fitted to 33 \| \d+ \| \+0.1 % \| ([\d.]+ %)", runs)
+    assert f"half of the others are predicted within {fitted}" in text
+    faults = (ROOT / "docs/guarantees.md").read_text()
+    tried, well, same = re.search(r"SIGKILL to a rank, a worker or a study \| (\d+) \| (\d+) \| (\d+)", faults).groups()
+    assert tried == well == same and f"of [{tried} runs]" in text and f"{same} resumed" in text
+    kinds = [entry.kind for entry in ENTRIES.values()]
+    assert f"[{len(kinds) - kinds.count('cited')} of {len(kinds)}]" in text

@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import re
+from html import unescape
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
+from urllib.parse import parse_qsl
+from xml.etree import ElementTree
 
 import msgspec
 import pytest
@@ -192,6 +195,31 @@ def test_a_page_without_timelines_is_refused():
 
 
 @pytest.mark.slow
+@needs_browser
+def test_the_address_restores_a_page_and_the_saved_picture_needs_no_style_sheet(tmp_path):
+    script = """
+        location.hash = "#a=1f1b,2,4,1,0&b=GPipe,2,4,1,0&message=0.5&work=1,2&critical=1&memory=1";
+        recall();
+        const made = [location.hash, state.panels.map(panel => panel.entry.name), heldOver(state.panels[1].entry, 0),
+          state.critical, document.querySelectorAll(".scroll path.held").length];
+        document.body.append(tag("pre", "made", JSON.stringify(made)), tag("pre", "picture", svgText()));
+        bitmap().then(blob => document.body.append(tag("pre", "size", String(blob.size))));
+    """
+    page = shown(draw("1f1b", 2, 4).html(), script, tmp_path, 1280, "virtual-time-budget=8000")
+    collected = {name: unescape(text) for name, text in re.findall(r'<pre class="(\w+)">(.*?)</pre>', page, re.DOTALL)}
+    address, names, held, critical, lanes = json.loads(collected["made"])
+    settings = dict(parse_qsl(address[1:]))
+    assert settings == {
+        "a": "1F1B,2,4,1,0", "b": "GPipe,2,4,1,0", "message": "0.5", "work": "1,2", "critical": "1", "memory": "1"
+    }  # fmt: skip
+    assert names == ["1F1B", "GPipe"] and critical and lanes == 4
+    assert [count for _, count in held] == [1, 2, 3, 4, 3, 2, 1, 0]
+    root = ElementTree.fromstring(collected["picture"])
+    rects = [part for part in root.iter("{http://www.w3.org/2000/svg}rect") if part.get("fill", "").startswith("rgb")]
+    assert len(rects) >= 1 + 2 * 2 * (1 + 2 * 4) and "class=" not in collected["picture"].replace('class=""', "")
+    assert int(collected["size"]) > 10_000
+
+
 @needs_browser
 @pytest.mark.parametrize(
     ("drawing", "keys", "told"),

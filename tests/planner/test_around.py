@@ -128,6 +128,7 @@ def test_pictures_are_whole_and_say_what_they_show():
     root = ElementTree.fromstring(picture)
     assert root.findtext("{http://www.w3.org/2000/svg}title").startswith("vgg16: pipedream, 3 stages")
     assert f"stage {len(made.partition.stages) - 1}: " in picture and "a device has 14.9 GiB" in picture
+    assert len(re.findall(r">[\d.]+ [KM]iB in [\d.]+ ms<", picture)) == 2 and ">none<" in picture
     points = explore(model(), Topology.local(4), global_batch=32, microbatch_sizes=(1, 2), schedules=["1f1b", "gpipe"])
     for text in (pareto_svg(points), depth_svg(points)):
         ElementTree.fromstring(text)

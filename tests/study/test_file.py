@@ -74,7 +74,7 @@ def test_trials_take_what_is_shared_then_their_own_then_the_grid():
         ({"steps": 0}, "steps: expected a whole number of at least 1"),
         ({"lr": "fast"}, "lr: expected a number"),
         ({"lr": -1}, "lr: expected a number"),
-        ({"tier": "tape"}, "tier: expected one of disk, host, got 'tape'"),
+        ({"tier": "tape"}, r"tier: expected one of (disk, host|host, disk), got 'tape'"),
         ({"device_memory": "2 potatoes"}, "device_memory: expected a quantity in bytes"),
         ({"device_memory": "0 MiB"}, "device_memory: expected more than 0 bytes"),
         ({"stop": {"rule": "medain"}}, "stop: unknown rule 'medain'; did you mean median"),

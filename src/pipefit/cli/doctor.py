@@ -25,7 +25,7 @@ from pipefit.errors import CommunicationError, PipefitError
 from pipefit.spec.host import usable_bytes
 from pipefit.units import columns, format_bytes, format_seconds
 
-_OPTIONAL = {"matplotlib": "plot", "scikit-learn": "data", "optuna": "search"}
+_OPTIONAL = {"matplotlib": "plot", "optuna": "search"}
 _MARKS = {"good": "+", "warn": "!", "bad": "x"}
 _SHM = Path("/dev/shm")
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

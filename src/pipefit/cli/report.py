@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pipefit.cli.answer import Answer
 from pipefit.cli.options import Json, ending
+from pipefit.units import columns
 
 
 def command(
@@ -20,11 +21,14 @@ def command(
 
     Example: pipefit report runs/first
 
+    Where `pipefit compare -o FOLDER` has written into the same folder, also the speed against one process.
+
     Args:
         folder: Folder of a run, written by `pipefit train -o FOLDER`.
         output: Path of the page; default: FOLDER/report.html.
     """
-    from pipefit.run.report_page import write_report
+    from pipefit.run.report_page import summary_of, write_report
 
     page = write_report(folder, output)
-    return Answer({"report": str(page)}, f"wrote {page}")
+    lines = columns([*summary_of(folder), ("report", str(page))])
+    return Answer({"report": str(page)}, "\n".join(lines))

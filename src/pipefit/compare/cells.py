@@ -151,7 +151,7 @@ def build_cells(task: Task, say: Callable[[str], None]) -> tuple[list[Cell], lis
     config = task.config
     cells = []
     refused = []
-    for name in [name for name in STRATEGIES if name in config.names]:
+    for name in config.names:
         for num in (1,) if name in WHOLE else config.microbatches:
             say(f"building {name}, {num} micro-batches")
             try:

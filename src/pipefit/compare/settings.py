@@ -51,7 +51,9 @@ class CompareConfig(Checked):
         typed="texts",
     )
     strategies: str = setting(
-        "", "Names with commas between them, or all; default: eight that differ most.", typed="words"
+        "",
+        "Names with commas between them, measured in this order, or all; default: eight that differ most.",
+        typed="words",
     )
     microbatches: Sequence[int] = setting(
         (4, 8), "Numbers of micro-batches per update, like 1,2,16; default: 4,8.", "-m", typed="numbers"
@@ -73,7 +75,7 @@ class CompareConfig(Checked):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of `strategies`."""
-        given = tuple(name.strip() for name in self.strategies.split(",") if name.strip())
-        if given == (ALL,):
+        given = dict.fromkeys(name.strip() for name in self.strategies.split(",") if name.strip())
+        if list(given) == [ALL]:
             return tuple(STRATEGIES)
-        return given or USUAL
+        return tuple(given) or USUAL

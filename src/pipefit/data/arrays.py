@@ -1,10 +1,10 @@
-"""Arrays of samples in shuffled epochs, and the images that come with scikit-learn."""
+"""Arrays of samples in shuffled epochs, and a set of images."""
 
 from __future__ import annotations
 
-import importlib.util
+import gzip
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.resources import files
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,15 +25,12 @@ class Digits(NamedTuple):
 
 
 def digits(seed: int = 0) -> Digits:
-    """The 1,797 handwritten digits of scikit-learn (UCI "Optical recognition of handwritten digits"), 8 × 8 pixels.
+    """1,797 handwritten digits (UCI "Optical recognition of handwritten digits", CC BY 4.0), 8 × 8 pixels.
 
     Pixels are standardised with the one mean and deviation of the training images.
 
     Args:
         seed: of the split.
-
-    Raises:
-        DataError: scikit-learn is not installed.
     """
     table = _digits_table()
     x = torch.tensor(table[:, :-1], dtype=torch.float32).view(-1, 1, 8, 8)
@@ -49,11 +46,9 @@ def digits(seed: int = 0) -> Digits:
 
 
 def _digits_table() -> np.ndarray:
-    """One row per image: 64 pixels and the label, from scikit-learn's file: importing the library takes seconds."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
-        raise DataError("data: digits come with scikit-learn, which is not installed: pip install 'pipefit[data]'")
-    return np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    """One row per image: 64 pixels and the label."""
+    packed = files("pipefit.data").joinpath("digits.csv.gz").read_bytes()
+    return np.loadtxt(gzip.decompress(packed).decode().splitlines(), delimiter=",")
 
 
 class ArrayBatches(Resumable):

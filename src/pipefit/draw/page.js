@@ -1,5 +1,4 @@
 // --------------------------------------------------------------------------------------------------------- the page
-const byId = id => document.getElementById(id);
 const drawAll = () => state.panels.forEach(panel => panel.draw());
 
 function zoom(wanted, anchor) {
@@ -18,6 +17,7 @@ function compare(two) {
   while (state.panels.length > (two ? 2 : 1)) state.panels.pop().node.remove();
   while (state.panels.length < (two ? 2 : 1)) addPanel(state.panels.length);
   drawAll();
+  remember();
 }
 
 // What to set beside a drawing: another schedule of the same shape, or the nearest there is.
@@ -39,10 +39,20 @@ function critical(on) {
   state.critical = on;
   byId("critical").setAttribute("aria-pressed", String(on));
   for (const panel of state.panels) panel.select(panel.selected);
+  remember();
+}
+
+function memoryLane(on) {
+  state.memory = on;
+  byId("memory").setAttribute("aria-pressed", String(on));
+  for (const panel of state.panels) panel.show(panel.stored);
 }
 
 byId("compare").addEventListener("click", () => compare(state.panels.length < 2));
 byId("critical").addEventListener("click", () => critical(!state.critical));
+byId("memory").addEventListener("click", () => memoryLane(!state.memory));
+byId("svg").addEventListener("click", () => save(new Blob([svgText()], {type: "image/svg+xml"}), fileName(".svg")));
+byId("png").addEventListener("click", async () => save(await bitmap(), fileName(".png")));
 byId("in").addEventListener("click", () => zoom(state.zoom * 1.5));
 byId("out").addEventListener("click", () => zoom(state.zoom / 1.5));
 byId("fit").addEventListener("click", () => zoom(1));
@@ -52,6 +62,7 @@ addEventListener("keydown", event => {
   else if (event.key === "-") zoom(state.zoom / 1.5);
   else if (event.key === "0") zoom(1);
   else if (event.key === "c") critical(!state.critical);
+  else if (event.key === "m") memoryLane(!state.memory);
 });
 // --------------------------------------------------------------------------------------------------- time and costs
 let playing = 0;
@@ -106,9 +117,11 @@ for (const key of ["forward", "backward", "message"]) if (state.base) byId(key).
 byId("costs").addEventListener("input", charge);
 addEventListener("resize", drawAll);
 compare(byId("compare").getAttribute("aria-pressed") === "true");
+recall();
+state.isReady = true;
 
 // Within a page of a manual: without heading and help, and as high as the drawing needs.
-if (parent !== self) {
+if (isEmbedded) {
   document.documentElement.className = "embedded";
   new ResizeObserver(() => parent.postMessage({height: document.documentElement.offsetHeight}, "*")).observe(document.body);
 }

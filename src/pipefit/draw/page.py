@@ -67,7 +67,7 @@ def html(
     return _render(context)
 
 
-_SCRIPTS = ("words.js", "replay.js", "panel.js", "page.js")
+_SCRIPTS = ("words.js", "replay.js", "panel.js", "export.js", "page.js")
 
 
 def _key(name: str, scene: Scene) -> tuple[str, int, int, int, int]:

@@ -1,5 +1,5 @@
 // One drawing on the page: its choices, figures, picture and what is told of an item.
-const CELL = 28, GAP = 6, TOP = 22, LANE = 13, SLOT = 11;
+const CELL = 28, GAP = 6, TOP = 22, LANE = 13, SLOT = 11, HELD = 22;
 const KEYS = ["p", "m", "v", "s"];
 
 class Panel {
@@ -44,6 +44,8 @@ class Panel {
     this.slots = slotsOf(entry);
     // Below a rank's cells lie its lanes of copies, and below those what is in each slot.
     this.tall = CELL + GAP + (entry.copies ? 4 + entry.lanes.length * LANE + 3 + Math.max(...this.slots.map(own => own.length)) * SLOT + 6 : 0);
+    this.heldTop = this.tall - GAP + 2;
+    if (state.memory) this.tall += HELD;
     this.selected = -1;
     this.kept = false;
     this.fillChoices();
@@ -53,6 +55,7 @@ class Panel {
     if (!this.node.isConnected) return;
     drawAll();
     this.describe();
+    remember();
   }
 
   fillChoices() {
@@ -111,6 +114,7 @@ class Panel {
       item.append(words);
       for (const lane of lanesOf(entry)) item.append(tag("em", "", lane));
       (this.slots[rank] || []).forEach((slot, place) => item.append(tag("em", place ? "slot" : "slot first", slot.name)));
+      if (state.memory) item.append(tag("em", "held", "in flight"));
       return item;
     }));
     this.memory.dataset.peak = (entry.kept ? "in flight + inputs" : "peak in flight") + (several ? ", weights" : "") + (entry.bytes.length ? ", memory" : "");
@@ -177,6 +181,7 @@ class Panel {
       lanesOf(this.entry).forEach((copy, lane) =>
         el("rect", {class: "lane", x: 0, y: this.top({rank, copy, lane}), width: width - 2, height: LANE - 2, rx: 2}, svg));
       (this.slots[rank] || []).forEach((slot, place) => this.stays(rank, slot, place, svg, scale));
+      if (state.memory) this.held(rank, svg, scale);
     }
     this.cells = this.items.map(item => item.copy ? this.bar(item, svg, scale) : this.cell(item, svg, scale));
     this.chain = el("path", {class: "chain"}, svg);
@@ -221,6 +226,16 @@ class Panel {
         + `${time(this.entry, stay.start)} to ${time(this.entry, stay.end)} (${time(this.entry, stay.end - stay.start)}).`;
       if (width > 22) el("text", {class: "in", x: (x + 5).toFixed(2), y: y + (SLOT - 2) / 2}, svg, `stage ${stay.stage}`.slice(width > 44 ? 0 : 6));
     }
+  }
+
+  // Micro-batches in flight over time, as high as the most of any rank.
+  held(rank, svg, scale) {
+    const highest = Math.max(...this.entry.peak) || 1, base = TOP + rank * this.tall + this.heldTop + HELD - 4;
+    const high = count => (base - count / highest * (HELD - 5)).toFixed(1);
+    let d = `M0 ${base}`;
+    for (const [time, count] of heldOver(this.entry, rank)) d += `H${(time * scale).toFixed(1)}V${high(Math.max(count, 0))}`;
+    const path = el("path", {class: "held", d: `${d}V${base}Z`}, svg);
+    path.words = `Micro-batches in flight on rank ${rank} over time; at most ${this.peakWords(rank)}.`;
   }
 
   bar(copy, svg, scale) {

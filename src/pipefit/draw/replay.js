@@ -52,10 +52,10 @@ const bubbleAt = (items, ranks, now) => 1 - items.reduce((sum, item) =>
   sum + (item.letter && item.letter !== "S" ? Math.max(Math.min(item.end, now) - item.start, 0) : 0), 0) / (now * ranks || 1);
 
 // Micro-batches in flight on each rank: a forward, or its replay, saves tensors until the last backward of that stage.
-const heldAt = (entry, now) => {
-  const held = entry.stages.map(() => 0), open = {};
+const livesOf = entry => {
+  const open = {};
   // The next pass over a program has the same micro-batches again.
-  entry.lives ??= itemsOf(entry).flatMap(item => {
+  return entry.lives ??= itemsOf(entry).flatMap(item => {
     if (item.copy || item.letter === "S") return [];
     const key = `${item.rank} ${item.stage}.${item.mb}`, {start, end} = item;
     if ("BIW".includes(item.letter) && open[key]) open[key].end = end;
@@ -63,6 +63,17 @@ const heldAt = (entry, now) => {
     else return [open[key] = {rank: item.rank, start, end}];
     return [];
   });
-  for (const life of entry.lives) if (life.start <= now && now < life.end) held[life.rank] += 1 / entry.stages[life.rank].length;
+};
+const heldAt = (entry, now) => {
+  const held = entry.stages.map(() => 0);
+  for (const life of livesOf(entry)) if (life.start <= now && now < life.end) held[life.rank] += 1 / entry.stages[life.rank].length;
   return held;
+};
+// The same over time, of one rank: [time, in flight from then on].
+const heldOver = (entry, rank) => {
+  const each = 1 / entry.stages[rank].length, changes = new Map();
+  const add = (time, change) => changes.set(time, (changes.get(time) || 0) + change);
+  for (const life of livesOf(entry)) if (life.rank === rank) { add(life.start, each); add(life.end, -each); }
+  let held = 0;
+  return [...changes].sort((a, b) => a[0] - b[0]).map(([time, change]) => [time, held += change]);
 };

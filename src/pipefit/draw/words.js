@@ -1,13 +1,14 @@
 "use strict";
 // What the page knows: the drawings, their instructions and copies, and how numbers and times are written.
-const read = id => JSON.parse(document.getElementById(id).textContent);
+const byId = id => document.getElementById(id);
+const read = id => JSON.parse(byId(id).textContent);
 const entries = read("data"), families = read("families");
 const LETTERS = "FRBIWS", WHY = ["start", "rank", "message", "reduction", "copy", "lane"];
 // What is moved, in the order of encode.py: its letter and its words; last a step on the host, which moves nothing.
 const MOVED = [["w", "weights"], ["g", "gradients"], ["o", "optimizer states"], ["a", "activations"], ["a", "input"],
   ["S", "optimizer step"], ["a", "gradient"]];
 const SVG = "http://www.w3.org/2000/svg";
-const state = {zoom: 1, critical: false, panels: [], now: Infinity, base: null, costs: null};
+const state = {zoom: 1, critical: false, memory: false, panels: [], now: Infinity, base: null, costs: null};
 
 const el = (name, attributes, parent, text) => {
   const made = document.createElementNS(SVG, name);

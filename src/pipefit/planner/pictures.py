@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from pipefit.errors import PipefitError
 from pipefit.planner.candidate import Estimate
 from pipefit.planner.estimate import estimate
 from pipefit.planner.methods import problem_of, space_of
-from pipefit.planner.plan_figures import at_size_of
+from pipefit.planner.plan_figures import at_size_of, plan_costs
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.space import Problem, configs
 from pipefit.spec import Plan, Profile, StageSpec, Topology
@@ -130,12 +130,14 @@ def depth_svg(points: Sequence[Point], title: str = "") -> str:
 
 
 def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None) -> str:
-    """The layers as a strip in the colours of their stages, each as wide as its time; below, their time and memory.
+    """The layers as a strip in the colours of their stages, each as wide as its time.
+
+    Below it for each stage: its time, its memory, and the output that it sends to the next one.
 
     Args:
         plan: with a prediction; without one, memory is left out.
         profile: of the model.
-        topology: for the memory that devices have.
+        topology: for the memory that devices have, and for outputs, which are left out without one.
 
     Raises:
         PipefitError: matplotlib is not installed.
@@ -159,10 +161,10 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
 
     def draw(figure: Figure) -> None:
         heights = [90, 40 + 24 * len(stages)]
-        places = figure.subplot_mosaic([["layers"] * 2, ["time", "memory"]], height_ratios=heights)
+        places = figure.subplot_mosaic([["layers"] * 3, ["time", "memory", "output"]], height_ratios=heights)
         _strip(places["layers"], figures, plan.partition.stage_of)
         seconds = list(map(seconds_of, stages))
-        _stage_bars(places["time"], "time per micro-batch and replica", seconds, format_seconds)
+        _stage_bars(places["time"], "time per micro-batch and replica", seconds, list(map(format_seconds, seconds)))
         words = [_stage_words(plan, index) for index in places_of_stages]
         places["time"].set_yticks(places_of_stages, words)
         places["memory"].axis("off")
@@ -171,13 +173,34 @@ def partition_svg(plan: Plan, profile: Profile, topology: Topology | None = None
             label = "peak memory of its rank"
             if math.isfinite(limit):
                 label += f"; dashed: a device has {format_bytes(limit)}"
-            _stage_bars(places["memory"], label, memory, format_bytes, limit)
+            _stage_bars(places["memory"], label, memory, list(map(format_bytes, memory)), limit)
+        places["output"].axis("off")
+        if topology and len(stages) > 1:
+            sizes, messages = _outputs(plan, profile, topology)
+            _stage_bars(places["output"], "output of a micro-batch, and its message", sizes, messages)
 
     title = (
         f"{plan.model}: {plan.schedule}, {counted(len(stages), 'stage')}, "
         f"{counted(plan.num_microbatches, 'micro-batch', 'micro-batches')}"
     )
-    return plotted(draw, 900, 210 + 26 * len(stages), title)
+    return plotted(draw, 1160, 210 + 26 * len(stages), title)
+
+
+def _outputs(plan: Plan, profile: Profile, topology: Topology) -> tuple[list[float], list[str]]:
+    """Bytes of the output of each stage, and in words bytes and seconds of its message to the next stage."""
+    cost = plan_costs(plan, profile, topology)
+    last = len(plan.partition.stages) - 1
+    sizes = [*cost.act_bytes[:last], 0.0]
+    words = []
+    for stage in range(last):
+        sender = plan.placement.ranks[stage][0]
+        receiver = plan.placement.ranks[stage + 1][0]
+        text = format_bytes(sizes[stage])
+        if sender != receiver:
+            bandwidth, latency = cost.link(sender, receiver)
+            text += f" in {format_seconds(latency + sizes[stage] / bandwidth)}"
+        words.append(text)
+    return sizes, [*words, "none"]
 
 
 def _strip(axes: Axes, figures: Profile, owner: dict[int, int]) -> None:
@@ -196,7 +219,7 @@ def _strip(axes: Axes, figures: Profile, owner: dict[int, int]) -> None:
 
 
 def _stage_bars(
-    axes: Axes, title: str, values: Sequence[float], words: Callable[[float], str], limit: float = math.inf
+    axes: Axes, title: str, values: Sequence[float], labels: Sequence[str], limit: float = math.inf
 ) -> None:
     """A bar for each stage, with a dashed line at a limit; the labels are a column to the right of all of them."""
     places = range(len(values))
@@ -206,8 +229,9 @@ def _stage_bars(
         axes.axvline(limit, linestyle="--", color="#d6336c", zorder=0)
         end = max(end, limit)
     end = max(end, 0.0) or 1.0
-    for index, value in enumerate(values):
-        axes.text(1.03 * end, index, words(value), va="center")
+    for index, label in enumerate(labels):
+        axes.text(1.03 * end, index, label, va="center")
+    axes.axis("on")
     axes.set_title(title, loc="left")
     axes.set_xlim(0, 1.3 * end)
     axes.invert_yaxis()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import msgspec
 
 from pipefit.draw import svg
 from pipefit.draw.chart import can_plot
@@ -14,15 +16,42 @@ from pipefit.draw.scene import scene_of
 from pipefit.errors import PipefitError
 from pipefit.pipeline.run_report import SHOWN
 from pipefit.planner.explain import spill_lines
-from pipefit.run.config import checkpoints_of
+from pipefit.run.config import RunConfig, checkpoints_of
 from pipefit.run.curves import curves, figures_of
+from pipefit.run.guesses import picture_of, read_guesses
 from pipefit.run.result import MEASURED, METRICS, RESULT
+from pipefit.run.speeds import speeds_of
 from pipefit.runtime.faults import described, noted
 from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_atomically
+from pipefit.spec.options import as_flat
+from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, notable
 from pipefit.timeline.trace import load_trace
 from pipefit.units import format_bytes, format_seconds
+
+_WIDTHS = {"screen": (1160, 2), "phone": (560, 1)}
+"""Of each kind of window, the width of a timeline in pixels, and the passes that it shows."""
+_SETTINGS = (
+    "model",
+    "option",
+    "data",
+    "ranks",
+    "schedule",
+    "microbatches",
+    "batch",
+    "steps",
+    "optimizer",
+    "lr",
+    "lr_schedule",
+    "warmup",
+    "weight_decay",
+    "betas",
+    "clip",
+    "precision",
+    "seed",
+)
+"""The options that a report always names; the others where they are not the default."""
 
 
 def write_report(folder: str | Path, output: str | Path | None = None) -> Path:
@@ -85,6 +114,32 @@ def page_of(place: Path, *, follows: bool = False) -> str:
         raise PipefitError(f"{place}: its files are not those that a run wrote ({why}); train again") from None
 
 
+def summary_of(place: Path) -> list[tuple[str, str]]:
+    """The figures by which a run that has ended is judged, as names and words; []: it has not ended.
+
+    Args:
+        place: the folder of the run, of which a page was made.
+
+    Raises:
+        PipefitError: a file is not what was written.
+    """
+    if not (place / RESULT).exists():
+        return []
+    data = read_json(place / RESULT)
+    result = data["result"]
+    found = []
+    accuracy = result["held_out_accuracy"]
+    if accuracy is not None:
+        found.append(("result", f"{accuracy:.1%} of the held-out samples are right"))
+    if result["predicted"]:
+        predicted = format_seconds(result["predicted"]["period_s"])
+        found.append(("step", f"{predicted} predicted, {format_seconds(result['measured_period_s'])} measured"))
+    speeds = speeds_of(place, data["config"])
+    if speeds:
+        found += [("speed", speeds.verdict), ("", speeds.method)]
+    return found
+
+
 def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
     template = files("pipefit.run").joinpath("report.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
@@ -118,6 +173,10 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         rows=_rows(result["rows"]) if result else [],
         can_plot=can_plot(),
         curves=drawn,
+        settings=_settings(data["config"]) if result else {},
+        machine=result.get("machine", {}) if result else {},
+        speeds=speeds_of(place, data["config"]) if result else None,
+        guesses=[(guess, picture_of(guess)) for guess in read_guesses(result or {})],
         timelines=_timelines(place, bool(result and result["predicted"])),
     )
 
@@ -128,8 +187,22 @@ def _rows(data: list[dict[str, Any]]) -> list[Row]:
     return [row for row in notable(rows) if row.name.split()[0] in ("period", "bubble", *SHOWN)]
 
 
-def _timelines(place: Path, is_predicted: bool) -> list[str]:
-    """The pictures of the timelines that there are, with one unit."""
+def _settings(config: dict[str, Any]) -> dict[str, str]:
+    """The options of a run that a reader wants to know, by their names in words."""
+    usual = as_flat(RunConfig())
+    found = {}
+    for name, value in config.items():
+        is_usual = value in (usual.get(name), None, "", [], {})
+        if name == "output" or value in (None, "", [], {}) or (is_usual and name not in _SETTINGS):
+            continue
+        if isinstance(value, list):
+            value = ", ".join(map(str, value))
+        found[name.replace("_", " ")] = str(value)
+    return found
+
+
+def _timelines(place: Path, is_predicted: bool) -> list[tuple[str, str]]:
+    """The pictures of the last passes of the timelines that there are, with one unit; each for a kind of window."""
     names = ["measured"]
     if is_predicted:
         names.append("predicted")
@@ -137,5 +210,23 @@ def _timelines(place: Path, is_predicted: bool) -> list[str]:
     if not is_predicted and not (place / MEASURED).exists():
         return []
     loaded = {name: load_trace(path) for name, path in paths.items()}
-    longest = max(timeline.makespan_s for timeline in loaded.values())
-    return [svg(scene_of(timeline, True, longest), title=name) for name, timeline in loaded.items()]
+    found = []
+    for name, timeline in loaded.items():
+        for window, (width, num_passes) in _WIDTHS.items():
+            shown = _last(timeline, num_passes)
+            longest = max(_last(other, num_passes).makespan_s for other in loaded.values())
+            found.append((window, svg(scene_of(shown, True, longest), title=name, width=width)))
+    return found
+
+
+def _last(timeline: Timeline, num_passes: int) -> Timeline:
+    """The last passes of a timeline."""
+    first = timeline.num_repeats - num_passes
+    if first <= 0:
+        return timeline
+    events = [
+        msgspec.structs.replace(event, repeat=event.repeat - first)
+        for event in timeline.events
+        if event.repeat >= first
+    ]
+    return replace(timeline, events=tuple(events), num_repeats=num_passes)

@@ -14,6 +14,7 @@ from pipefit.models import ModelBundle
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.pipeline.run_report import Traffic
 from pipefit.run.config import RunConfig, checkpoints_of
+from pipefit.run.guesses import Guess
 from pipefit.run.sources import Source
 from pipefit.spec import Plan, Prediction, Profile
 from pipefit.spec.files import write_atomically, write_json
@@ -104,6 +105,8 @@ class RunResult:
     faults: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    guesses: list[Guess] = field(default_factory=list)
+    machine: dict[str, str] = field(default_factory=dict)
     paths: dict[str, str] = field(default_factory=dict)
 
 

@@ -27,6 +27,8 @@ from pipefit.pipeline.run_report import PipelineReport
 from pipefit.profiling.machine import CpuUse
 from pipefit.run.config import RunConfig, checkpoints_of, with_defaults, with_steps
 from pipefit.run.following import LatestTimeline
+from pipefit.run.guesses import guesses_of
+from pipefit.run.machine_facts import machine_facts
 from pipefit.run.measuring import busy_cores, busy_measurement, busy_training, measured, slow_training
 from pipefit.run.observer import Observer
 from pipefit.run.optimizers import Rates, make_optimizer, rates
@@ -295,6 +297,7 @@ def _result(run: ReadyRun, trained: _Trained, report: PipelineReport, before: fl
         peak_memory_bytes=report.peak_memory_bytes,
         held_bytes=report.held_bytes,
         compile_s=report.compile_s,
+        machine=machine_facts(current(), run.pipe.device),
     )
     best = trained.best
     if best.best_step:
@@ -329,18 +332,27 @@ def _compared(run: ReadyRun, trained: _Trained, measured: Timeline, result: RunR
 
 
 def _use_model(run: ReadyRun, result: RunResult) -> None:
-    """Saves the trained model of a folder, and lets a language model write. Every rank makes the same call."""
+    """Saves the trained model of a folder, and asks a model for texts or classes. Every rank makes the same call."""
     config = run.config
+    source = run.source
     if is_folder(config.model):
         if config.output:
             result.paths["model"] = str(run.pipe.save_pretrained(Path(config.output) / "model"))
         if not run.plan.spill:
             result.samples = _answered(run)
-    elif not run.plan.spill and run.source.prompts and config.sample:
-        # A model on a tier may be larger than the host's memory.
-        state = run.pipe.state_dict()
-        if run.pipe.rank == 0:
-            result.samples = _continued(run, state)
+        return
+    has_text = bool(source.prompts and config.sample)
+    is_chain = isinstance(run.bundle.layers, nn.Sequential)
+    # A model on a tier may be larger than the host's memory.
+    if run.plan.spill or not is_chain or not (has_text or source.counts_hits):
+        return
+    state = run.pipe.state_dict()
+    if run.pipe.rank == 0:
+        model = _whole(run, state)
+        if has_text:
+            result.samples = _continued(run, model)
+        else:
+            result.guesses = guesses_of(model, *source.held_out[0])
 
 
 def _answered(run: ReadyRun) -> list[Sample]:
@@ -362,10 +374,9 @@ def _answered(run: ReadyRun) -> list[Sample]:
     return found
 
 
-def _continued(run: ReadyRun, state: dict[str, torch.Tensor]) -> list[Sample]:
-    """Text of the trained model of bytes, made by the whole model on this rank."""
+def _whole(run: ReadyRun, state: dict[str, torch.Tensor]) -> nn.Sequential:
+    """The whole trained model on this rank, in evaluation mode."""
     config = run.config
-    source = run.source
     # The layers of a tensor-parallel run are parts of the model's.
     if run.plan.tensor > 1:
         whole = build(config.model, **parse_options(config.option, config.model))
@@ -375,6 +386,13 @@ def _continued(run: ReadyRun, state: dict[str, torch.Tensor]) -> list[Sample]:
     assert isinstance(model, nn.Sequential)
     model.load_state_dict(state, assign=True)
     model.eval()
+    return model
+
+
+def _continued(run: ReadyRun, model: nn.Sequential) -> list[Sample]:
+    """Text of the trained model of bytes, made by the whole model on this rank."""
+    config = run.config
+    source = run.source
     found = []
     for prompt in source.prompts:
         context = source.tokens_per_sample
