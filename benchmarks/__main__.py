@@ -11,6 +11,7 @@ MODULES = {
     "convergence": "benchmarks.convergence",
     "cut-cost": "benchmarks.cut_cost",
     "ddp": "benchmarks.ddp",
+    "fully-shard": "benchmarks.fully_shard",
     "gpu": "benchmarks.gpu",
     "hub-folder": "benchmarks.hub_folder",
     "hybrid": "benchmarks.hybrid",

@@ -55,7 +55,7 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "resume=runs/y "
         "checkpoint_every=8 checkpoint_share=0.1 keep_checkpoints=5 "
         "sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
-        "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
+        "precision=bf16 shard=weights loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
         "patience=3 measure=again log=csv compile no_decay=bias,norm nonfinite=skip verify_replicas=12"
     )

@@ -173,7 +173,7 @@ def _apart(named, spared):
 
 
 def test_a_sharded_optimizer_keeps_the_groups():
-    data = pf.Parallelism(ranks=2, replicas=2, shard_optimizer=True)
+    data = pf.Parallelism(ranks=2, replicas=2, shard="optimizer")
     pipe = pipeline(decaying, stages=1, parallelism=data, no_decay=SPARED)
     wanted = trained(lambda model: torch.optim.SGD(groups(model), 0.1, momentum=0.9), 3)
     assert_same(pipe, pipe.fit(batches(3)), wanted)

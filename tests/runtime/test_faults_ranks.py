@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_save_is_heard_by_all_and_nothing_is_committed(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [{}, {"replicas": 2, "microbatches": 4, "shard_optimizer": True}])
+@pytest.mark.parametrize("options", [{}, {"replicas": 2, "microbatches": 4, "shard": "optimizer"}])
 def test_ranks_write_a_checkpoint_while_training_goes_on(options, tmp_path):
     num_ranks = 4 if options else 2
     (losses, state), *_ = launch(jobs.save_behind, num_ranks, str(tmp_path), options, quiet=True)

@@ -266,6 +266,18 @@ class _Process:
         self.is_bad_fork = self.has_used
 
 
+def _resized(of_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """`UntypedStorage.resize_`, also for the device."""
+
+    def resize_(storage: Any, num_bytes: int) -> Any:
+        if storage.device.type != "cuda":
+            return of_cpu(storage, num_bytes)
+        _library.sham_resize(storage._cdata, storage.device.index, num_bytes)
+        return storage
+
+    return resize_
+
+
 def _names(native: Any) -> dict[str, Any]:
     """The functions of `torch._C` for CUDA."""
     process, modes = _Process(), [0]
@@ -305,6 +317,7 @@ def _names(native: Any) -> dict[str, Any]:
         process.use()
         devices = range(_library.sham_device_count())
         torch.cuda._get_device_properties = properties  # type: ignore[attr-defined]
+        torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
         torch.cuda.default_generators = tuple(torch.Generator(f"cuda:{index}") for index in devices)
 
     def exchange_device(device: int) -> int:
@@ -377,6 +390,7 @@ def _load() -> None:
     _library.sham_stream.restype = ctypes.c_int64
     _library.sham_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
     _library.sham_begin.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+    _library.sham_resize.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
     _library.sham_pin.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     _library.sham_unpin.argtypes = [ctypes.c_void_p]
     _library.sham_elapsed_ms.argtypes, _library.sham_elapsed_ms.restype = [ctypes.c_void_p] * 2, ctypes.c_double

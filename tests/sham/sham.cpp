@@ -707,6 +707,15 @@ void sham_begin(int devices, uint64_t bytes, Note noted, Found found) {
   note = noted;
   found_elsewhere = found;
 }
+// Gives a storage other memory, without its contents: torch's own function for that is not in a build without CUDA.
+void sham_resize(void* storage, int device, uint64_t bytes) {
+  auto* impl = static_cast<StorageImpl*>(storage);
+  auto before = current;
+  current = device;
+  impl->set_data_ptr(device_memory.allocate(bytes));
+  impl->set_nbytes(bytes);
+  current = before;
+}
 int sham_device_count() { return device_count; }
 int sham_device() { return current; }
 void sham_set_device(int device) { current = device; }

@@ -227,7 +227,7 @@ def _drawn(made: Plan, profile: Profile, machine: Topology, options: PlanOptions
 
 
 _SAME = (
-    "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "sharded_optimizer",
+    "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "shard",
     "spill", "candidates", "plan_seconds",
 )  # fmt: skip
 """Fields of a plan that the JSON object contains unchanged."""

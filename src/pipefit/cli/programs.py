@@ -88,7 +88,8 @@ class Source:
             Placement(header.placement),
             header.schedule,
             header.num_microbatches,
-            sharded_optimizer=header.sharded,
+            shard=header.shard,
+            shard_slots=header.shard_slots,
         )
 
 

@@ -43,6 +43,9 @@ class CostModel:
         weight_bytes: of the weights.
         wgrad_bytes: of the weights that train: of their gradients, and of each further version; (): `weight_bytes`.
         optim_bytes: of the optimizer's state, held from beginning to end.
+        shard_bytes: of the part of shared weights that a rank keeps from beginning to end.
+        sum_bytes: of its part of the summed gradients, from the first sum of an update to its step.
+        gathered: stages whose whole weights come and go, because their copies share them.
         fixed_bytes: of other data of the stage that stays on its rank's device, such as buffers.
         input_bytes: of one micro-batch of inputs, at stage 0.
         target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
@@ -77,6 +80,9 @@ class CostModel:
     weight_bytes: tuple[float, ...] = ()
     wgrad_bytes: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
+    shard_bytes: tuple[float, ...] = ()
+    sum_bytes: tuple[float, ...] = ()
+    gathered: frozenset[int] = frozenset()
     fixed_bytes: tuple[float, ...] = ()
     input_bytes: float = 0
     target_bytes: float = 0
@@ -123,7 +129,7 @@ class CostModel:
             work = self._work_s(instruction)
             if self.speed and op is not Op.LOAD:
                 work = work / self.speed[rank]
-            if op is Op.DROP:
+            if op in (Op.DROP, Op.FREE):
                 return work
             return work + self.overhead_s
         if op is Op.BARRIER:
@@ -208,7 +214,7 @@ class CostModel:
         """
         if len(members) < 2:
             return 0
-        if instruction.kind in _HALVES:
+        if instruction.op is Op.UNSHARD or instruction.kind in _HALVES:
             law = all_gather_s
         else:
             law = all_reduce_s
@@ -276,17 +282,19 @@ class CostModel:
 
     def held_bytes(self, value: Value) -> float:
         """Bytes of a value on a device where weights stay: of each version what trains; `frozen_bytes` is the rest."""
-        if value.kind == Kind.WEIGHTS:
+        if value.kind == Kind.WEIGHTS and value.stage not in self.gathered:
             return self.wgrad_bytes[value.stage]
         return self.size_bytes(value)
 
     def frozen_bytes(self, stage: int) -> float:
-        """Bytes of a stage's weights that do not train: all versions share them."""
+        """Bytes of a stage's weights that do not train, where they stay: all versions share them."""
+        if stage in self.gathered:
+            return 0
         return self.weight_bytes[stage] - self.wgrad_bytes[stage]
 
     def resident_bytes(self, stages: Sequence[int]) -> float:
-        """Bytes that are always on a rank with these stages: the optimizer's state."""
-        return sum(self.optim_bytes[stage] for stage in stages)
+        """Bytes that are always on a rank with these stages: the optimizer's state, and parts of what copies share."""
+        return sum(self.optim_bytes[stage] + self.shard_bytes[stage] for stage in stages)
 
     def room_bytes(self, stages: Sequence[int]) -> float:
         """Bytes that a rank with these stages leaves free for the replays inside its backwards, one at a time."""
@@ -312,6 +320,8 @@ class CostModel:
     def _reduced_bytes(self, instruction: Instruction) -> float:
         if instruction.op is Op.BARRIER or instruction.kind == Reduction.NORM:
             return 0
+        if instruction.op is Op.UNSHARD:
+            return self.weight_bytes[instruction.stage]
         whole = self.wgrad_bytes[instruction.stage]
         if instruction.kind == Reduction.TIED:
             return self.tied_bytes.get(instruction.stage, whole)
@@ -341,7 +351,8 @@ _SIZE: Final = {
     Kind.WGRAD.value: "wgrad_bytes",
     Kind.WEIGHTS.value: "weight_bytes",
     Kind.OPTIM.value: "optim_bytes",
+    Kind.SUMS.value: "sum_bytes",
 }
 _PIECES: Final = (Kind.PIECE.value, Kind.GRAD_PIECE.value)
 _WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.SHARDS.value)
-"""Shards are parts of weights that are stored in the memory of the whole."""
+"""Shards are parts of weights that are stored in the memory of the whole, or are always there."""

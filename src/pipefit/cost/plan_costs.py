@@ -98,7 +98,7 @@ def of_plan(
 
     # Each replica steps its part and keeps the states of it.
     parts = [1] * len(stages)
-    if plan.sharded_optimizer:
+    if plan.shard != "none":
         parts = list(map(len, plan.placement.ranks))
     trained = total(lambda layer: layer.wgrad_bytes)
     steps_s: tuple[float, ...] = ()
@@ -106,6 +106,16 @@ def of_plan(
     for stage, size, num in zip(partition.stages, trained, parts, strict=True):
         steps_s += (profile.optimizer_of(stage.layers) / num,)
         optim_bytes += (size * state_per_weight / num,)
+    weights = total(lambda layer: layer.weight_bytes)
+    shards = [0.0] * len(stages)
+    sums = [0.0] * len(stages)
+    gathered: set[int] = set()
+    for index, num in enumerate(parts):
+        if num > 1 and plan.shard in ("gradients", "weights"):
+            sums[index] = trained[index] / num
+        if num > 1 and plan.shard == "weights":
+            shards[index] = weights[index] / num
+            gathered.add(index)
     inputs_s = total(lambda layer: layer.backward_input_s)
     weights_s = total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, _grad_bytes)
@@ -131,9 +141,12 @@ def of_plan(
         saved_bytes=total(lambda layer: layer.saved_bytes),
         replay_bytes=tuple(replays_bytes),
         half_bytes=(*none, grads[first], *total(lambda layer: layer.kept_bytes)[first + 1 :]),
-        weight_bytes=total(lambda layer: layer.weight_bytes),
+        weight_bytes=weights,
         wgrad_bytes=trained,
         optim_bytes=optim_bytes,
+        shard_bytes=tuple(shards),
+        sum_bytes=tuple(sums),
+        gathered=frozenset(gathered),
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,

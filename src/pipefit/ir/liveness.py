@@ -61,30 +61,29 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
     header = program.header
-    spills = header.spill is not None
+    moves = header.spill is not None or header.shard in ("gradients", "weights")
     lives: dict[Value, Lifetime] = {}
     for stage in header.stages_of(rank):
-        if not header.is_spilled(stage):
+        if header.is_resident(stage):
             value = Value(WEIGHTS, stage, 0)
             lives[value] = Lifetime(value, -1, -1)
     ended = []
     step = Op.STEP
     drop = Op.DROP
-    evict = Op.EVICT
+    frees = (Op.EVICT, Op.FREE)
     for index, instruction in enumerate(instructions):
         op = instruction.op
         for value in NEEDS[op](instruction, program, rank):
             if value in lives:
                 lives[value].dies = index
-        spilled = spills and header.is_spilled(instruction.stage)
+        away = moves and not header.is_resident(instruction.stage)
         birth = index
-        frees = op is evict or (spilled and (op is step or op is drop))
-        if spills and frees:
+        if op in frees or (away and (op is step or op is drop)):
             for value in CONSUMES[op](instruction, program, rank):
                 if value in lives:
                     ended.append(lives.pop(value))
         if op is step:
-            if spilled:
+            if away:
                 birth += 1
             else:
                 birth += 2 * is_in_place(instructions, index)
@@ -94,7 +93,7 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
                     continue
                 ended.append(lives[value])
             lives[value] = Lifetime(value, birth, birth)
-    dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op is drop or i.op is evict}
+    dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op is drop or i.op is Op.EVICT}
     for value in lives.keys() - dropped:
         if value.kind == WEIGHTS:
             lives[value].dies = len(instructions)

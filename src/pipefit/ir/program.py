@@ -14,6 +14,7 @@ from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.instruction import Indices, Instruction, StageAt
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
+from pipefit.spec.plan import SHARDS, Shard
 
 MOST_STAGES: Final = 4096
 """Most stages, and most ranks, of a program from a file."""
@@ -50,7 +51,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         updates: micro-batches per update, for each stage (over all its replicas).
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is known before each step, to clip them or to skip an update that is not finite.
-        sharded: each replica of a stage steps a part of its weights, and the new parts are gathered.
+        shard: what the replicas of a stage share. "optimizer": each steps a part of the weights, and the new parts are
+            gathered; "gradients": whole gradients are also freed once each replica has the sum of its part; "weights":
+            whole weights are also gathered before they are used, and freed after.
+        shard_slots: stages of a rank whose whole gradients (and weights, where these are shared) are there at once.
         tensor: processes that share each rank's stages by tensor parallelism; all of them run the rank's list.
         pieces: messages are split over these processes: each sends its part, the receiver gathers (scatter/gather).
         spill: stages that are kept on another tier (None: all stay on their device).
@@ -66,7 +70,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     updates: Indices
     ties: tuple[Indices, ...] = ()
     clip: bool = False
-    sharded: bool = False
+    shard: Shard = "none"
+    shard_slots: int = 2
     tensor: int = 1
     pieces: bool = False
     spill: Spill | None = None
@@ -93,6 +98,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(f"ties: a group needs at least two distinct stages, got {ties}")
         if not _are_distinct([tie[0] for tie in ties]):
             raise ScheduleError(f"ties: a group is known by its first stage, so no two may begin alike, got {ties}")
+        self._check_shard()
         if self.spill:
             spilled = self.spill.stages
             if not 0 <= spilled[0] <= spilled[-1] < num_stages:
@@ -104,6 +110,26 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if any(min(tie) < self.frozen for tie in ties):
             raise ScheduleError(
                 f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {ties}"
+            )
+
+    def _check_shard(self) -> None:
+        if self.shard not in SHARDS:
+            known = ", ".join(SHARDS)
+            raise ScheduleError(f"shard: expected one of {known}, got {self.shard!r}")
+        if self.shard_slots < 1:
+            raise ScheduleError(f"shard_slots: expected at least 1, got {self.shard_slots}")
+        come_and_go = self.shard in ("gradients", "weights")
+        if not come_and_go:
+            return
+        if self.weights is not WeightRule.FLUSH:
+            raise ScheduleError(
+                f"{self.schedule}: {self.shard} are shared only where updates wait for each other; this schedule "
+                'keeps several versions of the weights: use a synchronous one, or shard="optimizer"'
+            )
+        if self.spill:
+            raise ScheduleError(
+                f"{self.schedule}: a stage that is kept on another tier cannot share its {self.shard} too; "
+                "spill it, or share them with its copies"
             )
 
     @property
@@ -152,7 +178,19 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def is_sharded(self, stage: int) -> bool:
         """Returns whether each replica of a stage steps a part of its weights."""
-        return self.sharded and len(self.placement[stage]) > 1
+        return self.shard != "none" and len(self.placement[stage]) > 1
+
+    def is_resident(self, stage: int) -> bool:
+        """Returns whether whole weights of a stage are on each of its ranks when a program starts, and when it ends."""
+        return not (self.is_spilled(stage) or self.shares_weights(stage))
+
+    def shares_gradients(self, stage: int) -> bool:
+        """Returns whether each replica of a stage keeps only its part of the summed gradients."""
+        return self.shard in ("gradients", "weights") and len(self.placement[stage]) > 1
+
+    def shares_weights(self, stage: int) -> bool:
+        """Returns whether each replica of a stage keeps only its part of the weights."""
+        return self.shard == "weights" and len(self.placement[stage]) > 1
 
     @property
     def total_microbatches(self) -> int:

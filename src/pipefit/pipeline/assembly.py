@@ -129,9 +129,9 @@ def assemble(
             spilling.commit_every = interval
         replicas = {stage: plan.placement.ranks[stage] for stage in part}
         shards = {}
-        if plan.sharded_optimizer:
+        if plan.shard != "none":
             shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
-        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards)
+        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard)
         workers.append(worker)
         for index, own in worker.stages.items():
             own.replay(plan.partition.stages[index].replays, len(layers))

@@ -112,7 +112,7 @@ def _equal_copies(request: Request) -> int:
     usual = Request()
     spread = request.parallelism
     given = [name for name in ("stages", "plan") if getattr(request, name) != getattr(usual, name)]
-    for name in ("recompute", "tensor", "sequence_parallel", "shard_optimizer"):
+    for name in ("recompute", "tensor", "sequence_parallel", "shard"):
         if getattr(spread, name) != getattr(usual.parallelism, name):
             given.append(name)
     if given:

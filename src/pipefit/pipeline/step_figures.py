@@ -164,6 +164,8 @@ def _kept_bytes(worker: Worker) -> float:
                 tensors.append(parameter.grad)
         for layer in stage.layers:
             tensors += layer.module.buffers()
+    for store in worker.stores.values():
+        tensors += store.kept()
     for index, optimizer in worker.optimizers.items():
         if index not in spilled or not spilled[index].on_host:
             tensors += tensors_of(list(optimizer.state.values()))

@@ -78,7 +78,7 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         config.chunks,
         options=options,
         data=config.data,
-        sharded_optimizer=config.sharded,
+        shard=config.shard,
         spill=spill,
         frozen=frozen,
         model=problem.profile.model,

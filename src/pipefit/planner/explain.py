@@ -238,8 +238,8 @@ def _counts(plan: Plan) -> str:
         words.append(f"{plan.data} copies")
     if plan.tensor > 1:
         words.append(f"tensor width {plan.tensor}")
-    if plan.sharded_optimizer:
-        words.append("sharded optimizer")
+    if plan.shard != "none":
+        words.append(f"sharded {plan.shard}")
     return ", ".join(words)
 
 

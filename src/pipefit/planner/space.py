@@ -17,7 +17,7 @@ from pipefit.cost import ModelBytes, speeds_of
 from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Partition, Placement, Profile, SpillSpec, Tier, Topology
-from pipefit.spec.plan import INSIDE
+from pipefit.spec.plan import INSIDE, Shard
 
 T = TypeVar("T")
 
@@ -112,6 +112,13 @@ class Config:
     replicas: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
     spill: SpillSpec | None = None
+
+    @property
+    def shard(self) -> Shard:
+        """What its copies share."""
+        if self.sharded:
+            return "optimizer"
+        return "none"
 
     @property
     def inside(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from pipefit.errors import InvalidProgramError
 from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
-from pipefit.ir.program import Program
+from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh
+from pipefit.parallel.shared_stores import SharedWeightsStore
 from pipefit.parallel.threads import let_carriers_wait
+from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
@@ -50,6 +53,7 @@ class Engine:
         self.workers = list(workers)
         self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
+        self._is_whole = False
         self._between: DistributedTransport | None = None
         if session.is_distributed:
             has_link_groups = session.folder is not None and self.mesh.tensor == 1
@@ -139,6 +143,30 @@ class Engine:
             if not any(worker.spilling for worker in self.workers):
                 keep_freed()
         return self.executions
+
+    @contextlib.contextmanager
+    def whole_weights(self, header: Header) -> Iterator[None]:
+        """The context, between programs, in which weights that replicas share are whole on each of them.
+
+        All ranks must enter together. What is changed in them stays. A rank then holds all of its stages.
+
+        Args:
+            header: of the run's programs.
+        """
+        gathering = gathering_of(header)
+        if self._is_whole or not any(gathering.ranks):
+            yield
+            return
+        self.run(gathering, {})
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+            for worker in self.workers:
+                for store in worker.stores.values():
+                    if isinstance(store, SharedWeightsStore):
+                        store.keep_changes()
 
     def prepare(self, program: Program) -> None:
         """Makes the buckets and process groups of a program, before its first pass."""

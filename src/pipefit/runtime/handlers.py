@@ -234,6 +234,8 @@ HANDLERS: Handlers = {
     Op.DROP: _drop,
     Op.BARRIER: _barrier,
     Op.GATHER: _gather,
+    Op.UNSHARD: reducing.gather_weights,
+    Op.FREE: reducing.free_gradients,
     Op.FETCH: _fetch,
     Op.EVICT: _evict,
 }

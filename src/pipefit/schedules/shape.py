@@ -11,8 +11,9 @@ from pipefit.ir.instruction import Indices
 from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
+from pipefit.spec.plan import Shard
 
-_OF_HEADER = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces", "frozen")
+_OF_HEADER = ("num_microbatches", "num_steps", "ties", "clip", "shard", "shard_slots", "tensor", "pieces", "frozen")
 """The fields that a header has as well."""
 
 
@@ -31,7 +32,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         inside: stages that replay inside their backward, and how: "layer" or "selective".
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is needed before each step.
-        sharded: each replica of a stage steps a part of its weights.
+        shard, shard_slots: what the replicas of a stage share, and how many stages are whole at once: see `Header`.
         ahead: compute instructions between posting a receive and needing it.
         tensor: processes that share each rank by tensor parallelism.
         pieces: each of them sends its part of a message, and the receiver gathers.
@@ -51,7 +52,8 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     inside: dict[int, str] = {}
     ties: tuple[Indices, ...] = ()
     clip: bool = False
-    sharded: bool = False
+    shard: Shard = "none"
+    shard_slots: int = 2
     ahead: int = 1
     tensor: int = 1
     pieces: bool = False

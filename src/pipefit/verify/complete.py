@@ -14,7 +14,7 @@ from pipefit.verify.subject import Finding, Findings, Subject
 _RULE = "complete"
 _OWNED = [op for op in Op if op in WORK_OPS and "mb" in OP_SPEC[op].fields]
 _TRAVELS = Kind.ACT.value
-_HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)
+_HELD = (Op.STEP, Op.DROP, Op.UNSHARD, Op.FREE, Op.FETCH, Op.EVICT)
 
 
 def ownership(s: Subject) -> Findings:

@@ -21,6 +21,7 @@ RULES: Final[dict[str, str]] = {
     "collectives": "all members take part in each reduction that is due, in one order, after gradients, before steps",
     "versions": "weights have the version that the header's rule asks for, and are dropped exactly when they are dead",
     "residency": "a spilled value is fetched into a free slot, from a tier with that version, and ends on its tier",
+    "sharing": "weights that copies share are whole and new when they are used; gradients are summed before they go",
     "memory": "what a rank holds at once fits its capacity",
 }
 """Every rule, and its requirement in one sentence."""
