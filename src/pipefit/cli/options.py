@@ -157,6 +157,7 @@ Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing el
 Picture = Annotated[Path | None, ending(*PICTURES, alias="-o")]
 Folder = Annotated[Path | None, Parameter(converter=_folder, alias="-o")]
 Ranks = Annotated[int, Parameter(converter=_several, alias="-n")]
+Machine = Annotated[str, Parameter(alias="--machine")]
 
 TYPES: Mapping[str, Any] = {
     "words": Annotated[list[str], Parameter(converter=lambda _, tokens: ",".join(t.value for t in tokens))],

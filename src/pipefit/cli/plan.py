@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer, picked
-from pipefit.cli.options import Json, ending, verb
+from pipefit.cli.options import Json, Machine, ending, verb
 from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.spec.options import flag_of, refuse_unused, setting
@@ -109,7 +109,7 @@ class Wanted:
 def command(
     *,
     profile: str,
-    topology: str,
+    topology: Machine,
     options: PlanOptions,
     capped: CapOptions,
     wanted: Wanted,
@@ -125,7 +125,7 @@ def command(
     Args:
         profile: A profile (.json), a published one (vgg16, resnet50, gnmt), or a transformer by its sizes, such as
             gpt:layers=96,hidden=12288,heads=96 or llama:layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336.
-        topology: A TOML file, local:N, or a machine by name, like dgx-a100-1024.
+        topology: A TOML file, local:N, GPUs such as 8xH100:16 (16 servers of 8), or a machine by name.
     """
     from pipefit.planner import plan
     from pipefit.planner.machines import load_topology, read_profile

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from pipefit.cli.answer import Answer, picked
 from pipefit.cli.models import ModelName, ModelOptions, batch_of, make_model
-from pipefit.cli.options import Count, Counts, Json, Seed, Threads, ending
+from pipefit.cli.options import Count, Counts, Json, Machine, Seed, Threads, ending
 from pipefit.errors import PipefitError
 from pipefit.planner.machines import load_topology
 from pipefit.spec import Layer, Profile
@@ -29,7 +29,7 @@ def command(
     optimizer: Literal["adamw", "sgd", "none"] = "adamw",
     seed: Seed = 0,
     analytic: bool = False,
-    topology: str | None = None,
+    topology: Machine | None = None,
     output: Annotated[Path | None, ending(".json", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
@@ -46,7 +46,7 @@ def command(
         optimizer: Optimizer of the measured step.
         seed: Of the random weights and inputs.
         analytic: Compute from FLOP and bytes instead, for the device of --topology.
-        topology: Topology with the device to compute for: a TOML file, or a name like dgx-a100-8.
+        topology: Topology with the device to compute for: a TOML file, or GPUs such as 8xH100.
         output: Write the profile to this JSON file.
     """
     import torch

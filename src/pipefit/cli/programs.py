@@ -24,7 +24,9 @@ class SourceOptions:
     """The origin of the costs of a program."""
 
     profile: str | None = setting(None, "Profile of the model: seconds, bytes; or gpt:layers=24,…, llama:layers=32,….")
-    topology: str | None = setting(None, "Links and devices: a TOML file, local:N, or a name.")
+    topology: str | None = setting(
+        None, "Links and devices: a TOML file, local:N, GPUs such as 8xH100:16, or a name.", "--topology", "--machine"
+    )
     layers: tuple[int, ...] = setting(
         (), "Layers of each stage, like 3,3, which a .pipe file does not contain.", typed="numbers"
     )

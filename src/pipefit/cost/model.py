@@ -51,6 +51,7 @@ class CostModel:
         target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
         tied_bytes: of the shared weight of each tie group, by the group's first stage; where it has none, the weights
             of that whole stage.
+        summed_per_byte: bytes of a gradient while it is summed, for each byte that it has before and after.
         topology: links between ranks; None: all alike, with the next two figures.
         bandwidth_bytes_per_s: of every link.
         latency_s: of every link.
@@ -87,6 +88,7 @@ class CostModel:
     input_bytes: float = 0
     target_bytes: float = 0
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
+    summed_per_byte: float = 1
     topology: Topology | None = None
     bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0
@@ -324,8 +326,10 @@ class CostModel:
             return self.weight_bytes[instruction.stage]
         whole = self.wgrad_bytes[instruction.stage]
         if instruction.kind == Reduction.TIED:
-            return self.tied_bytes.get(instruction.stage, whole)
-        return whole
+            whole = self.tied_bytes.get(instruction.stage, whole)
+        if instruction.kind == Reduction.SHARDS:
+            return whole
+        return whole * self.summed_per_byte
 
 
 _PER_STAGE: Final = [

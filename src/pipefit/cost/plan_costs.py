@@ -105,7 +105,7 @@ def of_plan(
     optim_bytes: tuple[float, ...] = ()
     for stage, size, num in zip(partition.stages, trained, parts, strict=True):
         steps_s += (profile.optimizer_of(stage.layers) / num,)
-        optim_bytes += (size * state_per_weight / num,)
+        optim_bytes += (size * (state_per_weight / num + profile.added_per_byte),)
     weights = total(lambda layer: layer.weight_bytes)
     shards = [0.0] * len(stages)
     sums = [0.0] * len(stages)
@@ -147,6 +147,7 @@ def of_plan(
         shard_bytes=tuple(shards),
         sum_bytes=tuple(sums),
         gathered=frozenset(gathered),
+        summed_per_byte=profile.summed_per_byte,
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,

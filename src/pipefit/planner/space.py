@@ -287,10 +287,11 @@ class Problem:
         return self.once(("ranks", tensor), lambda: grouped(self.topology, tensor))
 
     def state_of(self, config: Config) -> float:
-        """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded."""
+        """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded; whole sums too."""
+        state = self.state
         if config.sharded:
-            return self.state / config.data
-        return self.state
+            state /= config.data
+        return state + self.profile.added_per_byte
 
     def memory_of(self, config: Config) -> list[float]:
         """Bytes of each rank of one pipeline: the least among its copies."""

@@ -138,6 +138,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         step_s: measured seconds of forward + loss + backward of the whole model; None: not measured.
         loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.
         optimizer_s: seconds of one optimizer step of the whole model; 0: not measured.
+        summed_per_byte: bytes of a gradient while copies sum it, for each byte of its weight.
+        added_per_byte: bytes of the sum of micro-batches' gradients, kept next to gradients, for each byte of a weight.
         others: the same model at other micro-batch sizes; see `at`.
         computed_for: the device of a profile by GPT arithmetic, which can be computed again for another micro-batch
             size or tensor width; None: the figures do not follow from the model's sizes alone.
@@ -152,6 +154,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     step_s: float | None = None
     loss_s: float = 0.0
     optimizer_s: float = 0.0
+    summed_per_byte: float = 1.0
+    added_per_byte: float = 0.0
     others: tuple[Profile, ...] = ()
     computed_for: Device | None = None
 
