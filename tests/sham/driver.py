@@ -34,7 +34,7 @@ CLOCKS = "stage/moments.py begin"
 """Where clocks are compared, at times that depend on the machine's speed; no list has these waits."""
 
 waits: Counter[str] = Counter()
-"""How often the host has waited for a device at each place: "file function: kind"; threads of lanes do not count."""
+"""How often the host has waited for a device at each place: "file function: kind", after "thread of a lane: " there."""
 
 _library: Any = None
 _seen: set[str] = set()
@@ -88,7 +88,9 @@ def _note(kind: bytes) -> None:
     where = place()
     if where and where != CLOCKS:
         line = f"{where}: {kind.decode().removeprefix('aten::')}"
-        if not threading.current_thread().name.startswith("pipefit-"):
+        if threading.current_thread().name.startswith("pipefit-"):
+            waits[f"thread of a lane: {line}"] += 1
+        else:
             waits[line] += 1
         _log("wait", line)
 

@@ -200,6 +200,8 @@ struct Pending {
   at::Tensor memory;  // of the host
   at::Tensor value;   // what it will hold, or what it must still hold
   bool to_host;
+  const char* low() const { return static_cast<const char*>(memory.const_data_ptr()); }
+  const char* high() const { return low() + memory.nbytes(); }
 };
 std::vector<Pending> pending;
 
@@ -210,11 +212,12 @@ uint64_t launch(int stream) {
   return ++stream_clocks[stream][stream];
 }
 
-void land_copies() {
+// Ends the copies with some memory, all of it inside a range, that a clock knows.
+void land_copies(const Clock& clock, const char* low = nullptr, const char* high = reinterpret_cast<const char*>(-1)) {
   auto copies = std::move(pending);
   pending.clear();
   for (auto& copy : copies) {
-    if (host_clocks[host][copy.stream] < copy.when) {
+    if (clock[copy.stream] < copy.when || copy.low() < low || high < copy.high()) {
       pending.push_back(std::move(copy));
       continue;
     }
@@ -226,6 +229,20 @@ void land_copies() {
   }
 }
 
+// Pinned memory as a stream finds it: with what copies that it comes after have put there, though the host knows of none.
+at::Tensor as_found_by(int stream, const at::Tensor& memory) {
+  at::Tensor found = memory;
+  auto* start = static_cast<const char*>(memory.const_data_ptr());
+  for (const auto& copy : pending) {
+    auto low = std::max(copy.low(), start), high = std::min(copy.high(), start + memory.nbytes());
+    if (!copy.to_host || high <= low || stream_clocks[stream][copy.stream] < copy.when) continue;
+    if (found.is_same(memory)) found = memory.clone();
+    memcpy(static_cast<char*>(found.mutable_data_ptr()) + (low - start),
+           static_cast<const char*>(copy.value.const_data_ptr()) + (low - copy.low()), high - low);
+  }
+  return found;
+}
+
 void host_waits(const Clock& clock, const char* kind, bool warns = false) {
   if (unseen) return;
   bool is_known;  // that all of it has ended: then there is no wait
@@ -233,7 +250,7 @@ void host_waits(const Clock& clock, const char* kind, bool warns = false) {
     std::lock_guard lock(mutex);
     is_known = knows(host_clocks[host], clock);
     join(host_clocks[host], clock);
-    land_copies();
+    land_copies(host_clocks[host]);
   }
   if (note && !is_known) note(kind);
   if (warns && sync_debug_mode) TORCH_WARN("called a synchronizing CUDA operation");
@@ -583,23 +600,28 @@ void copy_across(const at::Tensor& to, const at::Tensor& from, bool non_blocking
   auto stream = stream_of(near.device().index());
   bool is_pinned = pinned_block(far.const_data_ptr()) != nullptr;
   bool is_asynchronous = non_blocking && is_pinned && is_flat(far) && to.dtype() == from.dtype();
+  at::Tensor source = from;
   {
     std::lock_guard lock(mutex);
     auto when = launch(stream);
     access(from, stream, when, false, "copy_");
     access(to, stream, when, true, "copy_");
+    if (is_pinned && !to_host && is_flat(far)) source = as_found_by(stream, from);
     if (is_asynchronous) {
       auto value = at::empty_like(far, far.options());
-      value.copy_(on_cpu(from));
-      if (to_host)
-        memset(far.mutable_data_ptr(), kPoison, far.nbytes());
-      else
-        on_cpu(to).copy_(from);
+      value.copy_(on_cpu(source));
+      if (to_host) {
+        auto* low = static_cast<char*>(far.mutable_data_ptr());
+        land_copies(stream_clocks[stream], low, low + far.nbytes());
+        memset(low, kPoison, far.nbytes());
+      } else {
+        on_cpu(to).copy_(source);
+      }
       pending.push_back({stream, when, far, value, to_host});
       return;
     }
   }
-  on_cpu(to).copy_(on_cpu(from));
+  on_cpu(to).copy_(on_cpu(source));
   auto kind = std::string(non_blocking ? "pageable copy " : "copy ") + (to_host ? "to host" : "to device");
   host_waits_for_stream(stream, kind.c_str(), !non_blocking);
 }
@@ -737,6 +759,6 @@ void sham_host_clock(uint64_t* clock) {
 void sham_host_joins(const uint64_t* clock) {
   std::lock_guard lock(mutex);
   for (int i = 0; i < kStreams; i++) host_clocks[host][i] = std::max(host_clocks[host][i], clock[i]);
-  land_copies();
+  land_copies(host_clocks[host]);
 }
 }

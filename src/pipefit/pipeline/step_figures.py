@@ -153,7 +153,7 @@ class HeldMemory:
         steps = []
         if self._worker.spilling:
             steps = self._worker.spilling.steps
-        if self._left_s > 0 and all(step.ended() for step in steps):
+        if self._left_s > 0 and all(step.is_launched() for step in steps):
             began = time.perf_counter()
             self._highest = max(self._highest, self._tell())
             self._left_s -= time.perf_counter() - began

@@ -28,6 +28,7 @@ from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.runtime.updating import gradient_norm
 from pipefit.schedules.registry import Schedule
 from pipefit.spec.options import STOP
+from pipefit.stage.device import in_pinned_memory
 from pipefit.timeline import Event, Timeline
 
 _KEPT_PASSES = 16
@@ -202,7 +203,8 @@ class TrainingLoop:
         """Runs one update; its loss is still being sent."""
         began = time.perf_counter()
         self._engine.check(x)
-        feed = feed_of((x, y), self._size, self._state.ordinal, "train", self._weigh)
+        batch = in_pinned_memory((x, y), self._engine.device)
+        feed = feed_of(batch, self._size, self._state.ordinal, "train", self._weigh)
         return self.start(1, feed, [size_of(x)], began)
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
@@ -237,7 +239,7 @@ class TrainingLoop:
                 pair = pair_of(batch)
                 self._engine.check(pair[0])
                 sizes.append(size_of(pair[0]))
-                yield pair
+                yield in_pinned_memory(pair, self._engine.device)
 
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
         return self._read(self.start(steps, feed, sizes, began))
@@ -250,8 +252,7 @@ class TrainingLoop:
         losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
         header = runs[0].compiled.program.header
         updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
-        runs[0].norms.update(runs[0].known)  # the host need not wait for these again
-        norms = [gradient_norm(runs[0], header.last_stage, update) for update in updates]
+        norms = [gradient_norm(runs[0], header.last_stage, update, on_host=True) for update in updates]
         return _Pass(first, runs, losses, norms, sizes, began)
 
     def _timed(self, runs: Sequence[Execution], num_steps: int) -> Sequence[Execution]:

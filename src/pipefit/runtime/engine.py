@@ -23,6 +23,7 @@ from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.finite import check_unread
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.malloc import keep_freed
@@ -111,6 +112,7 @@ class Engine:
             self._moments.begin()
         self.executions = []
         for worker, transport in zip(self.workers, self.transports, strict=True):
+            worker.forget_halves()  # weights may have changed since, also after a pass that has failed
             transport.begin(feed)
             compiled = compile_rank(program, worker.rank)
             progress = Progress()
@@ -127,10 +129,13 @@ class Engine:
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:
+            worker.forget_halves()
             for store in worker.stores.values():
                 store.rebase()
             if worker.spilling:
                 worker.spilling.end_pass()
+        for run in self.executions:
+            check_unread(run)
         # Settings after the first program, when all threads exist and sizes are known. Under a cap, free memory is
         # returned instead; with a GPU, activations are there.
         if is_new and self.session.is_distributed and self.device.type == "cpu":

@@ -105,8 +105,8 @@ class Worker:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
         for index, stage in stages.items():
-            stage.half = training.half
             stage.compiled = compiled_forwards(stage.layers, training.compiler)
+            stage.compute_in(training.half)
             owned: list[Owned] = []
             worker.owned[index] = owned
             for name, parameter in stage.named_parameters():
@@ -150,6 +150,11 @@ class Worker:
         for stage in self.stages.values():
             stage.train(mode)
 
+    def forget_halves(self) -> None:
+        """Forgets the half copies of all weights, before some of them change: stages may share one."""
+        for stage in self.stages.values():
+            stage.halves.clear()
+
     def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""
         return self.stores[stage].present(optim, change)
@@ -185,8 +190,12 @@ class Worker:
 
     def forget_idle_gradients(self, stage: int) -> None:
         """Removes zeros in place of gradients that no rank had: the optimizer then skips such weights."""
-        for parameter, mark in self._idle.pop(stage, ()):
-            if not (mark.is_meta or mark):  # a rehearsal takes another rank to have one
+        idle = self._idle.pop(stage, ())
+        if not idle or idle[0][1].is_meta:  # a rehearsal takes another rank to have one
+            return
+        counts = torch.stack([mark.double() for _, mark in idle]).tolist()
+        for (parameter, _), count in zip(idle, counts, strict=True):
+            if not count:
                 parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:

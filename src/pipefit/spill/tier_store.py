@@ -216,7 +216,7 @@ class TierStore:
             return None
         return record.requested
 
-    def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
+    def write(self, key: Key, version: int, source: Tensor) -> Copy:
         """Starts to write a version; it may be read once the copy has ended."""
         record = self._records[key]
         assert source.numel() == record.disk.num_bytes, f"{key}: {source.numel()} bytes, {record.disk.num_bytes} fit"
@@ -228,20 +228,20 @@ class TierStore:
             record.version = version
 
         if memory is None:
-            work = self._saving(key, version, source, is_ready=not after)
+            work = self._saving(key, version, source)
         else:
             work = copy
-        return self._start(self.lanes.write, record, version, work, after)
+        return self._start(self.lanes.write, record, version, work)
 
     def _start(
-        self, lane: Lane, record: _Record, version: int, work: Callable[[], None], after: Sequence[Copy]
+        self, lane: Lane, record: _Record, version: int, work: Callable[[], None], after: Sequence[Copy] = ()
     ) -> Copy:
         """Starts the work that makes a version of a record."""
         record.requested = version
         record.written = lane.submit(work, after)
         return record.written
 
-    def _saving(self, key: Key, version: int, source: Tensor, is_ready: bool = True) -> Callable[[], None]:
+    def _saving(self, key: Key, version: int, source: Tensor) -> Callable[[], None]:
         """The work of writing a version of a record into the file."""
         record, files = self._records[key], self.files
         assert files is not None
@@ -252,18 +252,15 @@ class TierStore:
         data = through.numpy().data
         # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
         # by that time on every core. So the thread that has computed the data computes them, on all cores.
-        if is_ready and not is_accelerator(source.device):
-            known = files.checksum(data, key, version)
-        else:
-            known = None
+        checksum = 0
+        if not is_accelerator(source.device):
+            checksum = files.checksum(data, key, version)
 
         def work() -> None:
+            nonlocal checksum
             if is_accelerator(source.device):
                 through.copy_(source)
-            if known is None:
                 checksum = files.checksum(data, key, version)
-            else:
-                checksum = known
             copy = record.next_copy
             files.write(data, record.disk.position(copy))
             record.disk = record.disk._replace(version=version, copy=copy, checksum=checksum)

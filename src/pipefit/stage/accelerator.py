@@ -12,6 +12,7 @@ offer is here for each kind, and an error says what a kind does not have:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import resource
 from typing import Any
@@ -21,7 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipefit.errors import PipefitError
+from pipefit.stage.record_layout import is_dense
 
+AHEAD_BYTES = 1 << 20
+"""Bytes from which a copy to a device has a stream of its own: a smaller one takes less time than its order."""
 _PORTABLE = 1  # cudaHostRegisterPortable
 _SINGLE = "mps"
 """The kind that has one device, with one stream, and no messages between processes."""
@@ -159,15 +163,17 @@ def current_stream(device: torch.device) -> Any:
     return torch.accelerator.current_stream(device)
 
 
-def event_on(stream: Any, is_timed: bool = False) -> Any:
+def event_on(stream: Any, is_timed: bool = False, spins: bool = False) -> Any:
     """The moment at which a stream will have done what it was given so far.
 
     Args:
         stream: of an accelerator.
-        is_timed: whether its time can be read; a thread that waits for the others sleeps, where torch offers it.
+        is_timed: whether its time can be read.
+        spins: whether a thread that waits for it keeps its core and goes on at once; else it sleeps, where torch
+            offers that.
     """
     if stream.device.type == "cuda":
-        event: Any = torch.cuda.Event(enable_timing=is_timed, blocking=not is_timed)
+        event: Any = torch.cuda.Event(enable_timing=is_timed, blocking=not spins)
     else:
         event = torch.Event(stream.device, enable_timing=is_timed)
     event.record(stream)
@@ -200,10 +206,30 @@ def unpin(memory: Tensor) -> None:
 
 
 def pinned_copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a tensor of the host in pinned memory, for a copy to a device; MPS shares the host's memory."""
+    """A tensor of the host in pinned memory, for a copy to a device; MPS shares the host's memory."""
     if device.type == _SINGLE:
         return tensor
+    # A view with gaps, such as all tokens but the last of each sample, would be copied through pageable memory.
+    if tensor.layout is torch.strided and not tensor.is_contiguous() and not is_dense(tensor):
+        tensor = tensor.contiguous()
     return tensor.pin_memory()
+
+
+@functools.cache
+def _stream_of_copies(device: torch.device) -> Any:
+    return new_stream(device)
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on a device, for work of the current stream; a large one is made while the device does earlier work."""
+    if tensor.nbytes < AHEAD_BYTES or device.type == _SINGLE:
+        return tensor.to(device, non_blocking=True)
+    current, stream = current_stream(device), _stream_of_copies(device)
+    with on_stream(stream):
+        there = tensor.to(device, non_blocking=True)
+    current.wait_event(event_on(stream))
+    there.record_stream(current)
+    return there
 
 
 def free_bytes(device: torch.device) -> float:

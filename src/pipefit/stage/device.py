@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipefit.errors import PipefitError
 from pipefit.stage import accelerator
@@ -74,5 +75,22 @@ def _own(device: torch.device) -> torch.device:
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on a GPU; one of the host is pinned first, so that the host need not wait for the copy."""
     if tensor.device.type == "cpu" and accelerator.is_accelerator(device):
-        tensor = accelerator.pinned_copy(tensor, device)
+        return accelerator.copied(accelerator.pinned_copy(tensor, device), device)
     return tensor.to(device, non_blocking=True)
+
+
+def in_pinned_memory(batch: Any, device: torch.device) -> Any:
+    """A batch whose tensors are pinned once, where a GPU will copy its micro-batches; elsewhere the batch itself."""
+    if not accelerator.is_accelerator(device):
+        return batch
+    pinned: dict[int, Tensor] = {}
+
+    def pin(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.device.type != "cpu":
+            return leaf
+        # A dict of tensors is both input and target.
+        if id(leaf) not in pinned:
+            pinned[id(leaf)] = accelerator.pinned_copy(leaf, device)
+        return pinned[id(leaf)]
+
+    return pytree.tree_map(pin, batch)

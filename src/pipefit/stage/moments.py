@@ -49,7 +49,7 @@ class Moments:
 
     def mark(self) -> Mark:
         """The moment at which the GPU will have done what it was given so far."""
-        reached = accelerator.event_on(accelerator.current_stream(self._device), is_timed=True)
+        reached = accelerator.event_on(accelerator.current_stream(self._device), is_timed=True, spins=True)
         return Mark(time.perf_counter(), reached)
 
     def seconds(self, mark: Mark | float) -> float:
