@@ -8,8 +8,10 @@ from cyclopts import App
 from pipefit.errors import PipefitError
 
 MODULES = {
+    "convergence": "benchmarks.convergence",
     "cut-cost": "benchmarks.cut_cost",
     "ddp": "benchmarks.ddp",
+    "fully-shard": "benchmarks.fully_shard",
     "gpu": "benchmarks.gpu",
     "hub-folder": "benchmarks.hub_folder",
     "hybrid": "benchmarks.hybrid",
@@ -23,6 +25,7 @@ MODULES = {
     "spill": "benchmarks.spill",
     "start": "benchmarks.start",
     "study": "benchmarks.study",
+    "unequal": "benchmarks.unequal",
 }
 
 

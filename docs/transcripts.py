@@ -32,11 +32,13 @@ from docs.pages import ROOT, renew
 from pipefit.cli import main as pipefit
 
 QUICK = frozenset({"draw", "schedules", "verify", "simulate", "synthesize"})
-SLOW = frozenset({"plan", "check", "cut"})
+SLOW = frozenset({"plan", "check", "cut", "reproduce", "course"})
 _TOOLS = ("cat", "sed", "python")
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- taken once: [^\n]+ -->\n+$")
 _VARIES = re.compile(r"(?<=planned in )[\d.]+ m?s|(?<=loss |ents |ghts )[\d.e-]+")
+# What `reproduce` says on stderr while it works.
+_SAID = re.compile(r"^[\w-]+(?: …|: \d+ s so far)\n", re.MULTILINE)
 _WIDTH = 90
 
 
@@ -112,7 +114,7 @@ def answer(command: str) -> str:
     with mock.patch.dict(os.environ, environment), contextlib.redirect_stdout(printed):
         with contextlib.redirect_stderr(printed):
             pipefit(words[1:])
-    return "\n".join(line.rstrip() for line in printed.getvalue().strip("\n").splitlines())
+    return "\n".join(line.rstrip() for line in _SAID.sub("", printed.getvalue()).strip("\n").splitlines())
 
 
 @contextlib.contextmanager

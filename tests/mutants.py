@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from pipefit.ir import OP_SPEC, Instruction, Op, Program
 
-KINDS = ("act", "grad", "replicas", "tied", "norm", "weights", "saved", "wgrad", "optim", "")
+KINDS = ("act", "grad", "replicas", "scatter", "tied", "norm", "weights", "saved", "wgrad", "optim", "")
 
 
 def with_rank(program: Program, rank: int, instructions) -> Program:

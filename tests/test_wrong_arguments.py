@@ -176,7 +176,7 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "replicas": "list",
         "sequence_parallel": "True",
         "whole_messages": "True",
-        "shard_optimizer": "True",
+        "shard": "optimizer",
         "verify_replicas": "None 0",
         "recompute": "True",
         "options": "dict",

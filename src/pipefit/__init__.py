@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # `as`: checkers of types take a name for public only so
     from pipefit.spec import Topology as Topology
     from pipefit.spec.options import Parallelism as Parallelism
     from pipefit.spec.options import Precision as Precision
+    from pipefit.spec.options import Request as Request
     from pipefit.spec.options import Spilled as Spilled
     from pipefit.spec.options import Updates as Updates
     from pipefit.study.api import Study as Study
@@ -63,7 +64,7 @@ _NAMES_OF = {
     "pipeline.resume": ("committed_step",),
     "schedules": ("Shape", "schedule"),
     "spec": ("Partition", "Placement", "Plan", "Profile", "Topology"),
-    "spec.options": ("Parallelism", "Precision", "Spilled", "Updates"),
+    "spec.options": ("Parallelism", "Precision", "Request", "Spilled", "Updates"),
     "study": ("study",),
     "study.api": ("Study",),
     "study.trial": ("Trial",),

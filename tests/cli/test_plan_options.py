@@ -8,6 +8,7 @@ import pytest
 
 import pipefit as pf
 from pipefit.cli import plan as verb
+from pipefit.cli.counted import ModelSource
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner import Cap, plan
 from pipefit.planner.plan_options import PlanOptions
@@ -26,7 +27,8 @@ GIVEN = {
 def test_python_takes_every_option_of_a_plan_that_the_command_line_takes():
     offered = set(inspect.signature(verb.command).parameters) - {"profile", "topology", "json"}
     cap, answer = as_flat(verb.CapOptions()).keys(), as_flat(verb.Wanted()).keys()
-    assert offered - cap - answer == as_flat(PlanOptions()).keys()
+    model = as_flat(ModelSource()).keys()
+    assert offered - cap - answer - model == as_flat(PlanOptions()).keys()
     assert set(GIVEN) == set(OPTIONS)
     assert set(inspect.signature(pf.plan).parameters) - set(OPTIONS) == {
         "model", "example", "topology", "loss", "options",

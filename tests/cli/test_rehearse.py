@@ -24,7 +24,7 @@ def plan(tmp_path: Path) -> Path:
         num_chunks=2,
         replicas=(4,),
         tensor=2,
-        sharded_optimizer=True,
+        shard="optimizer",
     )
     return made.save(tmp_path / "plan.json")
 

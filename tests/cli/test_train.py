@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pipefit.cli import main
+from pipefit.timeline import load_trace
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("small_probes")]
 
@@ -37,6 +38,8 @@ def test_a_quick_run_measures_and_predicts_nothing(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert len(found["losses"]) == 4 and found["predicted"] is None and found["rows"] == []
     assert "Predicted next to measured" not in (tmp_path / "report.html").read_text()
+    assert "bottleneck" not in (tmp_path / "report.html").read_text()
+    assert load_trace(tmp_path / "measured.trace.json").launches == ()
     assert not (tmp_path / "profile.json").exists() and (tmp_path / "measured.svg").exists()
 
 

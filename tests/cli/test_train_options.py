@@ -52,10 +52,10 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "model=. option=layers=3 data=a.txt ranks=3 schedule=gpipe microbatches=5 chunks=2 replicas=2,1 stages=1,2 "
         "recompute=layer plan=p.json batch=7 steps=9 optimizer=sgd lr=0.5 warmup=4 weight_decay=0.2 betas=0.8,0.9 "
         "lr_schedule=linear learn=all eval_data=b.txt clip=0 seed=6 output=runs/x "
-        "resume=runs/y "
+        "resume=runs/y shares=3,2 "
         "checkpoint_every=8 checkpoint_share=0.1 keep_checkpoints=5 "
         "sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
-        "precision=bf16 shard_optimizer loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
+        "precision=bf16 shard=weights loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
         "patience=3 measure=again log=csv compile no_decay=bias,norm nonfinite=skip verify_replicas=12"
     )
@@ -315,6 +315,7 @@ def test_the_end_says_how_it_went_beside_what_was_predicted():
         rows=[Row("period", 0.9, 1.0, 1 / 9, 2), Row("bubble", 0.2, 0.25, 0.05, 2), Row("load s0", 0.0, 0.1, 0.1, 2)],
         notes=["best held-out loss 1.5000 at step 1"],
         samples=[Sample("Once upon", "a time", "a\ntree")],
+        guesses=[],
         faults=[],
         paths={"trace": "runs/a/measured.trace.json"},
     )

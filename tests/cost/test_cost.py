@@ -226,8 +226,8 @@ def test_replicas_that_shard_the_optimizer_step_and_keep_the_states_of_a_part_ea
     stages, placement = Partition((StageSpec((0, 1, 2)),)), Placement(((0, 1),))
     profile = Profile("chain", 1, THREE, optimizer_s=12)
     whole, parts = (
-        of_plan(profile, Plan(stages, placement, "data-parallel", 2, data=2, sharded_optimizer=sharded), SERVER)
-        for sharded in (False, True)
+        of_plan(profile, Plan(stages, placement, "data-parallel", 2, data=2, shard=shard), SERVER)
+        for shard in ("none", "optimizer")
     )
     assert (whole.step_s, whole.optim_bytes) == ((12,), (12000,))
     assert (parts.step_s, parts.optim_bytes) == ((6,), (6000,))

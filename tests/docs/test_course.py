@@ -11,10 +11,14 @@ from docs import drawings
 from pipefit.cli import main
 from pipefit.cost import unit
 from pipefit.draw.drawing import draw
+from pipefit.partition import pipedream
+from pipefit.reproduce.exercises import exercises
 from pipefit.schedules import registry
 from pipefit.simulate import simulate
+from pipefit.spec import Layer, Level, Profile, Topology
+from pipefit.study.simulation import TrialCost, simulate_study
 
-CHAPTERS = sorted((ROOT / "docs/course").glob("[1-5]-*.md"))
+CHAPTERS = sorted((ROOT / "docs/course").glob("[1-9]-*.md"))
 
 
 def text(number: int) -> str:
@@ -33,8 +37,8 @@ def bubble(name: str, m: int, v: int = 1, message: float = 0, slower: tuple[floa
     return f"{100 * simulate(program, cost, rendezvous=False).bubble_fraction:.1f} %"
 
 
-def test_there_are_five_short_chapters_with_a_drawing_and_an_answer_each():
-    assert len(CHAPTERS) == 5
+def test_there_are_nine_short_chapters_with_a_drawing_and_an_answer_each():
+    assert len(CHAPTERS) == 9
     for chapter in CHAPTERS:
         page = chapter.read_text()
         assert drawings.commands(page) and page.count("<summary>Answer</summary>") == 1
@@ -117,3 +121,34 @@ def test_four_chunks_bring_the_bubble_below_a_fifth(capsys):
     for message in (0.5, 1):
         words = f"at {bubble('interleaved', 8, 2, message)} and {bubble('1f1b', 8, 1, message)}"
         assert words in page
+
+
+def test_longest_remaining_time_first_reaches_the_bound_and_whole_models_do_not():
+    """Chapter 6: three models of 3, 3 and 6 turns on two devices."""
+    trials = [TrialCost((1.0,), steps) for steps in (3, 3, 6)]
+    found = {policy: simulate_study(trials, 2, policy).makespan_s for policy in ("lrtf", "whole-task")}
+    assert found == {"lrtf": 6, "whole-task": 9}
+    assert "9" in text(6) and "6, the bound" in text(6)
+
+
+def test_the_recurrence_that_is_worked_through_has_the_answer_of_the_partitioner():
+    """Chapter 7: times 4, 2, 2; weights 1, 1, 8; three devices; B = 4."""
+    layers = [Layer(name, t / 3, t / 3, t / 3, 1e-6, 1e-6, w) for name, t, w in (("a", 4, 1), ("b", 2, 1), ("c", 2, 8))]
+    machine = Topology((Level("server", 3, 4.0),))
+    found = pipedream(Profile("three", 1, tuple(layers)), machine, cost="paper", margin=0.0)
+    assert (found.configuration, found.time_s, found.straight_s) == ("2-1", pytest.approx(3), pytest.approx(4))
+    assert found.data_parallel_s == pytest.approx(10 / 3)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "answer"),
+    [(1, 8), (2, 11), (3, 45.5), (4, 100 * 7 / 31), (5, 17.9), (6, 4 / 3), (7, 3), (8, 60 + 48), (9, 25.2)],
+)
+def test_the_exercises_have_the_answers_of_the_papers_formulas(chapter, answer, capsys):
+    assert figures(capsys, "course", str(chapter), "--answer", str(answer))["verdict"] == "right"
+    assert len(exercises()) == len(CHAPTERS)
+    assert CHAPTERS[chapter - 1].read_text().startswith(f"# {chapter}. {exercises()[chapter - 1].title}\n")
+    assert f"pipefit course {chapter}" in CHAPTERS[chapter - 1].read_text()
+    for wrong, verdict in ((0.9 * answer, "too small"), (1.1 * answer, "too large")):
+        assert main(["course", str(chapter), "--answer", str(wrong)]) == 1
+        assert capsys.readouterr().out.startswith(f"{verdict}\nhint: ")

@@ -76,3 +76,18 @@ def test_the_strip_at_the_right_says_the_peak_of_each_rank():
     picture = svg(timeline_of("1f1b", Shape(4, 8)))
     rest = picture[picture.index("peak in flight</text>") :]
     assert re.findall(r'class="ink"[^>]*>(\d+)</text>', rest) == ["4", "3", "2", "1"]
+
+
+def test_the_memory_of_each_rank_is_a_curve_below_its_row():
+    timeline = timeline_of("gpipe", Shape(2, 3))
+    root = ElementTree.fromstring(svg(timeline, seconds=True))
+    curves = [path for path in root.iter(f"{SVG}path") if path.get("class") == "bar"]
+    rows = [float(group[0].get("y")) for group in root.iter(f"{SVG}g")]
+    tops = []
+    for rank, curve in enumerate(curves):
+        heights = [float(number) for number in re.findall(r"V([\d.]+)", curve.get("d"))]
+        assert rows[rank] + 28 < min(heights) < max(heights) < [*rows, 1e6][rank + 1]
+        tops.append(max(heights) - min(heights))
+    peaks = [timeline.peak_bytes(rank) for rank in range(2)]
+    assert tops[0] / tops[1] == pytest.approx(peaks[0] / peaks[1], rel=0.05)
+    assert 'class="bar" d=' not in svg(timeline), "units of work have no bytes"

@@ -1,5 +1,6 @@
 """Training on a GPU in one process is plain torch's training: every schedule, and every setting of an update."""
 
+import re
 from typing import Any
 
 import pytest
@@ -177,8 +178,12 @@ def test_the_timeline_and_the_figures_of_a_step_are_there() -> None:
     records: list[Any] = []
     pipe.fit(batches(), callbacks=[records.append])
     assert len(records) == 4
-    events = pipe.timeline(last=1).events
-    assert events and all(0 <= event.start_s <= event.end_s for event in events)
+    timeline = pipe.timeline(last=1)
+    assert timeline.events and all(0 <= event.start_s <= event.end_s for event in timeline.events)
+    computed = [(event.rank, event.position) for event, _ in timeline.compute()]
+    assert [(launch.rank, launch.position) for launch in timeline.launches] == computed
+    assert all(0 <= launch.start_s <= launch.end_s for launch in timeline.launches)
+    assert re.search(r"^the host is (not )?the bottleneck: ", str(pipe.report()), re.MULTILINE)
 
 
 def test_nothing_of_the_model_stays_on_the_gpu_when_a_pipeline_is_gone() -> None:

@@ -18,7 +18,8 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "zb-h1": ("network", {"schedule": "zb-h1"}),
     "zb-v": ("network", {"schedule": "zb-v", "chunks": 2}),
     "replicas": ("network", {"schedule": "data-parallel"}),
-    "sharded optimizer": ("network", {"schedule": "data-parallel", "shard_optimizer": True}),
+    "sharded optimizer": ("network", {"schedule": "data-parallel", "shard": "optimizer"}),
+    "shared weights": ("network", {"schedule": "breadth-first", "chunks": 2, "replicas": 2, "shard": "weights"}),
     "tensor": ("gpt", {"schedule": "1f1b", "tensor": 2}),
     "sequence": ("gpt", {"schedule": "1f1b", "tensor": 2, "sequence_parallel": True}),
 }
@@ -27,7 +28,7 @@ FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "interleaved": ("network", {"schedule": "interleaved", "chunks": 2}),
     "zb-h1": ("network", {"schedule": "zb-h1"}),
     "1f1b, replicated": ("network", {"schedule": "1f1b", "data_parallel": 2}),
-    "1f1b, sharded optimizer": ("network", {"schedule": "1f1b", "data_parallel": 2, "shard_optimizer": True}),
+    "1f1b, sharded optimizer": ("network", {"schedule": "1f1b", "data_parallel": 2, "shard": "optimizer"}),
     "1f1b, tensor": ("gpt", {"schedule": "1f1b", "tensor": 2}),
 }
 DELAYED: dict[str, dict[str, Any]] = {

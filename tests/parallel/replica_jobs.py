@@ -32,7 +32,7 @@ def saved(place: str) -> Told:
     """Two steps, a checkpoint, two more."""
     torch.manual_seed(0)
     layers, example = make("tied ends")
-    pipe = pipeline(layers, "1f1b, 2 × 2", "adam", shard_optimizer=True, stages=None)
+    pipe = pipeline(layers, "1f1b, 2 × 2", "adam", shard="optimizer", stages=None)
     pipe.fit([example(9, step) for step in range(2)])
     pipe.save(place)
     return pipe.fit([example(9, 2), example(9, 3)]), pipe.state_dict()
@@ -90,7 +90,7 @@ def unequal(what: str) -> str:
 
 def divided(place: str) -> Told:
     """Two copies, each of two tensor-parallel processes, with a sharded optimizer; a checkpoint in the middle."""
-    pipe = tensor_jobs.pipeline(tensor_jobs.model(), schedule="data-parallel", tensor=2, shard_optimizer=True)
+    pipe = tensor_jobs.pipeline(tensor_jobs.model(), schedule="data-parallel", tensor=2, shard="optimizer")
     pipe.fit([tensor_jobs.batch(5, step) for step in range(2)])
     pipe.save(place)
     return pipe.fit([tensor_jobs.batch(5, 2)]), pipe.state_dict()
@@ -105,7 +105,7 @@ def wide_and_half() -> tuple[list[float], Any]:
         replicas=2,
         microbatches=4,
         tensor=2,
-        shard_optimizer=True,
+        shard="optimizer",
         precision="bf16",
         loss_scale=2.0**126,
     )

@@ -263,7 +263,8 @@ def stand_still_inside_a_layer() -> None:
 TOGETHER = {
     "bf16": {"precision": "bf16"},
     "fp16 from a scale that overflows": {"precision": "fp16", "loss_scale": 2.0**24},
-    "optimizer divided over replicas": {"replicas": 2, "shard_optimizer": True},
+    "optimizer divided over replicas": {"replicas": 2, "shard": "optimizer"},
+    "weights divided over replicas": {"replicas": 2, "shard": "weights", "precision": "bf16"},
     "sequence, bf16": {"precision": "bf16", "sequence_parallel": True, "recompute": True},
 }
 
@@ -279,7 +280,7 @@ def losses_of(options: dict[str, Any], **more: Any) -> list[float]:
 def losses_together(place: str) -> dict[str, Any]:
     """Four processes, t = 2, with what else a run can have."""
     found: dict[str, Any] = {name: losses_of(options, tensor=2) for name, options in TOGETHER.items()}
-    pipe = pipeline(model(), tensor=2, replicas=2, shard_optimizer=True)
+    pipe = pipeline(model(), tensor=2, replicas=2, shard="optimizer")
     pipe.step(*batch(4, 0))
     pipe.save(f"{place}/adam")
     found["next"] = pipe.step(*batch(4, 1))

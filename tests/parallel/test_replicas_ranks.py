@@ -19,13 +19,16 @@ pytestmark = pytest.mark.dist
 TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "buckets": ("batch norm", {"shape": "data-parallel", "stages": 2}),
     "an idle weight": ("a weight that nothing reaches", {"shape": "data-parallel", "stages": 2}),
-    "sharded": ("batch norm", {"shape": "data-parallel", "stages": 2, "shard_optimizer": True}),
-    "sharded adam": ("plain", {"shape": "data-parallel", "stages": 2, "shard_optimizer": True, "optimizer": "adam"}),
-    "sharded, clipped": ("plain", {"shape": "data-parallel", "stages": 2, "shard_optimizer": True, "clip_norm": 0.05}),
+    "sharded": ("batch norm", {"shape": "data-parallel", "stages": 2, "shard": "optimizer"}),
+    "sharded adam": ("plain", {"shape": "data-parallel", "stages": 2, "shard": "optimizer", "optimizer": "adam"}),
+    "sharded, clipped": ("plain", {"shape": "data-parallel", "stages": 2, "shard": "optimizer", "clip_norm": 0.05}),
+    "weights": ("batch norm", {"shape": "data-parallel", "stages": 2, "shard": "weights", "optimizer": "adamw"}),
+    "gradients": ("a weight that nothing reaches", {"shape": "data-parallel", "stages": 2, "shard": "gradients"}),
 }
 THREE: dict[str, tuple[str, dict[str, Any]]] = {
-    "sharded 2-1": ("tied ends", {"shape": "gpipe, 2-1", "shard_optimizer": True}),
-    "sharded pipedream 2-1": ("convolutions", {"shape": "pipedream, 2-1", "shard_optimizer": True}),
+    "sharded 2-1": ("tied ends", {"shape": "gpipe, 2-1", "shard": "optimizer"}),
+    "weights 2-1": ("tied ends", {"shape": "gpipe, 2-1", "shard": "weights"}),
+    "sharded pipedream 2-1": ("convolutions", {"shape": "pipedream, 2-1", "shard": "optimizer"}),
 }
 
 

@@ -1,4 +1,4 @@
-"""An optimizer divided over replicas: the same numbers, a part of the states, checkpoints in the ordinary form."""
+"""What replicas share, up to the weights: the same numbers, a part of the memory, checkpoints in the ordinary form."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +11,10 @@ from tests.testing.equality_models import MODELS, make
 from torch import Tensor, nn
 
 from pipefit import Pipeline
-from pipefit.errors import PlanError
+from pipefit.errors import PlanError, ScheduleError
 from pipefit.models.examples import mean_cross_entropy
 from pipefit.spec.options import Parallelism
+from pipefit.spec.plan import Shard
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "vertical sync": {"schedule": "pipedream-vertical-sync", "stages": 2, "replicas": 2, "microbatches": 1},
     "2bw": {"schedule": "pipedream-2bw", "stages": 2, "replicas": 2, "microbatches": 2},
 }
+ASYNCHRONOUS = ["pipedream", "pipedream-vertical-sync", "pipedream-2bw"]
 
 
 def pipeline(model: nn.Module, shape: str = "1f1b, 2 × 2", optimizer: str = "momentum", **more: Any) -> Pipeline:
@@ -53,9 +55,9 @@ def train(name: str, steps: int = 4, **options: Any) -> tuple[list[float], dict[
     return pipe.fit([example(9, step) for step in range(steps)]), pipe.state_dict(), pipe
 
 
-def assert_same(name: str, exact: bool = True, **options: Any) -> None:
+def assert_same(name: str, exact: bool = True, shard: str = "optimizer", **options: Any) -> None:
     losses, weights, _ = train(name, **options)
-    got, mine, _ = train(name, shard_optimizer=True, **options)
+    got, mine, _ = train(name, shard=shard, **options)
     assert got == losses if exact else torch.allclose(torch.tensor(got), torch.tensor(losses), rtol=1e-12)
     for key, tensor in weights.items():
         assert torch.equal(mine[key], tensor) if exact else torch.allclose(mine[key], tensor, rtol=1e-11), key
@@ -67,15 +69,53 @@ def test_numbers_are_those_of_whole_optimizers_to_the_bit(optimizer: str, shape:
     assert_same("plain", shape=shape, optimizer=optimizer)
 
 
+SYNCHRONOUS = [name for name in SHAPES if SHAPES[name]["schedule"] not in ASYNCHRONOUS]
+
+
+@pytest.mark.parametrize("shape", SYNCHRONOUS)
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+def test_shared_gradients_and_weights_change_no_number(shard: str, shape: str) -> None:
+    # Sums of a part of the micro-batches each are added in another order: exact where a stage has one sum.
+    exact = shape != "interleaved, 2 × 2"
+    assert_same("plain", shape=shape, optimizer="adamw", shard=shard, exact=exact)
+
+
+def test_frozen_weights_are_shared_too() -> None:
+    def trained(shard: str) -> tuple[list[float], Pipeline]:
+        torch.manual_seed(0)
+        model, example = make("plain")
+        for parameter in list(model.parameters())[::2]:
+            parameter.requires_grad_(False)
+        pipe = pipeline(model, shard=shard)
+        return pipe.fit([example(9, step) for step in range(3)]), pipe
+
+    whole, _ = trained("none")
+    parts, pipe = trained("weights")
+    assert parts == whole
+    # Between two steps no weight is whole, whether it trains or not.
+    assert all(bool(p.isnan().all()) for layer in pipe.layers for p in layer.module.parameters())
+    assert not any(tensor.isnan().any() for tensor in pipe.state_dict().values())
+
+
+@pytest.mark.parametrize("shard", ["gradients", "weights"])
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name not in SYNCHRONOUS])
+def test_several_versions_of_weights_are_not_shared(shape: str, shard: str) -> None:
+    with pytest.raises(ScheduleError, match="keeps several versions of the weights"):
+        train("plain", shape=shape, shard=shard)
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_every_kind_of_model_keeps_its_numbers(model: str) -> None:
     assert_same(model, shape="1f1b, 2 × 2", recompute=True)
+    assert_same(model, shape="1f1b, 2 × 2", shard="weights", exact=False)
 
 
 @pytest.mark.parametrize("shape", ["1f1b, 2 × 2", "2bw", "data-parallel"])
 @pytest.mark.parametrize("model", ["tied ends", "batch norm"])
 def test_clipping_counts_every_weight_once(model: str, shape: str) -> None:
     assert_same(model, exact=False, shape=shape, clip_norm=0.05)
+    if shape in SYNCHRONOUS:
+        assert_same(model, exact=False, shape=shape, clip_norm=0.05, shard="weights")
 
 
 def state_bytes(pipe: Pipeline) -> list[int]:
@@ -94,7 +134,7 @@ def state_bytes(pipe: Pipeline) -> list[int]:
 
 @pytest.mark.parametrize("copies", [2, 3, 4])
 def test_states_take_one_part_of_the_memory(copies: int) -> None:
-    def run(sharded: bool) -> list[int]:
+    def run(shard: Shard) -> list[int]:
         pipe = Pipeline(
             nn.Sequential(nn.Linear(48, 96), nn.Linear(96, 48)),
             loss=nn.functional.mse_loss,
@@ -102,12 +142,12 @@ def test_states_take_one_part_of_the_memory(copies: int) -> None:
             schedule="data-parallel",
             stages=copies,
             microbatches=copies,
-            parallelism=Parallelism(shard_optimizer=sharded),
+            parallelism=Parallelism(shard=shard),
         )
         pipe.fit([(torch.randn(8, 48), torch.randn(8, 48))])
         return state_bytes(pipe)
 
-    whole, parts = run(False), run(True)
+    whole, parts = run("none"), run("optimizer")
     assert len(set(whole)) == 1
     assert sum(parts) == whole[0]
     assert max(parts) <= whole[0] / copies + 2 * 4 * 16 * copies
@@ -120,7 +160,7 @@ def test_optimizers_that_look_at_whole_weights_are_refused() -> None:
             **grouped(
                 loss=mean_cross_entropy,
                 optimizer=torch.optim.Adafactor,
-                shard_optimizer=True,
+                shard="optimizer",
                 **SHAPES["data-parallel"],
             ),
         )
@@ -132,15 +172,17 @@ def test_one_rank_has_nothing_to_divide() -> None:
             make("plain")[0],
             loss=mean_cross_entropy,
             optimizer=OPTIMIZERS["sgd"],
-            parallelism=Parallelism(shard_optimizer=True),
+            parallelism=Parallelism(shard="optimizer"),
         )
 
 
 CHANGES = {
-    "the same": ("1f1b, 2 × 2", True, "1f1b, 2 × 2", True),
-    "whole from parts": ("1f1b, 2 × 2", True, "1f1b, 2 × 2", False),
-    "parts from whole": ("1f1b, 2 × 2", False, "1f1b, 2 × 2", True),
-    "other parts": ("data-parallel", True, "interleaved, 2 × 2", True),
+    "the same": ("1f1b, 2 × 2", "optimizer", "1f1b, 2 × 2", "optimizer"),
+    "whole from parts": ("1f1b, 2 × 2", "optimizer", "1f1b, 2 × 2", "none"),
+    "parts from whole": ("1f1b, 2 × 2", "none", "1f1b, 2 × 2", "optimizer"),
+    "other parts": ("data-parallel", "optimizer", "interleaved, 2 × 2", "optimizer"),
+    "weights from parts": ("data-parallel", "optimizer", "interleaved, 2 × 2", "weights"),
+    "parts from weights": ("interleaved, 2 × 2", "weights", "1f1b, 2 × 2", "gradients"),
 }
 
 
@@ -150,20 +192,21 @@ def test_checkpoints_are_whole_whoever_writes_and_reads_them(change: str, optimi
     before, parts_before, after, parts_after = CHANGES[change]
     torch.manual_seed(0)
     model, example = make("tied ends")
-    pipe = pipeline(model, before, optimizer, shard_optimizer=parts_before)
+    pipe = pipeline(model, before, optimizer, shard=parts_before)
     pipe.fit([example(9, step) for step in range(2)])
     pipe.save(tmp_path)
     pipe.fit([example(9, 2), example(9, 3)])
     torch.manual_seed(1)
-    other = pipeline(make("tied ends")[0], after, optimizer, shard_optimizer=parts_after)
+    other = pipeline(make("tied ends")[0], after, optimizer, shard=parts_after)
     other.load(tmp_path)
     other.fit([example(9, 2), example(9, 3)])
     for key, tensor in pipe.state_dict().items():
         assert torch.allclose(other.state_dict()[key], tensor, rtol=1e-12, atol=1e-14), key
 
 
-def test_closed_the_weights_are_memory_of_their_own_again() -> None:
-    _, before, pipe = train("plain", shard_optimizer=True)
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_closed_the_weights_are_memory_of_their_own_again(shard: str) -> None:
+    _, before, pipe = train("plain", shard=shard)
     pipe.close()
     parameters = [p for layer in pipe.layers for p in layer.module.parameters()]
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in parameters)

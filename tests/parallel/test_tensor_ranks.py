@@ -161,7 +161,7 @@ def test_mixed_precision_and_divided_optimizers_go_with_tensor_parallelism(tmp_p
     found = launch(jobs.losses_together, 4, str(tmp_path), threads=1, quiet=True)
     assert jobs.load_with_one(str(tmp_path))[0] == pytest.approx(found[0]["next"], rel=1e-12)
     for name, options in jobs.TOGETHER.items():
-        plain = {key: value for key, value in options.items() if key not in ("sequence_parallel", "shard_optimizer")}
+        plain = {key: value for key, value in options.items() if key not in ("sequence_parallel", "shard")}
         wanted = jobs.losses_of(plain)
         assert all(process[name] == found[0][name] for process in found)
         tolerance = 2e-2 if "precision" in options else 1e-10

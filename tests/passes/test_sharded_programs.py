@@ -16,13 +16,13 @@ from pipefit.verify import verify
 REPLICAS, SCATTER, SHARDS = Reduction.REPLICAS.value, Reduction.SCATTER.value, Reduction.SHARDS.value
 
 SHAPES = {
-    "data-parallel": Shape(2, 4, sharded=True),
-    "gpipe": Shape(2, 4, replicas=(2, 1), sharded=True, clip=True),
-    "1f1b": Shape(2, 4, replicas=(2,), sharded=True, ties=((0, 1),), clip=True),
-    "interleaved": Shape(2, 4, 2, replicas=(2,), sharded=True),
-    "pipedream": Shape(2, 1, num_steps=4, replicas=(2, 1), sharded=True),
-    "pipedream-vertical-sync": Shape(2, 1, num_steps=4, replicas=(2,), sharded=True),
-    "pipedream-2bw": Shape(2, 2, num_steps=4, replicas=(1, 2), sharded=True, clip=True),
+    "data-parallel": Shape(2, 4, shard="optimizer"),
+    "gpipe": Shape(2, 4, replicas=(2, 1), shard="optimizer", clip=True),
+    "1f1b": Shape(2, 4, replicas=(2,), shard="optimizer", ties=((0, 1),), clip=True),
+    "interleaved": Shape(2, 4, 2, replicas=(2,), shard="optimizer"),
+    "pipedream": Shape(2, 1, num_steps=4, replicas=(2, 1), shard="optimizer"),
+    "pipedream-vertical-sync": Shape(2, 1, num_steps=4, replicas=(2,), shard="optimizer"),
+    "pipedream-2bw": Shape(2, 2, num_steps=4, replicas=(1, 2), shard="optimizer", clip=True),
 }
 
 
@@ -39,7 +39,7 @@ def test_they_are_proven_read_back_and_simulated(name: str) -> None:
 
 
 def test_a_step_lies_between_the_sum_of_a_part_and_the_joining_of_parts() -> None:
-    made = generate("data-parallel", Shape(2, 2, sharded=True))
+    made = generate("data-parallel", Shape(2, 2, shard="optimizer"))
     assert [str(i) for i in made.ranks[1]] == [
         "load s0 m1",
         "fwd s0 m1 w0",
@@ -103,7 +103,7 @@ def test_parts_and_joining_cost_together_what_a_sum_for_everyone_costs(copies: i
 
 
 def test_the_next_pass_begins_with_the_weights_put_together() -> None:
-    made = generate("data-parallel", Shape(2, 2, sharded=True))
+    made = generate("data-parallel", Shape(2, 2, shard="optimizer"))
     run = simulate(made, unit(made.header), repeats=3)
     join = max(n for n, i in enumerate(made.ranks[0]) if i.kind == SHARDS)
     ends = {event.repeat: event.end_s for event in run.events if event.rank == 0 and event.position == join}

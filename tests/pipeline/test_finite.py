@@ -66,7 +66,7 @@ SYNCHRONOUS = [
     {"schedule": "interleaved", "chunks": 2, "stages": 4},
     {"schedule": "zb-h1"},
     {"schedule": "1f1b", "replicas": 2},
-    {"schedule": "1f1b", "replicas": 2, "shard_optimizer": True},
+    {"schedule": "1f1b", "replicas": 2, "shard": "optimizer"},
     {"schedule": "spilled", "stages": 3, "clip_norm": 1.0},
 ]
 

@@ -173,7 +173,7 @@ def _apart(named, spared):
 
 
 def test_a_sharded_optimizer_keeps_the_groups():
-    data = pf.Parallelism(ranks=2, replicas=2, shard_optimizer=True)
+    data = pf.Parallelism(ranks=2, replicas=2, shard="optimizer")
     pipe = pipeline(decaying, stages=1, parallelism=data, no_decay=SPARED)
     wanted = trained(lambda model: torch.optim.SGD(groups(model), 0.1, momentum=0.9), 3)
     assert_same(pipe, pipe.fit(batches(3)), wanted)
@@ -284,3 +284,28 @@ def test_a_rule_that_spares_nothing_is_refused():
         pipeline(decaying, no_decay=("nrom",))
     with pytest.raises(PipefitError, match="no_decay: Rprop has no weight decay"):
         pipeline(torch.optim.Rprop, no_decay=("bias",))
+
+
+@pytest.mark.slow
+def test_the_norm_counts_a_weight_once_that_two_stages_hold_under_one_name():
+    # BERT's last layer has the words' embedding of its first one, under the same name.
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=20, **sizes, **off)).double().train()
+    ids = torch.randint(20, (4, 6))
+    alone = copy.deepcopy(model)
+    alone(input_ids=ids, labels=ids).loss.backward()
+    norm = torch.stack([parameter.grad.norm() for parameter in alone.parameters()]).norm()
+    updates = pf.Updates(clip_norm=0.1)
+    records = []
+    pipe = pf.Pipeline(
+        model, optimizer=lambda weights: torch.optim.SGD(weights, 1.0), stages=2, microbatches=1, updates=updates
+    )
+    pipe.fit([{"input_ids": ids, "labels": ids}], callbacks=[records.append])
+    assert records[0].gradient_norm == pytest.approx(float(norm), rel=1e-9)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter -= parameter.grad * 0.1 / (norm + 1e-6)
+    for name, weight in alone.state_dict().items():
+        assert torch.allclose(pipe.state_dict()[name], weight, rtol=1e-9, atol=1e-12)

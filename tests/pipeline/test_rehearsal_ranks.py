@@ -28,7 +28,7 @@ ON_TWO: list[dict[str, Any]] = [
 ON_FOUR: list[dict[str, Any]] = [
     {"num_ranks": 4},
     {"num_ranks": 4, "replicas": (2, 2)},
-    {"num_ranks": 4, "replicas": (2, 2), "sharded_optimizer": True},
+    {"num_ranks": 4, "replicas": (2, 2), "shard": "optimizer"},
     {"num_ranks": 2, "tensor": 2},
     {"num_ranks": 2, "tensor": 2, "sequence_parallel": True},
 ]

@@ -37,18 +37,18 @@ def test_a_sharded_optimizer_makes_plans_fit_that_would_not() -> None:
     # Weights, gradients and two states: 4 with whole optimizers, 3 with halves of them.
     small = 3.5 * LAYERS * WEIGHTS
     made = found(small)
-    assert made.sharded_optimizer
+    assert made.shard == "optimizer"
     assert made.data == 2
     with pytest.raises(InfeasibleError):
         found(small, sharded=False)
-    assert not found(100 * small, sharded=False).sharded_optimizer
+    assert found(100 * small, sharded=False).shard == "none"
 
 
 def test_what_is_predicted_is_what_the_program_holds() -> None:
     made = found(3.5 * LAYERS * WEIGHTS)
     assert made.prediction is not None
     timeline = simulate(program_of(made), of_plan(PROFILE, made, machine(1e9)))
-    whole = msgspec.structs.replace(made, sharded_optimizer=False)
+    whole = msgspec.structs.replace(made, shard="none")
     for rank in range(2):
         assert made.prediction.peak_bytes[rank] == pytest.approx(timeline.peak_bytes(rank), rel=0.02)
         saved = simulate(program_of(whole), of_plan(PROFILE, whole, machine(1e9))).peak_bytes(rank)
@@ -74,8 +74,8 @@ def test_who_asks_for_it_gets_it_with_any_plan() -> None:
     made = found(1e9, sharded=False)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.Adam, "plan": made}
-    assert not Pipeline(model, **grouped(**settings)).program.header.sharded
-    assert Pipeline(model, **grouped(shard_optimizer=True, **settings)).program.header.sharded
+    assert Pipeline(model, **grouped(**settings)).program.header.shard == "none"
+    assert Pipeline(model, **grouped(shard="optimizer", **settings)).program.header.shard == "optimizer"
 
 
 def held(worker: Worker) -> int:

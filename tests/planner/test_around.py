@@ -17,10 +17,11 @@ from pipefit.cli import main
 from pipefit.cost import FREE, of_plan
 from pipefit.errors import PlanError, ProfileError, TopologyError
 from pipefit.planner import gpt_profile, plan
-from pipefit.planner.explain import explain, training
+from pipefit.planner.explain import explain
 from pipefit.planner.machines import load_topology, topology_names
 from pipefit.planner.pictures import Point, depth_svg, explore, pareto, pareto_svg, partition_svg
 from pipefit.planner.refit import refit
+from pipefit.planner.training_figures import training
 from pipefit.planner.transformer import settings_of
 from pipefit.schedules import program_of
 from pipefit.simulate import simulate

@@ -6,14 +6,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipefit.cost import of_plan
 from pipefit.ir.liveness import peak_inflight
 from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.bounds import quick_bytes
+from pipefit.planner.candidate import plan_of
 from pipefit.planner.estimate import estimate
 from pipefit.planner.holdings import first_holdings, holdings_of, least_in_flight, least_replayed, replayed
 from pipefit.planner.space import Config, Problem
-from pipefit.schedules import Shape, find, generate, names
+from pipefit.schedules import Shape, find, generate, names, program_of
+from pipefit.simulate import simulate
 from pipefit.spec import Layer, Profile, Topology
 
 
@@ -93,3 +96,27 @@ def test_the_least_bytes_of_a_candidate_are_never_more_than_it_needs(schedule, c
         for microbatches in (depth, 2 * depth, 4 * depth):
             each = config(schedule, depth, chunks, microbatches, recompute)
             assert quick_bytes(problem, each) <= max(estimate(problem, each).peak_bytes)
+
+
+@pytest.mark.parametrize("recompute", ["none", "stage", "layer"])
+@pytest.mark.parametrize("schedule, microbatches", [("1f1b", 3), ("1f1b", 12), ("gpipe", 2), ("gpipe", 12)])
+def test_the_work_of_layers_counts_as_in_the_simulation(monkeypatch, schedule, microbatches, recompute):
+    layers = []
+    for index in range(6):
+        work = {"forward_work_bytes": 90.0 + index, "bare_work_bytes": 50.0, "backward_work_bytes": 30.0 * index,
+                "first_work_bytes": 70.0, "step_work_bytes": 11.0 * index}  # fmt: skip
+        layers.append(Layer(f"layer{index}", 1, 1, 1, 10 + index, 40 + index, 60, input_bytes=10.0, **work))
+    profile = Profile("m", 1, tuple(layers), loss_s=0.1, optimizer_s=1, loss_work_bytes=200.0, step_work_bytes=60.0)
+    topology = Topology.local(3, 1e12, 0.0)
+    problem = Problem(profile, topology, microbatches, 2.0)
+    found = estimate(problem, config(schedule, 3, 1, microbatches, recompute))
+    plan = plan_of(problem, found.config, found.partition)
+    cost = of_plan(profile, plan, topology, state_per_weight=2.0)
+    timeline = simulate(program_of(plan), cost)
+    peaks = [timeline.peak_bytes(rank) for rank in range(3)]
+    assert found.peak_bytes == pytest.approx(peaks, rel=0.02)
+    assert quick_bytes(problem, found.config) <= max(found.peak_bytes)
+    # Of few micro-batches, with growth.
+    monkeypatch.setattr("pipefit.planner.holdings._SMALL", 0)
+    again = estimate(Problem(profile, topology, microbatches, 2.0), found.config)
+    assert again.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)

@@ -1,5 +1,6 @@
 """Runs measured elsewhere: their file, their prediction, and the machine that is fitted to them."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 from pipefit.errors import PlanError, ProfileError
 from pipefit.planner.machines import load_topology
 from pipefit.planner.measured_runs import MeasuredRun, fit_machine, fits, predict, read_runs
+from pipefit.planner.run_folders import run_of_folder
+from pipefit.planner.transformer import transformer_of
+from pipefit.spec import Partition, Placement, Plan, StageSpec
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +88,39 @@ def test_a_run_may_have_other_servers_than_the_machine():
         predict(run_of(devices=12), MACHINE)
 
 
+def summing(depth, sharded, bytes):
+    """Seconds of a run on four devices of one server whose copies sum gradients of so many bytes."""
+    run = MeasuredRun(f"{MODEL},summed_bytes={bytes}", 4, 1, depth, 1, 1, 16, "none", sharded, None)
+    return predict(run, MACHINE).seconds
+
+
+BLOCK_BYTES = 2 * (4 * 2048 * 2048 + 3 * 2048 * 5632 + 2 * 2048)
+TABLE_BYTES = 2 * 32000 * 2048
+
+
+def test_copies_sum_after_the_last_backward_and_hide_what_the_drain_leaves_time_for():
+    link = 232e9
+    whole_s = 2 * 3 / 4 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / link
+    assert summing(1, False, 4) - summing(1, False, 2) == pytest.approx(whole_s, rel=0.01)
+    # In a pipeline the last stage sums while the first still computes; two copies move their stage's bytes once.
+    first_s = (4 * BLOCK_BYTES + TABLE_BYTES) / link
+    assert summing(2, False, 4) - summing(2, False, 2) == pytest.approx(first_s, rel=0.01)
+
+
+def test_sums_of_micro_batches_are_held_whole_by_every_copy():
+    run = MeasuredRun(MODEL, 4, 1, 1, 1, 1, 16, "none", True, None)
+    wide = replace(run, model=f"{MODEL},added_bytes=4")
+    more = predict(wide, MACHINE).peak_bytes - predict(run, MACHINE).peak_bytes
+    assert more == pytest.approx(4 / 2 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES), rel=0.001)
+
+
+def test_sharded_copies_step_a_part_each():
+    device = MACHINE.device
+    # Adam in mixed precision moves 60 bytes of a parameter; three quarters of them are steps of other copies.
+    step_s = 30 * (8 * BLOCK_BYTES + 2 * TABLE_BYTES) / device.memory_bandwidth_bytes_per_s
+    assert summing(1, False, 2) - summing(1, True, 2) == pytest.approx(3 / 4 * step_s, rel=0.02)
+
+
 def test_memory_that_is_not_there_is_known():
     wide, narrow = predict(run_of(microbatch=16), MACHINE), predict(run_of(tensor=8, depth=2), MACHINE)
     small = msgspec.structs.replace(MACHINE.device, memory_bytes=16e9)
@@ -91,7 +128,7 @@ def test_memory_that_is_not_there_is_known():
 
 
 def test_a_batch_that_cannot_be_split_is_named_with_its_run():
-    with pytest.raises(PlanError, match="line 0: 16 devices, tensor 1, depth 1, micro-batch 3: cannot be planned"):
+    with pytest.raises(PlanError, match="a run: 16 devices, tensor 1, depth 1, micro-batch 3: cannot be planned"):
         predict(run_of(microbatch=3), MACHINE)
 
 
@@ -104,7 +141,7 @@ def test_a_file_is_read_line_by_line(tmp_path):
     quoted = f'"{MODEL}"'
     path = written(tmp_path / "runs.csv", f"{quoted},16,2,2,1,1,256,none,1,3.5", f"{quoted},8,1,1,1,4,256,layer,0,")
     (first, _), (second, line) = read_runs(path)
-    assert (first.seconds, first.tensor, first.sharded, first.line) == (3.5, 2, True, 2)
+    assert (first.seconds, first.tensor, first.sharded, first.place) == (3.5, 2, True, "runs.csv, line 2")
     assert second.seconds is None and line["recompute"] == "layer"
 
 
@@ -134,3 +171,42 @@ def test_a_missing_column_is_named(tmp_path):
     (tmp_path / "runs.csv").write_text("model,devices\n")
     with pytest.raises(ProfileError, match="seconds, sharded, tensor missing"):
         read_runs(tmp_path / "runs.csv")
+
+
+CONFIG = {"model": "gpt", "option": "layers=4,hidden=256,tied=0", "batch": 64, "precision": "bf16"}
+
+
+def folder_of(path: Path, cut=((0, 1, 2), (3, 4, 5)), schedule="1f1b", **config) -> Path:
+    """A folder as a run of two ranks leaves it, two copies of each."""
+    stages = tuple(StageSpec(layers, recompute="layer") for layers in cut)
+    Plan(Partition(stages), Placement(((0, 2), (1, 3))), schedule, 8, data=2).save(path / "plan.json")
+    run = {"config": CONFIG | config, "result": {"measured_period_s": 0.25}}
+    (path / "run.json").write_text(json.dumps(run))
+    return path
+
+
+def test_the_folder_of_a_run_is_a_measured_run(tmp_path):
+    run = run_of_folder(folder_of(tmp_path))
+    assert (run.devices, run.tensor, run.depth, run.microbatch, run.batch) == (4, 1, 2, 4, 64)
+    assert (run.seconds, run.recompute, run.sharded) == (0.25, "layer", False)
+    model = transformer_of(run.model)
+    assert (model.layers, model.hidden, model.heads, model.vocab, model.sequence) == (4, 256, 4, 256, 128)
+    assert (model.tied, model.bytes, model.attention) == (0, 2, "flash")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "mlp"}, "expected a run of --model gpt, .* got mlp"),
+        ({"schedule": "zb-h1"}, "schedule 1f1b or interleaved, got zb-h1"),
+        ({"cut": ((0, 1), (2, 3, 4, 5))}, "stages of equally many blocks"),
+    ],
+)
+def test_a_run_that_the_law_does_not_know_is_refused(tmp_path, changed, message):
+    with pytest.raises(ProfileError, match=message):
+        run_of_folder(folder_of(tmp_path, **changed))
+
+
+def test_a_run_that_has_not_ended_is_refused(tmp_path):
+    with pytest.raises(ProfileError, match=r"a run that has ended; there is no run\.json"):
+        run_of_folder(tmp_path)

@@ -1,11 +1,20 @@
 """Devices of unequal speed: how they are named, planned for, refused and shown."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, pairwise
+
 import pytest
 
 from pipefit.errors import PlanError
 from pipefit.planner import plan
+from pipefit.planner.candidate import costs_of, plan_of
+from pipefit.planner.estimate import estimate
 from pipefit.planner.explain import explain
 from pipefit.planner.machines import read_profile
+from pipefit.planner.methods import problem_of
+from pipefit.planner.simulated import simulated, update_s
+from pipefit.planner.space import Config
 from pipefit.spec import Device, Layer, Level, Profile, Topology
 
 FAST, SLOW = Device(flops=3e12), Device(flops=1e12)
@@ -57,3 +66,35 @@ def test_copies_of_a_stage_on_unequal_devices_are_shown_from_the_fastest_to_the_
     made = plan(even(), machine(FAST, SLOW), global_batch=16, microbatch_sizes=[1], depths=[1])
     row = explain(made, even(), 120, topology=machine(FAST, SLOW)).splitlines()[3]
     assert "8 ms…24 ms" in row and "16 ms…48 ms" in row
+
+
+def splits(copies: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Every way to give some copies at least one micro-batch each."""
+    for cuts in combinations(range(1, count), copies - 1):
+        yield tuple(b - a for a, b in pairwise((0, *cuts, count)))
+
+
+@pytest.mark.parametrize(("devices", "depth"), [((FAST, SLOW, SLOW), 1), ((FAST, FAST, SLOW, SLOW), 2)])
+def test_no_split_of_the_batch_is_faster_than_the_shares_of_a_plan(devices, depth):
+    topology = machine(*devices)
+    count = 11
+    made = plan(even(), topology, global_batch=count, microbatch_sizes=[1], depths=[depth], schedules=["gpipe"])
+    assert made.shares and sum(made.shares) == count
+    problem = problem_of(even(), topology, count, None)
+    seconds = {}
+    for shares in splits(len(devices) // depth, count):
+        one = Config("gpipe", len(shares), depth, 1, 1, 1, count, shares=shares)
+        if depth == 1:
+            one = replace(one, schedule="data-parallel")
+        found = estimate(problem, one)
+        timing, _ = costs_of(problem, one, found.partition)
+        _, period_s = update_s(plan_of(problem, one, found.partition), timing)
+        assert found.period_s <= period_s + 1e-12
+        seconds[shares] = simulated(problem, found).period_s
+    assert made.prediction.period_s == pytest.approx(min(seconds.values()))
+    assert "which take" in explain(made, even(), 120, topology=topology)
+
+
+def test_devices_that_are_alike_get_no_shares():
+    made = plan(even(), machine(SLOW, SLOW), global_batch=4, microbatch_sizes=[1], depths=[1])
+    assert made.shares == () and made.data == 2

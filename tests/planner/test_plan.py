@@ -315,7 +315,7 @@ def test_tensor_width_divides_a_gpt_and_stays_inside_a_server():
     devices = sum(len(ranks) for ranks in made.placement.ranks) // made.num_chunks * made.partition.stages[0].tensor
     assert devices == 16
     local = plan(gpt_profile(8, 1024, 8, device=device), Topology.local(2), global_batch=8)
-    assert local.partition.stages[0].tensor == 1 and not local.sharded_optimizer
+    assert local.partition.stages[0].tensor == 1 and local.shard == "none"
 
 
 def test_ptdp_keeps_tensor_inside_servers_and_takes_the_fewest_devices_per_copy():

@@ -234,3 +234,19 @@ def test_machines_by_name_have_any_number_of_servers():
     for wrong in ("dgx-a100-12", "pcie-3x5", "dgx-a100-0", "unknown-8"):
         with pytest.raises(TopologyError, match="no such topology"):
             load_topology(wrong)
+
+
+def test_machines_are_named_by_their_gpus():
+    machine = load_topology("8xH100:16")
+    assert [level.width for level in machine.levels] == [8, 16] and machine.device == load_topology(
+        "dgx-h100-64"
+    ).device
+    assert [level.width for level in load_topology("4xA100-40GB").levels] == [4]
+    assert load_topology("1xRTX3090:4").levels[1].bandwidth_bytes_per_s == 3.125e9
+    for wrong, why in (
+        ("8xH101:2", "did you mean H100"),
+        ("9xH100", "1 to 8 H100"),
+        ("8xH100:0", "at least one server"),
+    ):
+        with pytest.raises(TopologyError, match=f"such as 8xH100:16; .*{why}"):
+            load_topology(wrong)

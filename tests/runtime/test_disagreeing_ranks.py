@@ -74,7 +74,7 @@ REPLICATED = {
     3: [
         ("1f1b", {"replicas": (2, 1), "stages": 2, "microbatches": 4}),
         ("pipedream", {"replicas": (2, 1), "stages": 2, "microbatches": 4}),
-        ("1f1b", {"replicas": (2, 1), "stages": 2, "microbatches": 4, "shard_optimizer": True}),
+        ("1f1b", {"replicas": (2, 1), "stages": 2, "microbatches": 4, "shard": "optimizer"}),
     ],
     4: [("replicas", {}), ("replicas", {"precision": "fp16"}), ("tensor", {"data_parallel": 2, "microbatches": 4})],
 }

@@ -2,6 +2,7 @@ import math
 import os
 import signal
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,23 @@ from tests.runtime import jobs
 from pipefit.errors import DisagreementError, ModelError
 from pipefit.ir.op import Op
 from pipefit.runtime.compiled import compile_rank
+from pipefit.runtime.executor import Execution
 from pipefit.runtime.launch import LaunchError, launch
-from pipefit.runtime.progress import LEAVING, LOSS, MEETING, OUTSIDE, SAVING, Position
+from pipefit.runtime.progress import (
+    LEAVING,
+    LOSS,
+    MEETING,
+    OUTSIDE,
+    SAVING,
+    Position,
+    Progress,
+    positions_of,
+    progress_file,
+)
 from pipefit.runtime.waits import hang_report, patience, waits_for
 from pipefit.schedules import Shape, find
 from pipefit.spec.options import Spilled
+from pipefit.stage.moments import Mark
 
 pytestmark = pytest.mark.dist
 
@@ -82,7 +95,7 @@ def test_a_rank_that_cannot_save_is_heard_by_all_and_nothing_is_committed(tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [{}, {"replicas": 2, "microbatches": 4, "shard_optimizer": True}])
+@pytest.mark.parametrize("options", [{}, {"replicas": 2, "microbatches": 4, "shard": "optimizer"}])
 def test_ranks_write_a_checkpoint_while_training_goes_on(options, tmp_path):
     num_ranks = 4 if options else 2
     (losses, state), *_ = launch(jobs.save_behind, num_ranks, str(tmp_path), options, quiet=True)
@@ -215,6 +228,37 @@ def test_the_report_follows_the_chain_to_the_rank_that_waits_for_nobody():
     page = hang_report(2, program, positions, 61.0, 60.0, 3)
     assert page.startswith("rank 0 does not continue, though it waits for no other rank: at 'fwd s0 m0")
     assert "rank 2 waits for" in page and "rank 1 waits for" in page
+
+
+def test_ranks_whose_hosts_are_ahead_of_their_gpus_are_judged_by_the_gpus(tmp_path):
+    """The hosts had launched the whole pass and waited for its loss: each rank seemed to wait for all others."""
+    program = _chain()
+    positions = {}
+    for rank in range(3):
+        stuck = _at(program, rank, Op.FWD, 0).index
+        progress = Progress(progress_file(tmp_path, rank))
+        progress.passes = 1
+        progress.at(LOSS)
+        assert progress.position.of_device.index == LOSS
+        progress.device_at(stuck)
+        positions[rank] = positions_of(tmp_path, 3)[rank].of_device
+    assert [list(waits_for(program, rank, positions)) for rank in range(3)] == [[], [0], [1]]
+    page = hang_report(2, program, positions, 61.0, 60.0, 3)
+    assert page.startswith("rank 0 does not continue, though it waits for no other rank: at 'fwd s0 m0")
+    assert "  rank 1: its GPU is at 'fwd s1 m0" in page
+    progress.at(LOSS)
+    assert progress.position.of_device.index == LOSS, "the host has moved on"
+
+
+def test_a_gpu_stands_before_the_first_instruction_that_it_has_not_begun():
+    program = _chain()
+    run = Execution(compile_rank(program, 0), None, None, [], Progress())
+    begun = SimpleNamespace(query=lambda: True)
+    not_begun = SimpleNamespace(query=lambda: False)
+    run.starts = [Mark(0.0, begun), 0.0, Mark(0.0, begun), Mark(0.0, not_begun), Mark(0.0, not_begun), 0.0]
+    assert run.stands_before() == 3
+    run.starts[3:] = [0.0, 0.0]
+    assert run.stands_before() == -1
 
 
 def test_a_rank_that_waits_for_the_loss_blames_one_still_in_its_pass():

@@ -69,7 +69,7 @@ SHAPES: list[dict[str, Any]] = [
     {"schedule": "1f1b", "microbatches": 6, "replicas": (1, 2, 1)},
     {"schedule": "pipedream-2bw", "microbatches": 4},
     {"schedule": "data-parallel", "microbatches": 4},
-    {"schedule": "gpipe", "microbatches": 4, "replicas": 2, "shard_optimizer": True},
+    {"schedule": "gpipe", "microbatches": 4, "replicas": 2, "shard": "optimizer"},
     {"schedule": "interleaved", "microbatches": 8, "replicas": 2, "chunks": 2, "clip_norm": 1.0},
     {"schedule": "pipedream", "microbatches": 1, "replicas": (2, 2)},
     {"schedule": "1f1b", "microbatches": 6, "replicas": (3, 1), "clip_norm": 1.0},

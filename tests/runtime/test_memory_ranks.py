@@ -60,7 +60,7 @@ def test_machines_send_each_other_the_stages_that_they_lack(tmp_path):
 
 def test_a_sharded_optimizer_is_kept_whole(tmp_path):
     folders = _machines(tmp_path, 1)
-    options = COPIES | {"shard_optimizer": True}
+    options = COPIES | {"shard": "optimizer"}
     launch(recovery_jobs.train_on_machines, 4, folders, options, quiet=True)
     _as_trained(_resumed(folders, 4, options), options)
 

@@ -26,6 +26,8 @@ from tests.gpu.staged_backend import Staged
 from torch import Tensor
 
 NAME = "sham"
+first_uses: list[str] = []
+"""Where in pipefit the host was blocked by the first use of a pair or a group."""
 _driver: Any = sys.modules["sham_driver"]
 
 
@@ -99,6 +101,7 @@ class Sham(Staged):
         self._queue.put((queued, lambda: start(*(_hosts_of(value, hosts) for value in taken)).wait()))
         if met not in self._met:
             self._met.add(met)
+            first_uses.append(_driver.place())
             queued.done.wait()
         return queued
 

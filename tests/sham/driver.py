@@ -17,6 +17,7 @@ import ctypes
 import importlib.machinery
 import itertools
 import json
+import math
 import os
 import random
 import sys
@@ -29,8 +30,11 @@ from typing import Any, NamedTuple
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch.so", "libshm.so", "libtorch_python.so")
 
+CLOCKS = "stage/moments.py begin"
+"""Where clocks are compared, at times that depend on the machine's speed; no list has these waits."""
+
 waits: Counter[str] = Counter()
-"""How often the host has waited for a device at each place: "file function: kind"; threads of lanes do not count."""
+"""How often the host has waited for a device at each place: "file function: kind", after "thread of a lane: " there."""
 
 _library: Any = None
 _seen: set[str] = set()
@@ -40,11 +44,14 @@ _seen: set[str] = set()
 
 
 def place() -> str:
-    """File and function of pipefit that the calling thread is in; "" outside of it."""
+    """File and function of pipefit that the calling thread is in; "" outside of it.
+
+    Functions that only stand for torch's have no place of their own.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if "/src/pipefit/" in path and not name.startswith("<"):
+        if "/src/pipefit/" in path and not name.startswith("<") and not path.endswith("stage/accelerator.py"):
             return f"{path.split('/src/pipefit/')[1]} {name}"
         frame = frame.f_back
     return ""
@@ -79,9 +86,11 @@ def begin_case() -> None:
 @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
 def _note(kind: bytes) -> None:
     where = place()
-    if where:
+    if where and where != CLOCKS:
         line = f"{where}: {kind.decode().removeprefix('aten::')}"
-        if not threading.current_thread().name.startswith("pipefit-"):
+        if threading.current_thread().name.startswith("pipefit-"):
+            waits[f"thread of a lane: {line}"] += 1
+        else:
             waits[line] += 1
         _log("wait", line)
 
@@ -257,6 +266,18 @@ class _Process:
         self.is_bad_fork = self.has_used
 
 
+def _resized(of_cpu: Callable[..., Any]) -> Callable[..., Any]:
+    """`UntypedStorage.resize_`, also for the device."""
+
+    def resize_(storage: Any, num_bytes: int) -> Any:
+        if storage.device.type != "cuda":
+            return of_cpu(storage, num_bytes)
+        _library.sham_resize(storage._cdata, storage.device.index, num_bytes)
+        return storage
+
+    return resize_
+
+
 def _names(native: Any) -> dict[str, Any]:
     """The functions of `torch._C` for CUDA."""
     process, modes = _Process(), [0]
@@ -282,7 +303,7 @@ def _names(native: Any) -> dict[str, Any]:
 
         def elapsed_time(self, end: Any) -> float:
             elapsed_ms: float = _library.sham_elapsed_ms(self.event_id, end.event_id)
-            if elapsed_ms < 0:
+            if math.isnan(elapsed_ms):
                 raise RuntimeError("CUDA error: device not ready")
             return elapsed_ms
 
@@ -296,6 +317,7 @@ def _names(native: Any) -> dict[str, Any]:
         process.use()
         devices = range(_library.sham_device_count())
         torch.cuda._get_device_properties = properties  # type: ignore[attr-defined]
+        torch.UntypedStorage.resize_ = _resized(torch.UntypedStorage.resize_)  # type: ignore[method-assign]
         torch.cuda.default_generators = tuple(torch.Generator(f"cuda:{index}") for index in devices)
 
     def exchange_device(device: int) -> int:
@@ -368,6 +390,7 @@ def _load() -> None:
     _library.sham_stream.restype = ctypes.c_int64
     _library.sham_set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
     _library.sham_begin.argtypes = [ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p]
+    _library.sham_resize.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64]
     _library.sham_pin.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
     _library.sham_unpin.argtypes = [ctypes.c_void_p]
     _library.sham_elapsed_ms.argtypes, _library.sham_elapsed_ms.restype = [ctypes.c_void_p] * 2, ctypes.c_double

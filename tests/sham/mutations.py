@@ -47,37 +47,45 @@ class Mutation(NamedTuple):
 
 
 SPILLED, PLAIN, TWO = (STEPS, "spilled or host"), (STEPS, "1f1b or bf16 or clipped"), (RANKS, "own and two")
+AHEAD, META = ("tests/sham/test_copies.py", "ahead"), (STEPS, "meta")
 CURRENT = "the rank's GPU is the current one of its process"
+COPIES, LEFT_OUT = ("tests/sham/test_copies.py", "pinned"), (STEPS, "left_out")
+NORMS = ("tests/gpu/test_one_process.py", "norm")
+ON_HOST = "where the host has decided about the step, it knows the factor"
+CLOCKS = "only the comparison of the clocks becomes less exact"
 
 MUTATIONS = [
-    # waits of lanes
-    Mutation("spill/lanes.py", "after, computed.synchronize)", "after, None)", SPILLED),
-    Mutation("spill/lanes.py", "                ended.synchronize()\n", "", SPILLED),
-    Mutation(
-        "spill/lanes.py",
-        "computed.record(torch.cuda.current_stream(stream.device))",
-        "computed.record(stream)",
-        SPILLED,
-    ),
-    Mutation("spill/lanes.py", "with torch.cuda.stream(stream):", "if True:", SPILLED),
-    Mutation(
-        "spill/lanes.py", "ended.record(stream)", "ended.record(torch.cuda.default_stream(stream.device))", SPILLED
-    ),
+    # orders of lanes
+    Mutation("spill/lanes.py", "                stream.wait_event(computed)\n", "", SPILLED),
+    Mutation("spill/lanes.py", "                    earlier.join()\n", "                    pass\n", SPILLED),
     Mutation("spill/lanes.py", "                earlier.wait()\n", "                pass\n", SPILLED),
     Mutation(
         "spill/lanes.py",
-        "        torch.cuda.current_stream(device).synchronize()\n",
-        "        pass\n",
-        ("tests/gpu/test_studies.py", "two_trials"),
-    ),
-    Mutation("spill/lanes.py", "        self._future.result()\n", "        self._future.done()\n", SPILLED),
-    Mutation("runtime/spill_handlers.py", "        copy.wait()\n", "", SPILLED),
-    Mutation(
-        "spill/parked.py",
-        "self._under_way.popleft().wait()",
-        "self._under_way.popleft()",
+        "            accelerator.current_stream(self._device).wait_event(self._moments[1].reached)\n",
+        "            pass\n",
         SPILLED,
-        "it bounds memory; the order is that of the lane",
+    ),
+    Mutation("spill/lanes.py", "            self._moments[1].reached.synchronize()\n", "", SPILLED),
+    Mutation("spill/lanes.py", "        self._launched.result()\n", "        self._launched.done()\n", SPILLED),
+    Mutation(
+        "spill/lanes.py", "accelerator.event_on(current))", "accelerator.event_on(self._stream or current))", SPILLED
+    ),
+    Mutation("spill/lanes.py", "with accelerator.on_stream(stream):", "if True:", SPILLED),
+    Mutation(
+        "spill/lanes.py",
+        "                end = accelerator.event_on(stream, is_timed=True)\n",
+        "                end = accelerator.event_on(torch.cuda.default_stream(stream.device), is_timed=True)\n",
+        SPILLED,
+    ),
+    Mutation("spill/lanes.py", "            self._stream.synchronize()\n", "            pass\n", SPILLED),
+    Mutation("runtime/spill_handlers.py", "        copy.join()\n", "", SPILLED),
+    Mutation("spill/parked.py", "        copy.join()\n", "", SPILLED),
+    Mutation(
+        "spill/rank.py",
+        "        self.parked.end_pass()\n",
+        "",
+        SPILLED,
+        "it frees memory between passes; the next write would do so",
     ),
     Mutation(
         "spill/tier_store.py",
@@ -88,24 +96,29 @@ MUTATIONS = [
     ),
     Mutation(
         "spill/tier_store.py",
-        "waits = (*after, *([record.written] if record.written else []))",
-        "waits = after",
+        "            waits.append(record.written)\n        copy =",
+        "            pass\n        copy =",
         SPILLED,
     ),
-    Mutation("spill/tier_store.py", "(*after, *writes))", "after)", SPILLED),
-    Mutation("spill/tier_store.py", "target.copy_(source, non_blocking=True)", "target.copy_(source)", SPILLED),
-    Mutation("spill/tier_store.py", "through.copy_(source)", "through.copy_(source, non_blocking=True)", SPILLED),
     Mutation(
         "spill/tier_store.py",
-        "into.copy_(through)",
-        "into.copy_(through, non_blocking=True)",
+        "                waits.append(record.written)\n\n        def step",
+        "                pass\n\n        def step",
         SPILLED,
-        "the lane waits for the end of its work anyway; the list of waits gets shorter",
     ),
+    Mutation("spill/tier_store.py", "target.copy_(source, non_blocking=True)", "target.copy_(source)", SPILLED),
+    Mutation("spill/tier_store.py", "through.copy_(source)", "through.copy_(source, non_blocking=True)", SPILLED),
+    Mutation("spill/tier_store.py", "into.copy_(through)", "into.copy_(through, non_blocking=True)", SPILLED),
     Mutation("spill/tier_store.py", "                pin(buffer)\n", "                pass\n", SPILLED),
-    Mutation("spill/stage_store.py", "            copy.wait()\n", "            pass\n", SPILLED),
+    Mutation("spill/stage_store.py", "            copy.join()\n", "            pass\n", SPILLED),
     Mutation("spill/rank.py", "            step.wait()\n", "            pass\n", SPILLED),
-    Mutation("spill/rank.py", "            copy.wait()\n", "            pass\n", SPILLED),
+    Mutation(
+        "spill/rank.py",
+        "                copy.launched()\n",
+        "                pass\n",
+        SPILLED,
+        "it raises what a write has failed with, and orders nothing",
+    ),
     # waits for messages
     Mutation("runtime/distributed.py", "        for work in receive.works:\n            work.wait()\n", "", TWO),
     Mutation(
@@ -127,49 +140,56 @@ MUTATIONS = [
     ),
     Mutation("runtime/collectives.py", "            work.wait()\n", "            pass\n", TWO),
     # copies that the host need not wait for
-    Mutation("stage/device.py", "tensor = tensor.pin_memory()", "pass", PLAIN),
-    Mutation("stage/device.py", "tensor.to(device, non_blocking=True)", "tensor.to(device)", PLAIN),
-    Mutation("stage/moments.py", "        mark.synchronize()\n", "", (STEPS, "pipedream")),
+    Mutation("stage/accelerator.py", "return tensor.pin_memory()", "return tensor", PLAIN),
     Mutation(
-        "stage/moments.py",
-        "            self._start.synchronize()\n",
-        "",
+        "stage/accelerator.py",
+        "        return tensor.to(device, non_blocking=True)\n    current",
+        "        return tensor.to(device)\n    current",
         PLAIN,
-        "only the comparison of the clocks becomes less exact",
     ),
+    Mutation("stage/accelerator.py", "    current.wait_event(event_on(stream))\n", "", AHEAD),
+    Mutation("stage/accelerator.py", "    there.record_stream(current)\n", "", AHEAD),
     Mutation(
-        "stage/moments.py",
-        "            torch.cuda.synchronize(self._device)\n",
-        "",
-        PLAIN,
-        "only the comparison of the clocks becomes less exact",
+        "stage/accelerator.py", "    with on_stream(stream):\n        there", "    if True:\n        there", AHEAD
     ),
+    Mutation("pipeline/training_loop.py", "in_pinned_memory((x, y), self._engine.device)", "(x, y)", COPIES),
+    Mutation("stage/batchnorm.py", "to_device(counts, mean.device)", "counts.to(mean.device)", NORMS),
+    # what the host reads of a step
+    Mutation("runtime/finite.py", "found_inf = 1 - run", "found_inf = 0 * run", LEFT_OUT),
+    Mutation("runtime/engine.py", "            check_unread(run)\n", "            pass\n", LEFT_OUT),
+    Mutation("stage/moments.py", "        mark.reached.synchronize()\n", "", (STEPS, "pipedream")),
+    Mutation("stage/moments.py", "            self._start.synchronize()\n", "", PLAIN, CLOCKS),
+    Mutation("stage/moments.py", "            accelerator.settle(self._device)\n", "", PLAIN, CLOCKS),
     # devices
     Mutation("stage/device.py", 'int(os.environ.get("LOCAL_RANK", 0))', "0", TWO),
-    Mutation("stage/device.py", "        torch.cuda.set_device(device)\n", "        pass\n", TWO),
-    Mutation("stage/device.py", "max_memory_allocated(device)", "max_memory_allocated()", TWO, CURRENT),
-    Mutation("stage/device.py", "reset_peak_memory_stats(device)", "reset_peak_memory_stats()", TWO, CURRENT),
+    Mutation("stage/device.py", "        accelerator.make_current(device)\n", "        pass\n", TWO),
+    Mutation("stage/accelerator.py", "max_memory_allocated(device)", "max_memory_allocated()", TWO, CURRENT),
+    Mutation("stage/accelerator.py", "reset_peak_memory_stats(device)", "reset_peak_memory_stats()", TWO, CURRENT),
     Mutation(
-        "stage/moments.py", "torch.cuda.current_stream(self._device)", "torch.cuda.current_stream()", PLAIN, CURRENT
+        "stage/accelerator.py", "torch.cuda.current_stream(device)", "torch.cuda.current_stream()", PLAIN, CURRENT
     ),
-    Mutation("stage/moments.py", "torch.cuda.synchronize(self._device)", "torch.cuda.synchronize()", PLAIN, CURRENT),
-    Mutation("stage/stage.py", "            layer.module.to(device)\n", "            pass\n", PLAIN),
-    Mutation("stage/stage.py", "default_generators[device.index or 0]", "default_generators[0]", (STEPS, "dropout")),
     Mutation(
-        "runtime/handlers.py",
-        "dtype=torch.float64, device=worker.device)\n        squares[",
-        "dtype=torch.float64)\n        squares[",
+        "stage/accelerator.py",
+        "torch.accelerator.synchronize(device)",
+        "torch.accelerator.synchronize()",
+        PLAIN,
+        CURRENT,
+    ),
+    Mutation("stage/stage.py", "            layer.module.to(device)\n", "            pass\n", PLAIN),
+    Mutation("stage/accelerator.py", "generators[device.index or 0]", "generators[0]", (STEPS, "dropout")),
+    Mutation(
+        "runtime/updating.py",
+        "dtype=torch.float64, device=worker.device)\n    squares[",
+        "dtype=torch.float64)\n    squares[",
         PLAIN,
     ),
-    Mutation(
-        "runtime/handlers.py", "clamp(max=1.0).to(next(places, worker.device))", "clamp(max=1.0)", (STEPS, "host")
-    ),
+    Mutation("runtime/updating.py", "factor = factor.to(parameters[0].device)", "pass", (STEPS, "host"), ON_HOST),
     Mutation("runtime/distributed.py", "dtype=d, device=self.device)", 'dtype=d, device="cuda:0")', TWO),
     Mutation("runtime/distributed.py", "torch.zeros(1, device=self.device)", 'torch.zeros(1, device="cuda:0")', TWO),
     Mutation(
         "parallel/buckets.py", "dtype=torch.float64, device=device)", 'dtype=torch.float64, device="cuda:0")', TWO
     ),
-    Mutation("parallel/buckets.py", "dtype=b.dtype, device=device)", 'dtype=b.dtype, device="cuda:0")', TWO),
+    Mutation("parallel/buckets.py", "dtype=dtype, device=device)", 'dtype=dtype, device="cuda:0")', TWO),
     Mutation(
         "spill/arena.py", "dtype=torch.uint8, device=device)", 'dtype=torch.uint8, device=device and "cuda:0")', SPILLED
     ),
@@ -177,13 +197,13 @@ MUTATIONS = [
         "spill/rank.py",
         "return torch.zeros((), dtype=tensor.dtype, device=device)",
         'return torch.zeros((), dtype=tensor.dtype, device="cuda:0")',
-        SPILLED,
+        META,
     ),
     Mutation(
         "spill/rank.py",
         "return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)",
         'return torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda:0")',
-        SPILLED,
+        META,
     ),
 ]
 
@@ -236,6 +256,8 @@ def verdict(mutation: Mutation, folder: Path, code: int) -> str:
         end = " BUT EXPECTED TO SURVIVE" if mutation.reason else ""
     elif code == PASSED:
         found, end = "survives: ", mutation.reason or "NO REASON"
+    elif code < 0:
+        found, end = f"found: signal {-code} ends the process", ""
     else:
         found, end = "did not run: ", log[-2000:]
     return f"{mutation.name} → {mutation.new.strip()} | {found}{end}"

@@ -1,5 +1,7 @@
 """Functions that ranks with a simulated GPU each run; a rank imports them by name."""
 
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,6 +11,8 @@ from tests.gpu.rank_jobs import MODELS, Result
 from tests.pipelines import grouped
 
 from pipefit import Pipeline
+from pipefit.errors import DataError
+from pipefit.profiling.links import _time_pair
 
 
 def trained(model: str, options: dict[str, Any]) -> Result:
@@ -30,9 +34,43 @@ def all_trained(tasks: list[tuple[str, dict[str, Any]]]) -> list[Result]:
     from tests.sham import backend
 
     found = [trained(*task) for task in tasks]
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+    assert set(backend.first_uses) == {"runtime/distributed.py _warm_up"}
     assert isinstance(dist.group.WORLD, backend.Sham)
     assert dist.get_backend_config() == "cpu:gloo,cuda:sham"
     return found
+
+
+def places_of_first_uses(tasks: list[tuple[str, dict[str, Any]]]) -> set[str]:
+    """Where the first messages and reductions of some trainings and evaluations were."""
+    from tests.sham import backend
+
+    for model, options in tasks:
+        make, data, loss = MODELS[model]
+        pipe = Pipeline(make(), **grouped(**{"loss": loss, "optimizer": plain.sgd, "microbatches": 4, **options}))
+        pipe.fit(data()[:2])
+        pipe.evaluate(data()[:1])
+        pipe.close()
+    found = set(backend.first_uses)
+    # The default group has sent nothing yet between GPUs: a measurement of links does, from GPU to GPU.
+    rank = dist.get_rank()
+    _time_pair(rank, 0, 1, (1 << 10,), 2, torch.device("cuda", rank))
+    assert {"profiling/links.py send", "profiling/links.py receive"} & set(backend.first_uses)
+    return found
+
+
+def one_without_a_batch() -> None:
+    """The second rank raises an error in its third step; the first waits for its messages in a kernel."""
+
+    def data() -> Iterator[plain.Batch]:
+        for step, batch in enumerate(plain.batches(6)):
+            if step == 2 and dist.get_rank() == 1:
+                raise DataError("rank 1 has no third batch")
+            yield batch
+
+    make, _, loss = MODELS["network"]
+    pipe = Pipeline(make(), **grouped(loss=loss, optimizer=plain.sgd, microbatches=4))
+    pipe.fit(data(), steps=6)
 
 
 def resumed(place: str) -> list[float]:

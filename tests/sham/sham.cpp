@@ -135,7 +135,7 @@ DataPtr own(char* data, size_t bytes, DeviceIndex device, Storage made_by_cpu) {
   return {data, block, &give_back, Device(DeviceType::CUDA, device)};
 }
 
-struct DeviceMemory final : Allocator {
+struct DeviceMemory final : DeviceAllocator {
   DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, Device(DeviceType::CUDA, current)};
     take(current, bytes);
@@ -144,6 +144,25 @@ struct DeviceMemory final : Allocator {
     return own(data, bytes, current, {});
   }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
+  bool initialized() override { return true; }
+  void emptyCache(MempoolId_t) override {}
+  void recordStream(const DataPtr& data, Stream s) override {
+    std::lock_guard lock(mutex);
+    if (data.get_context()) static_cast<Block*>(data.get_context())->users.insert(index_of(s.device_index(), s.id()));
+  }
+  CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
+    CachingDeviceAllocator::DeviceStats stats;
+    for (auto* figures : {&stats.allocated_bytes, &stats.reserved_bytes, &stats.active_bytes}) {
+      (*figures)[0].current = usages[device].bytes;
+      (*figures)[0].peak = usages[device].peak;
+    }
+    return stats;
+  }
+  void resetAccumulatedStats(DeviceIndex) override {}
+  void resetPeakStats(DeviceIndex device) override { usages[device].peak = usages[device].bytes; }
+  std::pair<size_t, size_t> getMemoryInfo(DeviceIndex device) override {
+    return {capacity - usages[device].bytes, capacity};
+  }
 } device_memory;
 REGISTER_ALLOCATOR(DeviceType::CUDA, &device_memory)
 
@@ -181,6 +200,8 @@ struct Pending {
   at::Tensor memory;  // of the host
   at::Tensor value;   // what it will hold, or what it must still hold
   bool to_host;
+  const char* low() const { return static_cast<const char*>(memory.const_data_ptr()); }
+  const char* high() const { return low() + memory.nbytes(); }
 };
 std::vector<Pending> pending;
 
@@ -191,11 +212,12 @@ uint64_t launch(int stream) {
   return ++stream_clocks[stream][stream];
 }
 
-void land_copies() {
+// Ends the copies with some memory, all of it inside a range, that a clock knows.
+void land_copies(const Clock& clock, const char* low = nullptr, const char* high = reinterpret_cast<const char*>(-1)) {
   auto copies = std::move(pending);
   pending.clear();
   for (auto& copy : copies) {
-    if (host_clocks[host][copy.stream] < copy.when) {
+    if (clock[copy.stream] < copy.when || copy.low() < low || high < copy.high()) {
       pending.push_back(std::move(copy));
       continue;
     }
@@ -207,6 +229,20 @@ void land_copies() {
   }
 }
 
+// Pinned memory as a stream finds it: with what copies that it comes after have put there, though the host knows of none.
+at::Tensor as_found_by(int stream, const at::Tensor& memory) {
+  at::Tensor found = memory;
+  auto* start = static_cast<const char*>(memory.const_data_ptr());
+  for (const auto& copy : pending) {
+    auto low = std::max(copy.low(), start), high = std::min(copy.high(), start + memory.nbytes());
+    if (!copy.to_host || high <= low || stream_clocks[stream][copy.stream] < copy.when) continue;
+    if (found.is_same(memory)) found = memory.clone();
+    memcpy(static_cast<char*>(found.mutable_data_ptr()) + (low - start),
+           static_cast<const char*>(copy.value.const_data_ptr()) + (low - copy.low()), high - low);
+  }
+  return found;
+}
+
 void host_waits(const Clock& clock, const char* kind, bool warns = false) {
   if (unseen) return;
   bool is_known;  // that all of it has ended: then there is no wait
@@ -214,7 +250,7 @@ void host_waits(const Clock& clock, const char* kind, bool warns = false) {
     std::lock_guard lock(mutex);
     is_known = knows(host_clocks[host], clock);
     join(host_clocks[host], clock);
-    land_copies();
+    land_copies(host_clocks[host]);
   }
   if (note && !is_known) note(kind);
   if (warns && sync_debug_mode) TORCH_WARN("called a synchronizing CUDA operation");
@@ -311,10 +347,8 @@ struct Guard final : impl::DeviceGuardImplInterface {
     std::lock_guard lock(mutex);
     if (event) join(stream_clocks[of(s)], static_cast<Mark*>(event)->clock);
   }
-  bool queryEvent(void* event) const override {
-    if (event) host_waits(static_cast<Mark*>(event)->clock, "event.query");
-    return true;
-  }
+  // A question is no wait: whoever asks learns nothing about the order of accesses.
+  bool queryEvent(void*) const override { return true; }
   void synchronizeEvent(void* event) const override {
     if (event) host_waits(static_cast<Mark*>(event)->clock, "event.synchronize");
   }
@@ -336,10 +370,7 @@ struct Guard final : impl::DeviceGuardImplInterface {
     }
     host_waits(clock, "synchronize");
   }
-  void recordDataPtrOnStream(const DataPtr& data, const Stream& s) const override {
-    std::lock_guard lock(mutex);
-    if (data.get_context()) static_cast<Block*>(data.get_context())->users.insert(of(s));
-  }
+  void recordDataPtrOnStream(const DataPtr& data, const Stream& s) const override { device_memory.recordStream(data, s); }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
@@ -569,23 +600,28 @@ void copy_across(const at::Tensor& to, const at::Tensor& from, bool non_blocking
   auto stream = stream_of(near.device().index());
   bool is_pinned = pinned_block(far.const_data_ptr()) != nullptr;
   bool is_asynchronous = non_blocking && is_pinned && is_flat(far) && to.dtype() == from.dtype();
+  at::Tensor source = from;
   {
     std::lock_guard lock(mutex);
     auto when = launch(stream);
     access(from, stream, when, false, "copy_");
     access(to, stream, when, true, "copy_");
+    if (is_pinned && !to_host && is_flat(far)) source = as_found_by(stream, from);
     if (is_asynchronous) {
       auto value = at::empty_like(far, far.options());
-      value.copy_(on_cpu(from));
-      if (to_host)
-        memset(far.mutable_data_ptr(), kPoison, far.nbytes());
-      else
-        on_cpu(to).copy_(from);
+      value.copy_(on_cpu(source));
+      if (to_host) {
+        auto* low = static_cast<char*>(far.mutable_data_ptr());
+        land_copies(stream_clocks[stream], low, low + far.nbytes());
+        memset(low, kPoison, far.nbytes());
+      } else {
+        on_cpu(to).copy_(source);
+      }
       pending.push_back({stream, when, far, value, to_host});
       return;
     }
   }
-  on_cpu(to).copy_(on_cpu(from));
+  on_cpu(to).copy_(on_cpu(source));
   auto kind = std::string(non_blocking ? "pageable copy " : "copy ") + (to_host ? "to host" : "to device");
   host_waits_for_stream(stream, kind.c_str(), !non_blocking);
 }
@@ -671,6 +707,15 @@ void sham_begin(int devices, uint64_t bytes, Note noted, Found found) {
   note = noted;
   found_elsewhere = found;
 }
+// Gives a storage other memory, without its contents: torch's own function for that is not in a build without CUDA.
+void sham_resize(void* storage, int device, uint64_t bytes) {
+  auto* impl = static_cast<StorageImpl*>(storage);
+  auto before = current;
+  current = device;
+  impl->set_data_ptr(device_memory.allocate(bytes));
+  impl->set_nbytes(bytes);
+  current = before;
+}
 int sham_device_count() { return device_count; }
 int sham_device() { return current; }
 void sham_set_device(int device) { current = device; }
@@ -679,13 +724,13 @@ void sham_set_stream(int device, int64_t id) { current_streams[device] = id; }
 double sham_elapsed_ms(void* start, void* end) {
   std::lock_guard lock(mutex);
   bool has_ended = knows(host_clocks[host], static_cast<Mark*>(start)->clock) && knows(host_clocks[host], static_cast<Mark*>(end)->clock);
-  return has_ended ? Guard().elapsedTime(start, end, 0) : -1;
+  return has_ended ? Guard().elapsedTime(start, end, 0) : NAN;
 }
 void sham_set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
 int64_t sham_bytes(int device) { return usages[device].bytes; }
 int64_t sham_peak(int device) { return usages[device].peak; }
 uint64_t sham_capacity() { return capacity; }
-void sham_forget_peak(int device) { usages[device].peak = usages[device].bytes; }
+void sham_forget_peak(int device) { device_memory.resetPeakStats(device); }
 void sham_clear_workspaces() {
   std::lock_guard lock(mutex);
   for (auto& [_, stream] : workspaces) usages[stream / (kPool + 1)].bytes -= rounded(kWorkspace);
@@ -714,6 +759,6 @@ void sham_host_clock(uint64_t* clock) {
 void sham_host_joins(const uint64_t* clock) {
   std::lock_guard lock(mutex);
   for (int i = 0; i < kStreams; i++) host_clocks[host][i] = std::max(host_clocks[host][i], clock[i]);
-  land_copies();
+  land_copies(host_clocks[host]);
 }
 }

@@ -1,5 +1,7 @@
 """Ranks with a GPU each and NCCL's rules train as plain torch, save, resume, and recover."""
 
+from typing import Any
+
 import pytest
 import torch
 from tests.gpu import plain
@@ -12,6 +14,7 @@ from tests.runtime.test_recovery_ranks import (  # noqa: F401  (also on GPUs)
 )
 from tests.sham import rank_jobs
 
+from pipefit.errors import DataError
 from pipefit.runtime.launch import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.dist]
@@ -25,6 +28,30 @@ def test_each_rank_trains_on_a_gpu_of_its_own(num_ranks: int, tasks: dict) -> No
         wanted = plain.trained(make(), data(), clip_norm=options.get("clip_norm"), loss=loss)
         for part in parts:
             plain.assert_close(part[index], wanted)
+
+
+OTHERS: list[tuple[str, dict[str, Any]]] = [
+    ("network", {"schedule": "naive"}),
+    ("network", {"schedule": "gpipe"}),
+    ("network", {"schedule": "breadth-first", "chunks": 2}),
+    ("network", {"schedule": "zb-h2"}),
+    ("network", {"schedule": "pipedream", "microbatches": 1}),
+    ("network", {"schedule": "pipedream-2bw"}),
+    ("gpt", {"schedule": "1f1b"}),
+    ("gpt", {"schedule": "1f1b", "tensor": 2}),
+]
+
+
+def test_no_instruction_is_the_first_use_of_a_link_or_a_group() -> None:
+    """So the proof of a program, in which a send never blocks, holds with NCCL; others are in `all_trained`."""
+    for places in launch(rank_jobs.places_of_first_uses, 2, OTHERS, threads=1, quiet=True):
+        assert places == {"runtime/distributed.py _warm_up"}
+
+
+def test_an_error_of_one_rank_ends_a_run_whose_other_rank_waits_in_a_kernel() -> None:
+    """NCCL says nothing of it; the launcher ends the other rank, long before the deadline of its watchdog."""
+    with pytest.raises(DataError, match="rank 1 has no third batch"):
+        launch(rank_jobs.one_without_a_batch, 2, threads=1, quiet=True)
 
 
 def test_a_checkpoint_of_two_ranks_resumes(tmp_path) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipefit.spill.arena import aligned, pin, unpin
+from pipefit.spill.arena import aligned
+from pipefit.stage.accelerator import pin, unpin
 
 pytestmark = pytest.mark.gpu
 
@@ -160,11 +161,11 @@ def test_a_fork_of_a_process_that_has_asked_for_a_gpu_cannot_use_it() -> None:
 
 
 def test_waits_of_the_host_are_seen_with_their_place() -> None:
-    from pipefit.stage.device import settle
+    from pipefit.profiling.clock import Clock
 
     driver = sys.modules["sham_driver"]
-    held = torch.zeros(1, device="cuda:1")
+    clock = Clock(torch.zeros(1, device="cuda:1").device)
     driver.begin_case()
-    settle(held.device)
-    settle(held.device)  # there is nothing left to wait for
-    assert driver.waits == {"stage/device.py settle: synchronize": 1}
+    clock.settle()
+    clock.settle()  # there is nothing left to wait for
+    assert driver.waits == {"profiling/clock.py settle: synchronize": 1}

@@ -16,7 +16,7 @@ from tests.pipelines import grouped
 from torch import nn
 
 from pipefit import Pipeline, Spilled
-from pipefit.stage.moments import Moments
+from pipefit.errors import NonFiniteLossError
 
 pytestmark = pytest.mark.gpu
 
@@ -26,12 +26,19 @@ LIST = Path(__file__).with_name("steps.json")
 
 SPILLED = {"stages": 4, "chunks": 4}
 
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-2, fused=True)
+
+
 CASES: dict[str, dict[str, Any]] = {
     **SYNCHRONOUS,
     "adamw, clipped": {"stages": 3, "optimizer": plain.adamw, "clip_norm": 0.05},
     "replayed": {"stages": 3, "recompute": "layer"},
     "spilled to the host": {**SPILLED, "spill": Spilled()},
     "spilled to the host, clipped": {**SPILLED, "spill": Spilled(), "clip_norm": 0.05},
+    "spilled to the host, fused": {**SPILLED, "spill": Spilled(), "optimizer": fused},
+    "zb-v, fused": {**SYNCHRONOUS["zb-v"], "optimizer": fused},
     "spilled to disk": {**SPILLED, "spill": "disk"},
     "spilled with activations": {**SPILLED, "spill": Spilled(activations=True)},
     "spilled without prefetching": {**SPILLED, "spill": Spilled(prefetch=0)},
@@ -86,9 +93,7 @@ def in_single() -> nn.Module:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_on_the_first_gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # Clocks are compared once a minute, but no list may depend on the machine's speed.
-    monkeypatch.setattr(Moments, "_FRESH_S", float("inf"))
+def _nothing_on_the_first_gpu() -> Any:
     torch.cuda.set_device(0)
     torch.cuda.reset_peak_memory_stats(0)
     before = torch.cuda.memory_allocated(0)
@@ -118,6 +123,30 @@ def test_a_step_has_the_numbers_of_the_cpu_and_the_known_waits(name: str, tmp_pa
     assert losses == pytest.approx(on_cpu, rel=2e-2 if "precision" in options else 1e-6)
     assert all(value.isfinite().all() for value in weights.values())
     assert waits == expected_waits(name, waits)
+
+
+def test_a_spilled_model_of_the_meta_device_is_drawn_on_the_second_gpu(tmp_path: Path) -> None:
+    def nowhere() -> nn.Module:
+        with torch.device("meta"):
+            return nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)])
+
+    data = [(torch.randn(8, 6), torch.randint(6, (8,))) for _ in range(2)]
+    losses, _, _ = trained(nowhere, data, DEVICE, CASES["spilled to the host"], tmp_path)
+    on_cpu, _, _ = trained(nowhere, data, "cpu", CASES["spilled to the host"], tmp_path)
+    assert losses == pytest.approx(on_cpu, rel=1e-5)
+
+
+def test_a_fused_step_that_is_not_finite_is_left_out_by_the_gpu_and_reported(tmp_path: Path) -> None:
+    settings = {"loss": nn.functional.cross_entropy, "optimizer": fused, "microbatches": 4, "device": DEVICE}
+    pipe = Pipeline(plain.network(), **grouped(**settings, **SPILLED, spill=Spilled()))
+    (x, y), *_ = plain.batches()
+    pipe.step(x, y)
+    before = {name: value.cpu().clone() for name, value in pipe.state_dict().items()}
+    with pytest.raises(NonFiniteLossError, match="a gradient of update 0 of stage"):
+        pipe.step(x * torch.inf, y)
+    after = pipe.state_dict()
+    assert all(torch.equal(value, after[name].cpu()) for name, value in before.items())
+    pipe.close()
 
 
 def test_dropout_on_the_second_gpu_does_not_depend_on_stages(tmp_path: Path) -> None:

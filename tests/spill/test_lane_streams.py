@@ -1,4 +1,4 @@
-"""The lane of a GPU, on a machine without one: in which order it waits, copies and says that it has ended."""
+"""The lane of a GPU, on a machine without one: what it orders by streams, and where a thread of the host waits."""
 
 import threading
 from contextlib import contextmanager
@@ -7,11 +7,6 @@ import pytest
 import torch
 
 from pipefit.spill.lanes import Lane
-
-
-class Stream:
-    def __init__(self, device="caller"):
-        self.device = device
 
 
 @pytest.fixture
@@ -23,58 +18,87 @@ def told(monkeypatch):
         told.append((what, "caller" if threading.current_thread() is caller else "lane"))
 
     class Event:
-        def __init__(self, blocking):
+        def __init__(self, enable_timing, blocking):
             assert blocking, "a thread that spins takes a core from a step on the host"
 
         def record(self, stream):
-            self.of = stream.device
+            self.of = stream.name
             tell(f"record {self.of}")
 
         def synchronize(self):
             tell(f"wait for {self.of}")
 
+    class Stream:
+        def __init__(self, device, name=None):
+            self.device = device
+            self.name = name or str(device)
+
+        def wait_event(self, event):
+            tell(f"{self.name} follows {event.of}")
+
+        def synchronize(self):
+            tell(f"wait for all of {self.name}")
+
     @contextmanager
     def on(stream):
-        tell(f"enter {stream.device}")
+        before, torch.cuda.current_stream = torch.cuda.current_stream, lambda _: stream
         yield
-        tell(f"leave {stream.device}")
+        torch.cuda.current_stream = before
 
-    for name, value in (("Stream", Stream), ("Event", Event), ("stream", on), ("current_stream", lambda _: Stream())):
-        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device, "caller"))
     return told
 
 
-def test_a_copy_begins_when_the_caller_has_computed_and_ends_when_its_stream_has(told):
+def test_a_copy_begins_when_the_caller_has_computed_and_nobody_waits_for_it(told):
     lane = Lane("read", torch.device("cuda", 1))
     copy = lane.submit(lambda: told.append(("copy", "lane")))
-    copy.wait()
+    copy.join()
     lane.close()
     assert told == [
         ("record caller", "caller"),
-        ("wait for caller", "lane"),
-        ("enter cuda:1", "lane"),
+        ("cuda:1 follows caller", "lane"),
+        ("record cuda:1", "lane"),
         ("copy", "lane"),
         ("record cuda:1", "lane"),
-        ("wait for cuda:1", "lane"),
-        ("leave cuda:1", "lane"),
+        ("caller follows cuda:1", "caller"),
+        ("wait for all of cuda:1", "caller"),
     ]
+
+
+def test_the_host_waits_for_what_it_reads_itself(told):
+    lane = Lane("write", torch.device("cuda", 1))
+    copy = lane.submit(lambda: None)
+    copy.wait()
+    assert told[-1] == ("wait for cuda:1", "caller")
+    assert copy.ended_s >= copy.started_s > 0
+    lane.close()
 
 
 def test_a_copy_that_another_waits_for_has_left_the_device_when_that_one_begins(told):
     write, read = Lane("write", torch.device("cuda", 0)), Lane("read", torch.device("cuda", 1))
     first = write.submit(lambda: told.append(("write", "lane")))
-    read.submit(lambda: told.append(("read", "lane")), [first]).wait()
+    read.submit(lambda: told.append(("read", "lane")), [first]).join()
     write.close(), read.close()
     steps = [what for what, _ in told]
-    assert steps.index("wait for cuda:0") < steps.index("read")
-    assert first.ended_s > 0
+    assert steps.index("write") < steps.index("cuda:1 follows cuda:0") < steps.index("read")
+    assert "wait for cuda:0" not in steps
 
 
-def test_what_a_copy_waited_for_is_not_counted_as_its_time(told, monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr("pipefit.spill.lanes.time.perf_counter", lambda: told.append(("clock", "lane")) or next(clock))
-    lane = Lane("read", torch.device("cuda", 0))
-    lane.submit(lambda: None).wait()
-    lane.close()
+def test_a_step_on_the_host_waits_for_the_gradients_that_it_reads(told):
+    write, host = Lane("write", torch.device("cuda", 0)), Lane("step", torch.device("cpu"))
+    first = write.submit(lambda: None)
+    host.submit(lambda: told.append(("step", "lane")), [first]).wait()
+    write.close(), host.close()
     steps = [what for what, _ in told]
-    assert steps.index("wait for caller") < steps.index("clock") < steps.index("wait for cuda:0")
+    assert steps.index("wait for cuda:0") < steps.index("step")
+
+
+def test_a_lane_without_a_thread_copies_on_the_stream_of_the_caller(told):
+    lane = Lane("read", torch.device("cuda", 0), threaded=False)
+    copy = lane.submit(lambda: told.append(("copy", "caller")))
+    assert told[-2:] == [("copy", "caller"), ("record caller", "caller")]
+    copy.wait()
+    assert told[-1] == ("wait for caller", "caller")

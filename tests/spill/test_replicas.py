@@ -127,4 +127,4 @@ def test_checkpoints_go_between_spilled_replicas_and_one_process(tmp_path):
 
 def test_a_sharded_optimizer_and_tensor_parallelism_are_refused_in_one_message():
     with pytest.raises((ScheduleError, PlanError), match="a sharded optimizer do not go together"):
-        pipeline(Spilled(), shard_optimizer=True)
+        pipeline(Spilled(), shard="optimizer")

@@ -100,7 +100,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "1f1b": {"stages": [2, 2, 2]},
     "recomputed": {"stages": [2, 2, 2], "schedule": "gpipe", "recompute": True},
     "interleaved, replicated": {"stages": [2, 1, 2, 1], "schedule": "interleaved", "chunks": 2, "replicas": 2},
-    "sharded": {"stages": [4, 2], "replicas": 2, "shard_optimizer": True},
+    "sharded": {"stages": [4, 2], "replicas": 2, "shard": "optimizer"},
     "data-parallel": {"stages": 2, "schedule": "data-parallel"},
 }
 
@@ -185,7 +185,7 @@ SPOILT: dict[str, dict[str, Any]] = {
     "1f1b": {"stages": [3, 3, 1], "scheduler": None},
     "with a scheduler": {"stages": [3, 3, 1]},
     "replicated": {"stages": [3, 4], "replicas": 2},
-    "sharded and clipped": {"stages": [3, 4], "replicas": 2, "shard_optimizer": True, "clip_norm": 0.5},
+    "sharded and clipped": {"stages": [3, 4], "replicas": 2, "shard": "optimizer", "clip_norm": 0.5},
 }
 
 

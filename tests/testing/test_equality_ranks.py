@@ -70,6 +70,7 @@ TASKS = {
     "zb-h2 2-1": task_of("batch norm", "zb-h2", 3, 4, THREE, (2, 1)),
     "zb-v": task_of("convolutions", "zb-v", 2, 3, THREE),
     "data-parallel": task_of("batch norm", "data-parallel", 2, 3, THREE),
+    "data-parallel 3-1": task_of("batch norm", "data-parallel", 2, 4, THREE, shares=(3, 1)),
     "1f1b 2-1": task_of("batch norm", "1f1b", 3, 3, THREE, (2, 1), clip_norm=0.05),
     "pipedream": task_of("convolutions", "pipedream", 3, 1, SIX),
     "pipedream 2-1": task_of("batch norm", "pipedream", 3, 1, SIX, (2, 1)),

@@ -40,6 +40,10 @@ def requests(draw):
         frozen=frozen,
         ahead=draw(st.integers(0, 3)),
         options=options,
+        shard=draw(
+            st.sampled_from(["none", "optimizer"] + ["gradients", "weights"] * (not name.startswith("pipedream")))
+        ),
+        shard_slots=draw(st.integers(1, 3)),
     )
     return name, shape
 

@@ -34,6 +34,8 @@ CASES = [
     few("interleaved", num_chunks=2, frozen=2, recompute=None),
     few("pipedream", num_microbatches=1, num_steps=4, replicas=(2, 1), frozen=1),
     few("zb-h1", depth=3, frozen=2),
+    few("breadth-first", depth=1, num_chunks=3, replicas=(2,), shard="weights"),
+    few("breadth-first", depth=1, num_chunks=2, replicas=(2,), shard="gradients", shard_slots=1, clip=True),
 ]
 
 
@@ -58,6 +60,7 @@ def programs(draw):
     chunks = draw(st.sampled_from(several.get(name, (1,))))
     replicas = draw(st.sampled_from([(), (), (2,) * depth]))
     frozen = draw(st.integers(0, depth * chunks - 1))
+    is_synchronous = not name.startswith("pipedream")
     ties = ((0, depth * chunks - 1),) if depth * chunks > 1 and not frozen and draw(st.booleans()) else ()
     shape = Shape(
         depth=depth,
@@ -70,6 +73,8 @@ def programs(draw):
         recompute=draw(st.sampled_from([(), None])),
         ahead=draw(st.integers(0, 2)),
         frozen=frozen,
+        shard=draw(st.sampled_from(["none", "gradients", "weights"])) if replicas and is_synchronous else "none",
+        shard_slots=draw(st.integers(1, 2)),
     )
     return generate(name, shape)
 

@@ -278,5 +278,5 @@ def test_a_report_prints_the_grid_with_a_mark_and_comes_back_from_its_file_form(
 def test_every_rule_has_one_sentence():
     assert list(RULES) == [
         *("complete", "ownership", "dependencies", "use-after-free", "messages"),
-        *("fifo", "deadlock", "collectives", "versions", "residency", "memory"),
+        *("fifo", "deadlock", "collectives", "versions", "residency", "sharing", "memory"),
     ]

@@ -15,6 +15,7 @@ from pipefit.profiling.clock import Clock, median_of
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.session import Session
 from pipefit.spec.options import Parallelism
+from pipefit.stage.accelerator import default_kind
 from pipefit.timeline import Timeline, by_kind
 
 _WIDTH = 8
@@ -34,7 +35,7 @@ def runtime_costs(session: Session) -> RuntimeCosts:
     Returns:
         The costs; the usual ones in a run of one process, or on GPUs, whose work hides them.
     """
-    if not session.is_distributed or torch.cuda.is_available():
+    if not session.is_distributed or default_kind() != "cpu":
         return USUAL
     with torch.random.fork_rng(devices=[]):
         x = torch.randn(_MICROBATCHES, _WIDTH)

@@ -57,7 +57,7 @@ class Memory:
         processes = processes_here(pipeline.session)
         self._is_first = pipeline.session.rank == processes[0]
         # Sharded optimizers are whole on the first replica alone.
-        is_alike = pipeline.session.is_distributed and not pipeline.plan.sharded_optimizer
+        is_alike = pipeline.session.is_distributed and pipeline.plan.shard == "none"
         self._among = {mesh.rank_of(process) for process in processes} if is_alike else None
         self._failed = False
 

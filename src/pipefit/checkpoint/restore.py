@@ -96,7 +96,8 @@ def take(
             one()
 
     agree(session, attempt(prepare), ModelError)
-    agree(session, attempt(take_all))
+    with pipeline.engine.whole_weights(pipeline.program.header):
+        agree(session, attempt(take_all))
     if weights_only:
         return
     pipeline.state.resume(manifest.step, manifest)

@@ -30,7 +30,9 @@ Parts = dict[tuple[int, int, str], Tensor]
 
 @contextlib.contextmanager
 def whole_states(pipeline: Trained) -> Iterator[None]:
-    """The context in which a sharded stage's first replica has whole states. All ranks must enter together.
+    """The context in which a sharded stage's first replica has whole states, and whole weights.
+
+    All ranks must enter together.
 
     Args:
         pipeline: between two steps.
@@ -48,7 +50,8 @@ def whole_states(pipeline: Trained) -> Iterator[None]:
                 optimizer = holders[ranks[0]].optimizers[stage]
                 own.append((optimizer, optimizer.state))
                 optimizer.state = _whole(holders[ranks[0]], stage, parts)
-        yield
+        with pipeline.engine.whole_weights(pipeline.program.header):
+            yield
     finally:
         for optimizer, state in own:
             optimizer.state = state

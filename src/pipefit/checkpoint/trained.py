@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from pipefit.checkpoint.run_state import RunState
 from pipefit.ir.program import Program
+from pipefit.runtime.engine import Engine
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import Schedule
@@ -23,6 +24,7 @@ class Trained(Protocol):
     program: Program
     schedule: Schedule
     session: Session
+    engine: Engine
     training: Training
     state: RunState
     loop: Any

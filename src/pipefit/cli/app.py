@@ -24,7 +24,8 @@ from pipefit.errors import CommunicationError, InfeasibleError, NonFiniteLossErr
 
 VERBS: Final = (
     "train", "run", "check", "rehearse", "cut", "compare", "profile", "plan", "draw", "verify", "simulate",
-    "synthesize", "schedules", "study", "reproduce", "report", "generate", "watch", "links", "fit-machine", "doctor",
+    "synthesize", "schedules", "study", "reproduce", "course", "site", "report", "generate", "watch", "links",
+    "fit-machine", "doctor",
 )  # fmt: skip
 """Every verb in the order of the help; the module `pipefit.cli.VERB` holds it as `command` (with _ for -)."""
 

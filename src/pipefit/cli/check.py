@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @verb(
-    "plan", "spill", "data_parallel", "whole_messages", "shard_optimizer", "device", "no_decay",
+    "plan", "spill", "data_parallel", "whole_messages", "shard", "device", "no_decay",
     schedule="Its name; `pipefit schedules` lists them. Default: 1f1b.",
     ranks="Processes: data × pipeline × tensor; default: 2.",
     stages="Layers of each stage, like 3,3; default: as even as possible.",

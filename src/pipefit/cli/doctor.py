@@ -145,7 +145,9 @@ def _software() -> Iterator[_Check]:
     seconds = time.perf_counter() - start
     facts = {"torch": torch.__version__, "torch_import_s": seconds}
     yield _Check("torch", f"{torch.__version__}, imported in {format_seconds(seconds)}", facts=facts)
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    from pipefit.stage import accelerator
+
+    gpus = accelerator.names()
     yield _Check("devices", counted_names(gpus) or "no GPU: ranks compute on the CPU", facts={"gpus": gpus})
     backends = []
     if dist.is_available():

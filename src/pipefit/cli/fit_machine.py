@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, ending
+from pipefit.cli.options import Json, Machine, ending
 from pipefit.errors import PipefitError
 from pipefit.units import columns
 
@@ -19,38 +19,43 @@ _BADLY = 0.1
 
 
 def command(
-    runs: Path,
-    /,
-    *,
-    topology: str,
+    *runs: Path,
+    topology: Machine,
     output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
     json: Json = False,
 ) -> Answer:
     """Fit the constants of a machine to measured runs, so that plans for it predict what it really does.
 
-    Example: pipefit fit-machine runs.csv --topology dgx-a100-64 -o mine.toml
+    Example: pipefit fit-machine runs.csv runs/gpt --machine 8xA100:8 -o mine.toml
 
-    The file has a line for each run, with the columns model (llama:layers=40,…), devices, tensor, depth, chunks,
-    microbatch, batch, recompute, sharded and seconds. Two runs allow one constant, ten allow all five.
+    A file has a line for each run, with the columns model (llama:layers=40,…), devices, tensor, depth, chunks,
+    microbatch, batch, recompute, sharded and seconds; a folder is one run of pipefit train -o with --model gpt. Two
+    runs allow one constant, ten allow all five.
 
     Args:
-        runs: The .csv file.
-        topology: The machine with figures of data sheets: a TOML file, or a name such as dgx-a100-64.
+        runs: .csv files, and folders of runs.
+        topology: The machine with figures of data sheets: a TOML file, GPUs such as 8xA100:8, or a name.
         output: Write the fitted topology to this TOML file.
     """
     from pipefit.planner.machines import load_topology
     from pipefit.planner.measured_runs import fit_machine, read_runs
+    from pipefit.planner.run_folders import run_of_folder
 
-    if not runs.is_file():
-        raise PipefitError(f"{runs}: expected a .csv file of measured runs; there is none")
-    every = [run for run, _ in read_runs(runs)]
+    every: list[MeasuredRun] = []
+    for path in runs:
+        if path.is_dir():
+            every.append(run_of_folder(path))
+        elif path.is_file():
+            every += [run for run, _ in read_runs(path)]
+        else:
+            raise PipefitError(f"{path}: expected a .csv file of measured runs, or the folder of a run; there is none")
     timed = [run for run in every if run.seconds is not None]
     fitted = fit_machine(timed, load_topology(topology))
     if output:
         fitted.topology.save(output)
     data: dict[str, Any] = {
         "constants": fitted.constants,
-        "runs": [{"line": run.line, "error": error} for run, error in zip(timed, fitted.errors, strict=True)],
+        "runs": [{"run": run.place, "error": error} for run, error in zip(timed, fitted.errors, strict=True)],
     }
     return Answer(data, _text(timed, fitted, len(every) - len(timed)), output=output)
 

@@ -65,9 +65,11 @@ def _facts() -> dict[str, Any]:
     import torch
 
     from pipefit.run.config import num_cores
+    from pipefit.stage import accelerator
 
+    gpus = accelerator.names()
     cuda = None
-    if torch.cuda.is_available():
+    if gpus:
         cuda = torch.version.cuda
     return {
         "node": platform.node(),
@@ -75,7 +77,7 @@ def _facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": cuda,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": gpus,
         "cores": num_cores(),
         "memory_bytes": usable_bytes(),
     }

@@ -155,8 +155,10 @@ Time = Annotated[Number, Parameter(converter=_time)]
 Size = Annotated[float, Parameter(converter=_size, metavar="BYTES")]
 Json = Annotated[bool, Parameter(help="One JSON object on stdout, and nothing else there.")]
 Picture = Annotated[Path | None, ending(*PICTURES, alias="-o")]
+Simulated = Annotated[Path | None, ending(*PICTURES, ".pickle", alias="-o")]
 Folder = Annotated[Path | None, Parameter(converter=_folder, alias="-o")]
 Ranks = Annotated[int, Parameter(converter=_several, alias="-n")]
+Machine = Annotated[str, Parameter(alias="--machine")]
 
 TYPES: Mapping[str, Any] = {
     "words": Annotated[list[str], Parameter(converter=lambda _, tokens: ",".join(t.value for t in tokens))],

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pipefit.cli.answer import Answer, picked
-from pipefit.cli.options import Json, ending, verb
+from pipefit.cli.counted import ModelSource, count_of
+from pipefit.cli.options import Json, Machine, ending, verb
 from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.spec.options import flag_of, refuse_unused, setting
@@ -78,7 +79,8 @@ class CapOptions:
 class Wanted:
     """The form of the answer, and further questions."""
 
-    tokens: float | None = setting(None, "Report the days of training a GPT on so many tokens.")
+    tokens: float | None = setting(None, "Report the days and device hours of training on so many tokens.")
+    price: float | None = setting(None, "Price of a device hour, for the costs of --tokens.", least=0)
     refit: Path | None = setting(None, "Correct the profile by this measured trace; needs --of.", only=_ONE)
     of: Path | None = setting(None, "The plan (.json) that the trace of --refit ran.", only=_ONE)
     picture: Path | None = setting(None, "Draw the partition over the model as .svg.", typed=Svg, only=_ONE)
@@ -108,8 +110,9 @@ class Wanted:
 @verb()
 def command(
     *,
-    profile: str,
-    topology: str,
+    topology: Machine,
+    profile: str | None = None,
+    source: ModelSource,
     options: PlanOptions,
     capped: CapOptions,
     wanted: Wanted,
@@ -124,31 +127,29 @@ def command(
 
     Args:
         profile: A profile (.json), a published one (vgg16, resnet50, gnmt), or a transformer by its sizes, such as
-            gpt:layers=96,hidden=12288,heads=96 or llama:layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336.
-        topology: A TOML file, local:N, or a machine by name, like dgx-a100-1024.
+            gpt:layers=96,hidden=12288,heads=96 or llama:layers=32,hidden=4096,heads=32,kv_heads=8,ffn=14336; or give
+            --model.
+        topology: A TOML file, local:N, GPUs such as 8xH100:16 (16 servers of 8), or a machine by name.
     """
     from pipefit.planner import plan
-    from pipefit.planner.machines import load_topology, read_profile
-    from pipefit.planner.transformer import is_transformer
+    from pipefit.planner.machines import load_topology
+    from pipefit.planner.sweeps import Question
 
     machine = options.machine(load_topology(topology))
-    tokens = wanted.tokens
-    if tokens is not None and not (tokens > 0 and is_transformer(profile)):
-        known = "--profile gpt:layers=… or llama:layers=…"
-        raise PipefitError(f"--tokens: expected more than 0, for {known}; got {tokens:g} for {profile}")
+    _check_training(profile, source, wanted)
     options = capped.applied(options)
     _refuse_unused(options, wanted)
+    model, line = _model(profile, source, machine, options)
     if wanted.sweep:
-        return _swept(profile, machine, options, wanted)
+        return _swept(model, machine, options, wanted)
     output = wanted.output
     if output is not None and output.suffix != ".json":
         raise PipefitError(f"-o {output}: expected .json for a plan; .svg and .png are for --sweep")
     if wanted.largest is not None:
         from pipefit.planner.sweeps import largest
 
-        profile = largest(profile, machine, wanted.largest, **vars(options))
-    sizes = options.microbatch_sizes or (1,)
-    figures = read_profile(profile, machine, sizes[0])
+        model = largest(_name_of(model), machine, wanted.largest, **vars(options))
+    figures = Question(model, machine, vars(options)).profile
     if wanted.refit is not None:
         figures = _refitted(figures, wanted.refit, wanted.of)
     elif wanted.of is not None:
@@ -158,7 +159,41 @@ def command(
     if output is not None:
         written.append(made.save(output))
     written += _drawn(made, figures, machine, options, wanted)
-    return _answer(made, figures, machine, wanted, written)
+    return _answer(made, figures, machine, wanted, written, line)
+
+
+def _check_training(profile: str | None, source: ModelSource, wanted: Wanted) -> None:
+    """Refuses questions about a training that nothing can answer."""
+    from pipefit.planner.transformer import is_transformer
+
+    tokens = wanted.tokens
+    is_known = source.model is not None or is_transformer(profile or "")
+    if tokens is not None and not (tokens > 0 and is_known):
+        known = "--model, or --profile gpt:layers=… or llama:layers=…"
+        raise PipefitError(f"--tokens: expected more than 0, for {known}; got {tokens:g} for {profile or source.model}")
+    if wanted.price is not None and tokens is None:
+        raise PipefitError("--price: expected --tokens too: the training that is paid for")
+
+
+def _model(
+    profile: str | None, source: ModelSource, machine: Topology, options: PlanOptions
+) -> tuple[Profile | str, str]:
+    """The model to plan: a profile, or its name; and a line about its count."""
+    from pipefit.planner.computed_profile import counted_profile
+
+    if (profile is None) == (source.model is None):
+        raise PipefitError(
+            "expected --profile or --model: a profile (.json) or a transformer by its sizes (gpt:layers=…); or a "
+            "folder with a config.json, such a file, or transformers:CLASS"
+        )
+    if profile is not None:
+        given = [name for name, value in vars(source).items() if value != getattr(ModelSource(), name)]
+        if given:
+            raise PipefitError(f"--{given[0]}: it is for --model; leave it out")
+        return profile, ""
+    counted, line = count_of(source, machine, options.tensors)
+    sizes = options.microbatch_sizes or (1,)
+    return counted_profile(counted, source.model or "", sizes[0], machine.device, topology=machine), line
 
 
 def _refuse_unused(options: PlanOptions, wanted: Wanted) -> None:
@@ -172,7 +207,7 @@ def _refuse_unused(options: PlanOptions, wanted: Wanted) -> None:
     refuse_unused(options, options.way, why, flag_of)
 
 
-def _swept(profile: str, machine: Topology, options: PlanOptions, wanted: Wanted) -> Answer:
+def _swept(model: Profile | str, machine: Topology, options: PlanOptions, wanted: Wanted) -> Answer:
     """The plans of `--sweep`: a table, JSON, and a chart where there is a path for it."""
     from pipefit.draw.save import save_bitmap
     from pipefit.planner.sweeps import sweep
@@ -188,15 +223,21 @@ def _swept(profile: str, machine: Topology, options: PlanOptions, wanted: Wanted
         if not each or name in over:
             raise PipefitError(f"--sweep: expected NAME=a,b,c once for each name, got {text!r}")
         over[name] = [int(value) if value.isdecimal() else value for value in each]
-    found = sweep(profile, machine, over, **vars(options))
+    found = sweep(model, machine, over, **vars(options))
     if output is not None:
-        picture = found.svg(f"{profile} on {machine.name}")
+        picture = found.svg(f"{_name_of(model)} on {machine.name}")
         if output.suffix == ".png":
             save_bitmap(output, picture)
         else:
             write_atomically(output, picture)
     rows = [{**cell.values, **cell.figures, "why": cell.why} for cell in found.cells]
     return Answer({"swept": list(over), "rows": rows}, lambda: str(found), output=output)
+
+
+def _name_of(model: Profile | str) -> str:
+    if isinstance(model, str):
+        return model
+    return model.model
 
 
 def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
@@ -227,19 +268,25 @@ def _drawn(made: Plan, profile: Profile, machine: Topology, options: PlanOptions
 
 
 _SAME = (
-    "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "sharded_optimizer",
+    "method", "model", "schedule", "num_microbatches", "microbatch_size", "num_chunks", "data", "shard",
     "spill", "candidates", "plan_seconds",
 )  # fmt: skip
 """Fields of a plan that the JSON object contains unchanged."""
 
 
-def _answer(made: Plan, profile: Profile, machine: Topology, wanted: Wanted, written: Sequence[Path]) -> Answer:
-    from pipefit.planner.explain import explain, run_command, training, training_lines
+def _answer(
+    made: Plan, profile: Profile, machine: Topology, wanted: Wanted, written: Sequence[Path], line: str
+) -> Answer:
+    from pipefit.planner.explain import explain, run_command
+    from pipefit.planner.training_figures import training, training_lines
 
-    found = training(made, machine, wanted.tokens)
+    found = training(made, machine, wanted.tokens, counted=profile.counted, price=wanted.price)
     data = picked(made, *_SAME)
     data |= {"stages": _stages(made), "predicted": made.prediction, "training": found}
-    lines = ["", *training_lines(found), f"planned in {format_seconds(round(made.plan_seconds, 2))}"]
+    lines = ["", *training_lines(found)]
+    if line:
+        lines.append(line)
+    lines.append(f"planned in {format_seconds(round(made.plan_seconds, 2))}")
     path = "plan.json"
     hint = "; -o plan.json writes the plan"
     if wanted.output is not None:

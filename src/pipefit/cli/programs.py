@@ -24,7 +24,9 @@ class SourceOptions:
     """The origin of the costs of a program."""
 
     profile: str | None = setting(None, "Profile of the model: seconds, bytes; or gpt:layers=24,…, llama:layers=32,….")
-    topology: str | None = setting(None, "Links and devices: a TOML file, local:N, or a name.")
+    topology: str | None = setting(
+        None, "Links and devices: a TOML file, local:N, GPUs such as 8xH100:16, or a name.", "--topology", "--machine"
+    )
     layers: tuple[int, ...] = setting(
         (), "Layers of each stage, like 3,3, which a .pipe file does not contain.", typed="numbers"
     )
@@ -88,7 +90,8 @@ class Source:
             Placement(header.placement),
             header.schedule,
             header.num_microbatches,
-            sharded_optimizer=header.sharded,
+            shard=header.shard,
+            shard_slots=header.shard_slots,
         )
 
 
@@ -155,17 +158,28 @@ def source_of(program: Program, plan: Plan | None, given: SourceOptions) -> Sour
     return Source(program, plan, profile, links, given.layers)
 
 
-def save_timeline(timeline: Timeline, path: Path | None, *, seconds: bool) -> None:
+def save_timeline(timeline: Timeline, path: Path | None, *, cost: CostModel, seconds: bool) -> None:
     """Writes a timeline in the format of the path's suffix, if there is a path.
 
     Args:
         timeline: simulated.
-        path: ends in one of the suffixes of `pipefit.draw`; None: nothing is written.
-        seconds: whether its times are real seconds.
+        path: ends in one of the suffixes of `pipefit.draw`, or in .pickle; None: nothing is written.
+        cost: of the simulation.
+        seconds: whether its times are real seconds, and its sizes bytes.
+
+    Raises:
+        PipefitError: a snapshot of memory without bytes, or a path that cannot be written.
     """
     from pipefit.draw import save
 
     if path is None:
+        return
+    if path.suffix == ".pickle":
+        from pipefit.simulate.snapshot import save_snapshot
+
+        if not seconds:
+            raise PipefitError(f"{path}: a snapshot of memory needs bytes: give --profile and --topology")
+        save_snapshot(timeline, cost, path)
         return
     options = {}
     if path.suffix in (".svg", ".html", ".png", ".txt"):

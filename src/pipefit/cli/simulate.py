@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Count, Json, Picture, verb
+from pipefit.cli.options import Count, Json, Simulated, verb
 from pipefit.cli.programs import SourceOptions, check_forwards, read_source, save_timeline, time_text
 from pipefit.cost.unit_costs import UnitCosts
 from pipefit.units import columns, format_bytes
@@ -24,7 +24,7 @@ def command(
     costs: UnitCosts,
     repeats: Count = 1,
     contention: bool = False,
-    output: Picture = None,
+    output: Simulated = None,
     json: Json = False,
 ) -> Answer:
     """Predict the time and memory of a program or a plan.
@@ -38,7 +38,7 @@ def command(
         path: A program (.pipe) or a plan (.json).
         repeats: Passes over the program, without a barrier between them.
         contention: Messages on one link queue, as they always do with a profile.
-        output: .svg, .html or .png for a picture, .trace.json for Perfetto.
+        output: .svg, .html or .png for a picture, .trace.json for Perfetto, .pickle for torch's page memory_viz.
     """
     from pipefit.simulate import metrics, simulate
     from pipefit.timeline.breakdown import breakdown
@@ -61,7 +61,7 @@ def command(
         data |= {"unit": "s", "peak_bytes": peaks}
     else:
         data["peak_memory"] = peaks
-    save_timeline(timeline, output, seconds=has_profile)
+    save_timeline(timeline, output, cost=cost, seconds=has_profile)
     return Answer(data, lambda: _table(data, timeline), output=output)
 
 

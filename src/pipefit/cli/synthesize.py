@@ -13,8 +13,8 @@ from pipefit.cli.options import (
     Count,
     Figures,
     Json,
-    Picture,
     Seed,
+    Simulated,
     Size,
     Time,
     verb,
@@ -46,7 +46,7 @@ def command(
     seconds: Time = 10,
     candidates: int = 20_000,
     seed: Seed = 0,
-    output: Picture = None,
+    output: Simulated = None,
     json: Json = False,
 ) -> Answer:
     """Search for the fastest schedule for given costs and memory.
@@ -105,7 +105,7 @@ def command(
     data |= {"unit": "", "bound": found.bound_s, "cut_short": found.is_cut_short}
     if has_profile:
         data["unit"] = "s"
-    save_timeline(timeline, output, seconds=has_profile)
+    save_timeline(timeline, output, cost=cost, seconds=has_profile)
 
     def text() -> str:
         lines = _verdict(data, found)

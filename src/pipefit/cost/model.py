@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Final
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, over, ring_of
 from pipefit.errors import PlanError
 from pipefit.ir.instruction import Instruction
+from pipefit.ir.liveness import Lifetime, lifetimes, working_lifetimes
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
 from pipefit.ir.values import Value
 from pipefit.spec.topology import Tier, Topology
 
 if TYPE_CHECKING:
-    from pipefit.ir.program import Header
+    from pipefit.ir.program import Header, Program
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,17 @@ class CostModel:
         weight_bytes: of the weights.
         wgrad_bytes: of the weights that train: of their gradients, and of each further version; (): `weight_bytes`.
         optim_bytes: of the optimizer's state, held from beginning to end.
+        shard_bytes: of the part of shared weights that a rank keeps from beginning to end.
+        sum_bytes: of its part of the summed gradients, from the first sum of an update to its step.
+        gathered: stages whose whole weights come and go, because their copies share them.
         fixed_bytes: of other data of the stage that stays on its rank's device, such as buffers.
         input_bytes: of one micro-batch of inputs, at stage 0.
         target_bytes: of one micro-batch of targets, at the last stage (with a single stage, they are in the input).
         tied_bytes: of the shared weight of each tie group, by the group's first stage; where it has none, the weights
             of that whole stage.
+        work_bytes: of a stage's instructions while they run, by the kinds of `pipefit.ir.op.Work`; empty: not known,
+            and gradients of its weights count from the beginning of the first backward on.
+        summed_per_byte: bytes of a gradient while it is summed, for each byte that it has before and after.
         topology: links between ranks; None: all alike, with the next two figures.
         bandwidth_bytes_per_s: of every link.
         latency_s: of every link.
@@ -77,10 +84,15 @@ class CostModel:
     weight_bytes: tuple[float, ...] = ()
     wgrad_bytes: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
+    shard_bytes: tuple[float, ...] = ()
+    sum_bytes: tuple[float, ...] = ()
+    gathered: frozenset[int] = frozenset()
     fixed_bytes: tuple[float, ...] = ()
     input_bytes: float = 0
     target_bytes: float = 0
     tied_bytes: Mapping[int, float] = field(default_factory=dict)
+    work_bytes: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    summed_per_byte: float = 1
     topology: Topology | None = None
     bandwidth_bytes_per_s: float = math.inf
     latency_s: float = 0
@@ -123,7 +135,7 @@ class CostModel:
             work = self._work_s(instruction)
             if self.speed and op is not Op.LOAD:
                 work = work / self.speed[rank]
-            if op is Op.DROP:
+            if op in (Op.DROP, Op.FREE):
                 return work
             return work + self.overhead_s
         if op is Op.BARRIER:
@@ -208,7 +220,7 @@ class CostModel:
         """
         if len(members) < 2:
             return 0
-        if instruction.kind in _HALVES:
+        if instruction.op is Op.UNSHARD or instruction.kind in _HALVES:
             law = all_gather_s
         else:
             law = all_reduce_s
@@ -269,24 +281,36 @@ class CostModel:
             return self.target_bytes
         if kind == Kind.INPUT:
             return self.input_bytes
+        if kind in self.work_bytes:
+            return self.work_bytes[kind][value.stage]
         size: float = getattr(self, _SIZE[kind])[value.stage]
         if kind in _PIECES:
             return size / self.tensor
         return size
 
+    def lifetimes(self, program: Program, rank: int) -> list[Lifetime]:
+        """The values of a rank, with the work of its instructions where that is known."""
+        header = program.header
+        moves = header.spill is not None or header.shard in ("gradients", "weights")
+        if self.work_bytes and not moves:
+            return working_lifetimes(program, rank)
+        return lifetimes(program, rank)
+
     def held_bytes(self, value: Value) -> float:
         """Bytes of a value on a device where weights stay: of each version what trains; `frozen_bytes` is the rest."""
-        if value.kind == Kind.WEIGHTS:
+        if value.kind == Kind.WEIGHTS and value.stage not in self.gathered:
             return self.wgrad_bytes[value.stage]
         return self.size_bytes(value)
 
     def frozen_bytes(self, stage: int) -> float:
-        """Bytes of a stage's weights that do not train: all versions share them."""
+        """Bytes of a stage's weights that do not train, where they stay: all versions share them."""
+        if stage in self.gathered:
+            return 0
         return self.weight_bytes[stage] - self.wgrad_bytes[stage]
 
     def resident_bytes(self, stages: Sequence[int]) -> float:
-        """Bytes that are always on a rank with these stages: the optimizer's state."""
-        return sum(self.optim_bytes[stage] for stage in stages)
+        """Bytes that are always on a rank with these stages: the optimizer's state, and parts of what copies share."""
+        return sum(self.optim_bytes[stage] + self.shard_bytes[stage] for stage in stages)
 
     def room_bytes(self, stages: Sequence[int]) -> float:
         """Bytes that a rank with these stages leaves free for the replays inside its backwards, one at a time."""
@@ -312,10 +336,14 @@ class CostModel:
     def _reduced_bytes(self, instruction: Instruction) -> float:
         if instruction.op is Op.BARRIER or instruction.kind == Reduction.NORM:
             return 0
+        if instruction.op is Op.UNSHARD:
+            return self.weight_bytes[instruction.stage]
         whole = self.wgrad_bytes[instruction.stage]
         if instruction.kind == Reduction.TIED:
-            return self.tied_bytes.get(instruction.stage, whole)
-        return whole
+            whole = self.tied_bytes.get(instruction.stage, whole)
+        if instruction.kind == Reduction.SHARDS:
+            return whole
+        return whole * self.summed_per_byte
 
 
 _PER_STAGE: Final = [
@@ -341,7 +369,8 @@ _SIZE: Final = {
     Kind.WGRAD.value: "wgrad_bytes",
     Kind.WEIGHTS.value: "weight_bytes",
     Kind.OPTIM.value: "optim_bytes",
+    Kind.SUMS.value: "sum_bytes",
 }
 _PIECES: Final = (Kind.PIECE.value, Kind.GRAD_PIECE.value)
 _WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.SHARDS.value)
-"""Shards are parts of weights that are stored in the memory of the whole."""
+"""Shards are parts of weights that are stored in the memory of the whole, or are always there."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from pipefit.cost.layer_bytes import ModelBytes
 from pipefit.cost.model import CostModel
+from pipefit.cost.work import work_of
 from pipefit.errors import PlanError
+from pipefit.ir.op import Work
 from pipefit.spec.plan import Partition, Plan
 from pipefit.spec.profile import ARITHMETIC, Layer, Profile
 from pipefit.spec.topology import Topology
@@ -38,6 +40,8 @@ FREE = RuntimeCosts(0.0, 0.0, copy_s_per_byte=0.0)
 def usual_state(profile: Profile) -> float:
     """Default of optimizer bytes per weight byte: Adam's, with a master copy for a profile by arithmetic in 2 bytes."""
     mixed = profile.source.startswith(ARITHMETIC) and ",bytes=" not in profile.model
+    if profile.counted is not None:
+        mixed = profile.counted.element_bytes == 2
     if mixed:
         return 6.0
     return 2.0
@@ -98,14 +102,24 @@ def of_plan(
 
     # Each replica steps its part and keeps the states of it.
     parts = [1] * len(stages)
-    if plan.sharded_optimizer:
+    if plan.shard != "none":
         parts = list(map(len, plan.placement.ranks))
     trained = total(lambda layer: layer.wgrad_bytes)
     steps_s: tuple[float, ...] = ()
     optim_bytes: tuple[float, ...] = ()
     for stage, size, num in zip(partition.stages, trained, parts, strict=True):
         steps_s += (profile.optimizer_of(stage.layers) / num,)
-        optim_bytes += (size * state_per_weight / num,)
+        optim_bytes += (size * (state_per_weight / num + profile.added_per_byte),)
+    weights = total(lambda layer: layer.weight_bytes)
+    shards = [0.0] * len(stages)
+    sums = [0.0] * len(stages)
+    gathered: set[int] = set()
+    for index, num in enumerate(parts):
+        if num > 1 and plan.shard in ("gradients", "weights"):
+            sums[index] = trained[index] / num
+        if num > 1 and plan.shard == "weights":
+            shards[index] = weights[index] / num
+            gathered.add(index)
     inputs_s = total(lambda layer: layer.backward_input_s)
     weights_s = total(lambda layer: layer.backward_weight_s)
     grads = _crossing(profile, partition, _grad_bytes)
@@ -131,18 +145,40 @@ def of_plan(
         saved_bytes=total(lambda layer: layer.saved_bytes),
         replay_bytes=tuple(replays_bytes),
         half_bytes=(*none, grads[first], *total(lambda layer: layer.kept_bytes)[first + 1 :]),
-        weight_bytes=total(lambda layer: layer.weight_bytes),
+        weight_bytes=weights,
         wgrad_bytes=trained,
         optim_bytes=optim_bytes,
+        shard_bytes=tuple(shards),
+        sum_bytes=tuple(sums),
+        gathered=frozenset(gathered),
+        summed_per_byte=profile.summed_per_byte,
         topology=topology,
         speed=speeds_of(topology, tensor),
         tiers=tiers,
         tensor=tensor,
         **runtime._asdict(),
     )
+    if profile.knows_work:
+        cost = replace(cost, work_bytes=_work_of(profile, partition, stages, cost))
     if sizes is None:
         return cost
     return replace(cost, **sizes.figures(cost, plan))
+
+
+def _work_of(
+    profile: Profile, partition: Partition, stages: Sequence[Sequence[Layer]], cost: CostModel
+) -> dict[str, tuple[float, ...]]:
+    """The memory that each stage takes and frees while its instructions run."""
+    rows = []
+    entering = 0.0
+    for stage, layers in enumerate(stages):
+        grad = cost.grad_bytes[stage]
+        row = work_of(layers, cost.act_bytes[stage], grad, entering)
+        row[Work.LOSS.value] = max(profile.loss_work_bytes - grad, 0.0)
+        row[Work.STEP.value] = profile.step_work_of(partition.stages[stage].layers)
+        rows.append(row)
+        entering = grad
+    return {kind: tuple(row[kind] for row in rows) for kind in map(str, Work)}
 
 
 def _grad_bytes(layer: Layer) -> float:

@@ -95,6 +95,9 @@ def _note(found: list[str], path: str, module: nn.Module, given: Any) -> None:
     found.append(path)
 
 
+_BLOCK = "GradientCheckpointingLayer"
+"""The parent of the classes of blocks in transformers."""
+
 _FEW = 3
 """Children of a model that are too few to be its blocks when there are lists."""
 
@@ -126,10 +129,18 @@ def anatomies(model: nn.Module, calls: Paths, cuts: Paths | None = None) -> Iter
             yield _anatomy(model, found, calls)
 
 
+def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of a model by their paths, without a run; none where it has no list of them."""
+    modules = dict(model.named_modules())
+    kinds = [path for path in modules if _parent_class(modules[path]) == _BLOCK]
+    listed = [path for path in modules if _is_listed(modules, path)]
+    return {path: modules[path] for path in _outermost(kinds) or _outermost(listed)}
+
+
 def _choices(model: nn.Module, order: Paths) -> Iterator[list[str]]:
     """Paths that may be the blocks of a model, among those that are called once."""
     modules = dict(model.named_modules())
-    kinds = [path for path in order if _parent_class(modules[path]) == "GradientCheckpointingLayer"]
+    kinds = [path for path in order if _parent_class(modules[path]) == _BLOCK]
     listed = [path for path in order if _is_listed(modules, path)]
     children = [path for path, _ in model.named_children() if path in order]
     choices = [_outermost(kinds), _outermost(listed), _finest(listed)]

@@ -68,11 +68,17 @@ class Call:
                 f"expected a batch as transformers takes it, a dict such as {{'input_ids': …, 'labels': …}}, "
                 f"got {type(batch).__name__}"
             )
-        return (), {**batch, **self.further}
+        given = {**batch, **self.further}
+        if _ITEMS in given:
+            given[_ITEMS] = given[_ITEMS][0]
+        return (), given
 
+
+_ITEMS = "num_items_in_batch"
+"""The number of labels by which a loss is divided: in a batch, which is split by samples, once for each sample."""
 
 _TOKENS = 12
-_RESULTS = ("loss", "logits", "last_hidden_state")
+_RESULTS = ("loss", "logits", "last_hidden_state", "start_logits", "end_logits", "encoder_last_hidden_state")
 
 
 def result(output: Any) -> dict[str, Tensor]:
@@ -172,15 +178,17 @@ class Routers:
         return isinstance(module, self.kinds)
 
 
-def random_batch(model: nn.Module, samples: int, seed: int = 0) -> dict[str, Tensor]:
+def random_batch(model: nn.Module, samples: int, seed: int = 0, tokens: int = 0) -> dict[str, Tensor]:
     """A random batch of a model's kind: token ids with padding, pixels or audio features, and labels.
 
-    Sequences have 12 tokens, or as many as the model takes; every second one is shorter, and padded.
+    Sequences have 12 tokens, or as many as the model takes; every second one is shorter, and padded. With `tokens` all
+    of them have so many, and none is padded.
 
     Args:
         model: a model of transformers.
         samples: the number of samples.
         seed: the seed of the random numbers.
+        tokens: of each sequence; 0: see above.
 
     Raises:
         ModelError: the model takes another kind of input.
@@ -193,7 +201,7 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0) -> dict[str, Ten
     generator = torch.Generator().manual_seed(seed)
     name = getattr(base, "main_input_name", "input_ids")
     heads = type(base).__name__
-    length = min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
+    length = tokens or min(_TOKENS, getattr(text, "max_position_embeddings", None) or _TOKENS)
 
     def numbers(*shape: int) -> Tensor:
         kinds = [p.dtype for p in base.parameters() if p.is_floating_point()] or [torch.float32]
@@ -221,8 +229,11 @@ def random_batch(model: nn.Module, samples: int, seed: int = 0) -> dict[str, Ten
         raise ModelError(f"{heads} takes {name}; give example=…, one batch of yours")
     padding = getattr(text, "pad_token_id", None) or 0
     seen = torch.ones(samples, length, dtype=torch.int64)
-    seen[1::2, length - length // 3 :] = 0
-    batch = {"input_ids": words().masked_fill(seen == 0, padding), "attention_mask": seen}
+    if not tokens:
+        seen[1::2, length - length // 3 :] = 0
+    batch = {"input_ids": words().masked_fill(seen == 0, padding)}
+    if not tokens:
+        batch["attention_mask"] = seen
     if _takes_labels(model):
         if "SequenceClassification" in heads:
             batch["labels"] = classes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from html import escape
 from itertools import product
 
@@ -68,7 +69,8 @@ def svg(
         parts += _row(scene, plan, rank)
     if follow is not None:
         parts += arrows(scene, plan, follow)
-    parts += [*_spilled(scene, plan), *_memory(scene, plan), *_legend(plan), "</svg>"]
+    parts += [*_spilled(scene, plan), *_launches(scene, plan), *_curves(scene, plan), *_memory(scene, plan)]
+    parts += [*_legend(plan), "</svg>"]
     return "\n".join(parts) + "\n"
 
 
@@ -219,6 +221,41 @@ def _spilled(scene: Scene, plan: Layout) -> list[str]:
             place = f'x="{middle:.2f}" y="{y + 8.6:.1f}"'
             parts.append(f'<text class="n paper" font-size="{size}" {place}>{bar.short}</text>')
     return parts
+
+
+def _launches(scene: Scene, plan: Layout) -> list[str]:
+    """The lane of the host's launches, where a device computes."""
+    timeline = scene.timeline
+    parts = []
+    for rank in sorted({event.rank for event in timeline.launches}):
+        y = plan.launch_y(rank)
+        parts.append(_rect("lane", plan.left, y, plan.plot_width, BAR_HEIGHT))
+        parts.append(_text("soft end", plan.left - 14, y + 9, "launches", 9))
+    for event in timeline.launches:
+        x = plan.x(max(event.start_s - timeline.start_s, 0.0))
+        width = plan.x(max(event.end_s - timeline.start_s, 0.0)) - x
+        words = f"<title>launch {escape(str(timeline.instruction(event)))}</title>"
+        parts.append(f"<g>{words}{_rect('host', x, plan.launch_y(event.rank), max(width, 0.5), BAR_HEIGHT)}</g>")
+    return parts
+
+
+def _curves(scene: Scene, plan: Layout) -> Iterator[str]:
+    """The memory of each rank over time, below its row; all on the scale of the fullest."""
+    if not plan.curve:
+        return
+    highest = max(scene.facts.peak_bytes)
+    begin_s = scene.timeline.start_s
+    end_s = scene.facts.makespan_s
+    for rank, samples in enumerate(scene.timeline.memory):
+        base = plan.curve_y(rank)
+        line = f"M{plan.left:.1f} {base:.1f}"
+        for time_s, size in samples:
+            x = plan.x(min(max(time_s - begin_s, 0), end_s))
+            y = base - (plan.curve - 3) * size / highest
+            line += f"H{x:.1f}V{y:.1f}"
+        line += f"H{plan.x(end_s):.1f}V{base:.1f}Z"
+        words = f"memory of rank {rank}: at most {format_bytes(scene.facts.peak_bytes[rank])}"
+        yield f'<path class="bar" d="{line}"><title>{words}</title></path>'
 
 
 def _memory(scene: Scene, plan: Layout) -> list[str]:

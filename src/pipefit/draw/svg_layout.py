@@ -37,7 +37,7 @@ class Layout:
 
     Attributes:
         scale: pixels per second.
-        num_lanes: lanes below each rank, where stages are spilled.
+        num_lanes: lanes below each rank, where stages are spilled or a device computes; the last one has the launches.
         number_size: font size of the numbers in cells; 0 when they do not fit.
         version_size: font size of the weight versions below them.
         versions: whether cells are labelled with their weight version.
@@ -60,6 +60,7 @@ class Layout:
     bytes_offset: float
     legend: tuple[Item, ...]
     foot: int = 0
+    curve: int = 0
 
     def x(self, time_s: float) -> float:
         """The horizontal place of a time since the start: proportional to it."""
@@ -75,12 +76,20 @@ class Layout:
         lanes = self.num_lanes * _LANE_PITCH
         if lanes:
             lanes += 3
-        return self.cell_height + lanes + self.row_gap
+        return self.cell_height + lanes + self.curve + self.row_gap
+
+    def curve_y(self, rank: int) -> float:
+        """The bottom of the curve of a rank's memory, which is below its lanes."""
+        return self.y(rank) + self.pitch - self.row_gap
 
     def lane_y(self, rank: int, lane: str) -> float:
         """The top of a lane below a rank."""
         below = self.y(rank) + self.cell_height + 3
         return below + SPILL_LANES.index(lane) * _LANE_PITCH
+
+    def launch_y(self, rank: int) -> float:
+        """The top of the lane of launches below a rank."""
+        return self.y(rank) + self.cell_height + 3 + (self.num_lanes - 1) * _LANE_PITCH
 
     @property
     def bottom(self) -> float:
@@ -101,6 +110,10 @@ class Layout:
     def height(self) -> float:
         """Height of the whole picture."""
         return self.bottom + 40 + 20 * self.legend[-1].line + 12 + MARGIN
+
+
+_CURVE_HEIGHT = 26
+"""Of a rank's memory over time, with the gap above it."""
 
 
 def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
@@ -140,6 +153,9 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
     row_gap = 7
     if scene.bars:
         row_gap = 10
+    curve = 0
+    if facts.peak_bytes:
+        curve = _CURVE_HEIGHT
     items = _legend_items(scene, versions, number_size > 0)
     return Layout(
         left=left,
@@ -149,7 +165,7 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
         num_ranks=scene.num_ranks,
         cell_height=cell_height,
         row_gap=room or row_gap,
-        num_lanes=len(scene.lanes),
+        num_lanes=len(scene.lanes) + bool(scene.timeline.launches),
         number_size=number_size,
         version_size=min(7.6, version_size),
         versions=versions,
@@ -157,6 +173,7 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
         bytes_offset=bytes_offset,
         legend=_placed(items, plot + memory_width),
         foot=room,
+        curve=curve,
     )
 
 

@@ -15,7 +15,7 @@ from pipefit.ir.instruction import Indices, Instruction
 from pipefit.ir.op import OP_SPEC, WORK_OPS, Op, Reduction
 from pipefit.ir.program import Header, Program
 from pipefit.ir.residency import copy_waits
-from pipefit.ir.values import CONSUMES, MAKES, NEEDS, WEIGHTS, WGRAD, Value, tied_stages
+from pipefit.ir.values import CONSUMES, MAKES, NEEDS, SUMS, WEIGHTS, WGRAD, Value, tied_stages
 
 FEW_SENDS: Final = 4
 """Messages of one kind to a rank that are kept after they were sent, where nothing acknowledges their arrival."""
@@ -107,7 +107,7 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
     header = program.header
     makers: dict[Value, Indices] = {}
     for stage in header.stages_of(rank):
-        if not header.is_spilled(stage):
+        if header.is_resident(stage):
             makers[Value(WEIGHTS, stage, 0)] = ()
     # No gradient comes back to frozen stages, so nothing else keeps them from running far ahead of those that train.
     sent: dict[int, list[int]] = defaultdict(list)
@@ -139,6 +139,8 @@ def _link_rank(program: Program, rank: int, graph: Graph) -> None:
             if value.kind == WGRAD and op in WORK_OPS and value in makers:
                 awaited = [n for n in makers[value] if instructions[n - start].op not in WORK_OPS]
                 makers[value] = (*awaited, number)
+            elif value.kind == SUMS:
+                makers[value] = (*makers.get(value, ()), number)
             else:
                 makers[value] = (number,)
 

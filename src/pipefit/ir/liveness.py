@@ -8,16 +8,17 @@ version of weights until it is dropped.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
 
+from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.instruction import Instructions
-from pipefit.ir.op import Op
+from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WHOLE_OF, Op, Work
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
-from pipefit.ir.values import ACT, CONSUMES, INPUT, MAKES, NEEDS, OPTIM, SAVED, WEIGHTS, WGRAD, Value
+from pipefit.ir.values import ACT, CONSUMES, GRAD, INPUT, MAKES, NEEDS, OPTIM, SAVED, WEIGHTS, WGRAD, Value
 
 Size = Callable[[Value], float]
 """Bytes, or another measure, of a value."""
@@ -61,30 +62,29 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
     header = program.header
-    spills = header.spill is not None
+    moves = header.spill is not None or header.shard in ("gradients", "weights")
     lives: dict[Value, Lifetime] = {}
     for stage in header.stages_of(rank):
-        if not header.is_spilled(stage):
+        if header.is_resident(stage):
             value = Value(WEIGHTS, stage, 0)
             lives[value] = Lifetime(value, -1, -1)
     ended = []
     step = Op.STEP
     drop = Op.DROP
-    evict = Op.EVICT
+    frees = (Op.EVICT, Op.FREE)
     for index, instruction in enumerate(instructions):
         op = instruction.op
         for value in NEEDS[op](instruction, program, rank):
             if value in lives:
                 lives[value].dies = index
-        spilled = spills and header.is_spilled(instruction.stage)
+        away = moves and not header.is_resident(instruction.stage)
         birth = index
-        frees = op is evict or (spilled and (op is step or op is drop))
-        if spills and frees:
+        if op in frees or (away and (op is step or op is drop)):
             for value in CONSUMES[op](instruction, program, rank):
                 if value in lives:
                     ended.append(lives.pop(value))
         if op is step:
-            if spilled:
+            if away:
                 birth += 1
             else:
                 birth += 2 * is_in_place(instructions, index)
@@ -94,11 +94,121 @@ def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
                     continue
                 ended.append(lives[value])
             lives[value] = Lifetime(value, birth, birth)
-    dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op is drop or i.op is evict}
+    dropped = {Value(WEIGHTS, i.stage, i.version) for i in instructions if i.op is drop or i.op is Op.EVICT}
     for value in lives.keys() - dropped:
         if value.kind == WEIGHTS:
             lives[value].dies = len(instructions)
     return sorted([*ended, *lives.values()], key=attrgetter("born"))
+
+
+def working_lifetimes(program: Program, rank: int, summed: bool = False) -> list[Lifetime]:
+    """The lifetimes of a rank's values as its processes hold them, and of each instruction's work while it runs.
+
+    What the first backward of an update makes of the gradients of weights is a part of its work; they are held from its
+    end on. Those that replicas sum have memory throughout. A message is held by its sender until it must have arrived.
+
+    Args:
+        program: that runs.
+        rank: whose values they are.
+        summed: replicas sum the gradients of every stage, though the program shows one of them.
+    """
+    kept: dict[tuple[int, bool], list[Lifetime]] = program.__dict__.setdefault("_working_lifetimes", {})
+    key = (rank, summed)
+    if key not in kept:
+        kept[key] = _find_working(program, rank, summed)
+    return kept[key]
+
+
+def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
+    header = program.header
+    instructions = program.ranks[rank]
+    released = _released(program, rank)
+    firsts = set()
+    found = []
+    for life in lifetimes(program, rank):
+        value = life.value
+        born = life.born
+        dies = max(life.dies, released.get(value, born))
+        copies = len(header.placement[value.stage])
+        is_summed = summed or copies > 1
+        if value.kind == WGRAD and is_summed:
+            if value.at:
+                continue
+            born = -1
+            dies = len(instructions)
+        elif value.kind == WGRAD and instructions[born].op is Op.BWD:
+            firsts.add(born)
+            born += 1
+            dies = max(born, dies)
+        found.append(Lifetime(value, born, dies))
+    for index, i in enumerate(instructions):
+        stage = i.stage
+        kind = _WORK.get(i.op)
+        is_replayed = (stage, i.mb) in program.recomputed
+        saves_nothing = is_replayed or stage < header.frozen
+        if i.op is Op.FWD and saves_nothing:
+            kind = Work.BARE
+        elif i.op is Op.LOSS:
+            stage = header.last_stage
+        elif index in firsts:
+            kind = Work.FIRST
+        if kind is not None:
+            work = Value(kind.value, stage, index)
+            found.append(Lifetime(work, index, index))
+    return found
+
+
+def _released(program: Program, rank: int) -> dict[Value, int]:
+    """Of each value that a rank sends the last instruction before its memory is free.
+
+    The sender knows that a message has arrived when the receiver's answer has: the gradient of an activation, or what
+    the receiver makes of a value and sends back. It keeps a few messages of each kind to a rank, and all that are left
+    until the end.
+    """
+    waiting: dict[tuple[int, str], list[Value]] = defaultdict(list)
+    found: dict[Value, int] = {}
+    instructions = program.ranks[rank]
+    for index, i in enumerate(instructions):
+        stage = i.stage
+        if i.op is Op.SEND:
+            kind = WHOLE_OF.get(i.kind, i.kind)
+            queue = waiting[i.peer, kind]
+            sent = Value(kind, stage, i.mb)
+            queue.append(sent)
+            if len(queue) > FEW_SENDS:
+                oldest = queue.pop(0)
+                found[oldest] = index
+        elif i.op in FORWARD_OPS:
+            _answer(waiting, Value(ACT, stage - 2, i.mb), index - 1, found)
+        elif i.op in COMPUTE_OPS:
+            _answer(waiting, Value(ACT, stage, i.mb), index - 1, found)
+            _answer(waiting, Value(GRAD, stage + 1, i.mb), index - 1, found)
+    last = len(instructions) - 1
+    for queue in waiting.values():
+        found |= dict.fromkeys(queue, last)
+    return found
+
+
+def _answer(waiting: Mapping[tuple[int, str], list[Value]], value: Value, index: int, found: dict[Value, int]) -> None:
+    """Notes that a message has arrived, if it was sent, and all before it on its link."""
+    for queue in waiting.values():
+        if value not in queue:
+            continue
+        while queue[0] != value:
+            earlier = queue.pop(0)
+            found[earlier] = index
+        del queue[0]
+        found[value] = index
+
+
+_WORK = {
+    Op.FWD: Work.FORWARD,
+    Op.RECOMPUTE: Work.REPLAY,
+    Op.BWD: Work.BACKWARD,
+    Op.BWD_INPUT: Work.BACKWARD,
+    Op.LOSS: Work.LOSS,
+    Op.STEP: Work.STEP,
+}
 
 
 def peak(lives: Sequence[Lifetime], size: Size) -> float:

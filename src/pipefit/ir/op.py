@@ -27,10 +27,12 @@ class Op(enum.StrEnum):
     SEND = "send"
     RECV = "recv"
     GATHER = "gather"
+    UNSHARD = "unshard"
     REDUCE = "reduce"
     STEP = "step"
     HOST_STEP = "host_step"
     DROP = "drop"
+    FREE = "free"
     FETCH = "fetch"
     EVICT = "evict"
     BARRIER = "barrier"
@@ -53,6 +55,7 @@ class Kind(enum.StrEnum):
     HALF: gradients that bwd_input leaves for bwd_weight.
     WGRAD, WEIGHTS, OPTIM: of a stage; gradients of its weights, a version of them, the states of its optimizer.
     SHARDS: the shards of new weights, as replicas have stepped them.
+    SUMS: a replica's shard of the gradients, summed over the replicas.
     NORM: the norm of all gradients of an update, or a stage's part of it.
     """
 
@@ -67,7 +70,29 @@ class Kind(enum.StrEnum):
     WEIGHTS = "weights"
     OPTIM = "optim"
     SHARDS = "shards"
+    SUMS = "sums"
     NORM = "norm"
+
+
+class Work(enum.StrEnum):
+    """Memory that an instruction takes and frees while it runs, beyond the values that it needs and makes.
+
+    FORWARD: of a forward.
+    BARE: of a forward that saves nothing.
+    REPLAY: of a recompute.
+    FIRST: of the first backward of an update, which makes the gradients of the weights.
+    BACKWARD: of a further one, which adds to them.
+    LOSS: of the loss.
+    STEP: of the optimizer.
+    """
+
+    FORWARD = "forward work"
+    BARE = "bare work"
+    REPLAY = "replay work"
+    FIRST = "first work"
+    BACKWARD = "backward work"
+    LOSS = "loss work"
+    STEP = "step work"
 
 
 class Reduction(enum.StrEnum):
@@ -75,7 +100,7 @@ class Reduction(enum.StrEnum):
 
     REPLICAS: sums gradients over the replicas of a stage.
     SCATTER: the same, and each replica gets the sum of its shard.
-    SHARDS: joins the new weights from the shards that replicas have stepped.
+    SHARDS: joins the new weights from the shards that replicas have stepped, where each keeps them whole.
     TIED: sums gradients over the stages that share a weight.
     NORM: the norm of all gradients; of a spilled stage, its part of it.
     """
@@ -246,13 +271,23 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         is_awaited=True,
         is_collective=True,
     ),
+    Op.UNSHARD: OpSpec(
+        ("stage", "version"),
+        Lane.COMM,
+        "weights[s,w] = join of the shards that the replicas keep",
+        "a collective: same order on all members; after the step that made version w",
+        needs=("shards of weights[s,w]",),
+        makes=("weights[s,w]",),
+        is_awaited=True,
+        is_collective=True,
+    ),
     Op.STEP: OpSpec(
         ("stage", "version"),
         Lane.COMPUTE,
         "weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
         "in place when weights[s,w] is dropped next",
         letter="S",
-        needs=("weights[s,w]", "wgrad[s,w]", "optim[s,w]", "norm[w]"),
+        needs=("stepped weights[s,w]", "summed[s,w]", "optim[s,w]", "norm[w]"),
         makes=("stepped[s,w+1]", "optim[s,w+1]"),
         consumes=("in slots[s,w]",),
         seconds=("step_s",),
@@ -271,6 +306,13 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "free weights[s,w]",
         needs=("weights[s,w]",),
         consumes=("weights[s,w]",),
+    ),
+    Op.FREE: OpSpec(
+        ("stage", "version"),
+        Lane.COMPUTE,
+        "free wgrad[s,w], of which this replica keeps the summed shard",
+        needs=("wgrad[s,w]", "summed[s,w]"),
+        consumes=("wgrad[s,w]",),
     ),
     Op.FETCH: OpSpec(
         ("stage", "kind", "version", "tier", "slot"),

@@ -14,6 +14,7 @@ from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.instruction import Indices, Instruction, StageAt
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
+from pipefit.spec.plan import SHARDS, Shard
 
 MOST_STAGES: Final = 4096
 """Most stages, and most ranks, of a program from a file."""
@@ -43,19 +44,25 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     Attributes:
         schedule: the generator's name.
-        placement: `placement[s][i]` is the rank of replica i of stage s; micro-batch k goes to replica k mod R_s.
+        placement: `placement[s][i]` is the rank of replica i of stage s; micro-batch k goes to replica k mod R_s, or to
+            one by `shares`.
         num_microbatches: per weight update of a synchronous schedule, over all replicas.
         num_steps: number of updates in the program, in units of `num_microbatches`.
         weights: the rule for weight versions.
         updates: micro-batches per update, for each stage (over all its replicas).
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is known before each step, to clip them or to skip an update that is not finite.
-        sharded: each replica of a stage steps a part of its weights, and the new parts are gathered.
+        shard: what the replicas of a stage share. "optimizer": each steps a part of the weights, and the new parts are
+            gathered; "gradients": whole gradients are also freed once each replica has the sum of its part; "weights":
+            whole weights are also gathered before they are used, and freed after.
+        shard_slots: stages of a rank whose whole gradients (and weights, where these are shared) are there at once.
         tensor: processes that share each rank's stages by tensor parallelism; all of them run the rank's list.
         pieces: messages are split over these processes: each sends its part, the receiver gathers (scatter/gather).
         spill: stages that are kept on another tier (None: all stay on their device).
         frozen: number of stages at the beginning in which nothing trains: they have forwards only. The last stage, with
             the loss, never counts.
+        shares: micro-batches of each replica per weight update, where replicas of unequal speed take unequal parts;
+            (): round-robin.
     """
 
     schedule: str
@@ -66,11 +73,13 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     updates: Indices
     ties: tuple[Indices, ...] = ()
     clip: bool = False
-    sharded: bool = False
+    shard: Shard = "none"
+    shard_slots: int = 2
     tensor: int = 1
     pieces: bool = False
     spill: Spill | None = None
     frozen: int = 0
+    shares: Indices = ()
 
     def __post_init__(self) -> None:
         placement = self.placement
@@ -93,6 +102,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(f"ties: a group needs at least two distinct stages, got {ties}")
         if not _are_distinct([tie[0] for tie in ties]):
             raise ScheduleError(f"ties: a group is known by its first stage, so no two may begin alike, got {ties}")
+        self._check_shard()
         if self.spill:
             spilled = self.spill.stages
             if not 0 <= spilled[0] <= spilled[-1] < num_stages:
@@ -101,9 +111,50 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(
                 f"frozen: expected fewer than the {num_stages} stages (the last one has the loss), got {self.frozen}"
             )
+        if self.shares:
+            self._check_shares()
         if any(min(tie) < self.frozen for tie in ties):
             raise ScheduleError(
                 f"ties: a weight that stages share trains, but stages below {self.frozen} are frozen, got {ties}"
+            )
+
+    def _check_shares(self) -> None:
+        if self.weights is not WeightRule.FLUSH:
+            raise ScheduleError(
+                f"shares: {self.schedule} updates without a flush, so its replicas take micro-batches in turn; use a "
+                "schedule that flushes, such as 1f1b"
+            )
+        if self.shard in ("gradients", "weights"):
+            raise ScheduleError(
+                f'shares: replicas that share their {self.shard} take equally many micro-batches; use shard="optimizer"'
+            )
+        copies = {len(ranks) for ranks in self.placement}
+        adds_up = sum(self.shares) == self.num_microbatches
+        is_for_all = copies == {len(self.shares)}
+        if min(self.shares) < 1 or not adds_up or not is_for_all:
+            raise ScheduleError(
+                f"shares: expected micro-batches of each of {max(copies)} replicas, as many at every stage: numbers of "
+                f"at least 1 that add up to {self.num_microbatches}, got {list(self.shares)}"
+            )
+
+    def _check_shard(self) -> None:
+        if self.shard not in SHARDS:
+            known = ", ".join(SHARDS)
+            raise ScheduleError(f"shard: expected one of {known}, got {self.shard!r}")
+        if self.shard_slots < 1:
+            raise ScheduleError(f"shard_slots: expected at least 1, got {self.shard_slots}")
+        come_and_go = self.shard in ("gradients", "weights")
+        if not come_and_go:
+            return
+        if self.weights is not WeightRule.FLUSH:
+            raise ScheduleError(
+                f"{self.schedule}: {self.shard} are shared only where updates wait for each other; this schedule "
+                'keeps several versions of the weights: use a synchronous one, or shard="optimizer"'
+            )
+        if self.spill:
+            raise ScheduleError(
+                f"{self.schedule}: a stage that is kept on another tier cannot share its {self.shard} too; "
+                "spill it, or share them with its copies"
             )
 
     @property
@@ -152,7 +203,19 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def is_sharded(self, stage: int) -> bool:
         """Returns whether each replica of a stage steps a part of its weights."""
-        return self.sharded and len(self.placement[stage]) > 1
+        return self.shard != "none" and len(self.placement[stage]) > 1
+
+    def is_resident(self, stage: int) -> bool:
+        """Returns whether whole weights of a stage are on each of its ranks when a program starts, and when it ends."""
+        return not (self.is_spilled(stage) or self.shares_weights(stage))
+
+    def shares_gradients(self, stage: int) -> bool:
+        """Returns whether each replica of a stage keeps only its part of the summed gradients."""
+        return self.shard in ("gradients", "weights") and len(self.placement[stage]) > 1
+
+    def shares_weights(self, stage: int) -> bool:
+        """Returns whether each replica of a stage keeps only its part of the weights."""
+        return self.shard == "weights" and len(self.placement[stage]) > 1
 
     @property
     def total_microbatches(self) -> int:
@@ -165,9 +228,24 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         return len(self.placement) - 1
 
     def rank_of(self, stage: int, mb: int) -> int:
-        """The rank that runs a stage for a micro-batch: the round-robin rule."""
+        """The rank that runs a stage for a micro-batch: round-robin, or by the shares of the replicas."""
         ranks = self.placement[stage]
+        if self.shares:
+            return ranks[self._turns[mb % len(self._turns)]]
         return ranks[mb % len(ranks)]
+
+    @cached_property
+    def _turns(self) -> Indices:
+        """The replica of each micro-batch of an update: those of each replica are spread evenly.
+
+        >>> Header("1f1b", ((0, 1),), 4, 1, WeightRule.FLUSH, (4,), shares=(3, 1))._turns
+        (0, 0, 0, 1)
+        """
+        places = []
+        for replica, share in enumerate(self.shares):
+            places += [((index + 1) / share, replica) for index in range(share)]
+        places.sort()
+        return tuple(replica for _, replica in places)
 
     def stages_of(self, rank: int) -> Indices:
         """The stages of a rank, starting from the input."""
@@ -191,9 +269,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             return 0
         return -(-self.total_microbatches // self.updates[stage])
 
-    def microbatches_of(self, stage: int, rank: int) -> range:
+    def microbatches_of(self, stage: int, rank: int) -> Sequence[int]:
         """The micro-batches that a rank runs for a stage, in order."""
         ranks = self.placement[stage]
+        if self.shares:
+            return [mb for mb in range(self.total_microbatches) if self.rank_of(stage, mb) == rank]
         return range(ranks.index(rank), self.total_microbatches, len(ranks))
 
 

@@ -188,6 +188,30 @@ def _read_tensor(words: list[str]) -> dict[str, Any]:
     return {"tensor": _whole(words[0]), "pieces": words[1:] == ["pieces"]}
 
 
+def _shares_words(header: Header) -> list[str]:
+    if header.shares:
+        return [_spaced(header.shares)]
+    return []
+
+
+def _sharded_words(header: Header) -> list[str]:
+    if header.shard == "none":
+        return []
+    if header.shard == "optimizer":
+        return ["optimizer"]
+    return [f"{header.shard} {header.shard_slots}"]
+
+
+def _read_sharded(words: list[str]) -> dict[str, Any]:
+    # Files of older versions have the word alone.
+    found: dict[str, Any] = {"shard": "optimizer"}
+    if words:
+        found["shard"] = words[0]
+    if len(words) > 1:
+        found["shard_slots"] = _whole(words[1])
+    return found
+
+
 _LINES: dict[str, _Line] = {
     "schedule": (lambda h: [h.schedule], lambda words: {"schedule": " ".join(words)}),
     "microbatches": _number("num_microbatches"),
@@ -197,10 +221,11 @@ _LINES: dict[str, _Line] = {
     "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": _numbers(words)}),
     "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (_numbers(words),)}),
     "clip": _flag("clip"),
-    "sharded": _flag("sharded"),
+    "sharded": (_sharded_words, _read_sharded),
     "tensor": (_tensor_words, _read_tensor),
     "spill": (_spill_words, lambda words: {"spill": _spill(words)}),
     "frozen": _number("frozen"),
+    "shares": (_shares_words, lambda words: {"shares": _numbers(words)}),
 }
 """The lines of a header: how each is written (a tie has several, some have none) and read."""
 

@@ -27,6 +27,7 @@ WEIGHTS = Kind.WEIGHTS.value
 NORM = Kind.NORM.value
 OPTIM = Kind.OPTIM.value
 SHARDS = Kind.SHARDS.value
+SUMS = Kind.SUMS.value
 
 
 class Value(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -83,11 +84,13 @@ def _terms(i: Instruction, program: Program, rank: int) -> Values:
     if i.kind == Reduction.SHARDS:
         return (Value(SHARDS, i.stage, i.version),)
     stages = reduced_stages(header, i.kind, i.stage, rank)
+    if i.kind in (Reduction.REPLICAS, Reduction.SCATTER):
+        return (Value(WGRAD, i.stage, i.version),)
     if i.kind != Reduction.NORM or i.stage >= 0:
-        return tuple(Value(WGRAD, stage, i.version) for stage in stages)
+        return tuple(Value(_kept_gradients(header, stage), stage, i.version) for stage in stages)
     found = []
     for stage in stages:
-        kind = WGRAD
+        kind = _kept_gradients(header, stage)
         if header.is_spilled(stage):
             # Their gradients are on the device one stage after the other; each has left its part of the norm.
             kind = NORM
@@ -101,6 +104,8 @@ def _result(i: Instruction, program: Program, rank: int) -> Values:
         return (Value(WEIGHTS, i.stage, i.version + 1),)
     if i.kind == Reduction.NORM:
         return (Value(NORM, i.stage, i.version),)
+    if i.kind == Reduction.SCATTER:
+        return _summed(i, program, rank)
     return _terms(i, program, rank)
 
 
@@ -108,6 +113,31 @@ def _stepped(i: Instruction, program: Program, rank: int) -> Values:
     if program.header.is_sharded(i.stage):
         return (Value(SHARDS, i.stage, i.version),)
     return (Value(WEIGHTS, i.stage, i.version + 1),)
+
+
+def _stepped_weights(i: Instruction, program: Program, rank: int) -> Values:
+    """The weights that a step starts from; of shared ones every replica has its shard in any case."""
+    if program.header.shares_weights(i.stage):
+        return ()
+    return (Value(WEIGHTS, i.stage, i.version),)
+
+
+def _kept_gradients(header: Header, stage: int) -> str:
+    """The kind of the gradients that a step takes: whole, or the shard that is kept when they are freed."""
+    if header.shares_gradients(stage):
+        return SUMS
+    return WGRAD
+
+
+def _summed(i: Instruction, program: Program, rank: int) -> Values:
+    return (Value(_kept_gradients(program.header, i.stage), i.stage, i.version),)
+
+
+def _shards_of_weights(i: Instruction, program: Program, rank: int) -> Values:
+    """The shards of a version: those of the first are there from the start."""
+    if i.version:
+        return (Value(SHARDS, i.stage, i.version - 1),)
+    return ()
 
 
 def _states(i: Instruction, program: Program, rank: int) -> Values:
@@ -189,8 +219,11 @@ _VALUES: dict[str, Rule] = {
     "saved[s,m] unless replayed": _saved,
     "half[s,m]": _of_microbatch(HALF),
     "weights[s,w]": _of_version(WEIGHTS),
+    "stepped weights[s,w]": _stepped_weights,
+    "shards of weights[s,w]": _shards_of_weights,
     "stepped[s,w+1]": _stepped,
     "wgrad[s,w]": _of_version(WGRAD),
+    "summed[s,w]": _summed,
     "wgrad[s,u]": _weight_gradient,
     "optim[s,w]": _states,
     "optim[s,w+1]": _new_states,

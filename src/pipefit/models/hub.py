@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.cutting import Cut, cut
-from pipefit.cutting.own import random_batch
+from pipefit.cutting.own import random_batch, without_adapters
 from pipefit.errors import ModelError, look_up, nearest
 from pipefit.models.examples import Example
 from pipefit.models.factory_options import literal, parse_text
@@ -28,6 +29,11 @@ _NEEDED = "models of transformers need that library: pip install 'pipefit[hf]'"
 def is_hub(name: str) -> bool:
     """Returns whether a name is that of a model of transformers: `transformers:CLASS`, or a folder."""
     return name.startswith(PREFIX) or is_folder(name)
+
+
+def has_configuration(name: str) -> bool:
+    """Returns whether a name is that of a model of transformers, or of its config.json."""
+    return is_hub(name) or name.endswith(".json")
 
 
 def is_folder(name: str) -> bool:
@@ -93,6 +99,62 @@ def pretrained(folder: str | Path, *, lora: str = "") -> Cut:
     return found
 
 
+def without_weights(name: str, options: Mapping[str, object], *, dtype: str = "bfloat16", lora: str = "") -> Any:
+    """A model of transformers on the meta device, from its configuration alone: it has shapes, and takes no memory.
+
+    Args:
+        name: a folder with a config.json, such a file, or `transformers:LlamaForCausalLM`.
+        options: fields of the configuration, in place of its own, as values or as words.
+        dtype: of its weights.
+        lora: as of `pretrained`.
+
+    Raises:
+        ModelError: transformers is not installed, there is no such configuration, class or field, or its sizes are
+            impossible.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(f"{name}: {_NEEDED}") from None
+    own: dict[str, Any] = {}
+    if name.startswith(PREFIX):
+        kind = _class_named(name)
+        usual = kind.config_class()
+    else:
+        usual = _configuration(Path(name))
+        kind = _class_of(Path(name), usual)
+        own, _ = transformers.PreTrainedConfig.get_config_dict(name, local_files_only=True)
+        # What is trained is not quantised.
+        own.pop("quantization_config", None)
+    try:
+        config = type(usual)(**own | _fields(name, usual, options))
+        with torch.device("meta"):
+            model = kind._from_config(_complete(config), dtype=getattr(torch, dtype)).train()
+            if lora:
+                model = with_adapters(model, lora)
+    except ModelError:
+        raise
+    except Exception as problem:
+        raise ModelError(f"{name}: {kind.__name__} cannot be built: {type(problem).__name__}: {problem}") from problem
+    return model
+
+
+def most_tokens(model: nn.Module) -> int | None:
+    """The most tokens that a model's configuration allows; 0: it does not say; None: its samples have none.
+
+    >>> from types import SimpleNamespace
+    >>> most_tokens(SimpleNamespace(config=SimpleNamespace(max_position_embeddings=512)))
+    512
+    """
+    base = without_adapters(model)
+    if getattr(base, "main_input_name", "") == "pixel_values":
+        return None
+    config = base.config
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return getattr(config, "max_position_embeddings", None) or 0
+
+
 def tokenizer_of(folder: str | Path) -> Any:
     """The tokenizer in a model's folder.
 
@@ -118,9 +180,11 @@ def limits_of(folder: str | Path) -> tuple[int, int]:
 
 
 def _configuration(folder: Path) -> Any:
-    """The configuration in a model's folder."""
-    if not (folder / "config.json").is_file():
+    """The configuration in a model's folder, or of a file."""
+    if folder.is_dir() and not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: expected a folder that save_pretrained wrote, but it has no config.json")
+    if not folder.exists():
+        raise ModelError(f"{folder}: there is no such folder or file; a model's configuration is its config.json")
     try:
         from transformers import AutoConfig
 
@@ -149,6 +213,16 @@ def _examples(model: nn.Module) -> Example:
 
 
 def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
+    found = _class_named(name)
+    given = _fields(name, found.config_class(), options)
+    try:
+        return _built(found, found.config_class(**given))
+    except Exception as problem:
+        raise ModelError(f"{name}: {type(problem).__name__}: {problem}") from problem
+
+
+def _class_named(name: str) -> Any:
+    """The class of transformers that a name such as `transformers:LlamaForCausalLM` names."""
     import transformers
 
     kind = name.removeprefix(PREFIX)
@@ -157,28 +231,51 @@ def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
         kinds = ("ForCausalLM", "Model", "ForMaskedLM")
         models = [one for one in dir(transformers) if one.endswith(kinds)]
         raise ModelError(f"{name}: transformers has no model class {kind!r}; {nearest(kind, models)}")
-    usual = found.config_class()
-    for field in options:
+    return found
+
+
+def _fields(name: str, usual: Any, options: Mapping[str, object]) -> dict[str, object]:
+    """Options as fields of a configuration, words as the values that they mean.
+
+    Raises:
+        ModelError: it has no such field.
+    """
+    given = dict(options)
+    for field, value in options.items():
         if not hasattr(usual, field):
             hint = nearest(field, usual.to_dict())
             raise ModelError(f"{name}: {type(usual).__name__} has no field {field!r}; {hint}")
-    given = dict(options)
-    for field, value in options.items():
         if isinstance(value, str):
             given[field] = literal(value)
-    try:
-        return _built(found, found.config_class(**given))
-    except Exception as problem:
-        raise ModelError(f"{name}: {type(problem).__name__}: {problem}") from problem
+    return given
 
 
 def _built(kind: Any, config: Any) -> nn.Module:
     # The fused kernels of experts are for GPUs, and do not support float64.
     config._experts_implementation = "eager"
+    model: nn.Module = kind(_complete(config))
+    return model.train()
+
+
+def _complete(config: Any) -> Any:
+    """The configuration with the token with which a decoder begins."""
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = config.pad_token_id or 0
-    model: nn.Module = kind(config)
-    return model.train()
+    return config
+
+
+def _class_of(folder: Path, config: Any) -> Any:
+    """The class of transformers that a configuration names."""
+    import transformers
+
+    named = (getattr(config, "architectures", None) or ["none"])[0]
+    kind = getattr(transformers, named, None)
+    if kind is None:
+        raise ModelError(
+            f"{folder}: its configuration names the class {named!r}, which transformers does not have; name one in its "
+            '"architectures", as in "architectures": ["LlamaForCausalLM"]'
+        )
+    return kind
 
 
 def _empty(folder: Path, config: Any) -> nn.Module:
@@ -188,10 +285,7 @@ def _empty(folder: Path, config: Any) -> nn.Module:
 
     if getattr(config, "quantization_config", None):
         raise ModelError(f"{folder}: its weights are quantised, which cannot be trained; use weights that are not")
-    named = (getattr(config, "architectures", None) or ["none"])[0]
-    kind = getattr(transformers, named, None)
-    if kind is None:
-        raise ModelError(f"{folder}: config.json names the class {named!r}, which transformers does not have")
+    kind = _class_of(folder, config)
     try:
         with init_empty_weights(include_buffers=False):
             model: Any = _built(kind, config)
@@ -199,7 +293,7 @@ def _empty(folder: Path, config: Any) -> nn.Module:
         model.name_or_path = str(folder.resolve())
         model.tie_weights()
     except Exception as problem:
-        raise ModelError(f"{folder}: {named} cannot be built: {type(problem).__name__}: {problem}") from problem
+        raise ModelError(f"{folder}: {kind.__name__} cannot be built: {type(problem).__name__}: {problem}") from problem
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
@@ -236,7 +330,10 @@ def with_adapters(model: nn.Module, settings: str) -> nn.Module:
             task_type=task,
         )
         # Adapters are made in memory, because no folder has them. peft asks transformers 5 by an old name.
-        with lent_weights(model), warnings.catch_warnings():
+        with contextlib.ExitStack() as contexts:
+            if torch.get_default_device().type != "meta":
+                contexts.enter_context(lent_weights(model))
+            contexts.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore", FutureWarning)
             adapted: nn.Module = get_peft_model(model, config)
     except ValueError as problem:

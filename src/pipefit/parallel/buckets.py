@@ -160,7 +160,8 @@ class GradientBuckets:
         self._waiting: list[int] = []
         self._started = 0
         self._adopted = False
-        self._launch: Launch = lambda number, flat: None
+        self._is_freed = False
+        self._launch: Launch = _nothing
         self.idle: list[int] = []
 
     def _place(self, flats: list[Tensor]) -> None:
@@ -170,6 +171,23 @@ class GradientBuckets:
                 self.marks = flat[bucket.size :]
             for index, view in zip(bucket.members, bucket.views(flat, self.parameters), strict=True):
                 self._views[index] = view
+
+    def free(self) -> None:
+        """Frees the memory of all gradients until `hold`."""
+        self._adopted = False
+        self._is_freed = True
+        for parameter in self.parameters:
+            parameter.grad = None
+        for flat in self.flats:
+            flat.untyped_storage().resize_(0)
+
+    def hold(self) -> None:
+        """Gives gradients memory again if they have none."""
+        if self._is_freed:
+            self._is_freed = False
+            for flat in self.flats:
+                flat.untyped_storage().resize_(flat.nbytes)
+                flat.zero_()
 
     def place_in(self, record: Tensor) -> None:
         """Places the gradients in a slot, in the order of `record_layout`."""
@@ -230,6 +248,11 @@ class GradientBuckets:
         """Launches the other buckets: those with a parameter that the last backward has not reached."""
         self._adopted = False
         self.idle = []
+        self._launch_rest()
+        # It keeps what was sent alive.
+        self._launch = _nothing
+
+    def _launch_rest(self) -> None:
         if self._started == len(self.flats):
             return
         self._move(range(len(self.parameters)))
@@ -242,6 +265,10 @@ class GradientBuckets:
             self.marks[self.idle] = 0
         while self._started < len(self.flats):
             self._start()
+
+
+def _nothing(number: int, flat: Tensor) -> None:
+    """Launches no bucket: no reduction has begun."""
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import Function
 
 from pipefit.parallel.torch_names import all_gather_single, reduce_scatter_single
@@ -100,7 +101,7 @@ class Region:
         Raises:
             IndexError: an id that no process has.
         """
-        if ids.device.type == "cpu":
+        if ids.device.type == "cpu" and not isinstance(ids, FakeTensor):
             low, high = int(ids.min()), int(ids.max())
             total = size * self.size
             if low < 0 or high >= total:

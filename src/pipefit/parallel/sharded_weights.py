@@ -84,7 +84,7 @@ class ShardedStore(WeightStore):
 
     def _cut(self, flats: Sequence[Tensor]) -> Iterator[Piece]:
         for number, bucket in enumerate(self.buckets.buckets):
-            flat = flats[number]
+            memory = self._memory_of(number, flats)
             size = bucket.size // self._num
             first = self._replica * size
             last = first + size
@@ -93,8 +93,12 @@ class ShardedStore(WeightStore):
                 low = max(start, first)
                 high = min(start + self._parameters[index].numel(), last)
                 if low < high:
-                    master = nn.Parameter(flat[low:high])
+                    master = nn.Parameter(memory[low - first : high - first])
                     yield Piece(index, low - start, high - start, number, low - first, master)
+
+    def _memory_of(self, number: int, flats: Sequence[Tensor]) -> Tensor:
+        """The memory of this replica's part of a bucket, which its pieces are cut from."""
+        return self._part(flats[number])
 
     def steps_whole(self, index: int) -> bool:
         """Returns whether a parameter is stepped whole."""
@@ -113,7 +117,7 @@ class ShardedStore(WeightStore):
             known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise PlanError(
                 f"a sharded optimizer must treat every number separately: {known} do, {type(optimizer).__name__} is "
-                "not known to; use one of them, or do not shard the optimizer (plan with sharded=False)"
+                'not known to; use one of them, or do not shard the optimizer (shard="none")'
             )
         if optimizer.state:
             raise PlanError("a sharded optimizer must be fresh, but this one keeps states already")
@@ -155,8 +159,12 @@ class ShardedStore(WeightStore):
         super().begin_step(version, in_place)
         for piece in self.pieces:
             piece.master.grad = None
-            if self._parameters[piece.index].grad is not None:
+            if self._has_gradient(piece.index):
                 piece.master.grad = piece.of(self.gradients[piece.bucket])
+
+    def _has_gradient(self, index: int) -> bool:
+        """Returns whether a backward of this update has reached a parameter."""
+        return self._parameters[index].grad is not None
 
     def _copied(self, version: int) -> list[Tensor]:
         """Copies of this replica's parts of a version, in the buckets of the next; the others are gathered later."""

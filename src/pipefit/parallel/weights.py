@@ -44,17 +44,21 @@ class Store(Protocol):
 
         WeightStore     resident and whole
         ShardedStore    resident; of each bucket of weights this replica steps one part
+        SharedGradientsStore, SharedWeightsStore
+                        resident; of gradients, or also of weights, this replica keeps one part
         SpilledStore    on the host or on disk, and on the device while the stage is in a slot
 
     Attributes:
         masters: the parameters that the optimizer is made for.
         pieces: parts of weights that this replica steps; none where weights are stepped whole.
         known_states: places of the states that the optimizer has made, in records; none where no record holds states.
+        rounds: sums of gradients of this update, of parts of its micro-batches, that are complete.
     """
 
     masters: list[nn.Parameter]
     pieces: list[Piece]
     known_states: set[int]
+    rounds: int = 0
 
     def at(self, version: int) -> None:
         """Makes a version of the weights the live one."""
@@ -98,6 +102,10 @@ class Store(Protocol):
         """This replica's part of a bucket, into which the sum is written; None: each replica gets the whole sum."""
         return None
 
+    def add_part(self, bucket: int, part: Tensor) -> None:
+        """Takes this replica's part of a sum, which is written where `own_part` has named it."""
+        return
+
     def part_gradients(self) -> Iterator[tuple[int, Tensor]]:
         """(the parameter's place, the gradient) of each piece that this replica steps."""
         return iter(())
@@ -105,6 +113,10 @@ class Store(Protocol):
     def weight_parts(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
         """(the part that this replica has stepped, the whole) of each bucket of a version whose parts are gathered."""
         return iter(())
+
+    def kept(self) -> list[Tensor]:
+        """Tensors that it keeps between programs besides the parameters: its parts of what replicas share."""
+        return []
 
     def present(self, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which the stage is on the device.

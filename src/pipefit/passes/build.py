@@ -9,6 +9,7 @@ from pipefit.ir.program import Header, Program
 from pipefit.passes.communication import with_communication
 from pipefit.passes.data import with_data
 from pipefit.passes.frozen import with_frozen, with_norms_everywhere
+from pipefit.passes.gathering import with_sharing
 from pipefit.passes.recompute import with_recompute
 from pipefit.passes.reduction import with_reductions
 from pipefit.passes.scatter_gather import with_scatter_gather
@@ -41,6 +42,7 @@ def build(
     program = with_drops(program)
     program = with_reductions(program)
     program = with_norms_everywhere(program)
+    program = with_sharing(program)
     program = with_data(program)
     program = with_communication(program, ahead)
     program = with_scatter_gather(program)

@@ -81,7 +81,7 @@ def _add_norms_and_gathers(header: Header, instructions: Instructions, added: Ad
             normed.add(i.version)
             norm = _reduce(Reduction.NORM, -1, i.version)
             added[index].append(norm)
-        if i.op is Op.STEP and header.is_sharded(i.stage):
+        if i.op is Op.STEP and header.is_sharded(i.stage) and header.is_resident(i.stage):
             place = index + 1 + is_in_place(instructions, index)
             gather = _reduce(Reduction.SHARDS, i.stage, i.version)
             added[place].append(gather)

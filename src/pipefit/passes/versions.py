@@ -88,7 +88,8 @@ def step_of(header: Header, stage: int, update: int) -> Instruction:
 def with_drops(program: Program) -> Program:
     """Drops each version of a stage's weights right after its last use; the newest stays.
 
-    Versions of spilled stages are fetched and evicted with their slots (`with_spilling`).
+    Versions of spilled stages are fetched and evicted with their slots (`with_spilling`), those that copies share are
+    gathered and dropped (`with_sharing`).
     """
     ranks = []
     step = Op.STEP
@@ -102,7 +103,7 @@ def with_drops(program: Program) -> Program:
                 newest[i.stage] = max(newest[i.stage], i.version + 1)
         dead: Added = defaultdict(list)
         for (stage, version), index in sorted(last_use.items()):
-            if version < newest[stage] and not program.header.is_spilled(stage):
+            if version < newest[stage] and program.header.is_resident(stage):
                 drop = Instruction(Op.DROP, stage, version=version)
                 dead[index + 1].append(drop)
         ranks.append(inserted(instructions, dead))

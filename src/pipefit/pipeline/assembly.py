@@ -28,7 +28,7 @@ from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling, open_tier
 from pipefit.spill.tier_file import new_run
-from pipefit.stage.device import forget_peak
+from pipefit.stage.accelerator import forget_peak
 from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import shared_parameters, tied_parameters
@@ -129,9 +129,9 @@ def assemble(
             spilling.commit_every = interval
         replicas = {stage: plan.placement.ranks[stage] for stage in part}
         shards = {}
-        if plan.sharded_optimizer:
+        if plan.shard != "none":
             shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
-        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards)
+        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard)
         workers.append(worker)
         for index, own in worker.stages.items():
             own.replay(plan.partition.stages[index].replays, len(layers))

@@ -88,7 +88,7 @@ def facts_of_plan(plan: Plan) -> dict[str, str]:
         "tensor": str(plan.tensor),
         "frozen stages": str(plan.frozen),
         "recompute": str([stage.replays for stage in plan.partition.stages]),
-        "shard_optimizer": str(plan.sharded_optimizer),
+        "shard": plan.shard,
     }
 
 

@@ -91,10 +91,11 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
         chunks=plan.num_chunks,
         replicas=(),
         data_parallel=1,
+        shares=(),
         tensor=plan.tensor,
         sequence_parallel=plan.sequence_parallel,
         whole_messages=not plan.scatter_gather,
-        shard_optimizer=False,
+        shard="none",
         recompute=next((kind for kind in kinds if kind != "none"), "none"),
         options=plan.options,
     )
@@ -103,7 +104,9 @@ def _nearest(request: Request, count: int, plan: Plan) -> Iterator[tuple[str, Re
     before = [len(ranks) for ranks in plan.placement.ranks]
     for copies in _fewer_copies(before, count // plan.tensor):
         if plan.num_chunks == 1 and sum(copies) * plan.tensor == count:
-            own = replace(spread, replicas=copies, shard_optimizer=plan.sharded_optimizer and max(copies) > 1)
+            own = replace(spread, replicas=copies)
+            if max(copies) > 1:
+                own = replace(own, shard=plan.shard)
             what = f"copies of the stages {', '.join(map(str, copies))}"
             yield what, replace(request, stages=stages, parallelism=own)
     one = replace(request, stages=None, parallelism=spread)

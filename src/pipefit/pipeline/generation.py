@@ -105,7 +105,7 @@ def generate(
                     if generation_config.do_sample:
                         chosen = torch.multinomial(scores.softmax(-1), 1, generator=random).squeeze(1)
                 with engine.session.at(TOKEN):
-                    broadcast(engine.session, chosen, header.rank_of(header.last_stage, 0) * header.tensor)
+                    broadcast(engine.session, chosen, header.placement[header.last_stage][0] * header.tensor)
                 if padding is not None:
                     chosen = torch.where(going, chosen, padding)
                 input_ids = torch.cat([input_ids, chosen[:, None]], 1)

@@ -14,6 +14,7 @@ from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import Weigh, pair_of
 from pipefit.runtime.session import current
 from pipefit.spec.options import Precision, Updates
+from pipefit.stage.accelerator import allow_tf32
 from pipefit.stage.compiler import backend_of
 from pipefit.stage.device import process_device
 from pipefit.stage.materialise import InitialiseLayer
@@ -77,8 +78,8 @@ class GivenModel:
             place = process_device(device)
         precision = Precision.of(precision)
         half = half_of(precision.dtype)
-        if precision.dtype == TF32 and place.type == "cuda":
-            torch.set_float32_matmul_precision("high")
+        if precision.dtype == TF32:
+            allow_tf32(place)
         work = Workload(
             layers,
             loss,

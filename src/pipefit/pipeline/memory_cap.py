@@ -30,7 +30,7 @@ from pipefit.schedules.shape import Shape
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, KEEP, STEP_ON, Request, Spilled
 from pipefit.spec.topology import Device, Tier
-from pipefit.stage.device import workspace_bytes
+from pipefit.stage.accelerator import workspace_bytes
 from pipefit.stage.ties import tied_layers
 
 _NUM_STEPPED = 1 << 20
@@ -112,7 +112,7 @@ def _equal_copies(request: Request) -> int:
     usual = Request()
     spread = request.parallelism
     given = [name for name in ("stages", "plan") if getattr(request, name) != getattr(usual, name)]
-    for name in ("recompute", "tensor", "sequence_parallel", "shard_optimizer"):
+    for name in ("recompute", "tensor", "sequence_parallel", "shard", "shares"):
         if getattr(spread, name) != getattr(usual.parallelism, name):
             given.append(name)
     if given:

@@ -162,7 +162,7 @@ class Pipeline:
             DisagreementError: on every rank: two differ; the message names the first tensor.
         """
         if self._verify_every != 0:
-            verify_replicas(self.session, self.workers, self.plan.placement.ranks, self.num_updates)
+            verify_replicas(self.session, self.workers, self.program.header, self.num_updates)
             self._verified = self.num_updates
 
     # ---- state -----------------------------------------------------------------------------------------------------
@@ -375,10 +375,11 @@ class Pipeline:
             ModelError: a name is missing or has another shape.
         """
         state = {name: self.engine.mesh.part(name, value) for name, value in state.items()}
-        for worker in self.workers:
-            for index, stage in worker.stages.items():
-                with worker.presence(index, change=True):
-                    stage.load_state_dict(state)
+        with self.engine.whole_weights(self.program.header):
+            for worker in self.workers:
+                for index, stage in worker.stages.items():
+                    with worker.presence(index, change=True):
+                        stage.load_state_dict(state)
         commit_step(self, self.notes, now=True)
 
     @collective
@@ -474,4 +475,5 @@ class Pipeline:
         if self._is_lent_whole:
             give_back(self.layers, whole_state(self))
             self._is_lent_whole = False
-        release_run(self.engine)
+        with self.engine.whole_weights(self.program.header):
+            release_run(self.engine)

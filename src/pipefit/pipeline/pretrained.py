@@ -55,7 +55,8 @@ def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder:
             adapters = whole_state(pipe, [name for name, p in model.named_parameters() if p.requires_grad])
             agree(session, attempt(lambda: _write_adapters(model, adapters, folder) if is_first else None))
             return
-        files = agree(session, attempt(lambda: _write_stages(pipe, model, folder)))
+        with pipe.engine.whole_weights(pipe.program.header):
+            files = agree(session, attempt(lambda: _write_stages(pipe, model, folder)))
         index = {name: file for of_rank in files for name, file in of_rank.items()}
         agree(session, attempt(lambda: _end(folder, model, index) if is_first else None))
 

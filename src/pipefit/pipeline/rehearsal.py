@@ -26,7 +26,7 @@ from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.parallel.weights import WeightStore
 from pipefit.pipeline.pipeline import Pipeline
-from pipefit.profiling.meta_count import MetaCount
+from pipefit.profiling.live_bytes import MetaCount
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution

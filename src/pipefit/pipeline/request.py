@@ -35,7 +35,7 @@ from pipefit.runtime.outliving import earlier, kept
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import AUTO, Request, Updates
-from pipefit.spec.plan import INSIDE
+from pipefit.spec.plan import INSIDE, Shard
 from pipefit.stage.replay import check_attention
 from pipefit.stage.split import num_frozen
 
@@ -118,7 +118,7 @@ def decide(
         profile = before.profile
 
     def plan_of(other: Request, count: int) -> Plan:
-        return _given(other.plan) or _spelled_out(other, work, session, profile, count)
+        return given_plan(other.plan) or _spelled_out(other, work, session, profile, count)
 
     request = fitting(request, session, plan_of, _predicted(before, request, work))
     if name in session.decisions:
@@ -151,7 +151,7 @@ def _decided(
 ) -> Decision:
     """The decision; layers and links that were measured before are not measured again."""
     spill, is_capped = request.spill, _is_capped(request)
-    plan = _given(request.plan)
+    plan = given_plan(request.plan)
     if work.compiler is not None:
         _check_can_compile(plan.tensor if plan else request.parallelism.tensor, is_capped)
     if plan is None and spill is not None and spill.resume is not False:
@@ -170,7 +170,7 @@ def _decided(
                 profile, topology = _measured(request, plan, work, session, is_run=measure)
         if plan is None:
             plan = _new_plan(request, profile, topology, work, session)
-    plan = _with_sharding(plan, request.parallelism.shard_optimizer)
+    plan = _with_sharding(plan, request.parallelism.shard)
     _check_ranks(session, plan)
     _check_can_replay(plan, work)
     plan = msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition))
@@ -211,7 +211,7 @@ def _check_can_replay(plan: Plan, work: Workload) -> None:
             check_attention(work.layers)
 
 
-def _given(plan: Any) -> Plan | None:
+def given_plan(plan: Any) -> Plan | None:
     """The plan of a request: a plan, the result of `pipefit.plan`, or its file."""
     if plan is None or isinstance(plan, Plan):
         return plan
@@ -245,7 +245,7 @@ def measured_sizes(request: Request, work: Workload) -> list[int]:
     Raises:
         PlanError: there is no example.
     """
-    return _sizes(request, _given(request.plan), work)
+    return _sizes(request, given_plan(request.plan), work)
 
 
 def _sizes(request: Request, plan: Plan | None, work: Workload) -> list[int]:
@@ -265,6 +265,8 @@ def _new_plan(
     """A plan by search, or by the request's own stages and ranks."""
     spread = request.parallelism
     if request.schedule == AUTO:
+        if spread.shares:
+            raise PlanError("shares: schedule auto chooses them by the speeds of the ranks; leave them out")
         assert profile is not None and topology is not None and work.example is not None
         batch = largest_part(work.example[0], 1)
         sizes = [profile.microbatch_size, *(other.microbatch_size for other in profile.others)]
@@ -282,7 +284,7 @@ def _new_plan(
             num_microbatches=request.microbatches,
             state_per_weight=state_per_weight(work.layers, work.optimizer),
             tensors=widths_of([layer.module for layer in work.layers], widest),
-            sharded=spread.shard_optimizer or None,
+            sharded=spread.shard != "none" or None,
             recompute=recompute,
         )
     return _spelled_out(request, work, session, profile)
@@ -324,7 +326,8 @@ def _spelled_out(
         tensor=spread.tensor,
         sequence_parallel=spread.sequence_parallel,
         scatter_gather=not spread.whole_messages,
-        sharded_optimizer=spread.shard_optimizer,
+        shares=tuple(map(int, spread.shares)),
+        shard=spread.shard,
         options=dict(spread.options),
         profile=profile,
         costs=costs,
@@ -359,19 +362,20 @@ def _num_ranks(request: Request, num_processes: int | None) -> int:
     return count // spread.chunks * copies
 
 
-def _with_sharding(plan: Plan, shard_optimizer: bool) -> Plan:
-    """The plan with a sharded optimizer where the user or the plan requests one.
+def _with_sharding(plan: Plan, shard: Shard) -> Plan:
+    """The plan whose copies share what the user requests, or else what the plan says.
 
     Raises:
         PlanError: no stage has a second replica, so there is nothing to shard it over.
     """
-    sharded = shard_optimizer or plan.sharded_optimizer
-    if sharded and all(len(ranks) == 1 for ranks in plan.placement.ranks):
+    if shard == "none":
+        shard = plan.shard
+    if shard != "none" and all(len(ranks) == 1 for ranks in plan.placement.ranks):
         raise PlanError(
-            "a sharded optimizer is sharded over the replicas of a stage, but every stage is on one rank only (d = 1); "
-            "replicate the stages (replicas=2, or schedule data-parallel), or do not shard the optimizer"
+            f"shard={shard!r}: the replicas of a stage share it, but every stage is on one rank only (d = 1); "
+            "replicate the stages (replicas=2, or schedule data-parallel), or leave it out"
         )
-    return msgspec.structs.replace(plan, sharded_optimizer=sharded)
+    return msgspec.structs.replace(plan, shard=shard)
 
 
 def _check_ranks(session: Session, plan: Plan) -> None:

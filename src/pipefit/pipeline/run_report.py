@@ -13,8 +13,8 @@ from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
-from pipefit.stage.device import peak_bytes
-from pipefit.timeline import Timeline, by_kind
+from pipefit.stage.accelerator import peak_bytes
+from pipefit.timeline import Timeline, bottleneck, by_kind
 from pipefit.units import format_bytes, format_seconds
 
 SHOWN = {op.value for op in (*COMPUTE_OPS, Op.LOSS, Op.STEP, Op.HOST_STEP, Op.FETCH, Op.EVICT)}
@@ -84,6 +84,8 @@ class PipelineReport:
             f"{period} per step, bubble {measured.bubble_fraction:.1%}, busy {busy}",
             f"peak memory per process: {_of_each(format_bytes, self.peak_memory_bytes)}",
         ]
+        if host := bottleneck(measured):
+            lines.append(host)
         if self.held_bytes:
             lines.append(f"tensors at most: {_of_each(format_bytes, self.held_bytes)}")
         lines.append(f"sent to other ranks: {_of_each(format_bytes, self.traffic.sent_bytes)}")

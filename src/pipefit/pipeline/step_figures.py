@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +13,14 @@ import torch
 from pipefit.errors import PipefitError
 from pipefit.ir.op import COMPUTE_OPS
 from pipefit.profiling import analytic_profile, measure_device
+from pipefit.profiling.live_bytes import LiveBytes
 from pipefit.profiling.tensors import tensors_of
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec.topology import Device
-from pipefit.stage.device import peak_bytes
+from pipefit.stage.accelerator import peak_bytes
 
 _PATIENCE_S = 0.5
 _LEAST_MEASURED = 3
@@ -110,11 +112,11 @@ def _highest_flops(device: torch.device) -> float:
 
 
 class HeldMemory:
-    """Peak bytes of tensors of a rank in one pass, checked after each of its instructions.
+    """Peak bytes of tensors of a rank in one pass.
 
-    It is the sum of the tensors before the pass (weights, gradients, optimizer states) and the growth of the memory in
-    use during the pass, which the allocator reports exactly. Memory that is allocated and freed inside one instruction
-    is not seen.
+    On a CPU the storages of all tensors are counted. On a GPU, for spilled stages and for compiled layers it is the sum
+    of the tensors before the pass (weights, gradients, optimizer states) and the growth of the memory in use, which the
+    allocator reports after each instruction: memory that is allocated and freed inside one instruction is not seen.
 
     Args:
         worker: of the pass.
@@ -128,14 +130,30 @@ class HeldMemory:
         self._begin = self._highest = tell()
         self._left_s = _PATIENCE_S
         self._worker = worker
+        is_compiled = any(stage.compiled for stage in worker.stages.values())
+        self._count: LiveBytes | None = None
+        if worker.device.type == "cpu" and not worker.spilling and not is_compiled:
+            self._count = LiveBytes("cpu")
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """The context of the pass."""
+        if self._count is None:
+            yield
+            return
+        self._count.add(_kept_tensors(self._worker))
+        with self._count:
+            yield
 
     def look(self) -> None:
         """Reads the memory in use, until reading has taken half a second in total."""
+        if self._count is not None:
+            return
         # Temporary memory of a step on the host is not the device's, but on a CPU the allocator is the same.
         steps = []
         if self._worker.spilling:
             steps = self._worker.spilling.steps
-        if self._left_s > 0 and all(step.ended() for step in steps):
+        if self._left_s > 0 and all(step.is_launched() for step in steps):
             began = time.perf_counter()
             self._highest = max(self._highest, self._tell())
             self._left_s -= time.perf_counter() - began
@@ -143,6 +161,8 @@ class HeldMemory:
     @property
     def held_bytes(self) -> float:
         """The peak so far."""
+        if self._count is not None:
+            return float(self._count.peak_bytes)
         return self._kept + self._highest - self._begin
 
 
@@ -151,11 +171,19 @@ def _kept_bytes(worker: Worker) -> float:
 
     Spilled stages are away between two passes; their slots count.
     """
-    spilled = {}
     held_bytes = 0.0
     if worker.spilling:
-        spilled = worker.spilling.stores
         held_bytes = float(worker.spilling.arena.num_bytes)
+    storages = [x.untyped_storage() for x in _kept_tensors(worker) if x.layout == torch.strided]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return held_bytes + sum(sizes.values())
+
+
+def _kept_tensors(worker: Worker) -> list[torch.Tensor]:
+    """Weights, gradients, buffers and optimizer states on the worker's device, between two passes."""
+    spilled = {}
+    if worker.spilling:
+        spilled = worker.spilling.stores
     tensors: list[torch.Tensor] = []
     for stage in worker.stages.values():
         for _, parameter in stage.named_parameters():
@@ -164,9 +192,11 @@ def _kept_bytes(worker: Worker) -> float:
                 tensors.append(parameter.grad)
         for layer in stage.layers:
             tensors += layer.module.buffers()
+    for store in worker.stores.values():
+        tensors += store.kept()
     for index, optimizer in worker.optimizers.items():
         if index not in spilled or not spilled[index].on_host:
             tensors += tensors_of(list(optimizer.state.values()))
-    storages = [x.untyped_storage() for x in tensors if x.layout == torch.strided]
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return held_bytes + sum(sizes.values())
+    for buckets in worker.buckets.values():
+        tensors += buckets.flats
+    return tensors

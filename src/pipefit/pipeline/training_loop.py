@@ -28,6 +28,7 @@ from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
 from pipefit.runtime.updating import gradient_norm
 from pipefit.schedules.registry import Schedule
 from pipefit.spec.options import STOP
+from pipefit.stage.device import in_pinned_memory
 from pipefit.timeline import Event, Timeline
 
 _KEPT_PASSES = 16
@@ -52,6 +53,14 @@ class _Pass(NamedTuple):
     norms: Sequence[torch.Tensor | None]
     sizes: Sequence[tuple[int, int]]
     began: float
+
+
+class _Times(NamedTuple):
+    """Times of a rank in a pass; see `Execution`."""
+
+    starts: list[float]
+    ends: list[float]
+    launches: list[tuple[int, float, float]]
 
 
 class _RefusedStepError(NonFiniteLossError):
@@ -100,7 +109,7 @@ class TrainingLoop:
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
         self._newest_runs: Sequence[Execution] = ()
-        self._passes: deque[dict[int, tuple[list[float], list[float]]]] = deque(maxlen=_KEPT_PASSES)
+        self._passes: deque[dict[int, _Times]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
         self.moved_bytes = (0.0, 0.0)
 
@@ -194,8 +203,9 @@ class TrainingLoop:
         """Runs one update; its loss is still being sent."""
         began = time.perf_counter()
         self._engine.check(x)
-        feed = feed_of((x, y), self._size, self._state.ordinal, "train", self._weigh)
-        return self._start(1, feed, [size_of(x)], began)
+        batch = in_pinned_memory((x, y), self._engine.device)
+        feed = feed_of(batch, self._size, self._state.ordinal, "train", self._weigh)
+        return self.start(1, feed, [size_of(x)], began)
 
     def _run_steps(self, batches: Iterator[Any], steps: int | None) -> list[float]:
         """Runs a program for each update; a loss is read while the next step runs."""
@@ -229,20 +239,20 @@ class TrainingLoop:
                 pair = pair_of(batch)
                 self._engine.check(pair[0])
                 sizes.append(size_of(pair[0]))
-                yield pair
+                yield in_pinned_memory(pair, self._engine.device)
 
         feed = BatchStream(pairs(), self._size, self._state.ordinal, self._weigh)
-        return self._read(self._start(steps, feed, sizes, began))
+        return self._read(self.start(steps, feed, sizes, began))
 
-    def _start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
+    def start(self, num_steps: int, feed: Feed, sizes: Sequence[tuple[int, int]], began: float) -> _Pass:
+        """Runs a program over the micro-batches of some updates; its losses are still being sent."""
         first = self._state.num_updates
         runs = self._run(num_steps, feed)
         figures = own_figures(self._engine.session, runs, self._timed(runs, num_steps))
         losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
         header = runs[0].compiled.program.header
         updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
-        runs[0].norms.update(runs[0].known)  # the host need not wait for these again
-        norms = [gradient_norm(runs[0], header.last_stage, update) for update in updates]
+        norms = [gradient_norm(runs[0], header.last_stage, update, on_host=True) for update in updates]
         return _Pass(first, runs, losses, norms, sizes, began)
 
     def _timed(self, runs: Sequence[Execution], num_steps: int) -> Sequence[Execution]:
@@ -313,7 +323,11 @@ class TrainingLoop:
             watch = HeldMemory(workers[0], tell)
         else:
             watch = None
-        runs = self._engine.run(program, feed, look=watch.look if watch else None)
+        if watch:
+            with watch.counting():
+                runs = self._engine.run(program, feed, look=watch.look)
+        else:
+            runs = self._engine.run(program, feed)
         # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
         feed[num_steps * self._size - 1]
         if not all_finite(runs[0]):
@@ -324,7 +338,7 @@ class TrainingLoop:
             self._newest = program
             self._passes.clear()
         self.moved_bytes = self._engine.moved_bytes
-        self._passes.append({run.compiled.rank: (run.starts, run.ends) for run in runs})
+        self._passes.append({run.compiled.rank: _Times(run.starts, run.ends, run.launches) for run in runs})
         self._state.num_updates += num_steps
         self._state.ordinal += num_steps * self._size
         self._on_updates()
@@ -359,12 +373,24 @@ class TrainingLoop:
         if self._engine.mesh.is_first:
             own = [sorted(times.items()) for times in passes]
         events = []
+        launches = []
         for of_process in exchange(self._engine.session, own):
             for repeat, times in enumerate(of_process):
-                for rank, (starts, ends) in times:
+                for rank, (starts, ends, launched) in times:
                     for position, (start, end) in enumerate(zip(starts, ends, strict=True)):
                         events.append(Event(rank, position, repeat, start, end))
-        origin = min((event.start_s for event in events if event.start_s), default=0.0)
-        shifted = [replace(e, start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
-        shifted.sort(key=lambda event: (event.rank, event.repeat, event.position))
-        return Timeline(self._newest, tuple(shifted), source="measured", num_repeats=len(passes))
+                    launches += [Event(rank, position, repeat, start, end) for position, start, end in launched]
+        origin = min((event.start_s for event in events + launches if event.start_s), default=0.0)
+        return Timeline(
+            self._newest,
+            _since(origin, events),
+            source="measured",
+            num_repeats=len(passes),
+            launches=_since(origin, launches),
+        )
+
+
+def _since(origin: float, events: Sequence[Event]) -> tuple[Event, ...]:
+    """Events in the order of a timeline that begins at an origin."""
+    shifted = [replace(e, start_s=e.start_s - origin, end_s=max(e.end_s, e.start_s) - origin) for e in events]
+    return tuple(sorted(shifted, key=lambda event: (event.rank, event.repeat, event.position)))

@@ -23,7 +23,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
-from pipefit.planner.space import Config, Problem, num_frozen_layers, placement_for
+from pipefit.planner.space import Config, Problem, busiest_copy, num_frozen_layers, placement_for, positions
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile
 
@@ -134,6 +134,8 @@ def _pipelines(config: Config, cost: CostModel) -> list[tuple[int, ...]]:
     placement = placement_for(config).ranks
     if not cost.speed:
         return [tuple(ranks[0] for ranks in placement)]
+    if config.shares:
+        return [tuple(busiest_copy(config)[rank] for rank in positions(config))]
     speed = cost.speed.__getitem__
     if config.replicas:
         return [tuple(max(ranks, key=speed) for ranks in placement)]
@@ -180,11 +182,14 @@ def _stages(
                 grad = Instruction(Op.SEND, stage, 0, kind="grad", peer=rank)
                 in_s = cost.message_s(grad, after)
         place = rank % config.depth
+        num = config.num_microbatches // len(ranks)
         if config.replicas:
             place = stage
+        elif config.shares:
+            num = config.per_pipeline
         yield _Stage(
             place,
-            config.num_microbatches // len(ranks),
+            num,
             forward_s / speed,
             whole_s / speed,
             replays[stage] * cost.recompute_s[stage] / speed,
@@ -337,6 +342,8 @@ def _speeds_of_pipelines(problem: Problem, config: Config) -> set[tuple[float, .
         return {speeds or (1.0,) * topology.num_devices}
     if not speeds:
         return {(1.0,) * p}
+    if config.shares:
+        return {tuple(speeds[rank] for rank in busiest_copy(config))}
     found = set()
     for first in range(0, p * config.data, p):
         found.add(speeds[first : first + p])
@@ -431,9 +438,9 @@ def _fixed_bytes(problem: Problem, config: Config) -> float:
     versions = 1
     if find(config.schedule).weights is WeightRule.DOUBLE:
         versions = 2
-    if config.chunks > 1:
+    if config.chunks > 1 or problem.of(config).knows_work:
         # When the most is held, there may be no gradients yet.
-        versions = 0
+        versions -= 1
     return total.weight_bytes + total.wgrad_bytes * (versions + problem.state_of(config))
 
 

@@ -78,9 +78,10 @@ def plan_of(problem: Problem, config: Config, partition: Partition, method: str 
         config.chunks,
         options=options,
         data=config.data,
-        sharded_optimizer=config.sharded,
+        shard=config.shard,
         spill=spill,
         frozen=frozen,
+        shares=config.shares,
         model=problem.profile.model,
         method=method,
     )

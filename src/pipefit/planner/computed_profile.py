@@ -12,16 +12,22 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pipefit.cost.rings import Ring, all_reduce_s, even, ring_of
+from pipefit.cost.kernels import timed
+from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
 from pipefit.errors import ProfileError
 from pipefit.planner.transformer import Transformer, is_transformer, text_of, transformer_of
 from pipefit.spec import Device, Layer, Profile, Topology
+from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
 _FLASH = {"flash": (0.68, 0.60), "flash1": (0.48, 0.42)}
 """Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward."""
+_ALIGNED = 16
+"""Bytes of which rows must be multiples for tensor cores (NVIDIA, "Matrix multiplication background", requirements)."""
+_WITHOUT_TENSOR_CORES = 16
+"""The rate with tensor cores over the rate without, of an A100 by its data sheet: 312 and 19.5 TFLOP/s."""
 
 
 def gpt_profile(
@@ -91,19 +97,14 @@ def transformer_profile(
         ProfileError: a device without FLOP/s.
     """
     device = device or Device(flops=312e12)
-    if not device.flops > 0:
-        raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
-    made_for = msgspec.structs.replace(device, memory_bytes=0.0)
+    made_for = _with_flops(device)
+    if model.fp8 and not device.fp8_flops:
+        raise ProfileError('device.fp8_flops: fp8=1 needs it; give it in the topology: fp8_flops = "1979 TFLOP/s"')
     if isinstance(microbatch, int):
         many = [microbatch]
     else:
         many = list(microbatch)
-    if topology:
-        ring = ring_of(topology, range(tensor))
-        pace = slowest_of(device, topology.num_devices)
-    else:
-        ring = even(tensor, float("inf"), 0.0)
-        pace = device
+    pace, ring = _shared(device, tensor, topology)
     found = [msgspec.structs.replace(_at(model, b, pace, ring), computed_for=made_for) for b in many]
     if len(found) > 1:
         return found[0].with_others(found[1:])
@@ -113,13 +114,82 @@ def transformer_profile(
 def profile_at(profile: Profile, microbatch: int, tensor: int, topology: Topology) -> Profile:
     """The profile of one of t devices that share every layer, at a micro-batch size.
 
-    A profile by arithmetic is computed again, with the shapes of these shards; any other is scaled.
+    A profile by arithmetic, or of counted layers, is computed again, with the shapes of these shards; any other is
+    scaled.
     """
     device = profile.computed_for
     if device is None:
         return tensor_shard(profile.at(microbatch), tensor, topology)
+    if profile.counted is not None:
+        return counted_profile(profile.counted, profile.model, microbatch, device, tensor=tensor, topology=topology)
     model = transformer_of(profile.model)
     return transformer_profile(model, microbatch, device, topology=topology, tensor=tensor)
+
+
+def counted_profile(
+    counted: Counted,
+    name: str,
+    microbatch: int,
+    device: Device,
+    *,
+    tensor: int = 1,
+    topology: Topology | None = None,
+) -> Profile:
+    """The profile of counted layers on a device.
+
+    Args:
+        counted: by `pipefit.profiling.count_model`.
+        name: of the model.
+        microbatch: samples of a micro-batch.
+        device: as of `transformer_profile`.
+        tensor: as of `transformer_profile`.
+        topology: as of `transformer_profile`.
+
+    Raises:
+        ProfileError: a device without FLOP/s, or a tensor width that was not counted.
+    """
+    made_for = _with_flops(device)
+    pace, ring = _shared(device, tensor, topology)
+    layers = []
+    for own, count in zip(counted.names, counted.at(microbatch, tensor), strict=True):
+        layers.append(timed(own, count, pace, ring))
+    trained = sum(layer.wgrad_bytes for layer in layers)
+    return Profile(
+        name,
+        microbatch,
+        tuple(layers),
+        device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
+        source=f"counted on the model's modules, {counted.element_bytes} bytes per element",
+        optimizer_s=_optimizer_s(pace, trained, counted.element_bytes),
+        computed_for=made_for,
+        counted=counted,
+    )
+
+
+def _with_flops(device: Device) -> Device:
+    """A device for which profiles can be computed, without its memory."""
+    if not device.flops > 0:
+        raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
+    return msgspec.structs.replace(device, memory_bytes=0.0)
+
+
+def _shared(device: Device, tensor: int, topology: Topology | None) -> tuple[Device, Ring]:
+    """The device that sets the pace, and the links of those that share a layer."""
+    if topology is None:
+        return device, even(tensor, float("inf"), 0.0)
+    return slowest_of(device, topology.num_devices), ring_of(topology, range(tensor))
+
+
+def _optimizer_s(device: Device, weight_bytes: float, e: int) -> float:
+    """Seconds of a step, from the bytes that move for each parameter.
+
+    The norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed precision also gradients to
+    4 bytes (6), unscaled (8), and the working copy (6).
+    """
+    moved = 40
+    if e < 4:
+        moved = 60
+    return pass_s(device, moved * weight_bytes / e)
 
 
 def _products_s(device: Device, shapes: Iterable[tuple[int, int, int]], e: int) -> tuple[float, float, float]:
@@ -139,6 +209,15 @@ def _passes_s(device: Device, sizes: Iterable[float]) -> float:
     return sum(pass_s(device, size) for size in sizes)
 
 
+def _added_s(device: Device, model: Transformer, count: float) -> float:
+    """Seconds of adding the gradients of so many weights to those of the micro-batches before."""
+    e = model.bytes
+    wide = model.added_bytes
+    if not wide:
+        return pass_s(device, 3 * e * count)
+    return pass_s(device, (e + wide) * count) + pass_s(device, 3 * wide * count)
+
+
 def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[float, float]:
     """Seconds of the core of attention of some heads, forward and backward."""
     e = model.bytes
@@ -147,6 +226,8 @@ def _core_s(device: Device, model: Transformer, b: int, heads: int) -> tuple[flo
     scores = b * heads * s * s
     if model.attention in _FLASH:
         return _flash_s(device, _FLASH[model.attention], 2 * scores * width, 4 * e * b * heads * s * width)
+    if width * e % _ALIGNED:
+        device = msgspec.structs.replace(device, efficiency=device.efficiency / _WITHOUT_TENSOR_CORES)
     made_s = product_s(device, s, s, width, b * heads, e)
     used_s = product_s(device, s, width, s, b * heads, e)
     # Each of the two products has two gradients, which are products of the same sizes.
@@ -197,6 +278,12 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     shapes = [(tokens, own[0], h), (tokens, h, own[1]), (tokens, own[2], h), (tokens, h, own[3])]
     core_s, core_back_s = _core_s(device, model, b, heads)
     products_s, input_s, weight_s = _products_s(device, shapes, e)
+    if model.fp8:
+        fast = msgspec.structs.replace(device, flops=device.fp8_flops)
+        products_s, input_s, weight_s = _products_s(fast, shapes, 1)
+        # Inputs and gradients of outputs are converted, each also transposed, for the gradients of the weights.
+        products_s += _passes_s(device, [(e + 2) * m * k for m, _, k in shapes])
+        input_s += _passes_s(device, [(e + 2) * m * n for m, n, _ in shapes])
     between = stream / t if model.sequence_parallel else stream
     forward = [*_norm(model, between) * 2, 2 * e * stream / t]  # the heads side by side
     backward_input = [*_norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
@@ -221,17 +308,17 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         backward_input += [(2 * e + 1) * between] * 2
     else:
         joined_s = 2 * pass_s(device, 3 * e * between)
-    backward_weight += [3 * e * m * n / t for m, n in ((model.qkv, h), (h, h), (model.up, h), (model.wide, h))]
-    wait_s = 2 * all_reduce_s(ring, e * stream)
+    added_s = sum(_added_s(device, model, m * h / t) for m in (model.qkv, h, model.up, model.wide))
+    sum_s = all_reduce_s(ring, e * stream)
     kept = e * (_kept_between(model) * between + (qkv + 1 + up + (1 + model.gated) * wide) * stream / t)
     vectors = 2 * h
     if model.bias:
         vectors = 4 * h + model.qkv + h + model.up + h
     return Layer(
         "block",
-        products_s + core_s + _passes_s(device, forward) + joined_s + wait_s,
-        input_s + core_back_s + _passes_s(device, backward_input) + wait_s,
-        weight_s + _passes_s(device, backward_weight),
+        products_s + core_s + _passes_s(device, forward) + joined_s + 2 * sum_s,
+        input_s + core_back_s + _passes_s(device, backward_input) + model.sums * sum_s,
+        weight_s + _passes_s(device, backward_weight) + added_s,
         output_bytes=e * stream,
         saved_bytes=kept + _kept_of_scores(model, tokens) / t,
         weight_bytes=e * (model.matrices + vectors) / t,
@@ -297,17 +384,26 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     logits = tokens * own
     weights = e * vocab * h / ring.size
     kept_bytes = 4.0 * logits
+    joined_s = 0.0
     if not model.fused_loss:
-        kept_bytes = (e + 4 + 4 + 4) * tokens * vocab  # the logits, in 4 bytes, their softmax, and its gradient
+        joined_s = all_gather_s(ring, e * tokens * vocab)
+        logits = tokens * vocab
+        kept_bytes = (e + 4 + 4 + 4) * logits  # the logits, in 4 bytes, their softmax, and its gradient
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
     # Conversion, maximum, difference, exponential, sum and quotient; then gradient and conversion.
-    forward_s += _passes_s(device, [size * logits for size in (e + 4, 4, 8, 8, 4, 8)])
-    input_s += _passes_s(device, [size * logits for size in (8, 4 + e)])
+    passes: tuple[int, ...] = (e + 4, 4, 8, 8, 4, 8)
+    back: tuple[int, ...] = (8, 4 + e)
+    if not model.fused_loss:
+        # Conversion and logarithm of softmax, which reads twice; then zeros, the gradient of softmax, and conversion.
+        passes = e + 4, 12
+        back = 4, 16, 4 + e
+    forward_s += _passes_s(device, [size * logits for size in passes])
+    input_s += _passes_s(device, [size * logits for size in back])
     return Layer(
         "head",
-        forward_s + 3 * all_reduce_s(ring, 4 * tokens),
+        forward_s + joined_s + 3 * all_reduce_s(ring, 4 * tokens),
         input_s + all_reduce_s(ring, stream),
-        weight_s + pass_s(device, 3 * weights),
+        weight_s + _added_s(device, model, weights / e),
         output_bytes=4 * logits,
         saved_bytes=stream + kept_bytes,
         weight_bytes=weights,
@@ -325,7 +421,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
     looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
-    added_s = pass_s(device, 2 * stream) + pass_s(device, 3 * table)
+    added_s = pass_s(device, 2 * stream) + _added_s(device, model, table / e)
     ids = 4 * b * s
     positions = e * s * h if model.bias else 0
     made = [Layer("embedding", looked_s, added_s, 0.0, stream, ids, table + positions)]
@@ -333,26 +429,23 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     made += [msgspec.structs.replace(block, name=f"block{index}") for index in range(model.layers)]
     made.append(_head(device, model, b, ring))
     weights = sum(layer.weight_bytes for layer in made)
-    # Bytes of a parameter: the norm of gradients (4), clipped (8); Adam reads 4 values and writes 3 (28); in mixed
-    # precision also gradients to 4 bytes (6), unscaled (8), and the working copy (6).
-    moved = 40
-    if e < 4:
-        moved = 60
     return Profile(
         text_of(model),
         b,
         tuple(made),
         device=f"{device.flops / 1e12:g} TFLOP/s at {device.efficiency:.0%}",
         source=f"{ARITHMETIC}, {e} bytes per element",
-        optimizer_s=pass_s(device, moved * weights / e),
+        optimizer_s=_optimizer_s(device, weights, e),
+        summed_per_byte=(model.summed_bytes or e) / e,
+        added_per_byte=model.added_bytes / e,
     )
 
 
 def num_blocks(profile: Profile) -> int:
     """The blocks of a transformer, to which tensor parallelism applies; 0: the profile is of another model.
 
-    It is given by its sizes, or the built-in GPT, measured; embedding and head are the two other layers.
+    It is given by its sizes, or counted, or the built-in GPT, measured; embedding and head are the two other layers.
     """
-    if is_transformer(profile.model) or profile.model.startswith("gpt"):
+    if profile.counted is not None or is_transformer(profile.model) or profile.model.startswith("gpt"):
         return max(len(profile) - 2, 0)
     return 0

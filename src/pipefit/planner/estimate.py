@@ -10,7 +10,7 @@ from pipefit.ir.op import Kind
 from pipefit.planner.bounds import least_s
 from pipefit.planner.candidate import Estimate, costs_of
 from pipefit.planner.cuts import Within, busiest_s, cut, least_bytes
-from pipefit.planner.holdings import ahead_of, first_holdings, holdings_of, peaks
+from pipefit.planner.holdings import Holding, ahead_of, first_holdings, holdings_of, peaks
 from pipefit.planner.space import Config, Problem, positions
 from pipefit.planner.spilled_candidates import estimate_spilled
 from pipefit.schedules.registry import NO_HALVES
@@ -52,15 +52,22 @@ def need_bytes(problem: Problem, config: Config) -> float:
         recomputed = _recomputed(config)
         if config.recompute == "some":
             recomputed = set(range(config.depth))
-        if _has_choice(config) and config.partitioner in ("minmax", "links"):
+        # The cuts by memory do not know the work of layers; the cut by time fits for certain.
+        knows_work = problem.of(config).knows_work
+        if _has_choice(config) and config.partitioner in ("minmax", "links") and not knows_work:
             return least_bytes(problem, config)
         partition = cut(problem, config, recomputed)
         assert partition is not None
-        held = holdings_of(config, recomputed, problem.profile.num_frozen(partition))
+        held = _held(problem, config, recomputed, problem.profile.num_frozen(partition))
         _, sizes = costs_of(problem, config, partition)
         return max(peaks(held, sizes, _stages_of(config)))
     except ScheduleError:
         return math.inf
+
+
+def _held(problem: Problem, config: Config, recomputed: set[int], frozen: int = 0) -> tuple[Holding, ...]:
+    """Live values of each rank, with the work of its instructions where the profile knows it."""
+    return holdings_of(config, recomputed, frozen, works=problem.of(config).knows_work)
 
 
 def _is_refused(config: Config) -> bool:
@@ -151,7 +158,7 @@ def _measure(
         shares = list(map(truediv, needed, limits))
         least = "at least "
     if max(shares) <= 1:
-        needed = peaks(holdings_of(config, recomputed, frozen), sizes, _stages_of(config))
+        needed = peaks(_held(problem, config, recomputed, frozen), sizes, _stages_of(config))
         shares = list(map(truediv, needed, limits))
         least = ""
     overflow = max(shares)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from pipefit.cost import speeds_of
-from pipefit.planner.plan_figures import at_size_of, replays_of
-from pipefit.planner.transformer import is_transformer, mfu, num_parameters, training_days, transformer_of
+from pipefit.planner.plan_figures import at_size_of
+from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
-from pipefit.units import counted, format_bytes, format_count, format_seconds, table, wrapped
+from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
 
 
 def explain(
@@ -136,64 +135,6 @@ def _bytes(size: float | None) -> str:
     return format_bytes(size)
 
 
-def training(plan: Plan, topology: Topology, tokens: float | None = None) -> dict[str, float | str]:
-    """FLOP/s, fraction of the peak and days of training a GPT, as predicted.
-
-    Args:
-        plan: for a model named "gpt:layers=…" or "llama:layers=…".
-        topology: with the device's peak.
-        tokens: to train on.
-    """
-    if not is_transformer(plan.model) or plan.prediction is None:
-        return {}
-    gpt = transformer_of(plan.model)
-    rate = plan.prediction.throughput
-    tokens_per_s = rate * gpt.sequence
-    found: dict[str, float | str] = {"parameters": num_parameters(gpt), "tokens_per_s": tokens_per_s}
-    found["tokens_per_s_per_device"] = tokens_per_s / plan.num_processes
-    # Where devices differ, the fraction is that of their peaks together.
-    devices = topology.devices[: plan.num_processes] or (topology.device,)
-    peak = sum(device.flops for device in devices) / len(devices)
-    if peak:
-        used = mfu(gpt, rate, plan.num_processes, peak)
-        every = mfu(gpt, rate, plan.num_processes, peak, recompute=True)
-        found |= {
-            "model_flops_per_device": used * peak,
-            "mfu": used,
-            "mfu_convention": "forward and backward once: 6 a weight and token, 12·l·h·s attention; no replay",
-        }
-        scores = 2 * gpt.hidden * gpt.sequence
-        attention = scores / (gpt.matrices + scores)
-        replays = replays_of(plan, inside=1.0, attention=attention)
-        again = sum(replays) / len(replays)
-        if again:
-            found["hfu"] = used + again * (every - used)
-    if tokens is not None:
-        seconds = tokens / tokens_per_s
-        hours = seconds / 3600 * plan.num_processes
-        found |= {"tokens": tokens, "training_days": seconds / 86400, "device_hours": hours}
-        if peak:
-            found["training_days_6TP"] = training_days(num_parameters(gpt), tokens, plan.num_processes, used * peak)
-    return found
-
-
-def training_lines(found: Mapping[str, Any]) -> list[str]:
-    """The figures of `training` in words."""
-    if not found:
-        return []
-    words = f"{format_count(found['parameters'])} parameters"
-    if "mfu" in found:
-        words += f"; {found['model_flops_per_device'] / 1e12:.4g} TFLOP/s per device, {found['mfu']:.1%} of its peak"
-        if "hfu" in found:
-            words += f" ({found['hfu']:.1%} with replays)"
-    each = format_count(found["tokens_per_s_per_device"])
-    lines = [words, f"{format_count(found['tokens_per_s'])} tokens/s, {each} per device"]
-    if "tokens" in found:
-        hours = format_count(found["device_hours"])
-        lines.append(f"{format_count(found['tokens'])} tokens: {found['training_days']:.4g} days, {hours} device hours")
-    return lines
-
-
 def run_command(plan: Plan, topology: Topology, path: str) -> str:
     """The command that runs a plan on several machines, started on each of them; "": there is one machine only.
 
@@ -236,10 +177,12 @@ def _counts(plan: Plan) -> str:
         words.append(f"{plan.num_chunks} chunks per rank")
     if plan.data > 1:
         words.append(f"{plan.data} copies")
+    if plan.shares:
+        words.append(f"which take {'-'.join(map(str, plan.shares))} micro-batches")
     if plan.tensor > 1:
         words.append(f"tensor width {plan.tensor}")
-    if plan.sharded_optimizer:
-        words.append("sharded optimizer")
+    if plan.shard != "none":
+        words.append(f"sharded {plan.shard}")
     return ", ".join(words)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from pipefit.cost import CostModel
 from pipefit.errors import ScheduleError
 from pipefit.ir.collector import collector_paused
-from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight
+from pipefit.ir.graph import FEW_SENDS
+from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight, working_lifetimes
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
@@ -37,7 +38,11 @@ _GROWING = 4
 
 
 class Small(NamedTuple):
-    """A program of one pipeline with so few micro-batches that it is soon made and counted; `recompute` None: all."""
+    """A program of one pipeline with so few micro-batches that it is soon made and counted.
+
+    `recompute` None: all stages replay; `works`: the work of instructions is counted too, `summed`: with
+    gradients that copies of the pipeline sum.
+    """
 
     schedule: Schedule
     depth: int
@@ -46,6 +51,8 @@ class Small(NamedTuple):
     recompute: tuple[int, ...] | None = ()
     replicas: tuple[int, ...] = ()
     frozen: int = 0
+    works: bool = False
+    summed: bool = False
 
 
 class Holding(NamedTuple):
@@ -62,29 +69,41 @@ class Holding(NamedTuple):
     rows: Array
 
 
-def holdings_of(config: Config, recomputed: Collection[int], frozen: int = 0) -> tuple[Holding, ...]:
+def holdings_of(
+    config: Config, recomputed: Collection[int], frozen: int = 0, works: bool = False
+) -> tuple[Holding, ...]:
     """Live values of each rank when some of them recompute; without frozen stages, at least as many as with some.
+
+    Args:
+        config: the candidate.
+        recomputed: its stages that replay.
+        frozen: stages at the beginning that do not train.
+        works: whether the work of instructions counts: the profile knows its bytes.
 
     Raises:
         ScheduleError: the schedule has no such program.
     """
-    plain = _held_in(config, config.recompute == "stage", frozen)
+    plain = _held_in(config, config.recompute == "stage", frozen, works)
     if config.recompute != "some" or not recomputed:
         return plain
     found = list(plain)
-    for rank, replaying in enumerate(_held_in(config, True, frozen)):
+    for rank, replaying in enumerate(_held_in(config, True, frozen, works)):
         if rank in recomputed:
             found[rank] = replaying
     return tuple(found)
 
 
-def _held_in(config: Config, recompute: bool, frozen: int) -> tuple[Holding, ...]:
+def _held_in(config: Config, recompute: bool, frozen: int, works: bool) -> tuple[Holding, ...]:
     """Live values of each rank of a pipeline.
 
     A small program is counted whole. With many micro-batches only as many are counted as fill the pipeline, and one
     more where all of them are held.
     """
-    small = _counted(config)._replace(frozen=frozen)
+    small = _counted(config)._replace(frozen=frozen, works=works, summed=works and config.data > 1)
+    if works:
+        # So many further messages are held after they were sent.
+        enough = min(small.microbatches + FEW_SENDS, max(config.per_pipeline, small.microbatches))
+        small = small._replace(microbatches=enough)
     if recompute:
         small = small._replace(recompute=None)
     found = _held(small)
@@ -182,7 +201,7 @@ def first_holdings(config: Config) -> tuple[Holding, ...]:
 @lru_cache(maxsize=8)
 def small_program(small: Small) -> Program:
     """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one."""
-    schedule, depth, count, chunks, recompute, replicas, frozen = small
+    schedule, depth, count, chunks, recompute, replicas, frozen, *_ = small
     # Two weight versions only meet where one update follows another.
     if schedule.is_synchronous:
         steps = 1
@@ -274,10 +293,13 @@ def _run_once(small: Small) -> tuple[float, ...]:
 @lru_cache(maxsize=512)
 def _held(small: Small) -> tuple[Holding, ...]:
     """Live values of the first rank of each position."""
-    program = small_program(small)
+    program = small_program(small._replace(works=False, summed=False))
+    lives_of: Callable[[Program, int], list[Lifetime]] = lifetimes
+    if small.works:
+        lives_of = partial(working_lifetimes, summed=small.summed)
     with collector_paused():
         ranks = [ranks[0] for ranks in program.header.placement[: small.depth]]
-        return tuple(_rows(lifetimes(program, rank)) for rank in ranks)
+        return tuple(_rows(lives_of(program, rank)) for rank in ranks)
 
 
 @lru_cache(maxsize=512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -13,6 +14,21 @@ from pipefit.spec import Profile, Topology
 from pipefit.spec.published import load_profile
 
 _FOLDER = Path(__file__).resolve().parent / "machines"
+
+_GPUS = {
+    "A100": "dgx-a100-64",
+    "A100-40GB": "dgx-a100-40gb-64",
+    "A100-80GB": "dgx-a100-64",
+    "B200": "dgx-b200-64",
+    "H100": "dgx-h100-64",
+    "H200": "dgx-h200-64",
+    "L40S": "l40s-64",
+    "MI300X": "mi300x-64",
+    "RTX3090": "rtx3090-64",
+    "RTX4090": "rtx4090-64",
+    "V100": "dgx-v100-64",
+}
+"""The machine that has the servers and links of a kind of GPU, by the name in its short form."""
 
 
 def topology_names() -> tuple[str, ...]:
@@ -47,11 +63,34 @@ def _resized(name: str) -> Topology | None:
     return None
 
 
+def _of_gpus(text: str) -> Topology | None:
+    """A machine by its GPUs: "8xH100:16" is 16 servers of 8; None: the text has another form."""
+    found = re.fullmatch(r"(\d+)x([^:]*)(?::(\d+))?", text)
+    if not found:
+        return None
+    each, kind, servers = found.groups()
+    form = "expected GPUS of a server, x, KIND and :SERVERS, such as 8xH100:16"
+    known = _GPUS.get(kind.upper())
+    if known is None:
+        raise TopologyError(f"{text}: {form}; no GPU {kind!r}; {nearest(kind.upper(), _GPUS)}")
+    machine = Topology.load(_FOLDER / f"{known}.toml")
+    inner, outer = machine.levels
+    count = int(servers or 1)
+    if not (1 <= int(each) <= inner.width and count):
+        raise TopologyError(f"{text}: {form}; servers have 1 to {inner.width} {kind}, and there is at least one server")
+    levels = [replace(inner, width=int(each))]
+    if count > 1:
+        levels.append(replace(outer, width=count))
+    return replace(machine, name=text, levels=tuple(levels))
+
+
 def load_topology(name: str | Path) -> Topology:
-    """A topology from a TOML file, from "local:N", or by name, also with another number of servers.
+    """A topology from a TOML file, from "local:N", by its GPUs, or by name, also with another number of servers.
 
     >>> load_topology("dgx-a100-1536").num_devices, load_topology("pcie-3x4").num_devices
     (1536, 12)
+    >>> load_topology("8xH100:16").num_devices, load_topology("4xA100-40GB").num_devices
+    (128, 4)
 
     Raises:
         TopologyError: no such topology, or something in it is malformed.
@@ -62,10 +101,11 @@ def load_topology(name: str | Path) -> Topology:
     shipped = _FOLDER / f"{text}.toml"
     if shipped.is_file():
         return Topology.load(shipped)
-    resized = _resized(text)
-    if resized:
-        return resized
-    raise TopologyError(f"{text}: no such topology: a TOML file, local:N, or a name; {nearest(text, topology_names())}")
+    found = _of_gpus(text) or _resized(text)
+    if found:
+        return found
+    forms = "a TOML file, local:N, GPUs such as 8xH100:16, or a name"
+    raise TopologyError(f"{text}: no such topology: {forms}; {nearest(text, topology_names())}")
 
 
 def read_profile(name: str, machine: Topology | None, microbatch: int) -> Profile:

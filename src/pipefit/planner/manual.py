@@ -9,6 +9,7 @@ from pipefit.partition import minmax
 from pipefit.partition.balance import divide, spans
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Partition, Placement, Plan, Profile, StageSpec
+from pipefit.spec.plan import Shard
 
 _LEAST_SHARE = 100
 """A layer without cost counts as this part of the mean layer."""
@@ -43,7 +44,8 @@ def by_hand(
     tensor: int = 1,
     sequence_parallel: bool = False,
     scatter_gather: bool = True,
-    sharded_optimizer: bool = False,
+    shares: Sequence[int] = (),
+    shard: Shard = "none",
     options: dict[str, int] | None = None,
     profile: Profile | None = None,
     costs: Sequence[float] | None = None,
@@ -67,7 +69,8 @@ def by_hand(
         tensor: processes that share each rank by tensor parallelism.
         sequence_parallel: these also shard the sequence.
         scatter_gather: each of them sends its part of a message.
-        sharded_optimizer: optimizer states sharded over the copies.
+        shares: micro-batches of each copy of the pipeline per update; (): equally many.
+        shard: what the copies of a stage share.
         options: further arguments of the schedule.
         profile: of the model; its times balance the stages.
         costs: of each layer, in any unit: they balance the stages where there is no profile.
@@ -117,7 +120,8 @@ def by_hand(
         data=alike,
         sequence_parallel=sequence_parallel,
         scatter_gather=scatter_gather,
-        sharded_optimizer=sharded_optimizer,
+        shares=tuple(shares),
+        shard=shard,
         model=model,
     )
 

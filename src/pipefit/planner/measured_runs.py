@@ -30,7 +30,9 @@ USABLE = 0.9
 """Share of a device's memory that tensors can take, next to the context, buffers of messages, and lost space."""
 
 _STEP = 0.05
-_ROUNDS = 5
+_ROUNDS = 8
+_SLOPED = 2
+"""Rounds after which the slopes stay: a factor of a figure changes seconds nearly by a power of it."""
 _PRIOR = 0.3
 _NOISE = 0.05
 _OUTLIER = 0.1
@@ -52,7 +54,7 @@ class MeasuredRun:
         recompute: what backwards replay.
         sharded: whether copies share the optimizer.
         seconds: of a step; None: it ran out of memory.
-        line: in its file, for messages.
+        place: its file and line, or its folder, for messages.
     """
 
     model: str
@@ -65,15 +67,15 @@ class MeasuredRun:
     recompute: str
     sharded: bool
     seconds: float | None
-    line: int = 0
+    place: str = "a run"
 
     def question(self) -> MeasuredRun:
         """The run without its result and its place, equal for two measurements of one thing."""
-        return replace(self, seconds=None, line=0)
+        return replace(self, seconds=None, place="")
 
     def __str__(self) -> str:
         widths = f"{self.devices} devices, tensor {self.tensor}, depth {self.depth}, micro-batch {self.microbatch}"
-        return f"line {self.line}: {widths}"
+        return f"{self.place}: {widths}"
 
 
 _NUMBERS = ("devices", "tensor", "depth", "chunks", "microbatch", "batch")
@@ -97,7 +99,7 @@ def read_runs(path: Path) -> list[tuple[MeasuredRun, dict[str, str]]]:
 
 
 def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
-    where = f"{path}, line {number}"
+    where = f"{path.name}, line {number}"
     sizes = {}
     for name in _NUMBERS:
         text = line[name] or ""
@@ -126,7 +128,7 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
         raise ProfileError(f"{where}: {problem}") from None
     sharded = line["sharded"] == "1"
     return MeasuredRun(
-        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, line=number
+        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, place=where
     )
 
 
@@ -268,9 +270,11 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
 
     found = np.zeros(count)
     weight = (_NOISE / _PRIOR) ** 2 * np.eye(count)
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         errors = errors_at(found)
-        slopes = np.stack([(errors_at(found + _STEP * unit) - errors) / _STEP for unit in np.eye(count)], axis=1)
+        if turn < _SLOPED:
+            moved = [errors_at(found + _STEP * unit) for unit in np.eye(count)]
+            slopes = (np.stack(moved, axis=1) - errors[:, None]) / _STEP
         trust = 1 / np.maximum(1.0, np.abs(errors - np.median(errors)) / _OUTLIER)
         normal = slopes.T @ (slopes * trust[:, None]) + weight
         change = np.linalg.solve(normal, slopes.T @ (trust * errors) + weight @ found)

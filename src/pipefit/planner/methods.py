@@ -16,7 +16,6 @@ from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
 from pipefit.spec.options import AUTO
 from pipefit.spec.plan import recompute_kind
-from pipefit.spec.profile import ARITHMETIC
 
 # For teaching; the schedule that all others are with a single stage; and those with split backwards, whose gain depends
 # on the cost of the split (see `_schedules_of`) and on the absence of waits of all ranks at a step.
@@ -123,6 +122,8 @@ def _widths(problem: Problem, most: int) -> tuple[int, ...]:
     """Tensor widths to choose from; on processes of this machine, where plans must run, only widths given by name."""
     if not num_blocks(problem.profile) or problem.topology.name.startswith("local:"):
         return (1,)
+    if problem.profile.counted is not None:
+        return tuple(width for width in problem.profile.counted.widths if width <= most)
     return tuple(2**k for k in range(12) if 2**k <= most)
 
 
@@ -131,7 +132,7 @@ def _sizes(profile: Profile, wanted: Sequence[int] | None) -> tuple[int, ...]:
     if wanted is not None:
         return tuple(sorted(set(wanted)))
     powers = [2**k for k in range(12)]
-    if profile.source.startswith(ARITHMETIC):
+    if profile.computed_for is not None:
         return tuple(size for size in powers if size <= 16)
     known = {profile.microbatch_size, *(other.microbatch_size for other in profile.others)}
     # Times that were not measured are not extrapolated: small micro-batches are slower than a proportional time.

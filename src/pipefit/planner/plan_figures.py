@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.planner.computed_profile import profile_at
 from pipefit.planner.holdings import replayed
@@ -71,11 +73,12 @@ def idle_share(plan: Plan, profile: Profile, topology: Topology, update_s: float
         each_s += again[stage] * cost.recompute_s[stage]
         if stage == len(again) - 1:
             each_s += cost.loss_s
-        own_s = each_s * plan.num_microbatches / len(ranks) + cost.step_s[stage]
-        speeds = [1.0] * len(ranks)
-        if cost.speed:
-            speeds = [cost.speed[rank] for rank in ranks]
-        busy_s += sum(own_s / speed for speed in speeds)
+        counts: Sequence[float] = plan.shares or [plan.num_microbatches / len(ranks)] * len(ranks)
+        for rank, count in zip(ranks, counts, strict=True):
+            speed = 1.0
+            if cost.speed:
+                speed = cost.speed[rank]
+            busy_s += (each_s * count + cost.step_s[stage]) / speed
     if update_s:
         return max(1 - busy_s / (update_s * plan.placement.num_ranks), 0.0)
     return 0.0

@@ -40,7 +40,7 @@ def simulated(problem: Problem, estimated: Estimate) -> Estimate | None:
     if problem.cap is not None:
         return _under_cap(problem, estimated, plan, timing)
     try:
-        if _is_small(config) or config.replicas:
+        if _is_whole(config):
             # The costs already include the split of messages and the gathers.
             step_s, period_s = update_s(msgspec.structs.replace(plan, scatter_gather=False), timing)
         else:
@@ -58,8 +58,9 @@ def _updates(config: Config) -> int:
     return 4
 
 
-def _is_small(config: Config) -> bool:
-    return _whole_size(config) <= 2 * _WHOLE
+def _is_whole(config: Config) -> bool:
+    """Returns whether a candidate is simulated whole: it is small, or its copies differ."""
+    return _whole_size(config) <= 2 * _WHOLE or bool(config.replicas or config.shares)
 
 
 def _whole_size(config: Config) -> int:
@@ -68,7 +69,7 @@ def _whole_size(config: Config) -> int:
 
 def size_of(config: Config) -> int:
     """Returns the number of forwards that are simulated for a candidate."""
-    if _is_small(config):
+    if _is_whole(config):
         return _whole_size(config)
     return sum(_counts(config)) * config.num_stages * (_updates(config) - 1)
 

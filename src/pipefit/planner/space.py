@@ -17,7 +17,7 @@ from pipefit.cost import ModelBytes, speeds_of
 from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Partition, Placement, Profile, SpillSpec, Tier, Topology
-from pipefit.spec.plan import INSIDE
+from pipefit.spec.plan import INSIDE, Shard
 
 T = TypeVar("T")
 
@@ -25,6 +25,10 @@ NOT_FROM_DISK = (
     "a step on the host works on weights, gradients and states in its memory; from a disk they would all have to be "
     "read as for a step on the device: spill to the host's memory, or step on the device"
 )
+
+
+_MOST_SHARED = 10_000
+"""Forwards per update of a candidate whose copies have unequal shares: it is always simulated whole."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class Config:
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
         spill: slots and places of the steps, where stages are spilled.
+        shares: micro-batches of each copy of the pipeline, where they are not equally many.
     """
 
     schedule: str
@@ -112,6 +117,14 @@ class Config:
     replicas: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
     spill: SpillSpec | None = None
+    shares: tuple[int, ...] = ()
+
+    @property
+    def shard(self) -> Shard:
+        """What its copies share."""
+        if self.sharded:
+            return "optimizer"
+        return "none"
 
     @property
     def inside(self) -> str:
@@ -127,7 +140,9 @@ class Config:
 
     @property
     def per_pipeline(self) -> int:
-        """Micro-batches of one pipeline per update, m."""
+        """Micro-batches of one pipeline per update, m; where copies differ, of the one with most."""
+        if self.shares:
+            return max(self.shares)
         return -(-self.num_microbatches // self.data)
 
     @property
@@ -141,6 +156,8 @@ class Config:
                 return "host"
             return "split"
         if self.depth == 1:
+            if self.shares:
+                return "data parallel, unequal shares"
             if self.tensor == 1:
                 return "data parallel"
             return "data and tensor parallel"
@@ -156,6 +173,8 @@ class Config:
             widths.append("replicas " + "-".join(map(str, self.replicas)))
         elif self.data > 1:
             widths.append(f"data {self.data}")
+        if self.shares:
+            widths.append("shares " + "-".join(map(str, self.shares)))
         if self.tensor > 1:
             widths.append(f"tensor {self.tensor}")
         if self.chunks > 1:
@@ -280,10 +299,11 @@ class Problem:
         return self.once(("ranks", tensor), lambda: grouped(self.topology, tensor))
 
     def state_of(self, config: Config) -> float:
-        """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded."""
+        """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded; whole sums too."""
+        state = self.state
         if config.sharded:
-            return self.state / config.data
-        return self.state
+            state /= config.data
+        return state + self.profile.added_per_byte
 
     def memory_of(self, config: Config) -> list[float]:
         """Bytes of each rank of one pipeline: the least among its copies."""
@@ -295,11 +315,45 @@ class Problem:
         return least_of_copies(config, memory)
 
     def slowness_of(self, config: Config) -> list[float]:
-        """Slowness of each rank of one pipeline, relative to the profile's device: that of its slowest copy."""
+        """Slowness of each rank of one pipeline, relative to the profile's device: that of its slowest copy.
+
+        Where copies have shares of their own: that of the copy with most micro-batches.
+        """
         speeds = speeds_of(self.ranks(config.tensor))
         if not speeds or config.replicas:
             return [1.0] * config.depth
+        if config.shares:
+            return [1 / speeds[rank] for rank in busiest_copy(config)]
         return [1 / speed for speed in least_of_copies(config, speeds)]
+
+
+def busiest_copy(config: Config) -> range:
+    """The ranks of the copy of the pipeline that has most micro-batches."""
+    first = config.shares.index(max(config.shares)) * config.depth
+    return range(first, first + config.depth)
+
+
+def shares_of(paces: Sequence[float], count: int) -> tuple[int, ...]:
+    """Micro-batches of each of some copies, so that the last of them is done as early as possible; (): equally many.
+
+    Every copy has at least one, for it takes part in the sum of the gradients.
+
+    Args:
+        paces: micro-batches per unit of time.
+        count: of all micro-batches.
+
+    >>> shares_of([3.0, 1.0], 8), shares_of([1.0, 1.0], 8), shares_of([8.0, 1.0, 1.0], 4)
+    ((6, 2), (), (2, 1, 1))
+    """
+    if count < len(paces) or len(set(paces)) == 1:
+        return ()
+    shares = [1] * len(paces)
+    for _ in range(count - len(paces)):
+        done = [(share + 1) / pace for share, pace in zip(shares, paces, strict=True)]
+        shares[done.index(min(done))] += 1
+    if len(set(shares)) == 1:
+        return ()
+    return tuple(shares)
 
 
 def least_of_copies(config: Config, figures: Sequence[float]) -> list[float]:
@@ -322,7 +376,7 @@ def num_frozen_layers(profile: Profile) -> int:
 
 
 def configs(problem: Problem, space: Space) -> Iterator[Config]:
-    """Every combination that uses all devices and splits the batch evenly."""
+    """Every combination that uses all devices, and splits the batch evenly or by the speeds of the copies."""
     num_devices = problem.topology.num_devices
     num_layers = len(problem.profile)
     for tensor in space.tensors:
@@ -333,8 +387,21 @@ def configs(problem: Problem, space: Space) -> Iterator[Config]:
             if ranks % depth or (space.depths is not None and depth not in space.depths):
                 continue
             for size, count in space.batches(problem.global_batch):
-                if count % (ranks // depth) == 0:
-                    yield from _at_shape(space, ranks // depth, depth, tensor, size, count, num_layers)
+                copies = ranks // depth
+                if count % copies == 0:
+                    yield from _at_shape(space, copies, depth, tensor, size, count, num_layers)
+                shares = shares_of(_paces(problem, depth, tensor), count)
+                if not shares:
+                    continue
+                for made in _at_shape(space, copies, depth, tensor, size, count, num_layers):
+                    if made.num_microbatches * made.num_stages <= _MOST_SHARED and find(made.schedule).is_synchronous:
+                        yield replace(made, shares=shares)
+
+
+def _paces(problem: Problem, depth: int, tensor: int) -> list[float]:
+    """The speed of each copy of a pipeline, that of its slowest rank; one where devices do not differ."""
+    speeds = speeds_of(problem.ranks(tensor)) or (1.0,)
+    return [min(speeds[first : first + depth]) for first in range(0, len(speeds), depth)]
 
 
 def _at_shape(

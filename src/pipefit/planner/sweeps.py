@@ -12,12 +12,13 @@ import msgspec
 
 from pipefit.draw.chart import chart
 from pipefit.errors import InfeasibleError, PlanError, nearest
-from pipefit.planner.explain import training, used_columns
+from pipefit.planner.explain import used_columns
 from pipefit.planner.machines import read_profile
 from pipefit.planner.methods import fits_by, problem_of, space_of
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.planning import plan
+from pipefit.planner.training_figures import training
 from pipefit.planner.transformer import is_transformer, settings_of, transformer_of
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.spec.options import flag_of, with_fields
@@ -249,7 +250,7 @@ def _cell(question: Question, values: Mapping[str, Any]) -> Cell:
         "sent_bytes": sent_bytes(made, profile, topology),
         "peak_bytes": max(prediction.peak_bytes),
     }
-    found = training(made, topology)
+    found = training(made, topology, counted=profile.counted)
     if "model_flops_per_device" in found:
         figures["flops_per_device"] = float(found["model_flops_per_device"])
     return Cell(values, made, figures=figures)

@@ -40,6 +40,11 @@ class Transformer:
         fused_loss: 1: the loss works in place on each device's own logits, as Megatron-LM's; 0: it works on all
             logits, also where the vocabulary is split over devices, and each of its operations makes another copy.
         sequence_parallel: 1: what is between the products is split over a rank's devices, too.
+        sums: of a block's backward over a rank's devices: 2; 3 where the gate's product sums its own gradient.
+        summed_bytes: of an element of gradients while copies sum them; 0: as of weights.
+        added_bytes: of an element of the sum of micro-batches' gradients, to which kernels of their own convert and add
+            those of weights, as DeepSpeed does in bf16; 0: it has the type of weights.
+        fp8: 1: the products of a block with weights, forward and backward, take numbers of 8 bits; nothing else does.
         bytes: of an element of weights and activations: 2 (Adam then has a master copy), or 4.
     """
 
@@ -58,6 +63,10 @@ class Transformer:
     fused_norms: int = 1
     fused_loss: int = 1
     sequence_parallel: int = 0
+    sums: int = 2
+    summed_bytes: int = 0
+    added_bytes: int = 0
+    fp8: int = 0
     bytes: int = 2
 
     def __post_init__(self) -> None:
@@ -190,11 +199,6 @@ def flops_per_iteration(model: Transformer, batch: int, recompute: bool = False)
     blocks = 2 * times * tokens * model.layers * (model.matrices + scores)
     head = 6 * tokens * model.hidden * model.vocab
     return blocks + head
-
-
-def mfu(model: Transformer, samples_per_s: float, devices: int, peak_flops: float, recompute: bool = False) -> float:
-    """Fraction of the peak: forward and backward count once (MFU); with recompute the replay too (HFU)."""
-    return samples_per_s * flops_per_iteration(model, 1, recompute) / (devices * peak_flops)
 
 
 def training_days(parameters: float, tokens: float, devices: int, flops_per_device: float) -> float:

@@ -6,9 +6,12 @@ evaluated. So a model of a trillion parameters takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import BuiltinFunctionType
 from typing import Any
 
 import msgspec
@@ -16,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipefit.cost.kernels import kernels_s, timed
 from pipefit.errors import ModelError, ProfileError
-from pipefit.profiling.counting import Roofline, pretended
+from pipefit.profiling.counting import KernelCount, pretended
 from pipefit.profiling.survey import bytes_of, saved_storages, storage_key, weighed
 from pipefit.profiling.tensors import (
     batch_of,
@@ -29,6 +33,7 @@ from pipefit.profiling.tensors import (
     tensors_of,
 )
 from pipefit.profiling.untouched import random_state_kept
+from pipefit.spec.counted import Kernel, LayerCount
 from pipefit.spec.profile import Layer, Profile
 from pipefit.spec.topology import Device
 from pipefit.stage.payload import sent
@@ -48,6 +53,7 @@ class LayerCost:
     layer: Layer
     input: Any
     output: Any
+    count: LayerCount
 
 
 def analytic_profile(
@@ -133,7 +139,7 @@ def layer_costs(
     costs = []
     with random_state_kept(torch.device("cpu")):
         for layer in chain:
-            key = (_configuration(layer.module), repr(form))
+            key = (configuration_of(layer.module), repr(form))
             if key not in known:
                 known[key] = _cost(layer.name, layer.module, form, device, dtype)
             costs.append(known[key])
@@ -159,28 +165,40 @@ def _dtype_of(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return tensor.dtype
 
 
-def _like(form: Any, device: str = "cpu") -> Any:
-    """Tensors of a form; fake ones within `pretended()`."""
+def like(form: Any, device: str = "cpu") -> Any:
+    """Tensors of a form, leaves of the graph; fake ones within `pretended()`."""
     return map_tensors(
         lambda t: torch.empty(t.shape, dtype=t.dtype, device=device, requires_grad=t.requires_grad), form
     )
 
 
-def _configuration(layer: nn.Module) -> tuple[Any, ...]:
+def forms_of(payload: Any) -> Any:
+    """The form of a payload, on the meta device."""
+    return like(payload, "meta")
+
+
+def configuration_of(layer: nn.Module) -> tuple[Any, ...]:
     """The key of a layer's cost: its modules with their plain attributes, and the forms of its tensors."""
     modules = []
     for name, module in layer.named_modules():
         plain = {}
         for key, value in vars(module).items():
-            if isinstance(value, _PLAIN):
-                plain[key] = repr(value)
-            elif not key.startswith("_"):
-                # Anything else, such as a function, is equal only to the same object.
-                plain[key] = str(id(value))
+            is_state = key.startswith("_") and not isinstance(value, int | float | str)
+            if not is_state and not key.endswith(_NUMBERS):
+                plain[key] = _text(value)
         settings = tuple(sorted(plain.items()))
         modules.append((name, type(module), module.extra_repr(), settings))
     tensors = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in _named_tensors(layer)]
     return tuple(modules), tuple(tensors)
+
+
+def _text(value: Any) -> str:
+    """An attribute as text; an object whose text does not say its value is equal only to itself."""
+    if isinstance(value, _PLAIN):
+        text = _PATH_NUMBER.sub(".*.", repr(value))
+        if " at 0x" not in text:
+            return text
+    return str(id(value))
 
 
 def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -189,56 +207,92 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from layer.named_buffers(remove_duplicate=False)
 
 
-_PLAIN = (int, float, str, bool, tuple, type(None), torch.dtype)
+_NUMBERS = ("layer_idx", "layer_id", "layer_index")
+"""Ends of names of attributes in which a layer has only its number."""
+
+_PATH_NUMBER = re.compile(r"\.\d+\.")
+"""The number of a layer in the path of a module."""
+
+_PLAIN = (int, float, str, bool, tuple, list, dict, type(None), torch.dtype, torch.device, partial, BuiltinFunctionType)
 
 
 def _cost(name: str, layer: nn.Module, form: Any, device: Device, dtype: torch.dtype | None) -> LayerCost:
-    """Evaluates one layer on fake tensors: forward, input gradient only, all gradients."""
+    """Evaluates one layer on fake tensors."""
+    counter = KernelCount([])
     with in_mode(True, layer), pretended(), torch.enable_grad():
-        state = _pretended_state(layer, dtype)
-        given = _like(form)
-        # A copy, which a layer may change in place, unlike a leaf of the graph.
-        payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, given)
-        persistent = {storage_key(tensor) for tensor in state.values()}
-        seen: dict[int, Any] = {}
-        attention_s = 0.0
+        state = pretended_state(layer, dtype)
 
-        def timed(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            nonlocal attention_s
-            before = counted.seconds
-            made = core(*args, **kwargs)
-            attention_s += counted.seconds - before
-            return made
+        def run(x: Any) -> Any:
+            return call_layer(name, lambda x: functional_call(layer, state, (x,)), x)
 
-        def run() -> Any:
-            return call_layer(name, lambda x: functional_call(layer, state, (x,)), payload)
-
-        with saved_storages(seen, persistent), Roofline(device) as counted, AttentionCores(timed):
-            output = run()
-        selective_bytes = None
-        if attention_s:
-            chosen: dict[int, Any] = {}
-            with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
-                run()
-            selective_bytes = bytes_of(chosen.values())
-        parameters = [tensor for tensor in dict.fromkeys(state.values()) if tensor.requires_grad]
-        inputs = [leaf for leaf in tensors_of(given) if leaf.requires_grad]
-        backward_input_s = _backward_s(output, inputs, device)
-        backward_s = _backward_s(output, inputs + parameters, device)
         weights = [state[key] for key, _ in layer.named_parameters()]
-        bare = weighed(name, inputs, output, seen.values(), weights)
-    made = msgspec.structs.replace(
-        bare,
-        forward_s=counted.seconds,
-        backward_input_s=backward_input_s,
-        backward_weight_s=max(backward_s - backward_input_s, 0.0),
-        selective_bytes=selective_bytes,
-        attention_s=attention_s,
-    )
-    return LayerCost(made, form, _like(output, "meta"))
+        persistent = {storage_key(tensor) for tensor in state.values()}
+        count, output = count_layer(counter, run, form, weights, persistent)
+    return LayerCost(timed(name, count, device), form, forms_of(output), count)
 
 
-def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def count_layer(
+    counter: KernelCount, run: Callable[[Any], Any], given: Any, weights: Sequence[Tensor], persistent: set[int]
+) -> tuple[LayerCount, Any]:
+    """The count of one layer, and its output: forward, gradients of the input, and of all.
+
+    Args:
+        counter: of kernels; it is entered here.
+        run: the forward, on fake tensors.
+        given: the form of its input.
+        weights: parameters of the layer, as fake tensors, tied ones once.
+        persistent: storages that a forward does not save: weights and buffers.
+    """
+    leaves = like(given)
+    # A copy, which a layer may change in place, unlike a leaf of the graph.
+    payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, leaves)
+    inputs = [leaf for leaf in tensors_of(leaves) if leaf.requires_grad]
+    seen: dict[int, Any] = {}
+    counter.take()
+    with counter, saved_storages(seen, persistent):
+        output = run(payload)
+    forward = counter.take()
+    ways = gradients_of(counter, tensors_of(output), inputs, weights)
+    selective_bytes = None
+    if any(kernel.kind == "attention" for kernel in forward):
+        chosen: dict[int, Any] = {}
+        with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
+            run(payload)
+        selective_bytes = bytes_of(chosen.values())
+    bare = weighed("", inputs, output, seen.values(), weights)
+    bare = msgspec.structs.replace(bare, selective_bytes=selective_bytes)
+    counter.take()
+    return LayerCount(figures_of(bare), forward, *ways), output
+
+
+def gradients_of(
+    counter: KernelCount, outputs: Iterable[Tensor], inputs: list[Tensor], weights: Sequence[Tensor]
+) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """The kernels of the gradients of inputs, and those that the gradients of weights need in addition."""
+    roots = [leaf for leaf in outputs if leaf.requires_grad]
+    trained = [weight for weight in weights if weight.requires_grad]
+    of_inputs = _backward(counter, roots, inputs)
+    every = _backward(counter, roots, inputs + trained)
+    more = Counter(every) - Counter(of_inputs)
+    return of_inputs, tuple(more.elements())
+
+
+def _backward(counter: KernelCount, roots: list[Tensor], inputs: list[Tensor]) -> tuple[Kernel, ...]:
+    if not roots or not inputs:
+        return ()
+    seeds = [torch.empty_like(root) for root in roots]
+    with counter:
+        torch.autograd.grad(roots, inputs, seeds, retain_graph=True, allow_unused=True)
+    return counter.take()
+
+
+def figures_of(layer: Layer) -> dict[str, float]:
+    """The bytes of a layer by their fields, those that are known."""
+    names = [name for name in Layer.__struct_fields__ if name.endswith("_bytes")]
+    return {name: getattr(layer, name) for name in names if getattr(layer, name) is not None}
+
+
+def pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Parameters and buffers by name, as fake tensors; tied ones stay tied."""
     made: dict[int, Tensor] = {}
     state = {}
@@ -250,23 +304,14 @@ def _pretended_state(layer: nn.Module, dtype: torch.dtype | None) -> dict[str, T
     return state
 
 
-def _backward_s(output: Any, inputs: list[Tensor], device: Device) -> float:
-    """Seconds of the gradients of `inputs`, given those of the output."""
-    roots = [leaf for leaf in tensors_of(output) if leaf.requires_grad]
-    if not roots or not inputs:
-        return 0.0
-    seeds = [torch.empty_like(root) for root in roots]
-    with Roofline(device) as counted:
-        torch.autograd.grad(roots, inputs, seeds, retain_graph=True, allow_unused=True)
-    return counted.seconds
-
-
 def _loss_s(loss: Loss, output: Any, target: Any, device: Device) -> float:
+    counter = KernelCount([])
     with pretended(), torch.enable_grad():
-        payload = _like(output)
-        with Roofline(device) as counted:
-            value, _ = with_metrics(loss(payload, _like(target)))
+        payload = like(output)
+        with counter:
+            value, _ = with_metrics(loss(payload, like(target)))
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ModelError(f"the loss must give one number to differentiate, got {describe(value)}")
+        forward = counter.take()
         inputs = [leaf for leaf in tensors_of(payload) if leaf.requires_grad]
-        return counted.seconds + _backward_s(value, inputs, device)
+        return kernels_s(device, forward + _backward(counter, [value], inputs))

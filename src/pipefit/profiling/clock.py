@@ -1,4 +1,4 @@
-"""Time stamps of a device: processor time or the wall clock on a CPU, events of the stream on CUDA."""
+"""Time stamps of a device: processor time or the wall clock on a CPU, events of the stream on an accelerator."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any
 
 import torch
 
+from pipefit.stage import accelerator
+
 
 class Clock:
     """Marks moments on a device.
 
-    On CUDA they are events, so that marking never waits for the device. On a CPU they are the wall clock or, with
+    On an accelerator they are events, so that marking never waits for it. On a CPU they are the wall clock or, with
     `own`, the processor time of the calling thread: the same on a quiet machine, and on a busy one without the time
     in which other programs had the processor.
     """
 
     def __init__(self, device: torch.device, own: bool = False) -> None:
-        self.cuda = device.type == "cuda"
+        self._is_accelerator = accelerator.is_accelerator(device)
         self.device = device
         if own:
             self._now = time.thread_time
@@ -28,16 +30,14 @@ class Clock:
 
     def mark(self) -> Any:
         """A time stamp in the order of the device's work."""
-        if not self.cuda:
+        if not self._is_accelerator:
             return self._now()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return accelerator.event_on(accelerator.current_stream(self.device), is_timed=True)
 
     def settle(self) -> None:
         """Waits until all marks are reached."""
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
+        if self._is_accelerator:
+            accelerator.settle(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Seconds of some work."""
@@ -49,7 +49,7 @@ class Clock:
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds from one mark to another; `settle` first."""
-        if self.cuda:
+        if self._is_accelerator:
             return start.elapsed_time(end) * 1e-3
         return end - start
 

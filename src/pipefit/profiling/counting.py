@@ -1,4 +1,4 @@
-"""Seconds of operations on a device that is not available here, each by the law of `pipefit.cost.roofline`.
+"""The kernels of operations on a device that is not available here; `pipefit.cost.kernels` knows their seconds.
 
 Every operation counts as eager PyTorch runs it: nothing is fused, and each reads its inputs from memory and writes its
 outputs there.
@@ -17,39 +17,69 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from pipefit.cost.roofline import flops_s, product_s
+from pipefit.parallel.region import Exchange
 from pipefit.profiling.tensors import num_bytes, tensors_of
-from pipefit.spec.topology import Device
+from pipefit.spec.counted import Kernel
 
 _ATEN = torch.ops.aten
 
 
-class Roofline(TorchDispatchMode):
-    """Adds up the seconds of every operation that runs inside it."""
+class KernelCount(TorchDispatchMode):
+    """Notes every operation that runs inside it as a kernel.
 
-    def __init__(self, device: Device) -> None:
+    Args:
+        exchanges: the list in which a region in isolation notes what its processes would exchange.
+    """
+
+    def __init__(self, exchanges: list[Exchange]) -> None:
         super().__init__()
-        self.device = device
-        self.seconds = 0.0
+        self._exchanges = exchanges
+        self._kernels: list[Kernel] = []
+
+    def take(self) -> tuple[Kernel, ...]:
+        """The kernels since the last call, the exchanges at the end."""
+        found = self._kernels
+        for one in self._exchanges:
+            found.append(Kernel(one.name, (float(math.prod(one.shape) * one.dtype.itemsize),)))
+        self._exchanges.clear()
+        self._kernels = []
+        return tuple(found)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs the operation and counts it."""
+        """Runs the operation and notes it."""
         kwargs = dict(kwargs or {})
         result = func(*args, **kwargs)
-        if not _only_looks(func):
-            products = _products(func, args)
-            if products:
-                if isinstance(result, Tensor):
-                    size = result.element_size()
-                else:
-                    size = args[0].element_size()
-                self.seconds += sum(product_s(self.device, m, n, k, count, size) for count, m, n, k in products)
+        if _only_looks(func):
+            return result
+        products = _products(func, args)
+        if products:
+            if isinstance(result, Tensor):
+                size = result.element_size()
             else:
-                moved_bytes = num_bytes(tensors_of((args, kwargs, result)))
-                self.seconds += flops_s(self.device, _flops(func, args, kwargs, result), moved_bytes)
+                size = args[0].element_size()
+            self._kernels += [Kernel(kind, (*sizes, size)) for kind, *sizes in products]
+            return result
+        moved_bytes = num_bytes(tensors_of((args, kwargs, result)))
+        flops = _flops(func, args, kwargs, result)
+        packet = func.overloadpacket
+        if packet in _ATTENTION:
+            self._kernels.append(_attention(_ATTENTION[packet], args, flops, moved_bytes))
+        else:
+            self._kernels.append(Kernel("pass", (flops, moved_bytes)))
         return result
+
+
+def _attention(kind: str, args: tuple[Any, ...], flops: float, moved_bytes: float) -> Kernel:
+    """A core of attention; a causal one computes half, a backward makes the scores again: five products, not four."""
+    model_flops = flops
+    if kind == "attention-back":
+        model_flops = flops * 4 / 5
+    is_causal = any(one is True for one in args)
+    if is_causal:
+        flops /= 2
+    return Kernel(kind, (model_flops, flops, moved_bytes))
 
 
 def _only_looks(func: Any) -> bool:
@@ -57,8 +87,8 @@ def _only_looks(func: Any) -> bool:
     return func.is_view or func.namespace == "prim" or func.overloadpacket in _FREE
 
 
-def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
-    """The matrix products (count, m, n, k) of an operation; none where only its FLOP are known.
+def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """The matrix products (kind, count, m, n, k) of an operation; none where only its FLOP are known.
 
     A convolution is the product of the patches of its input with its kernel, its backward two more.
     """
@@ -66,19 +96,30 @@ def _products(func: Any, args: tuple[Any, ...]) -> list[tuple[int, int, int, int
     if packet in _OPERANDS:
         left, right = (args[index] for index in _OPERANDS[packet])
         *batch, m, k = left.shape
-        return [(math.prod(batch), m, right.shape[-1], k)]
+        return [("product", math.prod(batch), m, right.shape[-1], k)]
+    if packet is _ATEN._grouped_mm:
+        return [_grouped(*args[:3])]
     if packet is _ATEN.convolution and not args[6]:
-        return [_convolution(args[0], args[1], args[8], _outputs(args))]
+        return [("product", *_convolution(args[0], args[1], args[8], _outputs(args)))]
     if packet is _ATEN.convolution_backward and not args[7]:
         count, m, n, k = _convolution(args[1], args[2], args[9], args[0].shape[2:])
         of_input, of_kernel, _ = args[10]
-        products = []
+        products: list[tuple[Any, ...]] = []
         if of_input:
-            products.append((count, m, k, n))
+            products.append(("product", count, m, k, n))
         if of_kernel:
-            products.append((count, k, n, m))
+            products.append(("product", count, k, n, m))
         return products
     return []
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> tuple[Any, ...]:
+    """A product for each group; their sizes depend on the data, and count as equal."""
+    count = len(ends)
+    m, k = left.shape
+    if right.dim() == 3:
+        return "grouped", count, m / count, right.shape[-1], k
+    return "grouped", count, m, right.shape[-1], k / count
 
 
 def _outputs(args: tuple[Any, ...]) -> list[int]:
@@ -106,6 +147,10 @@ _OPERANDS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.bad
 _ALIKE = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _ATEN._scaled_dot_product_flash_attention_backward,
+}
+_ATTENTION = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: "attention",
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: "attention-back",
 }
 _FREE = frozenset({_ATEN.detach, _ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.reshape,
                    _ATEN._unsafe_view, _ATEN.sym_size, _ATEN.new_empty_strided})  # fmt: skip

@@ -26,7 +26,7 @@ from pipefit.runtime.collectives import exchange_in_group, meet
 from pipefit.runtime.progress import MEASURING
 from pipefit.runtime.session import Session
 from pipefit.spec.topology import Device, Level, Topology
-from pipefit.stage.device import settle
+from pipefit.stage import accelerator
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 
@@ -156,7 +156,7 @@ def _speeds(rank: int, per_host: int, device: torch.device) -> list[float]:
 
 def _product_flops(device: torch.device, repeats: int = 7) -> float:
     """FLOP per second in a product of matrices; of several the fastest, which no other program has disturbed."""
-    if device.type == "cuda":
+    if accelerator.is_accelerator(device):
         size = 4096
     else:
         size = 384
@@ -206,7 +206,7 @@ def _time_pair(rank: int, a: int, b: int, sizes: Sequence[int], repeats: int, de
 
     def receive(size: int) -> None:
         dist.recv(buffers[size], peer)
-        settle(device)
+        accelerator.settle(device)
 
     return ping_pong(send, receive, rank == a, sizes, repeats)
 
@@ -223,7 +223,7 @@ def _ranks_per_host() -> int:
 
 def _cores(per_host: int) -> int | None:
     """Cores that the ranks of a host share, the minimum over all hosts; None where GPUs compute."""
-    if torch.cuda.is_available() or not hasattr(os, "sched_getaffinity"):
+    if accelerator.default_kind() != "cpu" or not hasattr(os, "sched_getaffinity"):
         return None
     theirs = exchange_in_group(sorted(os.sched_getaffinity(0)))
     hosts = (theirs[first : first + per_host] for first in range(0, len(theirs), per_host))

@@ -13,6 +13,7 @@ from pipefit.profiling.clock import Clock, median_of
 from pipefit.profiling.untouched import random_state_kept, with_threads
 from pipefit.spec.host import usable_bytes
 from pipefit.spec.topology import Device
+from pipefit.stage import accelerator
 
 _COPIED_BYTES = 64 * 2**20
 _KERNELS = 100
@@ -42,7 +43,7 @@ def measure_device(
         A device with `efficiency` 1, because its `flops` are measured and not those of a data sheet.
     """
     place = torch.device(device)
-    if place.type == "cuda":
+    if accelerator.is_accelerator(place):
         size = 8192
     else:
         size = 768
@@ -118,8 +119,7 @@ def cores_of_others(before: CpuUse, after: CpuUse, own_s: float) -> float:
 
 
 def _memory_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        # What torch holds but no tensor uses is free, too; a part is lost between blocks of different sizes.
-        free, _ = torch.cuda.mem_get_info(device)
-        return _USABLE * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    if accelerator.is_accelerator(device):
+        # A part is lost between blocks of different sizes.
+        return _USABLE * accelerator.free_bytes(device)
     return float(usable_bytes())

@@ -16,12 +16,13 @@ from torch import nn
 
 from pipefit.errors import DataError, ProfileError
 from pipefit.profiling.clock import Clock, half_interquartile_range, median_of, works_alone
-from pipefit.profiling.optimizer import step_seconds
+from pipefit.profiling.optimizer import step_growth, step_seconds
 from pipefit.profiling.passes import Marked, Step
 from pipefit.profiling.survey import Weighed, survey
 from pipefit.profiling.tensors import batch_of, describe, parameters_of, placed, take
 from pipefit.profiling.untouched import untouched, with_threads
 from pipefit.spec.profile import Layer, Profile
+from pipefit.stage import accelerator
 from pipefit.stage.split import NamedLayer, named_layers
 from pipefit.stage.training import Loss, MakeOptimizer
 
@@ -98,11 +99,14 @@ def profile_layers(
         goal = placed(take(target, size, batch), place, dtype)
         found = survey(chain, payload)
         step = Step(chain, payload, loss, goal, Clock(place), any(one.has_cores for one in found))
+        bare, first, further = step.work()
         alone = place.type == "cpu" and torch.get_num_threads() == 1 and works_alone(step.plain)
         clock = Clock(place, own=alone)
         turns = _turns(replace(step, clock=clock), repeats, warmup, limit_s)
         whole_s = 0.0
         call_s = 0.0
+        whole_bytes = 0.0
+        steps_bytes = [0.0] * len(chain)
         if optimizer:
             weights = [parameter for parameter in parameters_of(chain) if parameter.requires_grad]
             steps_s = partial(step_seconds, clock=clock, repeats=repeats, clips=clips, before=step.plain)
@@ -110,6 +114,9 @@ def profile_layers(
             # The step of each stage takes a fixed time, even with few weights.
             smallest = sorted(weights, key=torch.numel)[:1]
             call_s = min(steps_s(smallest, optimizer), whole_s)
+            grown = partial(step_growth, optimizer=optimizer, clips=clips, device=place)
+            whole_bytes = grown(weights)
+            steps_bytes = [grown(layer.module.parameters()) for layer in chain]
         where = description(place, dtype)
     how = f"medians of {len(turns)} turns after {warmup}{', processor time' if alone else ''}"
     stepped_bytes = sum(one.layer.wgrad_bytes for one in found)
@@ -117,7 +124,17 @@ def profile_layers(
     measured = []
     for index, one in enumerate(found):
         layer = _layer(index, one, turns)
-        measured.append(msgspec.structs.replace(layer, step_s=layer.wgrad_bytes * per_byte_s))
+        measured.append(
+            msgspec.structs.replace(
+                layer,
+                step_s=layer.wgrad_bytes * per_byte_s,
+                forward_work_bytes=further.forward_s[index],
+                bare_work_bytes=bare.forward_s[index],
+                backward_work_bytes=further.backward_s[index],
+                first_work_bytes=first.backward_s[index],
+                step_work_bytes=steps_bytes[index],
+            )
+        )
     return Profile(
         model=model,
         microbatch_size=size,
@@ -127,6 +144,8 @@ def profile_layers(
         step_s=median_of([turn.plain for turn in turns]),
         loss_s=median_of([turn.marked.loss_s for turn in turns]) if loss else 0.0,
         optimizer_s=whole_s,
+        loss_work_bytes=further.loss_s,
+        step_work_bytes=whole_bytes,
     )
 
 
@@ -224,8 +243,8 @@ def _device_of(chain: Sequence[NamedLayer], device: str | torch.device | None) -
         roots = nn.ModuleList([layer.module for layer in chain])
         device = next((tensor.device for tensor in (*roots.parameters(), *roots.buffers())), "cpu")
     place = torch.device(device)
-    if place == torch.device("cuda"):
-        return torch.device("cuda", torch.cuda.current_device())
+    if accelerator.is_accelerator(place) and place == torch.device(place.type):
+        return torch.device(place.type, torch.accelerator.current_device_index())
     return place
 
 
@@ -235,8 +254,8 @@ def description(device: torch.device, dtype: torch.dtype | None) -> str:
         kind = f", {str(dtype).removeprefix('torch.')}"
     else:
         kind = ""
-    if device.type == "cuda":
-        return f"cuda: {torch.cuda.get_device_name(device)}{kind}"
+    if accelerator.is_accelerator(device):
+        return f"{device.type}: {accelerator.name_of(device)}{kind}"
     threads = torch.get_num_threads()
     return f"{device.type}: {_processor()}, {threads} thread{'s' if threads > 1 else ''}{kind}"
 

@@ -1,14 +1,15 @@
-"""Seconds of a step of the optimizer."""
+"""Seconds of a step of the optimizer, and the memory that it takes and frees."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from pipefit.parallel.weights import WeightStore
 from pipefit.profiling.clock import Clock, median_of
+from pipefit.profiling.live_bytes import Growth, LiveBytes
 from pipefit.stage.optimizing import optimizer_like
 from pipefit.stage.training import MakeOptimizer
 
@@ -65,3 +66,12 @@ def step_seconds(
         if turn >= _WARMUP:
             samples.append(clock.between(start, end))
     return median_of(samples)
+
+
+def step_growth(
+    parameters: Iterable[nn.Parameter], optimizer: MakeOptimizer, clips: bool, device: torch.device
+) -> float:
+    """The most bytes by which memory grows in a step on copies of the parameters that train; see `step_seconds`."""
+    weights = [parameter for parameter in parameters if parameter.requires_grad]
+    with LiveBytes(device.type) as count:
+        return step_seconds(weights, optimizer, Growth(count, device), 1, clips=clips)

@@ -8,8 +8,9 @@ were made, so no node of layer k runs before every node of the layers after it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipefit.errors import ModelError
 from pipefit.profiling.clock import Clock
-from pipefit.profiling.tensors import cut_off, describe, map_tensors, tensors_of
+from pipefit.profiling.live_bytes import Growth, LiveBytes
+from pipefit.profiling.tensors import cut_off, describe, map_tensors, parameters_of, tensors_of
 from pipefit.runtime.halves import Saved, input_half, weight_half
 from pipefit.stage.replay import AttentionCores
 from pipefit.stage.split import NamedLayer
@@ -60,6 +62,21 @@ class Step:
     def marked(self) -> Marked:
         """Seconds of each layer, forward and full backward."""
         return self._marked(lambda roots, seeds, _: torch.autograd.backward(roots, seeds))
+
+    def work(self) -> tuple[Marked, Marked, Marked]:
+        """Bytes by which memory grows in each layer, and in the loss, in place of seconds.
+
+        Of a pass without gradients, of one whose weights have no gradients yet, and of one that adds to them.
+        """
+        device = self.clock.device
+        with LiveBytes(device.type) as count:
+            grown = replace(self, clock=Growth(count, device))
+            # A layer that recomputes itself in torch's old form warns of inputs without gradients.
+            with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+                bare = grown.marked()
+            for parameter in parameters_of(self.chain):
+                parameter.grad = None
+            return bare, grown.marked(), grown.marked()
 
     def inputs_only(self) -> Marked:
         """As `marked`, with a backward pass that makes no gradient of a weight."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipefit.ir.collector import collector_paused
 from pipefit.profiling.tensors import placed
+from pipefit.stage.accelerator import is_accelerator
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import in_mode
 
@@ -58,7 +59,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
         numpy_state = numpy.random.get_state()
     else:
         numpy_state = None
-    if device.type == "cuda":
+    if is_accelerator(device):
         devices = [device]
     else:
         devices = []

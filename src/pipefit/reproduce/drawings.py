@@ -75,13 +75,13 @@ def versions_by_rank(run: Bench, step: Draw) -> str:
 
 def same_version(run: Bench, step: Draw) -> bool:
     """Whether every backward uses the version of its forward."""
-    return all(len(set(used.values())) == 1 for used in _versions(run(step).program).values())
+    return all(len(set(used.values())) == 1 for used in versions_used(run(step).program).values())
 
 
 def same_everywhere(run: Bench, step: Draw, microbatch: int | None = None) -> bool:
     """Whether all stages use the same version in the forward of one micro-batch, or of each."""
     forward: dict[int, set[int]] = defaultdict(set)
-    for (_, number), used in _versions(run(step).program).items():
+    for (_, number), used in versions_used(run(step).program).items():
         forward[number].add(used["fwd"])
     chosen = forward.values() if microbatch is None else [forward[microbatch]]
     return all(len(found) == 1 for found in chosen)
@@ -91,10 +91,10 @@ def follows_2bw(run: Bench, step: Draw) -> bool:
     """Whether micro-batch k, from 1, uses version max(⌊(k − 1)/m⌋ − 1, 0) at every stage."""
     program = run(step).program
     count = program.header.num_microbatches
-    return all(used["fwd"] == max(number // count - 1, 0) for (_, number), used in _versions(program).items())
+    return all(used["fwd"] == max(number // count - 1, 0) for (_, number), used in versions_used(program).items())
 
 
-def _versions(program: Program) -> dict[tuple[int, int], dict[str, int]]:
+def versions_used(program: Program) -> dict[tuple[int, int], dict[str, int]]:
     """The versions of the weights that forward and backward use, by stage and micro-batch."""
     found: dict[tuple[int, int], dict[str, int]] = defaultdict(dict)
     for _, _, i in program:

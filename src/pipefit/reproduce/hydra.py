@@ -16,33 +16,51 @@ _TRIALS = 12
 _SHARDS = 8
 
 
-def _trials() -> Sequence[TrialCost]:
+def _trials(models: int) -> Sequence[TrialCost]:
     """Models of which a step visits each shard twice, but the last one once."""
     turns = (*[1.0] * (_SHARDS - 1), 3.0, *[2.0] * (_SHARDS - 1))
-    return [TrialCost(turns, 10) for _ in range(_TRIALS)]
+    return [TrialCost(turns, 10) for _ in range(models)]
 
 
-def _simulated(policy: str) -> Any:
-    return simulate_study(_trials(), _DEVICES, policy)
+def _simulated(policy: str, models: int, devices: int) -> Any:
+    return simulate_study(_trials(models), devices, policy)
 
 
-def _study(run: Bench, policy: str) -> Any:
-    text = f"simulate_study(12 trials of 15 turns and 10 steps, 8, {policy!r})"
-    return run(Python(text, _simulated, policy=policy))
+def _study(run: Bench, policy: str, models: int = _TRIALS, devices: int = _DEVICES) -> Any:
+    text = f"simulate_study({models} trials of 15 turns and 10 steps, {devices}, {policy!r})"
+    return run(Python(text, _simulated, policy=policy, models=models, devices=devices))
 
 
-def study_time(run: Bench, policy: str = "", microbatches: int = 0) -> float:
+def study_time(
+    run: Bench, policy: str = "", microbatches: int = 0, models: int = _TRIALS, devices: int = _DEVICES
+) -> float:
     """Time of all models: their shards take turns by a policy, or one model trains after the other over all devices.
 
     Args:
         run: runs steps.
         policy: the policy of the turns.
         microbatches: without a policy, of GPipe's schedule over all devices; 1: naive model parallelism.
+        models: their number.
+        devices: their number.
     """
     if policy:
-        return float(_study(run, policy).makespan_s)
-    totals = [trial.total_s for trial in _trials()]
-    return float(one_by_one_s(totals, [_DEVICES] * _TRIALS, [microbatches] * _TRIALS))
+        return float(_study(run, policy, models, devices).makespan_s)
+    totals = [trial.total_s for trial in _trials(models)]
+    return float(one_by_one_s(totals, [devices] * models, [microbatches] * models))
+
+
+def study_energy(run: Bench, idle: float, policy: str = "", microbatches: int = 0) -> float:
+    """Energy of all models, in that of a busy device per unit of time.
+
+    Args:
+        run: runs steps.
+        idle: the power of an idle device, as a share of a busy one's.
+        policy: as in `study_time`.
+        microbatches: as in `study_time`.
+    """
+    busy = sum(trial.total_s for trial in _trials(_TRIALS))
+    waiting = _DEVICES * study_time(run, policy, microbatches) - busy
+    return busy + idle * waiting
 
 
 def measured_makespan(run: Bench, policy: str) -> float:

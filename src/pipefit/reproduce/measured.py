@@ -89,23 +89,29 @@ def time_to(run: Bench, data: str, schedules: Sequence[str]) -> float:
     return min(found)
 
 
-_COMPARED = Verb(
-    "compare",
-    model="gpt",
-    option="layers=4,hidden=256,context=64",
-    ranks=2,
-    batch=32,
-    microbatches=(1, 2, 4, 8),
-    strategies="accumulate,naive,gpipe",
-    steps=4,
-    repeats=2,
-    limit=10,
-)
+_COMPARED = {"gpt": ("layers=4,hidden=256,context=64", 32), "convnet": ("layers=8,channels=64", 128)}
+"""Options and batch of the models that are compared."""
 
 
-def measured_rate(run: Bench, strategy: str, microbatches: int) -> float:
-    """Measured samples per second of a small Transformer."""
-    for row in run(_COMPARED)["rows"]:
+def _compared(model: str) -> Verb:
+    options, batch = _COMPARED[model]
+    return Verb(
+        "compare",
+        model=model,
+        option=options,
+        ranks=2,
+        batch=batch,
+        microbatches=(1, 2, 4, 8),
+        strategies="accumulate,naive,gpipe",
+        steps=4,
+        repeats=2,
+        limit=10,
+    )
+
+
+def measured_rate(run: Bench, strategy: str, microbatches: int, model: str = "gpt") -> float:
+    """Measured samples per second of a small model."""
+    for row in run(_compared(model))["rows"]:
         if row["strategy"] == strategy and row["num_microbatches"] == microbatches:
             return float(row["samples_per_s"])
     raise InfeasibleError(f"{strategy} with {microbatches} micro-batches was not measured")

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipefit.reproduce import drawings, hydra, measured, predicted, questions
+from pipefit.reproduce import amoebanet, drawings, hydra, measured, predicted, questions
 from pipefit.reproduce.drawings import metric
 from pipefit.reproduce.topology_picture import topology_picture
 
 __all__ = ["FIGURES", "PICTURES", "metric"]
 
 _FUNCTIONS = (
+    amoebanet.amoebanet_activations_gb,
+    amoebanet.amoebanet_parameters,
+    amoebanet.amoebanet_states_gb,
     drawings.follows_2bw,
     drawings.fetches,
     drawings.has_fast_servers,
@@ -25,17 +28,25 @@ _FUNCTIONS = (
     drawings.saved_samples,
     drawings.versions_by_rank,
     hydra.measured_makespan,
+    hydra.study_energy,
     hydra.study_time,
     measured.course,
     measured.measured_rate,
     measured.time_to,
+    predicted.activations_gb,
+    predicted.checkpointed_gb,
     predicted.days,
     predicted.days_by_formula,
+    predicted.days_of_slide,
     predicted.fits,
     predicted.fullest_weights_gb,
     predicted.layers,
+    predicted.least_checkpoints,
     predicted.memory_gb,
+    predicted.message_mb,
+    predicted.microbatch,
     predicted.one_by_one,
+    predicted.parameters,
     predicted.pipeline_mb,
     predicted.rate,
     predicted.replicas,
@@ -44,6 +55,7 @@ _FUNCTIONS = (
     predicted.speedup_by_hand,
     predicted.stage_gb,
     predicted.stages,
+    predicted.states_gb,
     predicted.stalls,
     predicted.sums_mb,
     predicted.tflops,

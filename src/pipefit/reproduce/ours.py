@@ -9,7 +9,7 @@ A record of one figure:
 
 In the second record of a ratio only what differs is given. A record of several figures:
 
-    { descends = [{ … }, { … }] }                            each is larger than the next
+    { descends = [{ … }, { … }] }                            each, or each of these records, is larger than the next
     { falls = { …, "{x}" … }, each = [1, 2, 4] }             each at most `limit` (1) times the one before
     { rises = { … }, each = […] }                            each more than `limit` (1) times the one before
     { best = { … }, each = […] }                             the point at which the figure is largest
@@ -159,7 +159,7 @@ def make_of(record: Record, calls: Record) -> Make:
     if "figure" in record:
         return figure_of(record, calls)
     if "descends" in record:
-        return Descent([figure_of(each, calls) for each in record["descends"]])
+        return Descent([make_of(each, calls) for each in record["descends"]])
     for name, join in _JOINTS.items():
         if name in record:
             points = points_of(record[name], record["each"], calls)
@@ -171,7 +171,7 @@ def make_of(record: Record, calls: Record) -> Make:
 class Descent:
     """Whether each of some figures is larger than the next."""
 
-    figures: Sequence[Figure]
+    figures: Sequence[Callable[..., Any]]
 
     def __call__(self, run: Bench) -> bool:
         """Computes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import lcm
+from math import lcm, sqrt
 
 from msgspec.structs import replace
 
@@ -11,7 +11,7 @@ from pipefit.cost import FREE, of_plan
 from pipefit.errors import InfeasibleError
 from pipefit.planner.manual import by_hand
 from pipefit.planner.plan_figures import idle_share, sent_bytes
-from pipefit.planner.transformer import flops_per_iteration, transformer_of
+from pipefit.planner.transformer import flops_per_iteration, training_days, transformer_of
 from pipefit.reproduce.entry import Bench
 from pipefit.reproduce.steps import Planned, Python
 from pipefit.schedules.catalogue import program_of
@@ -73,9 +73,53 @@ def days_by_formula(run: Bench, step: Planned, tokens: float, parameters: float)
     return 8 * tokens * parameters / flops_per_s / _DAY_S
 
 
+def days_of_slide(run: Bench, tokens: float, parameters: float, devices: int, rate: float) -> float:
+    """8·T·P/(n·X), with the X that the slide gives in TFLOP/s."""
+    return training_days(parameters, tokens, devices, 0.75e12 * rate)
+
+
 def memory_gb(run: Bench, step: Planned) -> float:
     """GB of the fullest device."""
     return float(max(run(step).prediction.peak_bytes)) / 1e9
+
+
+def parameters(run: Bench, step: Planned) -> float:
+    """Millions of parameters, of 4 bytes each."""
+    return sum(layer.weight_bytes for layer in step.question.profile.layers) / 4e6
+
+
+def states_gb(run: Bench, step: Planned) -> float:
+    """GB of parameters, gradients and states of RMSProp, 4 bytes each."""
+    return 12 * parameters(run, step) / 1e3
+
+
+def activations_gb(run: Bench, step: Planned) -> float:
+    """GB of all devices at their peaks, without what `states_gb` counts."""
+    return float(sum(run(step).prediction.peak_bytes)) / 1e9 - states_gb(run, step)
+
+
+def microbatch(run: Bench, step: Planned) -> int:
+    """Samples of a micro-batch."""
+    return int(run(step).microbatch_size)
+
+
+def checkpointed_gb(run: Bench, step: Planned, layers: int, checkpoints: float) -> float:
+    """GB of a stage of l layers with c checkpoints, for one micro-batch: c·A_input + l/c·A_intermediate."""
+    block = step.question.profile.layers[1]
+    return (checkpoints * block.output_bytes + layers / checkpoints * block.saved_bytes) / 1e9
+
+
+def least_checkpoints(run: Bench, step: Planned, layers: int) -> float:
+    """The number of checkpoints with the least memory, over √(l·A_intermediate/A_input)."""
+    block = step.question.profile.layers[1]
+    best = min(range(1, layers + 1), key=lambda count: checkpointed_gb(run, step, layers, count))
+    return best / sqrt(layers * block.saved_bytes / block.output_bytes)
+
+
+def message_mb(run: Bench, step: Planned) -> float:
+    """MB of a micro-batch that each device of a rank sends to the next stage, with scatter and gather."""
+    width: int = step.options["tensors"][0]
+    return step.question.profile.layers[1].output_bytes / width / 1e6
 
 
 def stage_gb(run: Bench, step: Planned, stage: int) -> float:

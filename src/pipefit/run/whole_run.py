@@ -43,7 +43,7 @@ from pipefit.schedules import shape_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan, Prediction
 from pipefit.spec.options import Parallelism
-from pipefit.timeline import Timeline
+from pipefit.timeline import Timeline, bottleneck
 from pipefit.timeline.compare import compare
 from pipefit.units import counted
 
@@ -308,6 +308,8 @@ def _result(run: ReadyRun, trained: _Trained, report: PipelineReport, before: fl
         result.notes.append(busy_measurement(run.costs.cores_of_others))
     if trained.cores_of_others:
         result.notes.append(busy_training(trained.cores_of_others))
+    if host := bottleneck(timeline):
+        result.notes.append(host)
     place = current().folder
     if place is None and config.output:
         place = checkpoints_of(config.output)

@@ -29,6 +29,7 @@ class CompiledRank:
         awaited_at_end: those that only the next pass waits for, such as gathers of new weights.
         frees: for each instruction, the values that the rank does not need after it: kind, stage and micro-batch.
         in_place: the steps that may overwrite their weights.
+        partial: the sums of shared gradients that others of their update follow.
         early: reductions over replicas that may begin inside an update's last backward of their stage, by its index.
     """
 
@@ -39,6 +40,7 @@ class CompiledRank:
     awaited_at_end: tuple[int, ...]
     frees: tuple[tuple[tuple[str, int, int], ...], ...]
     in_place: frozenset[int]
+    partial: frozenset[int]
     early: Mapping[int, Instruction]
 
 
@@ -66,6 +68,7 @@ def _compile(program: Program, rank: int) -> CompiledRank:
         awaited_at_end=at_end,
         frees=tuple(map(tuple, frees)),
         in_place=frozenset(index for index in steps if is_in_place(instructions, index)),
+        partial=_partial_sums(instructions),
         early=_early_reductions(program, rank),
     )
 
@@ -86,6 +89,18 @@ def _awaited(program: Program, rank: int) -> tuple[tuple[tuple[int, ...], ...], 
     return tuple(awaits), tuple(sorted(under_way & waiting))
 
 
+def _partial_sums(instructions: tuple[Instruction, ...]) -> frozenset[int]:
+    """The sums of a stage's gradients that are followed by others of the same update."""
+    last: dict[Instruction, int] = {}
+    found = set()
+    for index, i in enumerate(instructions):
+        if i.op is Op.REDUCE:
+            if i in last:
+                found.add(last[i])
+            last[i] = index
+    return frozenset(found)
+
+
 def _early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
     """Reductions without another collective before them, so that the order of the rank's collectives stays the same."""
     found: dict[int, Instruction] = {}
@@ -94,7 +109,7 @@ def _early_reductions(program: Program, rank: int) -> dict[int, Instruction]:
     for index, i in enumerate(program.ranks[rank]):
         if i.op in WEIGHT_GRADIENT_OPS:
             last[i.stage, program.header.update_of(i.stage, i.mb)] = index
-        elif i.op in (Op.REDUCE, Op.BARRIER, Op.GATHER):
+        elif OP_SPEC[i.op].is_collective or i.op is Op.GATHER:
             before = last.get((i.stage, i.version), -1)
             if i.op is Op.REDUCE and i.kind in SUMMED and before > collective:
                 found[before] = i

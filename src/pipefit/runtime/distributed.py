@@ -35,7 +35,7 @@ from pipefit.runtime.batch_lines import BatchLines
 from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.tags import Tags
 from pipefit.runtime.transport import Ending, Message
-from pipefit.stage.device import settle
+from pipefit.stage.accelerator import settle
 from pipefit.stage.payload import ONLY_SHAPES, Contract, Structure
 
 _OVER_ALL = (Reduction.NORM, Op.BARRIER.value)
@@ -86,6 +86,10 @@ class DistributedTransport:
         self._known_links: set[tuple[int, int]] = set()
         self._links: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._warm: set[tuple[int, int]] = set()
+        # Groups that others have made, which have not been used yet.
+        self._cold: list[dist.ProcessGroup] = []
+        if mesh.region is not None:
+            self._cold = [mesh.region.group, self._world]
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
         """Makes the process groups of a program's reductions and links; every process must call it with the same ones.
@@ -118,7 +122,8 @@ class DistributedTransport:
                 else:
                     peer = link[1]
                 self._links[link] = group, dist.get_group_rank(group, peer)
-        made: list[dist.ProcessGroup] = []
+        made = self._cold
+        self._cold = []
         for members in sorted(set(member_sets) - self._groups.keys()):
             for j in range(t) if len(members) > 1 else ():
                 processes = [rank * t + j for rank in members]
@@ -132,8 +137,11 @@ class DistributedTransport:
     def _warm_up(self, made: Sequence[dist.ProcessGroup]) -> None:
         """Uses new groups once, all ranks in one order: NCCL connects processes at first use, and blocks both.
 
+        So no message or reduction of a program is the first one of its group, and the verifier need not assume that
+        the first one blocks its sender.
+
         Args:
-            made: of this process's reductions.
+            made: of this process's reductions, and inside its rank.
         """
         if self.device.type == "cpu":
             return

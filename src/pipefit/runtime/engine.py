@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +14,16 @@ from pipefit.errors import InvalidProgramError
 from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
-from pipefit.ir.program import Program
+from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh
+from pipefit.parallel.shared_stores import SharedWeightsStore
 from pipefit.parallel.threads import let_carriers_wait
+from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.finite import check_unread
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.local import LocalTransport, Mailbox
 from pipefit.runtime.malloc import keep_freed
@@ -29,6 +34,7 @@ from pipefit.runtime.reducing import make_buckets
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
+from pipefit.stage.accelerator import is_accelerator
 from pipefit.stage.moments import Moments
 
 
@@ -47,13 +53,14 @@ class Engine:
         self.workers = list(workers)
         self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
+        self._is_whole = False
         self._between: DistributedTransport | None = None
         if session.is_distributed:
             has_link_groups = session.folder is not None and self.mesh.tensor == 1
             rank = self.workers[0].rank
             self._between = DistributedTransport(rank, num_stages, device, self.mesh, has_link_groups)
             session.before_leaving.append(self._between.finish)
-        self._moments = Moments(device) if device.type == "cuda" else None
+        self._moments = Moments(device) if is_accelerator(device) else None
         mailbox = Mailbox()
         self.transports = [self._between or LocalTransport(worker.rank, mailbox) for worker in workers]
 
@@ -105,6 +112,7 @@ class Engine:
             self._moments.begin()
         self.executions = []
         for worker, transport in zip(self.workers, self.transports, strict=True):
+            worker.forget_halves()  # weights may have changed since, also after a pass that has failed
             transport.begin(feed)
             compiled = compile_rank(program, worker.rank)
             progress = Progress()
@@ -116,13 +124,18 @@ class Engine:
                 compiled, worker, transport, feed, progress, metric, loss=loss, look=look, moments=self._moments
             )
             self.executions.append(run)
+        if self.session.watchdog is not None and self._moments is not None:
+            self.session.watchdog.stands_before = weakref.WeakMethod(self.executions[0].stands_before)
         with self.session.passing(program):
             _drive(self.executions)
         for worker in self.workers:
+            worker.forget_halves()
             for store in worker.stores.values():
                 store.rebase()
             if worker.spilling:
                 worker.spilling.end_pass()
+        for run in self.executions:
+            check_unread(run)
         # Settings after the first program, when all threads exist and sizes are known. Under a cap, free memory is
         # returned instead; with a GPU, activations are there.
         if is_new and self.session.is_distributed and self.device.type == "cpu":
@@ -130,6 +143,30 @@ class Engine:
             if not any(worker.spilling for worker in self.workers):
                 keep_freed()
         return self.executions
+
+    @contextlib.contextmanager
+    def whole_weights(self, header: Header) -> Iterator[None]:
+        """The context, between programs, in which weights that replicas share are whole on each of them.
+
+        All ranks must enter together. What is changed in them stays. A rank then holds all of its stages.
+
+        Args:
+            header: of the run's programs.
+        """
+        gathering = gathering_of(header)
+        if self._is_whole or not any(gathering.ranks):
+            yield
+            return
+        self.run(gathering, {})
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+            for worker in self.workers:
+                for store in worker.stores.values():
+                    if isinstance(store, SharedWeightsStore):
+                        store.keep_changes()
 
     def prepare(self, program: Program) -> None:
         """Makes the buckets and process groups of a program, before its first pass."""

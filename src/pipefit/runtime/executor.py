@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Op
+from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.runtime.compiled import CompiledRank
 from pipefit.runtime.distributed import DistributedTransport
 from pipefit.runtime.local import LocalTransport
@@ -19,15 +19,16 @@ from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.progress import Progress
 from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
+from pipefit.spill.lanes import Copy
 from pipefit.spill.rank import Spilling
-from pipefit.stage.moments import Moments
+from pipefit.stage.moments import Mark, Moments
 
 Key = tuple[str, int, int]
 Handlers = Mapping[Op, Callable[["Execution", Instruction], None]]
 
 _give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
-"""Offers the core to the threads that carry messages between two instructions, where each rank has only one. Otherwise
-a message would wait until the scheduler ends this thread's time slice, some milliseconds later."""
+"""Offers the core to the threads that carry messages or records between two instructions, where each rank has only one.
+Otherwise they would wait until the scheduler ends this thread's time slice, some milliseconds later."""
 
 
 @dataclass
@@ -49,13 +50,16 @@ class Execution:
         norms: of each update, the sum of squares of every rank's gradients.
         known: those of them that the host has read.
         decided: whether an update is made, where the loss and all gradients must be finite.
+        unread: whether a GPU has made the step of a stage, which the host has not read.
         rates: learning rates of each update of a stage, by (stage, update).
         index: of the instruction that is running or waiting.
         at_end: called at the end of the list.
+        copies: of spilled records, that the rank has started.
         loss: of the model's output, in place of the training's; None: the training's.
         look: called after each instruction, before values are freed.
         moments: of the rank's GPU; None: it computes on the CPU.
         starts, ends: times of each instruction, in seconds of `time.perf_counter`; on a GPU after `read_times`.
+        launches: (index, start, end) of the host's launch of each computation; [] on a CPU.
     """
 
     compiled: CompiledRank
@@ -72,14 +76,17 @@ class Execution:
     norms: dict[int, Tensor] = field(default_factory=dict)
     known: dict[int, Tensor] = field(default_factory=dict)
     decided: dict[int, bool] = field(default_factory=dict)
+    unread: dict[int, Tensor] = field(default_factory=dict)
     rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
     at_end: list[Callable[[], object]] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
     index: int = 0
     loss: Callable[[Any, Any], Tensor] | None = None
     look: Callable[[], None] | None = None
     moments: Moments | None = None
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    launches: list[tuple[int, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.header = self.compiled.program.header
@@ -107,6 +114,8 @@ class Execution:
         starts = self.starts = [0.0] * len(instructions)
         ends = self.ends = [0.0] * len(instructions)
         values, look = self.values, self.look
+        on_cpu = self.moments is None
+        now = clock()
         for index in part or range(len(instructions)):
             instruction = instructions[index]
             self.index = index
@@ -114,10 +123,14 @@ class Execution:
                 progress.at(index, waits=True)
                 yield from self._wait_for(awaits[index])
             progress.at(index)
-            starts[index] = clock()
+            # A GPU begins an instruction at the moment at which it has done the one before.
+            if awaits[index] or on_cpu:
+                now = clock()
+            starts[index] = now
             handlers[instruction.op](self, instruction)
-            ends[index] = clock()
-            _give_way()
+            now = ends[index] = clock()
+            if on_cpu:
+                _give_way()
             if look is not None:
                 look()
             for value in frees[index]:
@@ -147,8 +160,24 @@ class Execution:
             return time.perf_counter
         return self.moments.mark
 
+    def stands_before(self) -> int:
+        """The first instruction that a GPU has been given and has not begun; −1: it has begun them all."""
+        starts: list[Any] = self.starts
+        for index, start in enumerate(starts):
+            if isinstance(start, Mark) and not start.reached.query():
+                return index
+        return -1
+
     def read_times(self) -> None:
         """Reads when a GPU reached the instructions, after a wait for it: the host only launches them."""
-        if self.moments is not None:
-            for times in (self.starts, self.ends):
-                times[:] = map(self.moments.seconds, times)
+        if self.moments is None:
+            return
+        for copy in self.copies:
+            copy.launched()
+        for index, instruction in enumerate(self.compiled.instructions):
+            start: Any = self.starts[index]
+            end: Any = self.ends[index]
+            if instruction.op in COMPUTE_OPS and isinstance(start, Mark) and isinstance(end, Mark):
+                self.launches.append((index, start.launched_s, end.launched_s))
+        for times in (self.starts, self.ends):
+            times[:] = map(self.moments.seconds, times)

@@ -3,18 +3,23 @@
 Where the norm of all gradients is known before a step, a loss that is not a number makes it so too, so one small sum
 serves clipping, the scale of the loss and this check, and every rank decides alike. Elsewhere (asynchronous schedules,
 spilled stages without clipping) a stage looks at its own gradients: no weight ever takes one that is not a number.
+
+A GPU is waited for once in a step, for its losses and what there is to decide. A stage that looks at its own gradients
+would wait in addition; with a fused optimizer the GPU itself leaves out a bad step, and the host learns of it later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pipefit.errors import NonFiniteLossError
 from pipefit.spec.options import SKIP, STOP
+from pipefit.stage.accelerator import is_accelerator
 
 if TYPE_CHECKING:
     from pipefit.runtime.executor import Execution
@@ -41,7 +46,7 @@ def is_taken(run: Execution, update: int) -> bool:
     worker, policy = run.worker, run.worker.training.nonfinite
     if worker.scale is not None:
         # Every rank decides about every update, even if it trains nothing: all must have one scale.
-        return worker.scale.decide(update, run.norms[update])
+        return worker.scale.decide(update, _known(run, update))
     if policy not in (STOP, SKIP) or update not in run.norms:
         return True
     if update not in run.decided:
@@ -55,17 +60,31 @@ def is_taken(run: Execution, update: int) -> bool:
 
 
 def _decide(run: Execution, update: int) -> None:
-    """Decides about an update from its norms, which come to the host with its losses: the one wait for a GPU's step."""
-    header, norms = run.compiled.program.header, run.norms[update]
-    if norms.is_meta:  # a rehearsal has no numbers, and makes every update
+    """Decides about an update from its norms."""
+    if run.norms[update].is_meta:  # a rehearsal has no numbers, and makes every update
         run.decided[update] = True
         return
-    own = {mb: loss for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update}
-    losses = [loss.reshape(1).double().to(norms.device) for loss in own.values()]
-    run.known[update], *losses = torch.cat([norms, *losses]).cpu().split([len(norms), *[1] * len(losses)])
-    run.decided[update] = bool(run.known[update].isfinite().all())
+    run.decided[update] = bool(_known(run, update).isfinite().all())
+
+
+def _known(run: Execution, update: int) -> Tensor:
+    """The norms of an update on the host, where its losses come with them."""
+    if update not in run.known:
+        header = run.compiled.program.header
+        own = {mb: loss for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update}
+        run.known[update] = _read(run, run.norms[update], own)
+    return run.known[update]
+
+
+def _read(run: Execution, figures: Tensor, own: dict[int, Tensor]) -> Tensor:
+    """Brings figures to the host, and with them some losses, by micro-batch: the one wait for a GPU's step."""
+    rows = [figures.double()]
+    if own:
+        rows.append(torch.stack([loss.reshape(()) for loss in own.values()]).double().to(figures.device))
+    found, losses = torch.cat(rows).cpu().split([len(figures), len(own)])
     own = dict(zip(own, losses, strict=True))
     run.losses = [(mb, own.get(mb, loss)) for mb, loss in run.losses]
+    return found
 
 
 def all_finite(run: Execution) -> bool:
@@ -78,7 +97,7 @@ def all_finite(run: Execution) -> bool:
     return all(run.decided[update] for update in run.norms)
 
 
-def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor]) -> bool:
+def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor], optimizer: Optimizer) -> bool:
     """Returns whether a stage steps with its gradients, where the norm of all is not known.
 
     Raises:
@@ -88,12 +107,56 @@ def may_step(run: Execution, stage: int, update: int, gradients: Sequence[Tensor
     if policy not in (STOP, SKIP) or update in run.norms or not gradients:
         return True
     norms = torch.stack(torch._foreach_norm(list(gradients)))
-    if norms.is_meta or norms.isfinite().all():
+    if norms.is_meta:
+        return True
+    is_finite = norms.isfinite().all()
+    if policy == STOP and _can_leave_out(run, stage, norms.device, optimizer):
+        run.unread[stage] = is_finite
+        return True
+    if is_finite:
         return True
     if policy == STOP:
-        raise NonFiniteLossError(
-            f"a gradient of update {update} of stage {stage} is not finite; this stage has not stepped, others may "
-            f"have: resume from the last checkpoint; {CURE} (nonfinite=skip)"
-        )
+        raise _bad_gradient(stage, update)
     run.decided[update] = False
     return False
+
+
+def _can_leave_out(run: Execution, stage: int, device: torch.device, optimizer: Optimizer) -> bool:
+    """Returns whether a GPU can leave out a step, and nothing else must know of it before the end of the pass."""
+    is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    is_only = run.compiled.program.header.num_updates(stage) == 1
+    return is_accelerator(device) and is_fused and is_only and not run.worker.stages[stage].batchnorms
+
+
+def make_step(run: Execution, stage: int, optimizer: Optimizer) -> None:
+    """Lets an optimizer step; where `may_step` has not read whether it may, the GPU leaves out a bad step."""
+    if stage not in run.unread:
+        optimizer.step()
+        return
+    fused: Any = optimizer
+    fused.found_inf = 1 - run.unread[stage].float()
+    try:
+        optimizer.step()
+    finally:
+        del fused.found_inf
+
+
+def check_unread(run: Execution) -> None:
+    """Reads whether stages have left out their steps.
+
+    Raises:
+        NonFiniteLossError: one has.
+    """
+    if not run.unread:
+        return
+    found = _read(run, torch.stack(list(run.unread.values())), dict(run.losses))
+    for stage, is_finite in zip(run.unread, found.tolist(), strict=True):
+        if not is_finite:
+            raise _bad_gradient(stage, 0)
+
+
+def _bad_gradient(stage: int, update: int) -> NonFiniteLossError:
+    return NonFiniteLossError(
+        f"a gradient of update {update} of stage {stage} is not finite; this stage has not stepped, others may "
+        f"have: resume from the last checkpoint; {CURE} (nonfinite=skip)"
+    )

@@ -51,6 +51,7 @@ def run_stage(run: Execution, i: Instruction, replay: bool) -> tuple[Saved, Mess
     leaves = _guarded(run, i, leaves)
     versions = list(map(_version, leaves))
     worker.stores[i.stage].at(i.version)
+    stage.halves.at(i.version)
     payload = given.payload(leaves)
     if stage.is_cut and i.stage:
         # The micro-batch's data that every rank has is not sent.

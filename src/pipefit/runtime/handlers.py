@@ -171,6 +171,7 @@ def _reduce(run: Execution, i: Instruction) -> None:
 def _step(run: Execution, i: Instruction) -> None:
     worker = run.worker
     store = worker.stores[i.stage]
+    worker.forget_halves()
     worker.forget_idle_gradients(i.stage)
     worker.mesh.compare(i.stage, worker.owned[i.stage])
     store.begin_step(i.version, in_place=run.index in run.compiled.in_place)
@@ -192,6 +193,7 @@ def _host_step(run: Execution, i: Instruction) -> None:
 
 
 def _drop(run: Execution, i: Instruction) -> None:
+    run.worker.forget_halves()
     run.worker.stores[i.stage].drop(i.version)
 
 
@@ -232,6 +234,8 @@ HANDLERS: Handlers = {
     Op.DROP: _drop,
     Op.BARRIER: _barrier,
     Op.GATHER: _gather,
+    Op.UNSHARD: reducing.gather_weights,
+    Op.FREE: reducing.free_gradients,
     Op.FETCH: _fetch,
     Op.EVICT: _evict,
 }

@@ -9,6 +9,8 @@ from typing import Final
 
 import torch
 
+from pipefit.stage import accelerator
+
 # From malloc.h.
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -48,8 +50,8 @@ def in_use(device: torch.device) -> Callable[[], float] | None:
 
     On a CPU these are all allocations of C and C++, of all threads: tensors, and torch's data about them.
     """
-    if device.type == "cuda":
-        return lambda: float(torch.cuda.memory_allocated(device))
+    if accelerator.is_accelerator(device):
+        return lambda: accelerator.used_bytes(device)
     return _of_glibc()
 
 

@@ -21,11 +21,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from pipefit.errors import PipefitError
 from pipefit.spec.files import write_atomically
+from pipefit.stage import accelerator
 
 TIMEOUT = timedelta(minutes=30)
 RESTART = "PIPEFIT_RESTART"
@@ -71,10 +71,12 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     start = Start(restart, int(os.environ.get(FULL, num_ranks)))
     if dist.is_initialized():
         return start
-    if torch.cuda.is_available():
-        backend = f"cpu:gloo,cuda:{dist.get_default_backend_for_device('cuda')}"
-    else:
-        backend = "gloo"
+    # Without `device_id`. With it, torch 2.13 splits each later group off the default one, in a call that every process
+    # of the run must make at the same time: the number of groups times the number of processes. A group of Gloo for
+    # some processes, which the user's code may make, would hang the others: only they make that call. The device is not
+    # known here yet, either: a run on the CPU, or with several processes on one GPU, would fail at its start. NCCL's
+    # connections are made before the first instruction anyway, see `DistributedTransport._warm_up`.
+    backend = accelerator.backends()
     if folder is not None:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

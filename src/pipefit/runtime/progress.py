@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_LAYOUT = struct.Struct("qqqqdqqq")
+_LAYOUT = struct.Struct("qqqqdqqqq")
+_NUMBER = struct.Struct("q")
 
 # Places of a rank outside of the instructions of a program.
 OUTSIDE = -1
@@ -65,6 +66,7 @@ class Position(NamedTuple):
         waits: whether it waits for others there: for what its instruction needs, or outside of programs for all.
         calls: number of roll calls that it has begun.
         call: number in `CALLS` of the roll call in which it waits; 0: it waits in none.
+        device: the instruction before which its GPU stands, where the host has launched more; −1: none.
     """
 
     passes: int
@@ -75,6 +77,14 @@ class Position(NamedTuple):
     waits: bool = False
     calls: int = 0
     call: int = 0
+    device: int = -1
+
+    @property
+    def of_device(self) -> Position:
+        """The position at which its GPU waits for others, where the host has launched more; else its own."""
+        if self.device < 0:
+            return self
+        return self._replace(index=self.device, waits=True)
 
 
 class Progress:
@@ -95,7 +105,11 @@ class Progress:
     def at(self, index: int, waits: bool = False) -> None:
         """Records that the rank begins the instruction at `index`, or is at a place outside the program."""
         now, calls = time.monotonic(), (self.calls, self.call)
-        _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, now, waits, *calls)
+        _LAYOUT.pack_into(self._memory, 0, self.passes, index, self.program, self._pid, now, waits, *calls, -1)
+
+    def device_at(self, index: int) -> None:
+        """Records the instruction before which the GPU stands, until the host moves on; −1: it has done them all."""
+        _NUMBER.pack_into(self._memory, _LAYOUT.size - _NUMBER.size, index)
 
     def again(self) -> None:
         """Records that the rank is still at work where it is."""
@@ -129,8 +143,8 @@ class Progress:
 
 
 def _read(data: bytes) -> Position:
-    passes, index, program, pid, since_s, waits, calls, call = _LAYOUT.unpack(data)
-    return Position(passes, index, program, pid, since_s, bool(waits), calls, call)
+    passes, index, program, pid, since_s, waits, calls, call, device = _LAYOUT.unpack(data)
+    return Position(passes, index, program, pid, since_s, bool(waits), calls, call, device)
 
 
 def position_in(path: Path) -> Position:

@@ -7,6 +7,7 @@ then the new weights are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -17,8 +18,9 @@ from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import tied_stages
 from pipefit.parallel.buckets import Launch
+from pipefit.parallel.shared_stores import SharedGradientsStore, SharedWeightsStore
 from pipefit.runtime.compiled import SUMMED
-from pipefit.runtime.transport import Ending, all_of
+from pipefit.runtime.transport import Ending, all_of, then
 
 if TYPE_CHECKING:
     from pipefit.runtime.executor import Execution
@@ -37,6 +39,7 @@ def make_buckets(worker: Worker, program: Program) -> None:
 def backward(run: Execution, i: Instruction, work: Callable[[], None]) -> None:
     """Runs a backward of a replicated stage; the last of an update starts the reduction of each full bucket."""
     buckets = run.worker.buckets[i.stage]
+    buckets.hold()
     reduce = run.compiled.early.get(run.index)
     if reduce is None:
         work()
@@ -51,15 +54,16 @@ def _launcher(run: Execution, reduce: Instruction) -> Launch:
     members = collective_members(run.header, reduce)
     under_way: list[Ending] = []
     run.values["launched", reduce.stage, reduce.version] = under_way
-    key = (reduce.kind, reduce.stage, reduce.version)
     store = run.worker.stores[reduce.stage]
+    key = (reduce.kind, reduce.stage, reduce.version, store.rounds)
 
     def launch(number: int, flat: Tensor) -> None:
         part = store.own_part(number)
         if part is None:
             under_way.append(run.transport.all_reduce(members, (*key, number), [flat]))
         else:
-            under_way.append(run.transport.reduce_scatter(members, (*key, number), flat, part))
+            end = run.transport.reduce_scatter(members, (*key, number), flat, part)
+            under_way.append(then(end, partial(store.add_part, number, part)))
 
     return launch
 
@@ -70,16 +74,39 @@ def reduce_gradients(run: Execution, i: Instruction) -> None:
     if ("launched", i.stage, i.version) not in run.values:
         buckets.begin(_launcher(run, i))
     buckets.finish()
-    for index in buckets.idle:
-        worker.mark_idle(i.stage, buckets.parameters[index], buckets.marks[index])
+    if not run.header.shares_gradients(i.stage):
+        for index in buckets.idle:
+            worker.mark_idle(i.stage, buckets.parameters[index], buckets.marks[index])
     under_way: list[Ending] = run.values.pop(("launched", i.stage, i.version))
-    gathered = (norm.gathered(i.version) for norm in worker.stages[i.stage].batchnorms)
-    rest = [sums for sums in gathered if sums is not None]
+    rest = []
+    if run.index not in run.compiled.partial:
+        gathered = (norm.gathered(i.version) for norm in worker.stages[i.stage].batchnorms)
+        rest = [sums for sums in gathered if sums is not None]
     if i.kind == Reduction.SCATTER and len(buckets.marks):
         rest.append(buckets.marks)
     if rest:
-        under_way.append(start_sum(run, i, rest))
+        key = i.kind, i.stage, i.version, worker.stores[i.stage].rounds
+        under_way.append(run.transport.all_reduce(collective_members(run.header, i), key, rest))
     run.wait_later(all_of(under_way))
+
+
+def gather_weights(run: Execution, i: Instruction) -> None:
+    """Gathers the whole weights of a stage from the parts that its replicas keep."""
+    members = collective_members(run.header, i)
+    store = run.worker.stores[i.stage]
+    assert isinstance(store, SharedWeightsStore)
+    under_way: list[Ending] = []
+    for number, (part, whole) in enumerate(store.gather(i.version)):
+        key = i.op, i.stage, i.version, store.gathers, number
+        under_way.append(run.transport.all_gather(members, key, part, whole))
+    run.wait_later(all_of(under_way))
+
+
+def free_gradients(run: Execution, i: Instruction) -> None:
+    """Frees whole gradients of a stage, of which this replica has its part of the sum."""
+    store = run.worker.stores[i.stage]
+    assert isinstance(store, SharedGradientsStore)
+    store.end_round()
 
 
 def start_sum(run: Execution, i: Instruction, tensors: list[Tensor]) -> Ending:

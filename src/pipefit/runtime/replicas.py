@@ -12,27 +12,29 @@ import zlib
 from collections.abc import Sequence
 
 from pipefit.errors import DisagreementError
+from pipefit.ir.program import Header
 from pipefit.parallel.alike import content_sum, differences
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 
 
-def verify_replicas(
-    session: Session, workers: Sequence[Worker], ranks: Sequence[Sequence[int]], num_updates: int
-) -> None:
+def verify_replicas(session: Session, workers: Sequence[Worker], header: Header, num_updates: int) -> None:
     """Compares the weights of the replicas of each stage, between two steps. Every rank must call it.
 
     Args:
         session: of the run.
         workers: of this process.
-        ranks: of each stage.
+        header: of the run's programs; replicas that share their weights have nothing to compare.
         num_updates: of the training.
 
     Raises:
         DisagreementError: on every rank with the same message: two replicas differ.
     """
-    replicated = [stage for stage, own in enumerate(ranks) if len(own) > 1]
+    replicated = []
+    for stage, ranks in enumerate(header.placement):
+        if len(ranks) > 1 and not header.shares_weights(stage):
+            replicated.append(stage)
     if not session.is_distributed or not replicated:
         return
     (worker,) = workers

@@ -40,6 +40,7 @@ from pipefit.runtime.progress import (
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.waits import state_of
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
+from pipefit.stage.accelerator import give_streams_queues
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,7 @@ def join() -> Session:
     else:
         watchdog = None
     progress.at(JOINING)
+    give_streams_queues()
     start = meet(rank, num_ranks, folder)
     if num_ranks > 1:
         calls = weakref.ref(dist.new_group(backend="gloo", timeout=TIMEOUT))

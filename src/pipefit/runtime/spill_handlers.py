@@ -29,7 +29,7 @@ def fetch(run: Execution, i: Instruction) -> None:
     _time(run, copy)
 
     def end() -> bool:
-        copy.wait()
+        copy.join()
         arrived()
         return True
 
@@ -85,4 +85,5 @@ def step_on_host(run: Execution, i: Instruction, work: Callable[[], object] | No
 
 def _time(run: Execution, copy: Copy) -> None:
     """Sets the times of the instruction to those of its copy, which its lane records."""
+    run.copies.append(copy)
     run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))

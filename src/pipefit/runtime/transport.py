@@ -48,6 +48,18 @@ Ending = Callable[[], bool]
 are in this process too, it returns False and must be called again after they have continued."""
 
 
+def then(end: Ending, action: Callable[[], object]) -> Ending:
+    """Ends an operation and then does something with its result."""
+
+    def both() -> bool:
+        if not end():
+            return False
+        action()
+        return True
+
+    return both
+
+
 def all_of(endings: Sequence[Ending]) -> Ending:
     """Ends several operations."""
     left = list(reversed(endings))

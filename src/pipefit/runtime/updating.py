@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipefit.ir.instruction import Instruction
 from pipefit.runtime.executor import Execution
-from pipefit.runtime.finite import may_step, with_losses
+from pipefit.runtime.finite import make_step, may_step, with_losses
 from pipefit.runtime.reducing import start_sum
 from pipefit.stage import batchnorm
 
@@ -28,7 +28,8 @@ def update_of(run: Execution, i: Instruction) -> Callable[[], bool]:
     factor = None
     clip_norm = worker.training.clip_norm
     if clip_norm is not None:
-        norm = gradient_norm(run, i.stage, i.version)
+        steps_on_host = bool(parameters) and parameters[0].device.type == "cpu"
+        norm = gradient_norm(run, i.stage, i.version, steps_on_host)
         assert norm is not None
         factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
         if parameters:
@@ -37,14 +38,14 @@ def update_of(run: Execution, i: Instruction) -> Callable[[], bool]:
 
     def update() -> bool:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if not may_step(run, i.stage, i.version, gradients):
+        if not may_step(run, i.stage, i.version, gradients, optimizer):
             return False
         if scale != 1:
             torch._foreach_mul_(gradients, scale)
         if factor is not None and gradients:
             torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
         run.rates[i.stage, i.version] = tuple(float(group["lr"]) for group in optimizer.param_groups)
-        optimizer.step()
+        make_step(run, i.stage, optimizer)
         if scheduler is not None:
             scheduler.step()
         return True
@@ -97,7 +98,7 @@ def _local_square(run: Execution, update: int) -> Tensor:
         else:
             norms += _norms_of(worker.counted_gradients(stage))
     if norms:
-        return torch.stack(norms).square().sum()
+        return torch.cat(norms).square().sum()
     return torch.zeros((), dtype=torch.float64, device=worker.device)
 
 
@@ -116,17 +117,26 @@ def _counted_parts(run: Execution, stage: int) -> list[Tensor]:
 
 
 def _norms_of(gradients: list[Tensor]) -> list[Tensor]:
-    """The norm of each gradient, as a scalar in double precision."""
+    """The norm of each gradient in double precision, in one tensor; none where there are no gradients."""
     if gradients:
-        # In one tensor: a conversion for each of them would be as many operations.
-        return list(torch.stack(torch._foreach_norm(gradients)).double())
+        return [torch.stack(torch._foreach_norm(gradients)).double()]
     return []
 
 
-def gradient_norm(run: Execution, stage: int, update: int) -> Tensor | None:
-    """Norm of all gradients of an update of a stage, before clipping; None: no instruction has computed it."""
-    if update in run.norms:
-        return run.norms[update].sum().sqrt() * _scale(run, stage, update)
+def gradient_norm(run: Execution, stage: int, update: int, on_host: bool) -> Tensor | None:
+    """Norm of all gradients of an update of a stage, before clipping; None: no instruction has computed it.
+
+    Args:
+        run: of the rank.
+        stage: of the update.
+        update: of the pass.
+        on_host: whether it is read there; on a GPU, what the host knows already is not waited for again.
+    """
+    norms = run.norms
+    if on_host:
+        norms = run.norms | run.known
+    if update in norms:
+        return norms[update].sum().sqrt() * _scale(run, stage, update)
     return None
 
 

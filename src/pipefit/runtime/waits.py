@@ -271,6 +271,8 @@ def hang_report(
             mark = f"{states[other]}, "
         else:
             mark = ""
+        if other in positions and positions[other].device >= 0:
+            mark += "its GPU is "
         lines.append(f"  rank {other}: {mark}{places.get(other, 'not known on this machine')}")
     if culprit is not None and states.get(culprit) == "there" and (stack := stacks(culprit)):
         lines += [f"stack of rank {culprit} (innermost call first):", stack.rstrip()]

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipefit.errors import PipefitError
@@ -67,6 +67,9 @@ class Watchdog:
         folder: the folder of a run that pipefit has started, for the page; else None.
         shared: folder of the positions of the ranks on this machine; None: unknown.
         floor_s: smallest deadline; 0: no deadline.
+
+    Attributes:
+        stands_before: returns the function that asks this rank's GPU, as long as there is one.
     """
 
     def __init__(
@@ -84,6 +87,7 @@ class Watchdog:
         self._folder, self._shared = folder, shared
         self._given_s = floor_s
         self._program: Program | None = None
+        self.stands_before: Callable[[], Callable[[], int] | None] = lambda: None
         self._steps_s: deque[float] = deque(maxlen=_KEPT_PASSES)
         self._stop = threading.Event()
         threading.Thread(target=self._watch, name="pipefit-watchdog", daemon=True).start()
@@ -136,6 +140,9 @@ class Watchdog:
             else:
                 stood_s = 0.0
             seen, before = position, now
+            stands_before = self.stands_before()
+            if stood_s and stands_before is not None:
+                self._progress.device_at(stands_before())
             if stood_s > self.deadline_s and self._is_watched(position):
                 positions = self._positions(position)
                 if stood_s > patience(self._rank, self._program, positions, self.deadline_s, now):
@@ -159,7 +166,7 @@ class Watchdog:
             others = {}
         else:
             others = positions_of(self._shared, self._num_ranks)
-        return {**others, self._rank: own}
+        return {rank: position.of_device for rank, position in {**others, self._rank: own}.items()}
 
     def _is_watched(self, position: Position) -> bool:
         """Returns whether it is a place of pipefit's: the user's code may take any time, other machines start late."""

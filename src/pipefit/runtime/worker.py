@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipefit.parallel.buckets import GradientBuckets
 from pipefit.parallel.mesh import Mesh
 from pipefit.parallel.sharded_weights import ShardedStore
+from pipefit.parallel.shared_stores import SharedGradientsStore, SharedWeightsStore
 from pipefit.parallel.weights import Store, WeightStore
+from pipefit.spec.plan import Shard
 from pipefit.spill.rank import Spilling
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
@@ -78,6 +80,7 @@ class Worker:
         spilling: Spilling | None = None,
         mesh: Mesh | None = None,
         shards: Mapping[int, tuple[int, int]] = MappingProxyType({}),
+        shard: Shard = "optimizer",
     ) -> Worker:
         """Builds the stages of a rank from their layers, those of `spilling` without their weights.
 
@@ -89,7 +92,8 @@ class Worker:
             device: of the rank.
             spilling: of its spilled stages.
             mesh: the processes that share the rank.
-            shards: (replica, replicas) of each stage whose optimizer is sharded over them.
+            shards: (replica, replicas) of each stage whose replicas share something.
+            shard: what they share.
 
         Raises:
             PlanError: an optimizer cannot be sharded.
@@ -101,8 +105,8 @@ class Worker:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
         for index, stage in stages.items():
-            stage.half = training.half
             stage.compiled = compiled_forwards(stage.layers, training.compiler)
+            stage.compute_in(training.half)
             owned: list[Owned] = []
             worker.owned[index] = owned
             for name, parameter in stage.named_parameters():
@@ -116,9 +120,14 @@ class Worker:
                 store = spilled[index]
                 spilled[index].make_masters(parameters)
             elif index in shards:
-                replica, num_replicas = shards[index]
                 tied = [own.tie is not None for own in owned]
-                store = ShardedStore(parameters, tied, replica, num_replicas)
+                if shard == "weights":
+                    frozen = _frozen_alone(stage, seen)
+                    store = SharedWeightsStore(parameters, tied, *shards[index], frozen)
+                elif shard == "gradients":
+                    store = SharedGradientsStore(parameters, tied, *shards[index])
+                else:
+                    store = ShardedStore(parameters, tied, *shards[index])
             else:
                 store = WeightStore(parameters)
             worker.stores[index] = store
@@ -140,6 +149,11 @@ class Worker:
         """Training or evaluation mode."""
         for stage in self.stages.values():
             stage.train(mode)
+
+    def forget_halves(self) -> None:
+        """Forgets the half copies of all weights, before some of them change: stages may share one."""
+        for stage in self.stages.values():
+            stage.halves.clear()
 
     def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""
@@ -176,16 +190,30 @@ class Worker:
 
     def forget_idle_gradients(self, stage: int) -> None:
         """Removes zeros in place of gradients that no rank had: the optimizer then skips such weights."""
-        for parameter, mark in self._idle.pop(stage, ()):
-            if not (mark.is_meta or mark):  # a rehearsal takes another rank to have one
+        idle = self._idle.pop(stage, ())
+        if not idle or idle[0][1].is_meta:  # a rehearsal takes another rank to have one
+            return
+        counts = torch.stack([mark.double() for _, mark in idle]).tolist()
+        for (parameter, _), count in zip(idle, counts, strict=True):
+            if not count:
                 parameter.grad = None
 
     def counted_gradients(self, stage: int) -> list[Tensor]:
-        """Gradients that this stage counts in the global norm: a tied weight counts at the stage of its first name.
+        """Gradients that this stage counts in the global norm: a tied weight counts at the first of its stages.
 
         Of the processes that share the rank each counts its parts, and the first one also the weights that all hold.
         """
-        counted = [own for own in self.owned[stage] if own.saved_name == own.name]
+        counted = [own for own in self.owned[stage] if own.tie is None or own.tie.stage == stage]
         if not self.mesh.is_first:
             counted = [own for own in counted if own.name in self.mesh.shards]
         return [own.parameter.grad for own in counted if own.parameter.grad is not None]
+
+
+def _frozen_alone(stage: Stage, seen: set[int]) -> list[nn.Parameter]:
+    """The weights of a stage that it does not train and that no other stage of the rank has; added to those seen."""
+    found = []
+    for _, parameter in stage.named_parameters():
+        if not parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            found.append(parameter)
+    return found

@@ -11,8 +11,20 @@ from pipefit.ir.instruction import Indices
 from pipefit.ir.program import MOST_STAGES, Header, WeightRule
 from pipefit.ir.spill import Spill
 from pipefit.spec.arguments import check_fields
+from pipefit.spec.plan import Shard
 
-_OF_HEADER = ("num_microbatches", "num_steps", "ties", "clip", "sharded", "tensor", "pieces", "frozen")
+_OF_HEADER = (
+    "num_microbatches",
+    "num_steps",
+    "ties",
+    "clip",
+    "shard",
+    "shard_slots",
+    "tensor",
+    "pieces",
+    "frozen",
+    "shares",
+)
 """The fields that a header has as well."""
 
 
@@ -31,13 +43,14 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         inside: stages that replay inside their backward, and how: "layer" or "selective".
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is needed before each step.
-        sharded: each replica of a stage steps a part of its weights.
+        shard, shard_slots: what the replicas of a stage share, and how many stages are whole at once: see `Header`.
         ahead: compute instructions between posting a receive and needing it.
         tensor: processes that share each rank by tensor parallelism.
         pieces: each of them sends its part of a message, and the receiver gathers.
         spill: stages that are kept on the host or on disk, and the slots into which they are fetched (None: none).
         prefetch: stages ahead that a spilled one is fetched (None: as soon as a slot is free).
         frozen: stages at the beginning in which nothing trains.
+        shares: micro-batches of each replica per weight update; (): round-robin.
         options: integers particular to the schedule.
     """
 
@@ -51,13 +64,15 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     inside: dict[int, str] = {}
     ties: tuple[Indices, ...] = ()
     clip: bool = False
-    sharded: bool = False
+    shard: Shard = "none"
+    shard_slots: int = 2
     ahead: int = 1
     tensor: int = 1
     pieces: bool = False
     spill: Spill | None = None
     prefetch: int | None = None
     frozen: int = 0
+    shares: Indices = ()
     options: dict[str, int] = {}
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise, repeat
 
 from pipefit.cost import CostModel
@@ -81,11 +82,10 @@ def simulate(
         notes["port_unit"] = float(cost.port_unit)
     with collector_paused():
         engine = _run(program, cost, repeats, contention, rendezvous)
+        timeline = Timeline(program, _events(engine, steps_only), num_repeats=repeats, notes=notes)
         if memory and not steps_only:
-            samples = memory_over_time(program, cost, engine)
-        else:
-            samples = ()
-        return Timeline(program, _events(engine, steps_only), samples, num_repeats=repeats, notes=notes)
+            timeline = replace(timeline, memory=memory_over_time(timeline, cost))
+        return timeline
 
 
 def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rendezvous: bool) -> EventEngine:

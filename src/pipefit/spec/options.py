@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, TypeVar, get_args, get_type_hints
 
 from pipefit.errors import ABOVE_0, PlanError, look_up
 from pipefit.spec.arguments import Amount, Number, check_fields
-from pipefit.spec.plan import Recompute, recompute_kind
+from pipefit.spec.plan import Recompute, Shard, recompute_kind
 from pipefit.units import parse_quantity
 
 MOST_SEED: Final = 2**63 - 1
@@ -96,6 +96,7 @@ class Parallelism(Checked):
         (), "Copies of each stage, such as 2,1; one number is for all.", typed="numbers"
     )
     data_parallel: int = setting(1, "Copies of the whole pipeline.", "-d", least=1)
+    shares: Sequence[Number] = setting((), "Micro-batches of each copy per update, such as 3,1.", typed="numbers")
     tensor: int = setting(
         1,
         "Processes that share each rank by tensor parallelism, for models with rules or a plan for it.",
@@ -106,7 +107,7 @@ class Parallelism(Checked):
     whole_messages: bool = setting(
         False, "Each process of a rank sends all of a message between ranks, not only its part."
     )
-    shard_optimizer: bool = setting(False, "Shard the optimizer's states over the replicas of each stage.")
+    shard: Shard = setting("none", "What the replicas of each stage share: each includes those before it.")
     verify_replicas: int | None = setting(
         None,
         "Steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none; default: at"

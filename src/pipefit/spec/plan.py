@@ -4,13 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import msgspec
 
 from pipefit.errors import ABOVE_0, PlanError, check_figures
 from pipefit.spec.arguments import Number, check_fields, checked
 from pipefit.spec.files import decode, encode, read_json, write_json
+
+Shard = Literal["none", "optimizer", "gradients", "weights"]
+
+SHARDS: Final[tuple[Shard, ...]] = get_args(Shard)
+"""What the copies of a stage share between them; each includes those before it.
+
+Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory optimizations toward training trillion parameter models",
+SC 2020, whose stages 1, 2 and 3 they are.
+"""
 
 Recompute = Literal["none", "stage", "layer", "selective"]
 
@@ -268,12 +277,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_chunks: stages per rank.
         options: further arguments of the schedule (integers).
         data: copies of the whole pipeline.
-        sharded_optimizer: optimizer states sharded over the data-parallel ranks.
+        shard: what the copies of a stage share.
+        shard_slots: stages of a rank whose shared gradients or weights are whole at once.
         spill: stages that are kept on the host or on disk; None: none.
         sequence_parallel: tensor-parallel processes also split the sequence between them where every one of them
             would compute the same.
         scatter_gather: otherwise each of them sends its part of a message, and the receiver gathers.
         frozen: number of stages at the beginning in which nothing trains; a run takes it from its model.
+        shares: micro-batches of each copy of the pipeline per weight update, where devices differ; (): equally many.
     """
 
     partition: Partition
@@ -284,11 +295,13 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_chunks: int = 1
     options: dict[str, int] = {}
     data: int = 1
-    sharded_optimizer: bool = False
+    shard: Shard = "none"
+    shard_slots: int = 2
     sequence_parallel: bool = False
     scatter_gather: bool = True
     spill: SpillSpec | None = None
     frozen: int = 0
+    shares: tuple[int, ...] = ()
     model: str = ""
     method: str = "by hand"
     prediction: Prediction | None = None
@@ -297,7 +310,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         check_fields(self, PlanError)
-        check_figures(self, PlanError, num_microbatches=1, num_chunks=1)
+        check_figures(self, PlanError, num_microbatches=1, num_chunks=1, shard_slots=1)
         if len(self.placement.ranks) != len(self.partition.stages):
             raise PlanError(
                 f"placement has ranks for {len(self.placement.ranks)} stages, "
@@ -347,4 +360,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             PlanError: with the file and the path inside it.
         """
-        return decode("plan", read_json(path, PlanError), cls, PlanError, str(path))
+        data = read_json(path, PlanError)
+        if isinstance(data, dict) and "sharded_optimizer" in data:
+            # Plans of pipefit before 0.3 know only this level.
+            data["shard"] = "optimizer" if data.pop("sharded_optimizer") else "none"
+        return decode("plan", data, cls, PlanError, str(path))

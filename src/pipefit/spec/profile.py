@@ -12,6 +12,7 @@ import msgspec
 
 from pipefit.errors import ProfileError, check_figures
 from pipefit.spec.arguments import check_fields, checked
+from pipefit.spec.counted import Counted
 from pipefit.spec.files import decode, encode, read_json, write_json
 from pipefit.spec.plan import INSIDE, Partition
 from pipefit.spec.topology import Device
@@ -42,6 +43,11 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         input_bytes: bytes that it keeps where it is replayed from its input; None: it is never replayed in isolation.
         selective_bytes: bytes that it keeps where the cores of its attention are replayed; None: it has none.
         attention_s: seconds of these cores, a part of `forward_s`.
+        forward_work_bytes: the most by which memory grows during its forward; None: not known, as the next three.
+        bare_work_bytes: the same of a forward that saves nothing.
+        backward_work_bytes: the same of its backward, where its weights have gradients that it adds to.
+        first_work_bytes: the same where they have none yet.
+        step_work_bytes: the same of the optimizer's step on its weights; 0: not known.
     """
 
     name: str
@@ -61,6 +67,11 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     input_bytes: float | None = None
     selective_bytes: float | None = None
     attention_s: float = 0.0
+    forward_work_bytes: float | None = None
+    bare_work_bytes: float | None = None
+    backward_work_bytes: float | None = None
+    first_work_bytes: float | None = None
+    step_work_bytes: float = 0.0
 
     def replaying(self, recompute: str) -> Layer:
         """The layer with the seconds and saved bytes that it has where its backward replays it, or its attention.
@@ -77,12 +88,24 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             again_s = self.forward_s
         else:
             again_s = self.attention_s
-        return msgspec.structs.replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
+        made = msgspec.structs.replace(self, backward_input_s=self.backward_input_s + again_s, saved_bytes=kept)
+        if self.first_work_bytes is None or self.backward_work_bytes is None:
+            return made
+        again_bytes = self.saved_bytes
+        if recompute == "layer":
+            made = msgspec.structs.replace(made, forward_work_bytes=self.bare_work_bytes)
+        else:
+            again_bytes = max(self.saved_bytes - kept, 0.0)
+        return msgspec.structs.replace(
+            made,
+            backward_work_bytes=again_bytes + self.backward_work_bytes,
+            first_work_bytes=again_bytes + self.first_work_bytes,
+        )
 
     def replay_bytes(self, recompute: str) -> float:
-        """Bytes that its replay inside a backward makes, and that are freed with it."""
+        """Bytes that its replay inside a backward makes, and that are freed with it; 0 where its work counts them."""
         kept = self.replaying(recompute)
-        if kept is self:
+        if kept is self or self.backward_work_bytes is not None:
             return 0.0
         if recompute == "layer":
             return self.saved_bytes
@@ -118,8 +141,9 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.forward_s + self.backward_s
 
 
-_FIXED = ("weight_bytes", "step_s")
-_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes")
+_FIXED = ("weight_bytes", "step_s", "step_work_bytes")
+_WORK = ("forward_work_bytes", "bare_work_bytes", "backward_work_bytes", "first_work_bytes")
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", *_WORK)
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
@@ -137,10 +161,15 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         source: where the figures come from.
         step_s: measured seconds of forward + loss + backward of the whole model; None: not measured.
         loss_s: seconds of the loss, forward and backward: of the last stage, in addition to its layers.
+        loss_work_bytes: the most by which memory grows meanwhile; 0: not known.
+        step_work_bytes: the most by which memory grows in one optimizer step of the whole model; 0: not known.
         optimizer_s: seconds of one optimizer step of the whole model; 0: not measured.
+        summed_per_byte: bytes of a gradient while copies sum it, for each byte of its weight.
+        added_per_byte: bytes of the sum of micro-batches' gradients, kept next to gradients, for each byte of a weight.
         others: the same model at other micro-batch sizes; see `at`.
-        computed_for: the device of a profile by GPT arithmetic, which can be computed again for another micro-batch
-            size or tensor width; None: the figures do not follow from the model's sizes alone.
+        computed_for: the device of a profile by GPT arithmetic, or of counted layers, which can be computed again for
+            another micro-batch size or tensor width; None: the figures were measured.
+        counted: what the layers do, where that was counted.
     """
 
     model: str
@@ -152,8 +181,13 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     step_s: float | None = None
     loss_s: float = 0.0
     optimizer_s: float = 0.0
+    summed_per_byte: float = 1.0
+    added_per_byte: float = 0.0
     others: tuple[Profile, ...] = ()
     computed_for: Device | None = None
+    counted: Counted | None = None
+    loss_work_bytes: float = 0.0
+    step_work_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         check_fields(self, ProfileError)
@@ -173,7 +207,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
                     f"layers[{index}].trained_bytes: expected 0 to {layer.weight_bytes} (weight_bytes), "
                     f"got {layer.trained_bytes}"
                 )
-        check_finite(self, ("loss_s", "optimizer_s"), "")
+        check_finite(self, ("loss_s", "optimizer_s", "loss_work_bytes", "step_work_bytes"), "")
         for index, (tail, head) in enumerate(self.edges or ()):
             if not (0 <= tail < len(self.layers) and 0 <= head < len(self.layers)):
                 raise ProfileError(f"edges[{index}]: layers {tail} → {head}, but there are {len(self.layers)} layers")
@@ -228,6 +262,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
             return self
         return msgspec.structs.replace(self, layers=tuple(layer.replaying(recompute) for layer in self.layers))
 
+    @cached_property
+    def knows_work(self) -> bool:
+        """Returns whether the memory that each layer needs while it works is known."""
+        return all(getattr(layer, name) is not None for layer in self.layers for name in _WORK)
+
     def num_frozen(self, partition: Partition) -> int:
         """How many stages of a partition, from the first on, have no layer that trains."""
         return partition.num_frozen(lambda index: self.layers[index].trained_bytes != 0)
@@ -250,6 +289,24 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
         if weights:
             return self.optimizer_s * sum(self.layers[index].wgrad_bytes for index in layers) / weights
         return 0.0
+
+    @cached_property
+    def steps_at_once(self) -> bool:
+        """Returns whether the optimizer works on all of its weights at once, and not on one after the other."""
+        each = [layer.step_work_bytes for layer in self.layers]
+        return 2 * self.step_work_bytes > max(each) + sum(each)
+
+    def step_work_of(self, layers: Iterable[int]) -> float:
+        """The most by which memory grows in one optimizer step on some of the layers.
+
+        >>> a, b = Layer("a", 1, 1, 1, 8, 0, 30, step_work_bytes=4), Layer("b", 1, 1, 1, 8, 0, 10, step_work_bytes=2)
+        >>> Profile("m", 1, (a, b), step_work_bytes=4).step_work_of([0, 1])
+        4
+        """
+        own = [self.layers[index].step_work_bytes for index in layers]
+        if self.steps_at_once:
+            return sum(own)
+        return max(own)
 
     @cached_property
     def _optimized(self) -> tuple[float, float]:
@@ -343,6 +400,7 @@ def _blend(high: Profile, low: Profile | None, share: float, microbatch_size: in
         layers=tuple(layers),
         step_s=step_s,
         loss_s=mix(high.loss_s, low.loss_s if low else 0.0),
+        loss_work_bytes=mix(high.loss_work_bytes, low.loss_work_bytes if low else 0.0),
         source=f"{high.source}; estimated for this micro-batch size",
         others=(),
     )

@@ -24,6 +24,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         memory_bytes: limit for a rank.
         flops: peak FLOP per second; 0: unknown (then profiles must be measured).
+        fp8_flops: peak of products of numbers of 8 bits; 0: it has none.
         memory_bandwidth_bytes_per_s: of the device's own memory, as a copy reaches it; 0: unknown.
         efficiency: fraction of `flops` that a matrix product reaches while all cores compute.
         cores: parts that compute one tile of a matrix product each, such as the SMs of a GPU; 0: unknown, and products
@@ -37,6 +38,7 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     memory_bytes: float = math.inf
     flops: float = 0.0
+    fp8_flops: float = 0.0
     memory_bandwidth_bytes_per_s: float = 0.0
     efficiency: float = 0.5
     cores: int = 0
@@ -141,7 +143,13 @@ class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"devices: expected {self.num_devices} (the product of the widths), got {len(self.devices)}"
             )
         for place, device in [("device", self.device), *((f"devices[{i}]", d) for i, d in enumerate(self.devices))]:
-            least = {"memory_bytes": ABOVE_0, "flops": 0, "memory_bandwidth_bytes_per_s": 0, "efficiency": ABOVE_0}
+            least = {
+                "memory_bytes": ABOVE_0,
+                "flops": 0,
+                "fp8_flops": 0,
+                "memory_bandwidth_bytes_per_s": 0,
+                "efficiency": ABOVE_0,
+            }
             least |= {"cores": 0, "cache_bandwidth_bytes_per_s": 0, "kernel_s": 0, "random_rate": 0, "spread": 0}
             check_figures(device, TopologyError, f"{place}.", **least)
             if min(device.tile) < 1:

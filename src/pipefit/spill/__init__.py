@@ -13,5 +13,5 @@ One rank has one `Spilling`, which owns everything else:
             └── lanes: Lanes          threads that copy: read, write, host steps     (lanes.py)
 
 A `fetch` starts `tier.read` from a record into a slot, an `evict` starts `tier.write` back. Each returns a `Copy`; code
-that needs the record, or the slot, waits for it.
+that needs the record, or the slot, joins it: on a GPU the stream waits, not the host.
 """

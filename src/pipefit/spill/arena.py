@@ -15,34 +15,12 @@ from pipefit.spill.lanes import Copy
 from pipefit.spill.tiers import ALIGNMENT
 from pipefit.stage.record_layout import Field, padded
 
-_PORTABLE = 1  # cudaHostRegisterPortable
-
 
 def aligned(num_bytes: int, device: torch.device | None = None) -> Tensor:
     """A flat uint8 tensor whose first byte is at a multiple of `ALIGNMENT`, as direct I/O requires."""
     whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     start = -whole.data_ptr() % ALIGNMENT
     return whole[start : start + num_bytes]
-
-
-def pin(memory: Tensor) -> None:
-    """Pins host memory in place, to the byte: torch's own pinned memory has sizes that are powers of two.
-
-    It is pinned for all devices of the process. Copies to and from it are asynchronous. Torch's allocator does not know
-    it and cannot prevent that it is freed meanwhile, so the caller must wait for them before it frees the memory.
-
-    Args:
-        memory: whole pages, as of `aligned`.
-
-    Raises:
-        RuntimeError: the system does not allow so much.
-    """
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), _PORTABLE))
-
-
-def unpin(memory: Tensor) -> None:
-    """Removes the pins, before the memory is freed."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
 class Slot:

@@ -1,8 +1,10 @@
 """Copy lanes: threads that move records between tiers while the rank computes.
 
-A lane runs its copies one after the other, in the order in which they were submitted. A copy may wait for others of any
-lane, but only for those submitted before it, so there are no cycles. The optimizer's steps on the host have their own
-lane.
+A lane makes its copies one after the other, in the order in which they were submitted. A copy may wait for others of
+any lane, but only for those submitted before it, so there are no cycles. Steps on the host have their own lane.
+
+On a GPU the thread only launches copies, on a stream of their own. The device's further work is ordered after a copy by
+streams, without a wait of the host (`Copy.join`). The host waits for data that it reads or overwrites (`Copy.wait`).
 """
 
 from __future__ import annotations
@@ -11,71 +13,118 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
+
+from pipefit.stage import accelerator
+from pipefit.stage.moments import Mark
 
 
 class Copy:
     """A copy that was started.
 
     Attributes:
-        started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet.
+        started_s, ended_s: its times, in seconds of `time.perf_counter`; 0: not yet. On a GPU the times of its launch,
+            of which a `wait` moves the end.
         check: of the copied data, made once by the thread that waits for the copy, on its own cores.
     """
 
     def __init__(self) -> None:
         self.started_s = self.ended_s = 0.0
-        self._future: Future[None] = Future()
+        self._launched: Future[None] = Future()
+        self._device = torch.device("cpu")
+        self._moments: tuple[Mark, Mark] | None = None
         self.check: Callable[[], None] | None = None
 
-    def record_times(self, starts: list[float], ends: list[float], index: int) -> None:
-        """Records its times, as soon as they are known."""
+    def record_times(self, starts: list[Any], ends: list[Any], index: int) -> None:
+        """Records its times as soon as they are known; on a GPU the moments of its stream."""
 
         def write(_: Future[None]) -> None:
-            starts[index], ends[index] = self.started_s, self.ended_s
+            starts[index], ends[index] = self._moments or (self.started_s, self.ended_s)
 
-        self._future.add_done_callback(write)
+        self._launched.add_done_callback(write)
 
-    def ended(self) -> bool:
-        """Returns whether it has ended, with or without an error."""
-        return self._future.done()
+    def is_launched(self) -> bool:
+        """Returns whether the lane's thread has done its part, with or without an error; without a GPU that is all."""
+        return self._launched.done()
+
+    def launched(self) -> None:
+        """Waits until the lane's thread has done its part.
+
+        Raises:
+            TierError: it failed, or a copy that it waited for failed.
+        """
+        self._launched.result()
+
+    def join(self) -> None:
+        """Orders what the caller does next after the copy: on a GPU on its current stream, without a wait for the copy.
+
+        Raises:
+            TierError: it failed, or a copy that it waited for failed, or its data does not have its checksum.
+        """
+        self.launched()
+        if self._moments is not None:
+            accelerator.current_stream(self._device).wait_event(self._moments[1].reached)
+        self._check()
 
     def wait(self) -> None:
         """Waits for its end.
 
         Raises:
-            TierError: it failed, or a copy that it waited for failed, or its data does not have its checksum.
+            TierError: as `join`.
         """
-        self._future.result()
+        self.launched()
+        if self._moments is not None:
+            self._moments[1].reached.synchronize()
+            self.ended_s = time.perf_counter()
+        self._check()
+
+    def _check(self) -> None:
         check = self.check
         if check is not None:
             check()
             self.check = None
 
-    def run(
-        self, work: Callable[[], object], after: Sequence[Copy], computed: Callable[[], None] | None = None
-    ) -> None:
-        """Runs the work on the calling thread, once all copies of `after` have ended and `computed` returns."""
-        try:
+    def run(self, work: Callable[[], object], after: Sequence[Copy]) -> None:
+        """Runs the work on the calling thread, once all copies of `after` have ended."""
+
+        def waiting() -> None:
             for earlier in after:
                 earlier.wait()
-            if computed is not None:
-                computed()
             self.started_s = time.perf_counter()
+            work()
+            self.ended_s = time.perf_counter()
+
+        self._try(waiting)
+
+    def launch(self, work: Callable[[], object], after: Sequence[Copy], stream: Any, computed: Any) -> None:
+        """Runs the work on the calling thread; a stream makes its copies after those of `after` and after an event."""
+
+        def ordered() -> None:
+            # It also makes the stream's device this thread's.
+            with accelerator.on_stream(stream):
+                for earlier in after:
+                    earlier.join()
+                stream.wait_event(computed)
+                self.started_s = time.perf_counter()
+                start = Mark(self.started_s, accelerator.event_on(stream, is_timed=True))
+                work()
+                end = accelerator.event_on(stream, is_timed=True)
+            self.ended_s = time.perf_counter()
+            self._device = stream.device
+            self._moments = start, Mark(self.ended_s, end)
+
+        self._try(ordered)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
             work()
         except BaseException as problem:
             self.ended_s = time.perf_counter()
-            self._future.set_exception(problem)
+            self._launched.set_exception(problem)
             return
-        self.ended_s = time.perf_counter()
-        self._future.set_result(None)
-
-
-def _on_current_stream(work: Callable[[], object], device: torch.device) -> None:
-    """Copies in the caller's thread; a copy that returns before a GPU has made it is waited for."""
-    work()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        self._launched.set_result(None)
 
 
 class Lane:
@@ -83,49 +132,41 @@ class Lane:
 
     Args:
         name: the name of its thread.
-        device: the device of the copies; on a CUDA device they get their own stream.
+        device: the device of the copies; on an accelerator they get their own stream.
         threaded: whether it has a thread; else the caller makes the copy, on the current stream.
     """
 
     def __init__(self, name: str, device: torch.device, threaded: bool = True) -> None:
         self._device = device
         self._thread = ThreadPoolExecutor(1, f"pipefit-{name}") if threaded else None
-        self.stream = torch.cuda.Stream(device) if threaded and device.type == "cuda" else None
+        self._stream = None
+        if threaded and accelerator.is_accelerator(device):
+            self._stream = accelerator.new_stream(device)
 
     def submit(self, work: Callable[[], object], after: Sequence[Copy] = ()) -> Copy:
         """Submits a copy.
 
-        On a CUDA device it begins once the device has finished all earlier work of the caller's stream, and ends once
-        the device reports its end; until then no other work may use its slots. The lane's thread sleeps during both
-        waits. Work launched after the caller has waited for the copy finds its data; no stream needs to wait for
-        another.
+        On an accelerator it begins once the device has finished all earlier work of the caller's stream. Work launched
+        after the caller has joined the copy finds its data.
         """
         copy = Copy()
+        if accelerator.is_accelerator(self._device):
+            current = accelerator.current_stream(self._device)
+            run = partial(copy.launch, work, after, self._stream or current, accelerator.event_on(current))
+        else:
+            run = partial(copy.run, work, after)
         if self._thread is None:
-            copy.run(partial(_on_current_stream, work, self._device), after)
-            return copy
-        if self.stream is None:
-            self._thread.submit(copy.run, work, after)
-            return copy
-        stream = self.stream
-        computed = torch.cuda.Event(blocking=True)
-        computed.record(torch.cuda.current_stream(stream.device))
-
-        def on_stream() -> None:
-            # It also makes the stream's device this thread's.
-            with torch.cuda.stream(stream):
-                work()
-                ended = torch.cuda.Event(blocking=True)
-                ended.record(stream)
-                ended.synchronize()
-
-        self._thread.submit(copy.run, on_stream, after, computed.synchronize)
+            run()
+        else:
+            self._thread.submit(run)
         return copy
 
     def close(self) -> None:
         """Ends the thread once its copies have ended."""
         if self._thread is not None:
             self._thread.shutdown()
+        if self._stream is not None:
+            self._stream.synchronize()
 
 
 class Lanes:

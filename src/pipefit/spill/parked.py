@@ -45,13 +45,13 @@ class ParkedTensors:
         self._waiting: dict[Key, _Waiting] = {}
         self._lent: dict[Key, tuple[_Waiting, list[weakref.ref[Tensor]]]] = {}
         self._count = 0
-        self._under_way: deque[Copy] = deque()
+        self._under_way: deque[tuple[Copy, Tensor]] = deque()
 
     def write(self, key: Key, tensors: Sequence[Tensor]) -> Copy:
         """Starts to write tensors; the caller need not keep them. Tensors that `read` returned stay on the tier.
 
-        At most `UNDER_WAY` copies of them are on the device at a time: this waits until the first of them is written,
-        so that a slow tier does not fill the device.
+        At most `UNDER_WAY` copies of them are on the device at a time: what follows is ordered after the write of the
+        first of them, so that a slow tier does not fill the device.
 
         Raises:
             TierError: there is no room for them.
@@ -68,15 +68,25 @@ class ParkedTensors:
             self._tier.reserve_more({key: layout.num_bytes}, self._is_scratch)
             self._sizes[key] = layout.num_bytes
         if len(self._under_way) == UNDER_WAY:
-            self._under_way.popleft().wait()
+            self._let_go()
         record = aligned(self._sizes[key], self._device)
         for view, tensor in zip(layout.views(record), tensors, strict=True):
             view.copy_(tensor)
         self._count += 1
         self._waiting[key] = _Waiting(layout.fields, self._count)
         copy = self._tier.write(key, self._count, record)
-        self._under_way.append(copy)
+        self._under_way.append((copy, record))
         return copy
+
+    def _let_go(self) -> None:
+        """Frees the first copy on the device: what gets its memory is ordered after the write from it."""
+        copy, _ = self._under_way.popleft()
+        copy.join()
+
+    def end_pass(self) -> None:
+        """Frees all copies on the device."""
+        while self._under_way:
+            self._let_go()
 
     def read(self, key: Key, keep: bool = False) -> tuple[Copy, Callable[[], list[Tensor]]]:
         """Starts to read tensors; the second value returns them once the first has ended.

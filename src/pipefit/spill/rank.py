@@ -88,7 +88,7 @@ class Spilling:
         committed_step: its step, or that of `resumed`.
         commit_every: steps from one commit to the next; 0: none.
         writes: started since the last commit.
-        parts: norms of the gradients of stages that have left the device, by update and stage.
+        parts: tensors of norms of the gradients of stages that have left the device, by update and stage.
         steps: host steps that this program has started.
         parked: activations that wait on the tier.
         resident: records of the tensors that stay on the device, as the last commit names them.
@@ -258,6 +258,7 @@ class Spilling:
             TierError: the commit of the program before has failed.
         """
         self.parts.clear()
+        self.parked.end_pass()
         steps, self.steps = self.steps, []
         for step in steps:
             # The optimizers' states may be read between two programs.
@@ -269,15 +270,15 @@ class Spilling:
         return 0 < self.commit_every <= step - self.committed_step
 
     def check_writes(self) -> None:
-        """Checks the writes that have ended, where a step is not committed.
+        """Checks the writes that were launched, where a step is not committed.
 
         Raises:
             TierError: one of them has failed.
         """
         started, self.writes = self.writes, []
         for copy in started:
-            if copy.ended():
-                copy.wait()
+            if copy.is_launched():
+                copy.launched()
             else:
                 self.writes.append(copy)
 

@@ -371,10 +371,10 @@ class SpilledStore(Store):
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _free(self, kind: str, slot: int) -> Slot:
-        """A slot after all copies of it have ended."""
+        """A slot, for work that is ordered after all copies of it."""
         room = self._arena.slot(kind, slot)
         for copy in room.taken():
-            copy.wait()
+            copy.join()
         return room
 
     def _keep(self, place: int, parameter: Tensor) -> None:

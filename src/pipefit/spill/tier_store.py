@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import DamageError, TierError
-from pipefit.spill.arena import aligned, pin, unpin
+from pipefit.spill.arena import aligned
 from pipefit.spill.lanes import Copy, Lane, Lanes
 from pipefit.spill.tier_file import Commit, TierFile, Written
 from pipefit.spill.tiers import ALIGNMENT, OPTIM, WEIGHTS, WGRAD, Key
+from pipefit.stage.accelerator import is_accelerator, pin, unpin
 from pipefit.units import format_bytes
 
 # Weights are read twice in a step, the others once.
@@ -182,7 +183,7 @@ class TierStore:
         """Memory of the host, pinned where the device is a GPU."""
         try:
             buffer = aligned(num_bytes)
-            if self._device.type == "cuda" and num_bytes:
+            if is_accelerator(self._device) and num_bytes:
                 pin(buffer)
         except RuntimeError as problem:
             raise TierError(
@@ -195,7 +196,7 @@ class TierStore:
 
         Each lane has one: its thread makes one copy at a time.
         """
-        if self.files is None or self._device.type != "cuda":
+        if self.files is None or not is_accelerator(self._device):
             return
         largest = max((r.disk.num_bytes for r in self._records.values() if r.memory is None), default=0)
         if self._pinned and largest <= self._pinned["write"].numel():
@@ -215,7 +216,7 @@ class TierStore:
             return None
         return record.requested
 
-    def write(self, key: Key, version: int, source: Tensor, after: Sequence[Copy] = ()) -> Copy:
+    def write(self, key: Key, version: int, source: Tensor) -> Copy:
         """Starts to write a version; it may be read once the copy has ended."""
         record = self._records[key]
         assert source.numel() == record.disk.num_bytes, f"{key}: {source.numel()} bytes, {record.disk.num_bytes} fit"
@@ -227,42 +228,39 @@ class TierStore:
             record.version = version
 
         if memory is None:
-            work = self._saving(key, version, source, is_ready=not after)
+            work = self._saving(key, version, source)
         else:
             work = copy
-        return self._start(self.lanes.write, record, version, work, after)
+        return self._start(self.lanes.write, record, version, work)
 
     def _start(
-        self, lane: Lane, record: _Record, version: int, work: Callable[[], None], after: Sequence[Copy]
+        self, lane: Lane, record: _Record, version: int, work: Callable[[], None], after: Sequence[Copy] = ()
     ) -> Copy:
         """Starts the work that makes a version of a record."""
         record.requested = version
         record.written = lane.submit(work, after)
         return record.written
 
-    def _saving(self, key: Key, version: int, source: Tensor, is_ready: bool = True) -> Callable[[], None]:
+    def _saving(self, key: Key, version: int, source: Tensor) -> Callable[[], None]:
         """The work of writing a version of a record into the file."""
         record, files = self._records[key], self.files
         assert files is not None
-        if source.is_cuda:
+        if is_accelerator(source.device):
             through = self._pinned["write"][: record.disk.num_bytes]
         else:
             through = source
         data = through.numpy().data
         # A computation waits for the slowest of its threads, so a lane that computed checksums meanwhile would delay it
         # by that time on every core. So the thread that has computed the data computes them, on all cores.
-        if is_ready and not source.is_cuda:
-            known = files.checksum(data, key, version)
-        else:
-            known = None
+        checksum = 0
+        if not is_accelerator(source.device):
+            checksum = files.checksum(data, key, version)
 
         def work() -> None:
-            if source.is_cuda:
+            nonlocal checksum
+            if is_accelerator(source.device):
                 through.copy_(source)
-            if known is None:
                 checksum = files.checksum(data, key, version)
-            else:
-                checksum = known
             copy = record.next_copy
             files.write(data, record.disk.position(copy))
             record.disk = record.disk._replace(version=version, copy=copy, checksum=checksum)
@@ -277,7 +275,7 @@ class TierStore:
         disk into the host's memory, the checksum is computed by the thread that waits for the copy.
         """
         record, disk = self._records[key], self.files
-        if into.is_cuda and record.memory is None:
+        if is_accelerator(into.device) and record.memory is None:
             through = self._pinned["read"]
         else:
             through = into
@@ -294,7 +292,7 @@ class TierStore:
             found = record.disk
             assert disk is not None
             disk.read(through.numpy().data, found.position(found.copy))
-            if into.is_cuda:
+            if is_accelerator(into.device):
                 check()
                 into.copy_(through)
 
@@ -309,7 +307,7 @@ class TierStore:
         if record.written is not None:
             waits.append(record.written)
         copy = self.lanes.read.submit(work, waits)
-        if record.memory is None and not into.is_cuda:
+        if record.memory is None and not is_accelerator(into.device):
             copy.check = check
         return copy
 
@@ -414,7 +412,7 @@ class TierStore:
         """Waits for running copies and frees the memory; files stay, unless `discard` is set."""
         self.lanes.close()
         for buffer in (*self._pinned.values(), *self._buffers):
-            if self._device.type == "cuda" and buffer.numel():
+            if is_accelerator(self._device) and buffer.numel():
                 unpin(buffer)
         self._pinned.clear()
         self._buffers.clear()

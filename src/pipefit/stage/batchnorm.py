@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.utils import _pytree as pytree
 
 from pipefit.errors import ModelError
+from pipefit.stage.device import to_device
 
 _COUNTER = "num_batches_tracked"
 _AVERAGES = ("running_mean", "running_var")
@@ -477,7 +478,7 @@ def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
     counts = torch.tensor([[call.size for call in calls] for calls in micro_batches], dtype=torch.float64)
     if len(norms) > 1:
         counts = counts.repeat_interleave(torch.tensor([norm.num_channels for norm in norms]), 1)
-    counts = counts.to(mean.device).expand_as(mean)
+    counts = to_device(counts, mean.device).expand_as(mean)
     count = counts.sum(0)
     total = mean.mul(counts).sum(0)
     centre = total / count

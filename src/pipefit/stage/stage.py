@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from pipefit.errors import ModelError, is_lost_peer
 from pipefit.stage import batchnorm
+from pipefit.stage.accelerator import generator_of
 from pipefit.stage.compiler import Forward
+from pipefit.stage.half_copies import HalfCopies
 from pipefit.stage.replay import AttentionCores, replayed_forwards
 from pipefit.stage.split import NamedLayer, modules_of
 
@@ -65,6 +67,7 @@ class Stage:
         layers: with the user's names.
         device: where it runs.
         half: the type that autocast computes in; None: no autocast.
+        halves: copies of its weights in this type.
         compiled: modules that train by other forwards, which are compiled.
         replayed: modules that the backward replays, with the forwards by which they train.
         batchnorms: the running averages of its batch norms.
@@ -78,6 +81,7 @@ class Stage:
         self.seed = seed
         self.training = True
         self.half: torch.dtype | None = None
+        self.halves = HalfCopies()
         self.compiled: dict[nn.Module, Forward] = {}
         for layer in self.layers:
             layer.module.to(device)
@@ -92,15 +96,19 @@ class Stage:
         self.replayed: dict[nn.Module, Forward] = {}
         self._cores: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self.is_cut = hasattr(self.layers[0].module, "through")
-        if device.type == "cuda":
-            self._generator = torch.cuda.default_generators[device.index or 0]
-        else:
-            self._generator = torch.default_generator
+        self._generator = generator_of(device)
 
     @property
     def overwrites(self) -> bool:
         """Whether a copy of the batch stands in for it because the model, which was cut, writes into it."""
         return self.is_cut and getattr(self.layers[0].module.shell, "overwrites", False)
+
+    def compute_in(self, half: torch.dtype | None) -> None:
+        """Sets the type that layers compute in, under autocast; after `compiled`, whose forwards cast their weights."""
+        self.half = half
+        if half is not None and not self.compiled:
+            modules = [module for layer in self.layers for _, module in modules_of(layer.module)]
+            self.halves.take(modules, half, self.device.type)
 
     def replay(self, recompute: str, num_layers: int) -> None:
         """Lets the backward replay layers or attention.
@@ -154,7 +162,7 @@ class Stage:
         def seed(layer: int) -> None:
             self._generator.manual_seed(layer_seed(self.seed, ordinal, layer))
 
-        # Inside, so that weights are cast once for each forward, and anew for the next version's.
+        # Inside, so that autocast casts other weights once for each forward, and anew for the next version's.
         half: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.half is not None:
             half = torch.autocast(self.device.type, self.half)
@@ -164,7 +172,7 @@ class Stage:
         try:
             changed = {}
             if self.training:
-                changed = self.compiled | self.replayed
+                changed = self.compiled | self.replayed | self.halves.forwards
             with (
                 half,
                 self._norms_copied(None if replay else update),

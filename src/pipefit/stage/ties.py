@@ -24,8 +24,8 @@ def tied_parameters(layers: Sequence[NamedLayer], partition: Partition) -> dict[
     for found in _named_at(layers):
         stages = {stage_of[layer] for _, _, layer in found}
         if len(stages) > 1:
-            owner, parameter, _ = found[0]
-            tie = Tie(owner, parameter.shape, parameter.dtype)
+            owner, parameter, layer = found[0]
+            tie = Tie(owner, stage_of[layer], parameter.shape, parameter.dtype)
             ties.update((name, tie) for name, _, _ in found)
     return ties
 

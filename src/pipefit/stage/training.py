@@ -90,12 +90,14 @@ class Tie(NamedTuple):
     """A parameter that several stages train.
 
     Attributes:
-        owner: the first of its names; the copy of that name is counted in norms and saved.
+        owner: the first of its names; the copy of that name is saved.
+        stage: the first of them, whose copy is counted in norms; others may hold it under the same name.
         shape: of the parameter.
         dtype: of the parameter.
     """
 
     owner: str
+    stage: int
     shape: torch.Size
     dtype: torch.dtype
 

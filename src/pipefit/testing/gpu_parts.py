@@ -33,7 +33,9 @@ from pipefit.runtime.launch import launch
 from pipefit.runtime.outcomes import LaunchError
 from pipefit.runtime.session import current
 from pipefit.spec.options import Parallelism, Request
-from pipefit.stage.device import process_device, settle
+from pipefit.stage import accelerator
+from pipefit.stage.accelerator import is_accelerator, settle
+from pipefit.stage.device import process_device
 from pipefit.stage.split import named_layers
 from pipefit.testing.equality import check
 
@@ -64,7 +66,7 @@ def devices_of(device: str) -> list[torch.device]:
     """The GPUs of this machine, or the CPU."""
     if device == "cpu":
         return [torch.device("cpu")]
-    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device(device, index) for index in range(torch.accelerator.device_count())]
 
 
 def rates(device: str) -> Figures:
@@ -102,12 +104,12 @@ def rates(device: str) -> Figures:
 
 def _copies(place: torch.device) -> Figures:
     """Bytes per second between the host and a device, from pinned and from other memory."""
-    num_bytes = (1 << 28) if place.type == "cuda" else (1 << 22)
+    num_bytes = (1 << 28) if is_accelerator(place) else (1 << 22)
     there = torch.zeros(num_bytes, dtype=torch.uint8, device=place)
     clock = Clock(place)
     figures: Figures = {}
     for kind in ("pinned", "pageable"):
-        host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned" and place.type == "cuda")
+        host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=kind == "pinned" and is_accelerator(place))
         for way, target, source in (("to_device", there, host), ("to_host", host, there)):
             seconds = [_copy_s(clock, target, source) for _ in range(4)]
             figures[f"{way}_{kind}_bytes_per_s"] = num_bytes / median_of(seconds[1:])
@@ -121,13 +123,13 @@ def _copy_s(clock: Clock, target: Tensor, source: Tensor) -> float:
 def overlap(device: str) -> Figures:
     """Products while copies go both ways, next to each of the two alone."""
     place = devices_of(device)[0]
-    is_gpu = place.type == "cuda"
+    is_gpu = is_accelerator(place)
     size = 8192 if is_gpu else 256
     num_bytes = (1 << 28) if is_gpu else (1 << 20)
     matrix = torch.ones(size, size, device=place)
     there = torch.zeros(2, num_bytes, dtype=torch.uint8, device=place)
     host = torch.zeros(2, num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
-    streams = [torch.cuda.Stream(place) for _ in range(2)] if is_gpu else []
+    streams = [accelerator.new_stream(place) for _ in range(2)] if is_gpu else []
 
     def products() -> None:
         for _ in range(4):
@@ -137,7 +139,7 @@ def overlap(device: str) -> Figures:
         pairs = ((there[0], host[0]), (host[1], there[1]))
         for index, (target, source) in enumerate(pairs):
             if is_gpu:
-                with torch.cuda.stream(streams[index]):
+                with accelerator.on_stream(streams[index]):
                     target.copy_(source, non_blocking=True)
             else:
                 target.copy_(source)
@@ -196,12 +198,12 @@ def prediction(device: str) -> Figures:
     place = process_device(device)
     figures: Figures = {}
     problems = []
-    models = MODELS if place.type == "cuda" else {"small": _TINY}
+    models = MODELS if is_accelerator(place) else {"small": _TINY}
     for name, sizes in models.items():
         with place:
             bundle = build("gpt", **sizes)
         x, y = bundle.example(8, 0)
-        half = torch.bfloat16 if place.type == "cuda" else None
+        half = torch.bfloat16 if is_accelerator(place) else None
         request = Request("1f1b", 4, 1, parallelism=Parallelism(device=device))
         work = Workload(named_layers(bundle.layers), bundle.loss, _adam, place, (x, y), half=half, model=name)
         made = decide(request, work, current(), measure=True)
@@ -222,14 +224,14 @@ def prediction(device: str) -> Figures:
         measured_s = _settled_s(place, partial(pipe.step, x, y))
         pipe.close()
         figures[name] = {"predicted_s": predicted_s, "measured_s": measured_s, "profile": made.profile.device}
-        if place.type == "cuda" and not 0.7 < predicted_s / measured_s < 1.4:
+        if is_accelerator(place) and not 0.7 < predicted_s / measured_s < 1.4:
             problems.append(f"a step of the {name} model takes {measured_s / predicted_s:.2f} × the predicted time")
     return {"models": figures, "problems": problems}
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:
     parameters = list(parameters)
-    return torch.optim.AdamW(parameters, 1e-4, fused=parameters[0].is_cuda)
+    return torch.optim.AdamW(parameters, 1e-4, fused=is_accelerator(parameters[0].device))
 
 
 # ---- with a GPU for each rank --------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ def num_ranks(device: str) -> int:
     """Ranks of the parts that have several: one for each GPU; two on a CPU."""
     if device == "cpu":
         return 2
-    return torch.cuda.device_count()
+    return torch.accelerator.device_count()
 
 
 def links(device: str) -> Figures:
@@ -256,7 +258,7 @@ def _links_of_rank(device: str) -> Figures:
     dist.all_reduce(total)
     settle(place)
     first_s = time.perf_counter() - start - group_s
-    sizes = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28) if place.type == "cuda" else (1 << 10, 1 << 20, 1 << 24)
+    sizes = (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 28) if is_accelerator(place) else (1 << 10, 1 << 20, 1 << 24)
     found = measure_links(sizes=sizes, repeats=8, device=place)
     levels = [
         {"level": level.name, "bandwidth_bytes_per_s": level.bandwidth_bytes_per_s, "latency_s": level.latency_s}
@@ -280,7 +282,7 @@ def ahead(device: str) -> Figures:
 def _ahead_of_rank(device: str) -> dict[str, float]:
     place = process_device(device)
     session = current()
-    matrix = torch.ones(4096 if place.type == "cuda" else 64, 64, device=place)
+    matrix = torch.ones(4096 if is_accelerator(place) else 64, 64, device=place)
     ready, *buffers = (torch.zeros(1 << 20, device=place) for _ in range(9))
     found: dict[str, float] = {}
     for count in (0, 0, 1, 2, 4, 8):
@@ -343,7 +345,7 @@ class Part:
     """A part of the examination.
 
     Attributes:
-        run: from "cuda" or "cpu" to figures.
+        run: from a kind of device, such as "cuda" or "cpu", to figures.
         tries: what it tries, in words.
         deadline_s: seconds after which it is ended: that it hangs is a result.
         least_gpus: it needs.

@@ -21,7 +21,8 @@ import torch
 import pipefit
 from pipefit.errors import PipefitError
 from pipefit.spec.files import write_atomically
-from pipefit.testing.gpu_parts import PARTS, Figures, num_ranks
+from pipefit.stage import accelerator
+from pipefit.testing.gpu_parts import PARTS, Figures, devices_of, num_ranks
 
 REPORT = "gpu-report.json"
 PAGE = "gpu-report.md"
@@ -30,18 +31,19 @@ _TOPOLOGY_S = 10
 _COLOURS = re.compile(r"\x1b\[\d*m")
 
 
-def examine(folder: Path, device: str = "cuda", on_part: Callable[[str, Figures], None] | None = None) -> Figures:
+def examine(folder: Path, device: str = "", on_part: Callable[[str, Figures], None] | None = None) -> Figures:
     """Runs all parts and writes their figures to a folder, after each of them, as JSON and as a page.
 
     Args:
         folder: for `gpu-report.json` and `gpu-report.md`.
-        device: "cuda"; "cpu" tries the parts themselves.
+        device: kind of the accelerators; "": that of this machine; "cpu" tries the parts themselves.
         on_part: called with the name and the figures of each part that has ended.
 
     Raises:
         PipefitError: torch sees no GPU, or the folder cannot be written.
     """
-    if device == "cuda" and not torch.cuda.is_available():
+    device = device or accelerator.kind()
+    if device == "":
         raise PipefitError("--gpu: expected a GPU that torch can use, and it sees none here; pipefit doctor says why")
     report: Figures = {"facts": facts(device), "parts": {}}
     for name, part in PARTS.items():
@@ -70,12 +72,9 @@ def facts(device: str) -> Figures:
     }
     if device == "cpu":
         return found
-    count = torch.cuda.device_count()
-    found["cuda"] = torch.version.cuda
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["gpus"] = [torch.cuda.get_device_name(index) for index in range(count)]
-    found["free_bytes"] = [torch.cuda.mem_get_info(index)[0] for index in range(count)]
-    found["direct"] = [[a == b or torch.cuda.can_device_access_peer(a, b) for b in range(count)] for a in range(count)]
+    found |= accelerator.facts_of_cuda()
+    found["gpus"] = accelerator.names()
+    found["free_bytes"] = [accelerator.free_bytes(place) for place in devices_of(device)]
     found["topology"] = _topology()
     return found
 

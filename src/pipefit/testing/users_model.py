@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipefit.cutting import Cut
 from pipefit.cutting.traced import Traced
 from pipefit.errors import ModelError
+from pipefit.stage.accelerator import generator_of
 from pipefit.stage.split import NamedLayer
 from pipefit.testing.case import Case, Tensors
 
@@ -86,7 +87,7 @@ class Whole:
         # A first layer may change its input in place.
         given = pytree.tree_map(lambda leaf: leaf.clone().to(case.device), x)
         target = pytree.tree_map(lambda leaf: leaf.to(case.device), y)
-        generator = _generator(torch.device(case.device))
+        generator = generator_of(torch.device(case.device))
 
         def seeded(layer: int) -> None:
             generator.manual_seed(layer_seed(case.updates.seed, number, layer))
@@ -303,10 +304,3 @@ class _BeforeDraws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._before()
         return func(*args, **kwargs or {})
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    """The generator of all random numbers on a device."""
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator

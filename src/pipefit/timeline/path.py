@@ -87,7 +87,13 @@ def _name(timeline: Timeline, event: Event) -> str:
     return _NAMES.get(timeline.instruction(event).op, "copy")
 
 
-_NAMES = {Op.SEND: "message", Op.RECV: "message", Op.REDUCE: "reduction", Op.BARRIER: "reduction"}
+_NAMES = {
+    Op.SEND: "message",
+    Op.RECV: "message",
+    Op.REDUCE: "reduction",
+    Op.UNSHARD: "gather",
+    Op.BARRIER: "reduction",
+}
 
 
 def _message_waited_for(timeline: Timeline, event: Event) -> Wait:
@@ -185,12 +191,12 @@ def _lanes(timeline: Timeline, event: Event) -> list[_Queue]:
         hops = [(event.rank, i.peer)]
     elif i.op is Op.RECV:
         hops = [(i.peer, event.rank)]
-    elif i.op is Op.REDUCE and i.kind != Reduction.NORM:
+    elif i.op in (Op.REDUCE, Op.UNSHARD) and i.kind != Reduction.NORM:
         graph, number = _node(timeline, event)
         members = sorted(graph.ranks[side] for side in graph.sides(number))
         hops = list(zip(members, [*members[1:], members[0]], strict=True))
     found: list[_Queue] = []
-    if "contention" in timeline.notes and i.op is not Op.REDUCE:
+    if "contention" in timeline.notes and i.op not in (Op.REDUCE, Op.UNSHARD):
         found += hops
     unit = int(timeline.notes.get("port_unit", 0))
     if unit:

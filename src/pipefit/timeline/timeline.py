@@ -61,6 +61,7 @@ class Timeline:
         source: "simulated" or "measured".
         num_repeats: passes over the program.
         notes: settings of the simulation that `waited_for` needs: "contention", "no_rendezvous".
+        launches: when the host launched each computation, where a device computes it later; () on a CPU.
     """
 
     program: Program
@@ -69,6 +70,7 @@ class Timeline:
     source: str = "simulated"
     num_repeats: int = 1
     notes: dict[str, float] = field(default_factory=dict)
+    launches: tuple[Event, ...] = ()
 
     def instruction(self, event: Event) -> Instruction:
         """The instruction of an event."""

@@ -1,7 +1,8 @@
 """Timelines as Chrome traces: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open, and that loads back.
 
-A process is a rank, a thread a lane. Messages and copies that overlap get further threads, because slices of one thread
-must not cross. Arrows lead from a send to its receive; a counter follows the memory.
+A process is a rank, a thread a lane; so are the launches of a host with a device. Messages and copies that overlap get
+further threads, because slices of one thread must not cross. Arrows lead from a send to its receive; a counter follows
+the memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from pipefit.timeline.timeline import Event, Timeline
 
 _FORMAT = "pipefit.timeline/1"
 _US = 1e6
-_THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300, "host_step": 400}
+_LAUNCH = "launch"
+_THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300, "host_step": 400, _LAUNCH: 500}
 
 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
@@ -32,6 +34,7 @@ def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
     threads = _threads(timeline)
     items: list[dict[str, Any]] = list(_names(timeline, threads))
     items += [_slice(timeline, event, threads[event]) for event in timeline.events]
+    items += [_launch(timeline, event) for event in timeline.launches]
     items += _arrows(timeline, threads)
     memory = []
     for rank, samples in enumerate(timeline.memory):
@@ -64,11 +67,14 @@ def from_chrome_trace(data: object, where: str = "trace") -> Timeline:
     try:
         other = data["otherData"]
         program = text.parse(other["program"], f"{where}: program")
-        events = [Event(**item["args"]) for item in data["traceEvents"] if item["ph"] == "X"]
+        slices = [item for item in data["traceEvents"] if item["ph"] == "X"]
+        events = [Event(**item["args"]) for item in slices if item["cat"] != _LAUNCH]
+        launches = [Event(**item["args"]) for item in slices if item["cat"] == _LAUNCH]
         memory = tuple(tuple((time, size) for time, size in samples) for samples in other["memory"])
         notes = {str(name): float(value) for name, value in other["notes"].items()}
-        timeline = Timeline(program, tuple(events), memory, other["source"], other["num_repeats"], notes)
-        for event in events:
+        repeats = other["num_repeats"]
+        timeline = Timeline(program, tuple(events), memory, other["source"], repeats, notes, tuple(launches))
+        for event in events + launches:
             timeline.instruction(event)
     except (KeyError, TypeError, AttributeError, IndexError) as problem:
         raise PipefitError(f"{where}: malformed trace: {type(problem).__name__}: {problem}") from None
@@ -123,6 +129,7 @@ def _names(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, 
         yield _metadata("process_name", rank, 0, name=f"rank {rank} ({stages})")
         yield _metadata("process_sort_index", rank, 0, sort_index=rank)
     lanes = {(event.rank, thread): _lane(timeline, event) for event, thread in threads.items()}
+    lanes |= {(event.rank, _THREADS[_LAUNCH]): _LAUNCH for event in timeline.launches}
     for (rank, thread), lane in sorted(lanes.items()):
         name = lane
         track = thread - _THREADS[lane]
@@ -150,6 +157,12 @@ def _slice(timeline: Timeline, event: Event, thread: int) -> dict[str, Any]:
         "dur": max(end - start, 0.0) * _US,
         "args": asdict(event) | {"start_s": start, "end_s": end},
     }
+
+
+def _launch(timeline: Timeline, event: Event) -> dict[str, Any]:
+    """The slice of the host's launch of a computation."""
+    item = _slice(timeline, event, _THREADS[_LAUNCH])
+    return item | {"name": f"launch {item['name']}", "cat": _LAUNCH}
 
 
 def _arrows(timeline: Timeline, threads: dict[Event, int]) -> Iterator[dict[str, Any]]:

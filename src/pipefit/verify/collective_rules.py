@@ -30,6 +30,9 @@ def collectives(s: Subject) -> Findings:
     found = _found(s)
     for (rank, key), numbers in found.items():
         if rank in due.get(key, ()):
+            kind, stage, _ = key
+            if kind == Reduction.SCATTER and s.header.shares_gradients(stage):
+                continue
             first = s.where(numbers[0])
             for number in numbers[1:]:
                 yield s.at(_RULE, number, f"is already reduced: {first}")
@@ -40,8 +43,9 @@ def collectives(s: Subject) -> Findings:
         for rank in members:
             if (rank, key) not in found:
                 yield _missing(rank, key, members)
-    firsts = {place: numbers[0] for place, numbers in found.items()}
-    yield from _misplaced(s, firsts)
+    # Shared gradients are summed in parts: the last sum must come after all of them.
+    lasts = {place: numbers[-1] for place, numbers in found.items()}
+    yield from _misplaced(s, lasts)
     yield from _barriers(s)
     yield from _out_of_order(s)
 
@@ -89,7 +93,8 @@ def _groups(header: Header) -> Iterator[tuple[str, int]]:
     for stage in range(header.num_stages):
         if header.is_sharded(stage):
             yield Reduction.SCATTER.value, stage
-            yield Reduction.SHARDS.value, stage
+            if header.is_resident(stage):
+                yield Reduction.SHARDS.value, stage
         else:
             yield Reduction.REPLICAS.value, stage
     for tie in header.ties:

@@ -14,16 +14,15 @@ from pipefit.verify.subject import Finding, Findings, Subject
 _RULE = "complete"
 _OWNED = [op for op in Op if op in WORK_OPS and "mb" in OP_SPEC[op].fields]
 _TRAVELS = Kind.ACT.value
-_HELD = (Op.STEP, Op.DROP, Op.FETCH, Op.EVICT)
+_HELD = (Op.STEP, Op.DROP, Op.UNSHARD, Op.FREE, Op.FETCH, Op.EVICT)
 
 
 def ownership(s: Subject) -> Findings:
-    """Instructions of a micro-batch are on the rank of the round-robin rule, others on a rank of their stage."""
+    """Instructions of a micro-batch are on the rank of the header's rule, others on a rank of their stage."""
     placement = s.header.placement
     ranks = s.graph.ranks
     for stage, mb, number in s.each(*_OWNED):
-        homes = placement[stage]
-        owner = homes[mb % len(homes)]
+        owner = s.header.rank_of(stage, mb)
         if ranks[number] != owner:
             yield s.at("ownership", number, f"stage {stage} runs micro-batch {mb} on rank {owner}")
     for stage, _, number in s.each(*_HELD):

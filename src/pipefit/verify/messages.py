@@ -58,11 +58,9 @@ def _owed(header: Header) -> dict[ValueKey, Link]:
     """The values that must be sent, with source and target rank."""
     result: dict[ValueKey, Link] = {}
     for stage in range(header.last_stage):
-        here = header.placement[stage]
-        after = header.placement[stage + 1]
         for mb in range(header.total_microbatches):
-            source = here[mb % len(here)]
-            target = after[mb % len(after)]
+            source = header.rank_of(stage, mb)
+            target = header.rank_of(stage + 1, mb)
             if source != target:
                 result[ACT, stage, mb] = source, target
                 if stage >= header.frozen:

@@ -12,7 +12,7 @@ from pipefit.units import counted
 RULES: Final[dict[str, str]] = {
     "complete": "each micro-batch is loaded, goes forward once at every stage and backward once at each that is not "
     "frozen; each update steps once",
-    "ownership": "every instruction is on the rank that holds its stage and, by the round-robin rule, its micro-batch",
+    "ownership": "every instruction is on the rank that holds its stage and, round-robin or by shares, its micro-batch",
     "dependencies": "what an instruction needs was made on its rank before it",
     "use-after-free": "no value is used after it is consumed, dropped or evicted",
     "messages": "every value that another rank needs is sent to it once and received once, and nothing else is sent",
@@ -21,6 +21,7 @@ RULES: Final[dict[str, str]] = {
     "collectives": "all members take part in each reduction that is due, in one order, after gradients, before steps",
     "versions": "weights have the version that the header's rule asks for, and are dropped exactly when they are dead",
     "residency": "a spilled value is fetched into a free slot, from a tier with that version, and ends on its tier",
+    "sharing": "weights that copies share are whole and new when they are used; gradients are summed before they go",
     "memory": "what a rank holds at once fits its capacity",
 }
 """Every rule, and its requirement in one sentence."""

@@ -74,7 +74,7 @@ def _ranges(header: Header, i: Instruction, rank: int) -> tuple[range, range]:
         return range(0), range(0)
     if "version" in fields:
         # A step or reduction is of an update; other instructions also use the version after the last one.
-        is_of_update = i.op is Op.REDUCE or i.op in STEP_OPS
+        is_of_update = i.op in (Op.REDUCE, Op.FREE, *STEP_OPS)
         versions = range(_updates(header, i) + (not is_of_update))
     return mbs, versions
 
@@ -130,6 +130,8 @@ def _problems(header: Header, i: Instruction, rank: int) -> Problems:
         yield from _slot(header, i)
     if i.op in STEP_OPS:
         yield from _place_of_step(header, i)
+    if i.op in (Op.UNSHARD, Op.FREE) and has_stage and not header.shares_gradients(i.stage):
+        yield "sharing", f"the header says that the copies of stage {i.stage} share nothing that is gathered or freed"
 
 
 def _rule_of_kinds(i: Instruction) -> str:
@@ -166,7 +168,7 @@ def _version(header: Header, i: Instruction) -> Problems:
     is_update = 0 <= i.version < updates
     if i.op is Op.REDUCE and not is_update:
         yield "collectives", f"there is no update {i.version}: there are {updates}"
-    if not is_update and (i.op in STEP_OPS or i.kind == Kind.WGRAD):
+    if not is_update and (i.op in (Op.FREE, *STEP_OPS) or i.kind == Kind.WGRAD):
         yield "complete", f"there is no update {i.version}: stage {i.stage} makes {updates} updates"
     if not is_update and i.version != updates:
         yield "versions", f"there is no such version: stage {i.stage} has versions 0 to {updates}"

@@ -16,6 +16,7 @@ from pipefit.verify.messages import fifo, messages
 from pipefit.verify.order import deadlock, dependencies, use_after_free
 from pipefit.verify.report import RULES, Report, Violation
 from pipefit.verify.sense import set_aside
+from pipefit.verify.sharing_rules import sharing
 from pipefit.verify.spill_rules import residency
 from pipefit.verify.subject import Finding, Rule, Subject
 from pipefit.verify.version_rules import versions
@@ -30,6 +31,7 @@ _PLAIN: tuple[Rule, ...] = (
     deadlock,
     collectives,
     residency,
+    sharing,
 )
 
 

@@ -55,7 +55,7 @@ def _dropped(s: Subject, rank: int) -> Findings:
         is_use = i.op in _WAITED_FOR
         if is_use:
             busy.append(number)
-        if s.header.is_spilled(i.stage):
+        if not s.header.is_resident(i.stage):
             continue
         if is_use:
             last_use[i.stage, i.version] = number
@@ -86,7 +86,7 @@ def _alive(s: Subject, rank: int, most: int | None) -> Findings:
     instructions = s.program.ranks[rank]
     alive: dict[int, int] = dict.fromkeys(s.header.stages_of(rank), 1)
     for index, i in enumerate(instructions):
-        if i.op not in _MAKE_OR_DROP or s.header.is_spilled(i.stage):
+        if i.op not in _MAKE_OR_DROP or not s.header.is_resident(i.stage):
             continue
         alive.setdefault(i.stage, 0)
         if i.op is Op.DROP:

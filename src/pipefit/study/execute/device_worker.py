@@ -22,6 +22,7 @@ import torch
 from pipefit.errors import DamageError, PipefitError, TierError
 from pipefit.runtime.malloc import give_back_freed
 from pipefit.runtime.signals import die_with_launcher
+from pipefit.stage import accelerator
 from pipefit.study.execute import runner
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.simulation import TimedTurn
@@ -116,19 +117,19 @@ def _settle(settings: Settings) -> None:
 
 
 def _device(settings: Settings) -> torch.device:
-    if torch.cuda._is_in_bad_fork():
+    if accelerator.is_lost_in_fork():
         raise RuntimeError(
-            "the program of this study has asked for the GPU already (torch.cuda.is_available() is enough), which its "
-            "workers, forks of it, cannot use then: run the study first, in another program, or from a study file"
+            "the program of this study has asked for the GPU already (to ask whether there is one is enough), which "
+            "its workers, forks of it, cannot use then: run the study first, in another program, or from a study file"
         )
-    has_gpu = torch.cuda.is_available()
-    device = torch.device(settings.spec.device or ("cuda" if has_gpu else "cpu"))
-    if device.type == "cuda" and not has_gpu:
-        raise RuntimeError("torch sees no GPU on this machine")
-    index: int | None = device.index  # torch's types say that there is always one
-    if device.type == "cuda" and index is None:
-        device = torch.device("cuda", settings.number % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+    device = torch.device(settings.spec.device or accelerator.default_kind())
+    if not accelerator.is_accelerator(device):
+        return device
+    if device.type != accelerator.kind():
+        raise RuntimeError(f"torch sees no GPU for device {device} on this machine")
+    if device == torch.device(device.type):
+        device = torch.device(device.type, settings.number % torch.accelerator.device_count())
+        accelerator.make_current(device)
     return device
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from pipefit.checkpoint.whole import write_whole
 from pipefit.errors import NonFiniteLossError, PipefitError
-from pipefit.ir.op import Op
 from pipefit.pipeline.losses import PendingLosses, evaluate
 from pipefit.runtime.compiled import compile_rank
 from pipefit.runtime.executor import Execution
+from pipefit.runtime.finite import check_unread
 from pipefit.runtime.handlers import HANDLERS
 from pipefit.runtime.microbatches import feed_of, pair_of
 from pipefit.runtime.progress import Progress
@@ -52,6 +52,7 @@ def take_turn(opened: OpenTrial) -> TimedTurn:
     try:
         for waiting in run.run(HANDLERS, range(turn.first, turn.end)):
             raise PipefitError(f"the turn waits for ever at '{waiting}'")
+        check_unread(run)
     except NonFiniteLossError as problem:  # its updates are those of one turn
         raise NonFiniteLossError(f"step {step + 1}: {problem}") from problem
     ran_s = time.monotonic()
@@ -75,7 +76,7 @@ def _execution(opened: OpenTrial, turn: Turn) -> Execution:
     spilling.parts.clear()
     in_double = partial(torch.tensor, dtype=torch.float64, device=opened.worker.device)
     for stage, norms in state.norms.items():
-        spilling.parts[0, stage] = list(map(in_double, norms))
+        spilling.parts[0, stage] = [in_double(norms)]
     opened.worker.train(True)
     batch = pair_of(opened.recipe.batch_at(opened.step))
     count = opened.trial.microbatches
@@ -132,7 +133,7 @@ def _keep(opened: OpenTrial, turn: Turn, run: Execution) -> tuple[float, float]:
 def _note(opened: OpenTrial, turn: Turn, run: Execution) -> None:
     """Records in the state the data of the next turn that are not tensors."""
     state = opened.state
-    state.norms = {stage: list(map(float, norms)) for (_, stage), norms in opened.spilling.parts.items()}
+    state.norms = {stage: torch.cat(norms).tolist() for (_, stage), norms in opened.spilling.parts.items() if norms}
     if run.norms:
         state.squares = run.norms[0].tolist()
     state.flags = [(stage, shape, list(found)) for (stage, shape), found in opened.worker.flags.items()]
@@ -188,5 +189,4 @@ def _weights(worker: Worker) -> Iterator[Tensor]:
 
 def _copies_s(run: Execution) -> float:
     """Seconds of a turn's fetches and evictions."""
-    ran = zip(run.compiled.instructions, run.starts, run.ends, strict=True)
-    return sum(end - start for i, start, end in ran if i.op in (Op.FETCH, Op.EVICT))
+    return sum(copy.ended_s - copy.started_s for copy in run.copies)

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that live on the meta device, as an allocator without blocks would count them, and messages."""
+"""Bytes of the tensors that live, as an allocator without blocks would count them; on the meta device also messages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipefit.profiling.clock import Clock
+
 
 class _Form(NamedTuple):
     """A tensor of the meta device without its identity."""
@@ -24,30 +26,25 @@ class _Form(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-class MetaCount(TorchDispatchMode):
-    """Counts the storages that operations make on the meta device until they are freed, and the calls of collectives.
-
-    An operation that only makes new tensors runs once for each form of its arguments: many of torch's take milliseconds
-    to find the shapes of their results.
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make on devices of one type until they are freed.
 
     Attributes:
         live_bytes: of the storages that live now.
         peak_bytes: the most so far.
-        calls: of operations of `torch.distributed` by name, such as send and allreduce_.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.calls: Counter[str] = Counter()
+        self._kind = kind
         self._known: set[int] = set()
-        self._forms: dict[Any, tuple[Any, ...]] = {}
 
     def add(self, tensors: Iterable[Any]) -> None:
-        """Counts the storages of tensors of the meta device that are not counted yet."""
+        """Counts the storages of tensors that are not counted yet."""
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not tensor.is_meta:
+            if not isinstance(tensor, Tensor) or tensor.device.type != self._kind or tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
             key = storage._cdata
@@ -60,6 +57,58 @@ class MetaCount(TorchDispatchMode):
     def _freed(self, key: int, num_bytes: int) -> None:
         self._known.discard(key)
         self.live_bytes -= num_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation and counts its results."""
+        result = func(*args, **(kwargs or {}))
+        self.add(pytree.tree_leaves(result))
+        return result
+
+
+class Growth(Clock):
+    """A clock of bytes: between two of its marks lies the most by which memory grew after the first.
+
+    Args:
+        count: that is active while marks are made.
+        device: of the tensors.
+    """
+
+    def __init__(self, count: LiveBytes, device: torch.device) -> None:
+        super().__init__(device)
+        self._count = count
+        self._live: list[int] = []
+        self._most: list[int] = []
+
+    def mark(self) -> int:
+        """The number of the mark; the peak begins anew."""
+        count = self._count
+        self._most.append(count.peak_bytes)
+        self._live.append(count.live_bytes)
+        count.peak_bytes = count.live_bytes
+        return len(self._live) - 1
+
+    def between(self, start: int, end: int) -> float:
+        """Bytes, at least 0, from one mark to another."""
+        first = self._live[start]
+        return max(self._most[start + 1 : end + 1], default=first) - first
+
+
+class MetaCount(LiveBytes):
+    """Counts on the meta device, and counts the calls of collectives.
+
+    An operation that only makes new tensors runs once for each form of its arguments: many of torch's take milliseconds
+    to find the shapes of their results.
+
+    Attributes:
+        calls: of operations of `torch.distributed` by name, such as send and allreduce_.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("meta")
+        self.calls: Counter[str] = Counter()
+        self._forms: dict[Any, tuple[Any, ...]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,0 +1,1 @@
+"""pipefit inside of other libraries' training loops."""

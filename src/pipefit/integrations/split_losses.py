@@ -1,0 +1,140 @@
+"""How a batch of the Trainer is split into micro-batches, and the weights of their losses: tried on a few samples.
+
+The Trainer's loss of an update is the sum of the losses of its batches. That of a batch equals
+
+    the sum of the losses of its parts       where a loss is divided by the number of labels of the whole update
+    their mean, weighted by their labels     where it is a mean over labels, or over samples
+
+or neither, as for a contrastive loss: then a batch is one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipefit.cutting.own import IGNORED, Labels
+from pipefit.errors import PlanError
+from pipefit.integrations.one_replica import from_rank
+from pipefit.pipeline.batches import samples_of
+from pipefit.runtime.microbatches import MicroBatch, cut, feed_of
+from pipefit.spec.options import Request
+
+Batch = Mapping[str, Any]
+"""Tensors and plain values by the names of the model's arguments."""
+
+ITEMS = "num_items_in_batch"
+"""The Trainer's name for the number of labels of an update, which divides sums of losses."""
+
+SUM = "sum"
+MEAN = "mean"
+UNKNOWN = "unknown"
+
+_TRIED = 4
+_CLOSE = 1e-4
+
+
+def num_samples(batch: Batch) -> int:
+    """The number of samples of a batch of tensors."""
+    found = samples_of(batch)
+    assert found is not None
+    return found
+
+
+def for_each_sample(arguments: Batch) -> dict[str, Any]:
+    """Arguments of a model with the number of labels as a tensor that is split by samples like all others."""
+    found = {name: value for name, value in arguments.items() if value is not None}
+    items = found.pop(ITEMS, None)
+    if items is not None:
+        found[ITEMS] = torch.as_tensor(items).reshape(1).repeat(num_samples(found))
+    return found
+
+
+class Split(NamedTuple):
+    """The split of each batch.
+
+    Attributes:
+        parts: micro-batches of a batch; fewer where it has fewer samples.
+        rule: how their losses give that of the batch: SUM, MEAN or UNKNOWN.
+        labels: weights of a mean.
+    """
+
+    parts: int
+    rule: str
+    labels: Labels
+
+    def feed(self, x: Batch, y: Batch, first: int, mode: str) -> list[MicroBatch]:
+        """The micro-batches of a batch; see `feed_of`."""
+        weigh = None
+        if self.rule == MEAN and "labels" in y:
+            weigh = self.labels
+        parts = min(self.parts, num_samples(y))
+        found = feed_of((x, y), parts, first, mode, weigh)
+        if self.rule == SUM:
+            return [part._replace(share=1.0) for part in found]
+        return found
+
+
+def split_of(trainer: Any, batch: Batch, request: Request) -> Split:
+    """The split for a request, which rank 0 finds with the whole model.
+
+    Args:
+        trainer: with the model, before it is taken apart.
+        batch: the first one, with labels.
+        request: of the user.
+
+    Raises:
+        PlanError: the micro-batches asked for do not suit the batches of an update, or the loss.
+    """
+    steps = trainer.args.gradient_accumulation_steps
+    session = trainer.session
+    rule = from_rank(session, session.rank == 0 and _rule(trainer, batch))
+    parts = 1
+    if rule != UNKNOWN:
+        parts = -(-2 * session.num_ranks // steps)
+    asked = request.microbatches
+    if request.plan is not None:
+        asked = request.plan.num_microbatches
+    if asked is not None:
+        parts = asked // steps
+        if asked % steps or (parts > 1 and rule == UNKNOWN):
+            raise PlanError(
+                f"{asked} micro-batches per update: expected a multiple of gradient_accumulation_steps={steps}, and "
+                f"for a loss that is neither sum nor mean over samples {steps}, because its batches cannot be split"
+            )
+    return Split(parts, rule, Labels.of(trainer.model))
+
+
+def _rule(trainer: Any, batch: Batch) -> str:
+    """How losses of parts give that of a batch, tried with some samples of it."""
+    model = trainer.model
+    if "labels" not in batch or num_samples(batch) < 2:
+        return UNKNOWN
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return UNKNOWN
+    few = pytree.tree_map_only(Tensor, lambda tensor: tensor[:_TRIED].clone(), dict(batch))
+    few.pop(ITEMS, None)
+    if few["labels"].dim() > 1 and not few["labels"].is_floating_point():
+        # A sample with one label, so that means over labels and over samples differ.
+        labels = few["labels"][1].view(-1)
+        labels[labels.ne(IGNORED).nonzero()[1:]] = IGNORED
+    items = trainer._get_num_items_in_batch([few], torch.device("cpu"))
+    was_training = model.training
+    model.eval()
+    losses = []
+    with torch.no_grad(), torch.random.fork_rng():
+        parts = cut(few, num_samples(few))
+        for part in (few, *parts):
+            losses.append(float(trainer.compute_loss(model, dict(part), num_items_in_batch=items)))
+    model.train(was_training)
+    whole, *losses = losses
+    weights = [Labels.of(model)(part) for part in parts]
+    mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
+    for rule, found in ((SUM, sum(losses)), (MEAN, mean / max(sum(weights), 1))):
+        if abs(found - whole) <= _CLOSE * abs(whole):
+            return rule
+    return UNKNOWN

@@ -1,0 +1,341 @@
+"""The Trainer of transformers over a pipeline: its own loop, callbacks and schedules, with the passes of `Pipeline`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from pipefit.cutting import Cut, cut
+from pipefit.cutting.own import without_adapters
+from pipefit.errors import PipefitError, PlanError
+from pipefit.integrations.one_replica import as_one_replica, from_rank
+from pipefit.integrations.split_losses import ITEMS, Batch, for_each_sample, split_of
+from pipefit.integrations.stage_optimizers import StageOptimizers
+from pipefit.integrations.trainer_arguments import check_arguments
+from pipefit.integrations.trainer_passes import forward, train
+from pipefit.pipeline.pipeline import Pipeline
+from pipefit.pipeline.request import given_plan
+from pipefit.runtime.collectives import meet
+from pipefit.runtime.session import current
+from pipefit.schedules import find
+from pipefit.spec import Plan
+from pipefit.spec.options import AUTO, Request, Updates
+
+# Before `TrainingArguments` makes a process group of its own. A worker of a loader is no rank, and needs none.
+if "RANK" in os.environ:
+    with contextlib.suppress(PipefitError):
+        current()
+
+_ANY_NORM = 1e30
+"""A limit that no gradient reaches: the Trainer wants to know the norm also where it does not clip."""
+
+
+class _CalledError(Exception):
+    """The arguments with which a loss function calls its model."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+
+
+class _Model(nn.Module):
+    """What the Trainer takes for its model: a function of keyword arguments, under the name of the model's class."""
+
+    def __init__(self, model: Any, answer: Any) -> None:
+        super().__init__()
+        self._of = (model,)  # in a tuple, so that it is no part of this module
+        self._answer = answer
+
+    def _get_name(self) -> str:
+        return type(without_adapters(self._of[0])).__name__
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return self._of[0].parameters(recurse)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the pipeline removes gradients itself."""
+
+    def forward(self, **arguments: Any) -> Any:
+        return self._answer(arguments)
+
+
+class _Loss:
+    """The loss of a trainer without its attributes: ranks compare those of a method, and some differ in order."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        return self._trainer._loss(output, target)
+
+
+class PipelineTrainer(Trainer):
+    """A `transformers.Trainer` whose model runs over a pipeline of processes.
+
+        trainer = PipelineTrainer(model=model, args=args, train_dataset=…, data_collator=…)
+        trainer.train()
+
+    Started by `torchrun --nproc-per-node 2 script.py` or `pipefit run -n 2 script.py`. All processes together are one
+    replica: rank 0 reads the data, and batches have the size that one process would use. Losses, metrics and
+    checkpoints are those of `Trainer` in one process.
+
+    Args:
+        pipeline: stages, schedule, micro-batches and the like as a `Request`, or a plan or its file; None: one
+            stage for each process. Its micro-batches are those of an update: a multiple of
+            `gradient_accumulation_steps`.
+        options: those of `Trainer`.
+
+    Raises:
+        PipefitError: an argument cannot be honoured; the message names each.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        pipeline: Request | Plan | str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        args = args or TrainingArguments(output_dir="tmp_trainer")
+        check_arguments(args)
+        if isinstance(model, Cut):
+            raise PipefitError("model: got a Cut, as of pf.pretrained; give a module, with its weights in memory")
+        self.session = current()
+        as_one_replica(args, self.session)
+        self._request = _request_of(pipeline)
+        self._cut: Cut | None = None
+        self._pipe: Pipeline | None = None
+        self._optimizers: Any = None
+        self._batches: list[Any] = []
+        self._norm: Tensor | None = None
+        self._only: str | None = None
+        super().__init__(model, args, *positional, **options)
+
+    model: Any
+    optimizer: Any
+
+    # ---- what the Trainer's own loop calls --------------------------------------------------------------------------
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leaves the model where it is: each process moves its own stages."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return _Model(model, self._outputs)
+
+    def train(self, *positional: Any, **options: Any) -> Any:
+        """Trains as `Trainer.train` does; afterwards every process has the whole model, on the CPU."""
+        found = super().train(*positional, **options)
+        self._close()
+        return found
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+        """The batches of an update, which rank 0 reads, and the number of their labels."""
+        found: Any = None
+        if self.session.rank == 0:
+            found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = from_rank(self.session, found)
+        self._batches = []
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Keeps a batch; with the last one of an update runs the update, and returns its whole loss."""
+        target = for_each_sample({**inputs, ITEMS: num_items_in_batch})
+        self._batches.append((self._arguments(inputs, num_items_in_batch), target))
+        loss = 0.0
+        if len(self._batches) == self.current_gradient_accumulation_steps:
+            pipe = self._opened(*self._batches[0])
+            self._optimizers.give_settings(pipe)
+            loss, self._norm = train(pipe, self._split, self._batches)
+            self.control.should_training_stop |= self.session.stop.agreed
+        return torch.tensor(loss, device=self.args.device)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self._norm
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self._norm
+
+    def _maybe_log_save_evaluate(self, *positional: Any, **options: Any) -> None:
+        """Logs, evaluates and saves; callbacks of rank 0 decide on what, and on the end."""
+        self._agree_on_control()
+        super()._maybe_log_save_evaluate(*positional, **options)
+        self._agree_on_control()
+
+    def _agree_on_control(self) -> None:
+        vars(self.control).update(from_rank(self.session, vars(self.control)))
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
+        """The loss, outputs and labels of rank 0's batch, on every rank."""
+        inputs = from_rank(self.session, dict(inputs))
+        is_own = type(self).compute_loss is Trainer.compute_loss
+        self._only = None
+        if prediction_loss_only and is_own and not (self.compute_loss_func or self.label_smoother):
+            self._only = "loss"
+        return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+
+    def hyperparameter_search(self, *positional: Any, **options: Any) -> Any:
+        """Refused: trials of this kind are for one process.
+
+        Raises:
+            PipefitError: always.
+        """
+        raise PipefitError("PipelineTrainer has no hyperparameter_search; `pipefit study` runs trials over devices")
+
+    def end(self) -> None:
+        """Ends the trackers; the ranks leave at the end of the script."""
+        self._close()
+        self.accelerator.trackers.clear()
+
+    # ---- the passes -------------------------------------------------------------------------------------------------
+
+    def _arguments(self, batch: Batch, num_items: Any) -> dict[str, Any]:
+        """The arguments with which the loss function calls the model for a batch."""
+
+        def note(arguments: dict[str, Any]) -> Any:
+            raise _CalledError(arguments)
+
+        try:
+            self.compute_loss(_Model(self.model, note), dict(batch), num_items_in_batch=num_items)
+        except _CalledError as call:
+            return for_each_sample(call.arguments)
+        raise PipefitError(f"{type(self).__name__}.compute_loss never calls its model as model(**inputs)")
+
+    def _loss(self, output: Batch, target: Batch) -> Any:
+        """The loss of a micro-batch as the Trainer would pass it to its backward; runs where the last stage is."""
+        inputs = dict(target)
+        items = inputs.pop(ITEMS, None)
+        if items is not None:
+            items = items[0]
+        # The Trainer multiplies the loss in place, which torch refuses for the output of a stage itself.
+        given = dict(output)
+        if "loss" in given:
+            given["loss"] = given["loss"].clone()
+        loss: Any = self.compute_loss(_Model(self.model, lambda _: given), inputs, num_items_in_batch=items)
+        is_scaled = self.loss_is_scaled_for_ga
+        if is_scaled is None:
+            is_scaled = self.compute_loss_func is not None or (self.model_accepts_loss_kwargs and items is not None)
+        if is_scaled:
+            return loss
+        return loss / self.current_gradient_accumulation_steps
+
+    def _outputs(self, arguments: Batch) -> dict[str, Tensor]:
+        """The outputs of the model for a batch, in evaluation mode, on every rank."""
+        batch = for_each_sample(arguments)
+        found = forward(self._opened(batch, batch), self._split, batch, self._only)
+        return {name: value.to(self.args.device) for name, value in found.items()}
+
+    # ---- the pipeline -----------------------------------------------------------------------------------------------
+
+    def _opened(self, x: Batch, y: Batch) -> Pipeline:
+        """The pipeline over the model; made with the first batch, the inputs of the model and of the loss."""
+        if self._optimizers is not None and self._optimizers.model is not self.model:
+            self._close()  # `model_init` has made another one
+            self._optimizers = self._cut = None
+        if self._pipe is not None:
+            return self._pipe
+        if self.optimizer is None:
+            self.create_optimizer()
+        if self._optimizers is None:
+            whole = getattr(self.optimizer, "optimizer", self.optimizer)
+            self._optimizers = StageOptimizers(self.model, whole, self.optimizer_cls_and_kwargs)
+        self._split = split_of(self, y, self._request)
+        first = self._split.feed(x, y, 0, "train")[0]
+        if self._cut is None:
+            self.model.train()
+            self._cut = cut(self.model, first.input)
+        request = self._request
+        example = None
+        if AUTO in (request.stages, request.schedule):
+            example = first.input, first.target
+        self._pipe = Pipeline(
+            self._cut,
+            loss=_Loss(self),
+            optimizer=self._optimizers.of_stage,
+            stages=request.stages,
+            schedule=request.schedule,
+            microbatches=self._split.parts * self.args.gradient_accumulation_steps,
+            plan=request.plan,
+            example=example,
+            parallelism=request.parallelism,
+            precision="bf16" if self.args.bf16 else "fp32",
+            updates=Updates(clip_norm=self.args.max_grad_norm or _ANY_NORM, nonfinite="off", seed=self.args.seed),
+        )
+        self._pipe.state.num_updates = self.state.global_step
+        self._pipe.state.ordinal = self.state.global_step * self._pipe.plan.num_microbatches
+        self._optimizers.give_states(self._pipe)
+        return self._pipe
+
+    def _close(self) -> None:
+        """Gives the whole model back to every process, on the CPU; each keeps the states of its stages."""
+        if self._pipe is not None:
+            self._optimizers.take_states(self._pipe, from_every_rank=False)
+            self._pipe.close()
+            self._pipe = None
+            self._optimizers.model.to("cpu")
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Writes a folder for `from_pretrained`; with a pipeline each process writes its own stages."""
+        folder = Path(output_dir or self.args.output_dir or "")
+        if self._pipe is None:
+            super()._save(str(folder), state_dict)
+            meet(self.session)
+            return
+        self._pipe.save_pretrained(folder)
+        if self.args.should_save:
+            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._optimizers.take_states(self._pipe, from_every_rank=True)
+        super()._save_optimizer_and_scheduler(output_dir)
+        self._optimizers.whole.state.clear()
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+        meet(self.session)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._close()
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._close()
+        super()._load_best_model()
+
+
+_USUAL: Mapping[str, Any] = {"tensor": 1, "shard": "none", "spill": None}
+"""Settings of requests and plans that must stay as they are: the whole model has to come back at the end."""
+
+
+def _request_of(pipeline: Any) -> Request:
+    """The request that a user gives as `pipeline`.
+
+    Raises:
+        PlanError: it asks for what the Trainer's loop cannot use.
+    """
+    if not isinstance(pipeline, Request):
+        pipeline = Request(plan=pipeline)
+    request: Request = replace(pipeline, plan=given_plan(pipeline.plan))
+    found = []
+    for part in (request, request.parallelism, request.plan):
+        found += [name for name, usual in _USUAL.items() if getattr(part, name, usual) != usual]
+    name = (request.plan or request).schedule
+    if name not in (None, AUTO) and not find(name).is_synchronous:
+        found.append(f"the schedule {name}, whose updates overlap")
+    if found:
+        raise PlanError(f"pipeline: PipelineTrainer does not take {', '.join(found)}; `pipefit train` does")
+    return request

@@ -1,0 +1,51 @@
+"""The exercises of the course: a question for each chapter, and its answer as pipefit computes it."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from importlib.resources import files
+
+from pipefit.reproduce.entry import Bench, shown
+from pipefit.reproduce.ours import make_of
+from pipefit.reproduce.record_parts import Record
+
+_WITHIN = 0.01
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A question about a chapter.
+
+    Attributes:
+        title: of the chapter.
+        question: with one number as its answer.
+        hint: for who has it wrong.
+        ours: the record that computes the answer.
+        unit: "%": the answer is given in percent; else it follows the number.
+    """
+
+    title: str
+    question: str
+    hint: str
+    ours: Record
+    unit: str = ""
+
+    def judge(self, answer: float) -> tuple[str, str]:
+        """The verdict ("right" within 1 %, "too small", "too large"), and our answer with its commands."""
+        run = Bench()
+        ours = float(make_of(self.ours, {})(run))
+        if self.unit == "%":
+            answer = answer / 100
+        text = "\n".join([shown(ours, self.unit), *run.commands])
+        if abs(answer - ours) <= _WITHIN * ours:
+            return "right", text
+        if answer < ours:
+            return "too small", text
+        return "too large", text
+
+
+def exercises() -> list[Exercise]:
+    """The exercises, in the order of the chapters."""
+    text = files("pipefit.reproduce").joinpath("exercises.toml").read_text(encoding="utf-8")
+    return [Exercise(**record) for record in tomllib.loads(text)["exercises"]]

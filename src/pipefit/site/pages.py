@@ -1,0 +1,86 @@
+"""The pages of the site, each made by a function."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from pipefit.reproduce.lectures import ENTRIES
+from pipefit.reproduce.lectures_page import lectures_page
+from pipefit.reproduce.outcome import run_all
+from pipefit.reproduce.run_scores import published_runs
+from pipefit.site.course_pages import Draw, course_pages
+from pipefit.site.plan_grid import plan_grid
+from pipefit.site.site_frame import asset, page, rendered
+from pipefit.spec.files import write_atomically
+
+
+@dataclass(frozen=True)
+class Site:
+    """The folder of the pages, and what makes them.
+
+    Attributes:
+        folder: for pages.
+        draw: writes a drawing.
+        say: is given what is done.
+        models: of the plan page, profiles by the names that readers see; empty: the usual ones.
+    """
+
+    folder: Path
+    draw: Draw
+    say: Callable[[str], None]
+    models: Mapping[str, str]
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a page."""
+        write_atomically(self.folder / name, text)
+
+
+def _schedules(site: Site) -> None:
+    site.draw(["draw", "1f1b", "-p", "4", "-m", "8"], site.folder / "schedules.html")
+
+
+def _plan(site: Site) -> None:
+    usual = tomllib.loads(asset("usual.toml"))
+    grid = plan_grid(site.models or usual["models"], usual["machines"], usual["batches"], site.say)
+    site.write("plan.html", plan_page(grid))
+
+
+def plan_page(grid: object) -> str:
+    """The page of plans, from `plan_grid`."""
+    data = msgspec.json.encode(grid).decode().replace("</", "<\\/")
+    return page("Plans", asset("plan.html"), script=f"const grid = {data};\n{asset('plan.js')}")
+
+
+def _runs(site: Site) -> None:
+    found = published_runs(site.say)
+    site.write("runs.html", page("Published runs", rendered("runs.html.j2", svg=found.svg(), table=found.text)))
+
+
+def _lectures(site: Site) -> None:
+    entries = [entry for entry in ENTRIES.values() if entry.kind != "measured"]
+    site.write("lectures.html", lectures_page(run_all(entries, site.say)))
+
+
+def _course(site: Site) -> None:
+    for name, text in course_pages(site.folder / "course", site.draw).items():
+        site.write(f"course/{name}", text)
+
+
+MAKERS: Mapping[str, Callable[[Site], None]] = {
+    "schedules": _schedules,
+    "plan": _plan,
+    "runs": _runs,
+    "lectures": _lectures,
+    "course": _course,
+}
+"""What writes each page, by its name."""
+
+
+def first_page(names: Sequence[str]) -> str:
+    """The page that links to those that were made."""
+    return page("pipefit", rendered("first.html.j2", names=names))

@@ -1,0 +1,160 @@
+"""Models of transformers over two ranks: bytes of tensors that live, counted by their storages, and predicted ones."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pipefit as pf
+from pipefit.cost import of_plan
+from pipefit.pipeline.layer_sizes import state_per_weight
+from pipefit.planner import by_hand
+from pipefit.profiling import profile_layers
+from pipefit.runtime.microbatches import feed_of
+from pipefit.runtime.session import current
+from pipefit.simulate import simulate
+from pipefit.spec import Topology
+from pipefit.stage.split import named_layers
+
+SMALL = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "pad_token_id": 0}  # fmt: skip
+GROUPED = {**SMALL, "num_key_value_heads": 2}
+OLD = {"vocab_size": 512, "n_embd": 96, "n_layer": 4, "n_head": 4, "n_positions": 64}
+SAMPLES = 16
+LENGTH = 48
+MICROBATCHES = 4
+
+MODELS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {**GROUPED},
+    "MistralForCausalLM": {**GROUPED},
+    "Qwen2ForCausalLM": {**GROUPED, "tie_word_embeddings": False},
+    "GPT2LMHeadModel": {**OLD, "tie_word_embeddings": False},
+    "GPTNeoXForCausalLM": {**SMALL},
+    "Phi3ForCausalLM": {**GROUPED},
+    "Gemma2ForCausalLM": {**GROUPED, "head_dim": 24},
+    "BertForMaskedLM": {**SMALL, "tie_word_embeddings": False},
+    "OPTForCausalLM": {**SMALL, "ffn_dim": 256, "word_embed_proj_dim": 96, "tie_word_embeddings": False},
+    "ViTForImageClassification": {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
+                                  "num_attention_heads": 4, "image_size": 32, "patch_size": 4},
+}  # fmt: skip
+
+PLANS: dict[str, dict[str, Any]] = {
+    "1f1b": {"schedule": "1f1b"},
+    "1f1b, stages replayed": {"schedule": "1f1b", "recompute": "stage"},
+    "1f1b, layers replayed": {"schedule": "1f1b", "recompute": "layer"},
+    "gpipe": {"schedule": "gpipe"},
+    "gpipe, stages replayed": {"schedule": "gpipe", "recompute": "stage"},
+}
+
+
+class Living(TorchDispatchMode):
+    """Bytes of the storages that operations return, until the last tensor of each is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = 0
+        self.most = 0
+
+    def note(self, tensors: Any) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                address = storage.data_ptr()
+                if address and address not in self.sizes:
+                    self.sizes[address] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    weakref.finalize(storage, self.gone, address)
+        self.most = max(self.most, self.now)
+
+    def gone(self, address: int) -> None:
+        self.now -= self.sizes.pop(address)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(pytree.tree_leaves(result))
+        return result
+
+
+def model(name: str) -> nn.Module:
+    # Here, so that only the ranks load it.
+    import transformers
+
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    made: nn.Module = kind(kind.config_class(**MODELS[name]))
+    return made.train()
+
+
+def batch(name: str, samples: int = SAMPLES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    if name.startswith("ViT"):
+        pixels = torch.randn(samples, 3, 32, 32, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.randint(2, (samples,), generator=generator)}
+    words = torch.randint(1, 512, (samples, LENGTH), generator=generator)
+    return {"input_ids": words, "labels": words.clone()}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3)
+
+
+def plan(layers: int, **shape: Any) -> pf.spec.Plan:
+    return by_hand(layers, num_ranks=2, num_microbatches=MICROBATCHES, **shape)
+
+
+def counted(name: str, shape: dict[str, Any]) -> int:
+    """The most bytes of tensors of this rank in a later step."""
+    made = pf.cut(model(name), example=batch(name, 4))
+    whole = batch(name)
+    pipe = pf.Pipeline(made, loss=made.loss, optimizer=adamw, plan=plan(len(made), **shape))
+    pipe.step(whole, whole)
+    pipe.step(whole, whole)
+    worker = pipe.workers[0]
+    feed = feed_of((whole, whole), MICROBATCHES, 8, "train")
+    gc.collect()
+    count = Living()
+    stages = worker.stages.values()
+    for stage in stages:
+        for layer in stage.layers:
+            count.note(layer.module.parameters())
+            count.note(layer.module.buffers())
+    for optimizer in worker.optimizers.values():
+        count.note(pytree.tree_leaves(list(optimizer.state.values())))
+    del stage, layer, optimizer
+    with count:
+        pipe.engine.run(pipe.program, feed)
+    return count.most
+
+
+def predicted(name: str, shapes: list[dict[str, Any]]) -> list[list[float]]:
+    """The most bytes of each rank, by profile, costs and simulation."""
+    made = pf.cut(model(name), example=batch(name, 4))
+    x = batch(name, SAMPLES // MICROBATCHES)
+    layers = named_layers(made)
+    profile = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=adamw)
+    found = []
+    for shape in shapes:
+        chosen = plan(len(made), **shape)
+        state = state_per_weight(layers, adamw)
+        cost = of_plan(profile, chosen, Topology.local(2), state_per_weight=state)
+        timeline = simulate(pf.schedules.program_of(chosen), cost, repeats=2)
+        found.append([timeline.peak_bytes(rank) for rank in range(2)])
+    return found
+
+
+def both(names: list[str], shapes: list[dict[str, Any]]) -> list[tuple[list[list[float]], list[int]]]:
+    """For each model the predicted bytes of both ranks by plan (on rank 0), and the counted ones of this rank."""
+    found = []
+    for name in names:
+        guess: list[list[float]] = []
+        if current().rank == 0:
+            guess = predicted(name, shapes)
+        found.append((guess, [counted(name, shape) for shape in shapes]))
+    return found

@@ -1,0 +1,189 @@
+"""Models by their configuration: counts of their modules on the meta device, compared with published and other figures.
+
+Sizes in `configurations/` are those of the authors' configuration files: Llama 3 (Dubey et al. 2024, table 3), Mixtral
+(Jiang et al. 2024, table 1), Qwen2.5 and Qwen3 (technical reports), Gemma 2 (table 1), DeepSeek-V3 (section 4.2), BERT,
+T5, ViT (their papers).
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipefit.cutting.own import random_batch
+from pipefit.models import build
+from pipefit.models.hub import without_weights
+from pipefit.planner.computed_profile import counted_profile, profile_at, transformer_profile
+from pipefit.planner.machines import load_topology
+from pipefit.planner.transformer import Transformer, flops_per_iteration, num_parameters, transformer_of
+from pipefit.profiling import count_model, profile_layers
+from pipefit.profiling.analytic import layer_costs
+from pipefit.spec import Profile
+from pipefit.stage.split import named_layers
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+FOLDER = Path(__file__).parent / "configurations"
+H100 = load_topology("dgx-h100-8")
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2}
+SMALL |= {"num_hidden_layers": 3, "vocab_size": 1000}
+
+
+def count(name, tokens, widths=(1,), lora="", **options):
+    return count_model(lambda: without_weights(str(name), options, lora=lora), tokens, widths)
+
+
+def llama(tokens=128, widths=(1,), lora="", **options):
+    return count("transformers:LlamaForCausalLM", tokens, widths, lora, **SMALL | options)
+
+
+# Parameters in billions, as their authors say, to the digits given.
+PUBLISHED = {
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.55,
+    "llama-3.1-405b": 405.85,
+    "mixtral-8x7b": 46.7,
+    "qwen2.5-7b": 7.62,
+    "qwen3-30b-a3b": 30.5,
+    "deepseek-v3": 671.0,
+    "gemma-2-2b": 2.61,
+    "bert-large": 0.335,
+    "vit-base": 0.086,
+}
+
+
+BYTES = (
+    "output_bytes", "grad_bytes", "weight_bytes", "saved_bytes", "input_bytes", "selective_bytes", "half_bytes",
+)  # fmt: skip
+
+
+def to_the_digits_of(number):
+    return {"abs": 0.6 * 10.0 ** -len(str(number).partition(".")[2])}
+
+
+def test_published_models_are_built_without_memory():
+    for name, billions in PUBLISHED.items():
+        model = without_weights(str(FOLDER / f"{name}.json"), {})
+        count = sum(parameter.numel() for parameter in model.parameters())
+        assert count / 1e9 == pytest.approx(billions, **to_the_digits_of(billions)), name
+        assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "active"),
+    [("llama-3.1-405b", 405.85), ("mixtral-8x7b", 12.9), ("deepseek-v3", 37.6)],
+)
+def test_layers_that_are_alike_are_counted_once_and_of_experts_those_that_are_used(name, active):
+    found = count(FOLDER / f"{name}.json", 512)
+    assert found.num_active / 1e9 == pytest.approx(active, **to_the_digits_of(active))
+    assert max(found.kinds) < 5
+
+
+@pytest.mark.parametrize("name", ["bert-large", "t5-base", "vit-base"])
+def test_flop_are_those_that_torch_counts_on_the_whole_module(name):
+    """The reference runs the whole model on the meta device, with attention as two products."""
+    tokens = 64
+    own = {"num_hidden_layers": 2}
+    image = torch.zeros(2, 3, 224, 224, dtype=torch.bfloat16, device="meta")
+    batch = {"pixel_values": image, "labels": torch.zeros(2, dtype=torch.long, device="meta")}
+    if name == "vit-base":
+        tokens = 0
+    else:
+        ids = torch.zeros(2, tokens, dtype=torch.long, device="meta")
+        batch = {"input_ids": ids, "labels": ids}
+    if name == "t5-base":
+        own = {"num_layers": 2}
+    found = count(FOLDER / f"{name}.json", tokens, **own)
+    model = without_weights(str(FOLDER / f"{name}.json"), own)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    assert 2 * found.flops == pytest.approx(counter.get_total_flops(), rel=1e-9)
+
+
+def test_counted_bytes_are_those_of_a_measured_run():
+    """The reference cuts the model with its weights, runs the layers and asks autograd what it keeps."""
+    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    measured = build("transformers:LlamaForCausalLM", **sizes)
+    batch = random_batch(measured.layers.model, 2, tokens=32)
+    kept = profile_layers(measured.layers, batch, measured.loss, batch, repeats=1).layers
+    counted = count_model(lambda: without_weights("transformers:LlamaForCausalLM", sizes, dtype="float32"), 32)
+    found = counted_profile(counted, "llama", 2, H100.device).layers
+    for field in ("name", *BYTES):
+        assert [getattr(layer, field) for layer in found] == [getattr(layer, field) for layer in kept], field
+
+
+def test_a_llama_by_its_sizes_has_the_numbers_of_the_module_that_it_stands_for():
+    text = "llama:layers=3,hidden=256,heads=8,kv_heads=2,ffn=704,vocab=1000,sequence=512,fused_norms=0,fused_loss=0"
+    model = transformer_of(text)
+    found = llama(512, (1, 2))
+    assert found.flops == flops_per_iteration(model, 1)
+    assert found.num_parameters == num_parameters(model)
+    for tensor in (1, 2):
+        ours = profile_at(counted_profile(found, "llama", 4, H100.device), 4, tensor, H100).layers
+        short = transformer_profile(model, 4, H100.device, topology=H100, tensor=tensor).layers
+        block, other = ours[1], short[1]
+        assert block.weight_bytes == pytest.approx(other.weight_bytes, rel=1e-3)  # norms are whole on every device
+        assert (block.output_bytes, block.input_bytes) == (other.output_bytes, other.input_bytes)
+        # The module also keeps what its rotations and norms need: sines, cosines, a number for each token.
+        assert block.saved_bytes == pytest.approx(other.saved_bytes, rel=0.03)
+        assert ours[0].weight_bytes == short[0].weight_bytes
+    big = llama(4096, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    text = "llama:layers=3,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=1000,sequence=4096,fused_norms=0"
+    block = counted_profile(big, "llama", 1, H100.device).layers[1]
+    other = transformer_profile(transformer_of(text), 1, H100.device).layers[1]
+    assert block.forward_s == pytest.approx(other.forward_s, rel=0.05)
+    assert block.backward_s == pytest.approx(other.backward_s, rel=0.1)
+
+
+def test_a_gpt_by_its_sizes_has_the_numbers_of_the_built_in_module():
+    sizes = {"layers": 3, "hidden": 256, "heads": 4, "vocab": 500}
+    with torch.device("meta"):
+        module = build("gpt", context=128, **sizes).layers
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    counts = [one.count for one in layer_costs(named_layers(module), ids, H100.device, 2, torch.bfloat16)]
+    kernels = [kernel for count in counts for kernel in (*count.forward, *count.backward_input, *count.backward_weight)]
+    model = Transformer(sequence=128, dropout=0, attention="flash", **sizes)
+    assert sum(kernel.model_flops for kernel in kernels) == flops_per_iteration(model, 2)
+    short = transformer_profile(model, 2, H100.device).layers[1]
+    assert counts[1].figures["weight_bytes"] == short.weight_bytes
+    assert counts[1].figures["output_bytes"] == short.output_bytes
+    # The module has a kernel for GELU and one for its bias, which keep as much as one for both.
+    assert counts[1].figures["saved_bytes"] == pytest.approx(short.saved_bytes, rel=0.02)
+
+
+def test_devices_that_share_a_layer_sum_twice_in_each_way_and_have_their_part():
+    found = llama(widths=(1, 2, 8))
+    whole, half = (found.at(1, tensor)[1] for tensor in (1, 2))
+    assert [sum(kernel.kind == "sum" for kernel in way) for way in (half.forward, half.backward_input)] == [2, 2]
+    assert half.figures["weight_bytes"] < 0.51 * whole.figures["weight_bytes"]
+    assert half.figures["saved_bytes"] < whole.figures["saved_bytes"]
+    assert found.widths == (1, 2)  # two heads of keys
+
+
+def test_a_profile_of_a_count_comes_back_from_its_file_and_is_computed_for_other_devices(tmp_path):
+    made = counted_profile(llama(widths=(1, 2)), "llama", 1, H100.device)
+    read = Profile.load(made.save(tmp_path / "llama.profile.json"))
+    assert read == made
+    slow = load_topology("dgx-a100-8")
+    again = counted_profile(read.counted, "llama", 1, slow.device, topology=slow)
+    assert again.layers[1].forward_s > made.layers[1].forward_s
+    assert again.layers[1].saved_bytes == made.layers[1].saved_bytes
+
+
+def test_adapters_train_alone_and_need_fewer_products():
+    full, adapted = llama(), llama(lora="r=4")
+    trained = sum(layer.figures["trained_bytes"] for layer in adapted.at(1))
+    weights = sum(layer.figures["weight_bytes"] for layer in adapted.at(1))
+    assert trained < weights / 20
+    assert 0.6 * full.flops < adapted.flops < 0.85 * full.flops
+    # Below the first adapter nothing needs a gradient.
+    assert not adapted.at(1)[0].backward_input and not adapted.at(1)[0].backward_weight
+
+
+def test_replays_keep_the_input_of_a_block_or_all_but_the_scores():
+    figures = llama().at(2)[1].figures
+    assert figures["input_bytes"] == 2 * 128 * 256 * 2
+    assert figures["input_bytes"] < figures["selective_bytes"] <= figures["saved_bytes"]
