@@ -50,7 +50,7 @@ fast: .venv/stamp ## the tests that take less than a minute: no further processe
 	@$(PYTEST) $(BY_FILE) -m "not slow and not dist and $(TEST)"
 
 long: .venv/stamp ## the tests that take more than ten seconds each: benchmarks, several machines, compilers, whole examples
-	@$(PYTEST) $(BY_FILE) -n 3 -m "long and not faults"  # a worker more: some tests wait for links and machines
+	@$(PYTEST) $(BY_FILE) -m "long and not faults"
 
 gpu: .venv/stamp ## the tests that need a CUDA device
 	@$(PYTEST) -rs -m gpu tests/gpu
