@@ -91,6 +91,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Pipeline.load": (of("load"), {"path": "none", "weights_only": True}),
     "Pipeline.timeline": (of("timeline"), {"last": 1}),
     "Pipeline.report": (of("report"), {"last": 1}),
+    "Request": (pf.Request, {name: getattr(pf.Request(), name) for name in vars(pf.Request())}),
     "Parallelism": (pf.Parallelism, {name: getattr(pf.Parallelism(), name) for name in vars(pf.Parallelism())}),
     "Precision": (pf.Precision, dict(vars(pf.Precision()))),
     "Updates": (pf.Updates, dict(vars(pf.Updates()))),
@@ -171,12 +172,19 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "keep": "None",
         "wait": "True",
     },
+    "Request": {
+        "schedule": "None text escape empty",  # a Pipeline checks what they name
+        "microbatches": "None",
+        "stages": "None -1 0 text escape empty list",
+        "plan": " ".join(WRONG),
+        "spill": "None",
+    },
     "Parallelism": {
         "ranks": "None",
         "replicas": "list",
         "sequence_parallel": "True",
         "whole_messages": "True",
-        "shard": "optimizer",
+        "shares": "list",
         "verify_replicas": "None 0",
         "recompute": "True",
         "options": "dict",

@@ -8,7 +8,7 @@ from torch import nn
 
 from pipefit.errors import PipefitError
 from pipefit.pipeline.fewer import fitting
-from pipefit.pipeline.request import Decision, _given, _predicted, _spelled_out
+from pipefit.pipeline.request import Decision, _predicted, _spelled_out, given_plan
 from pipefit.planner import by_hand
 from pipefit.profiling.workload import Workload
 from pipefit.schedules import find, shape_of
@@ -35,7 +35,7 @@ def _left(seconds, left, measured=True, **options):
     request = Request(plan=plan)
 
     def plan_of(other, count):
-        return _given(other.plan) or _spelled_out(other, work, session, before and before.profile, count)
+        return given_plan(other.plan) or _spelled_out(other, work, session, before and before.profile, count)
 
     found = plan_of(fitting(request, session, plan_of, _predicted(before, request, work)), left)
     verify(find(found.schedule)(shape_of(found))).raise_if_bad()

@@ -47,12 +47,11 @@ def _kernel_s(device: Device, kernel: Kernel, ring: Ring) -> float:
 
 def timed(name: str, count: LayerCount, device: Device, ring: Ring = _ALONE) -> Layer:
     """A counted layer with its seconds on a device."""
-    cores = [kernel for kernel in count.forward if kernel.kind == "attention"]
     return Layer(
         name,
         kernels_s(device, count.forward, ring),
         kernels_s(device, count.backward_input, ring),
         kernels_s(device, count.backward_weight, ring),
         **count.figures,
-        attention_s=kernels_s(device, cores),
+        attention_s=kernels_s(device, count.cores),
     )

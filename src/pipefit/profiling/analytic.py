@@ -248,13 +248,21 @@ def count_layer(
     payload = map_tensors(lambda tensor: tensor.clone() if tensor.requires_grad else tensor, leaves)
     inputs = [leaf for leaf in tensors_of(leaves) if leaf.requires_grad]
     seen: dict[int, Any] = {}
+    cores: list[Kernel] = []
+
+    def noted(core: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = len(counter.kernels)
+        result = core(*args, **kwargs)
+        cores.extend(counter.kernels[begin:])
+        return result
+
     counter.take()
-    with counter, saved_storages(seen, persistent):
+    with counter, saved_storages(seen, persistent), AttentionCores(noted):
         output = run(payload)
     forward = counter.take()
     ways = gradients_of(counter, tensors_of(output), inputs, weights)
     selective_bytes = None
-    if any(kernel.kind == "attention" for kernel in forward):
+    if cores:
         chosen: dict[int, Any] = {}
         with saved_storages(chosen, persistent), AttentionCores(partial(replayed, preserve_rng_state=False)):
             run(payload)
@@ -262,7 +270,7 @@ def count_layer(
     bare = weighed("", inputs, output, seen.values(), weights)
     bare = msgspec.structs.replace(bare, selective_bytes=selective_bytes)
     counter.take()
-    return LayerCount(figures_of(bare), forward, *ways), output
+    return LayerCount(figures_of(bare), forward, *ways, cores=tuple(cores)), output
 
 
 def gradients_of(

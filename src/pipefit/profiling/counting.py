@@ -29,20 +29,23 @@ class KernelCount(TorchDispatchMode):
 
     Args:
         exchanges: the list in which a region in isolation notes what its processes would exchange.
+
+    Attributes:
+        kernels: those since the last `take`.
     """
 
     def __init__(self, exchanges: list[Exchange]) -> None:
         super().__init__()
         self._exchanges = exchanges
-        self._kernels: list[Kernel] = []
+        self.kernels: list[Kernel] = []
 
     def take(self) -> tuple[Kernel, ...]:
         """The kernels since the last call, the exchanges at the end."""
-        found = self._kernels
+        found = self.kernels
         for one in self._exchanges:
             found.append(Kernel(one.name, (float(math.prod(one.shape) * one.dtype.itemsize),)))
         self._exchanges.clear()
-        self._kernels = []
+        self.kernels = []
         return tuple(found)
 
     def __torch_dispatch__(
@@ -59,15 +62,15 @@ class KernelCount(TorchDispatchMode):
                 size = result.element_size()
             else:
                 size = args[0].element_size()
-            self._kernels += [Kernel(kind, (*sizes, size)) for kind, *sizes in products]
+            self.kernels += [Kernel(kind, (*sizes, size)) for kind, *sizes in products]
             return result
         moved_bytes = num_bytes(tensors_of((args, kwargs, result)))
         flops = _flops(func, args, kwargs, result)
         packet = func.overloadpacket
         if packet in _ATTENTION:
-            self._kernels.append(_attention(_ATTENTION[packet], args, flops, moved_bytes))
+            self.kernels.append(_attention(_ATTENTION[packet], args, flops, moved_bytes))
         else:
-            self._kernels.append(Kernel("pass", (flops, moved_bytes)))
+            self.kernels.append(Kernel("pass", (flops, moved_bytes)))
         return result
 
 

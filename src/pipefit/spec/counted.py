@@ -60,12 +60,14 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         forward: its kernels.
         backward_input: kernels of the gradient of its input.
         backward_weight: those of the gradients of its weights, in addition.
+        cores: of the forward's, those in the cores of attention.
     """
 
     figures: dict[str, float]
     forward: tuple[Kernel, ...]
     backward_input: tuple[Kernel, ...] = ()
     backward_weight: tuple[Kernel, ...] = ()
+    cores: tuple[Kernel, ...] = ()
 
     def joined(self, after: LayerCount) -> LayerCount:
         """This layer with code that follows it: its output is that of the latter."""
@@ -80,6 +82,7 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.forward + after.forward,
             after.backward_input + self.backward_input,
             after.backward_weight + self.backward_weight,
+            self.cores + after.cores,
         )
 
     def towards(self, other: LayerCount, share: float) -> LayerCount:
@@ -102,6 +105,7 @@ class LayerCount(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kernels(self.forward, other.forward),
             kernels(self.backward_input, other.backward_input),
             kernels(self.backward_weight, other.backward_weight),
+            kernels(self.cores, other.cores),
         )
 
 
