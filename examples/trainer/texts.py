@@ -1,13 +1,22 @@
 """Small real data that comes with Python and its packages, and tokenizers for it; no download."""
 
+import argparse
+import difflib
+import enum
+import heapq
 import io
 import json
 import keyword
 import pathlib
+import pickle
+import pprint
+import random
 import re
+import statistics
+import tarfile
+import textwrap
 import tokenize
 
-import sklearn.datasets
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -24,9 +33,9 @@ def sentences(number: int) -> list[str]:
 
 
 def descriptions(number: int) -> list[str]:
-    """Sentences of scikit-learn's descriptions of its data sets."""
-    sets = [sklearn.datasets.load_breast_cancer(), sklearn.datasets.load_diabetes(), sklearn.datasets.load_wine()]
-    prose = re.sub(r"\s+", " ", " ".join(one.DESCR for one in sets))
+    """Sentences in which some of Python's modules describe themselves."""
+    modules = (argparse, difflib, enum, heapq, pickle, pprint, random, statistics, tarfile, textwrap)
+    prose = re.sub(r"\s+", " ", " ".join(module.__doc__ or "" for module in modules))
     return [one for one in re.split(r"(?<=[.:,]) ", prose) if len(one) > 20][:number]
 
 

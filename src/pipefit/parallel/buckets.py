@@ -181,6 +181,11 @@ class GradientBuckets:
         for flat in self.flats:
             flat.untyped_storage().resize_(0)
 
+    def forget_pass(self) -> None:
+        """Forgets the gradients of a pass that failed: the next first backward moves its own to their places."""
+        self._adopted = False
+        self._launch = _nothing
+
     def hold(self) -> None:
         """Gives gradients memory again if they have none."""
         if self._is_freed:

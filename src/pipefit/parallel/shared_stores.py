@@ -70,6 +70,11 @@ class SharedGradientsStore(ShardedStore):
         self._reached.zero_()
         self._never = set(self._own)
 
+    def forget_pass(self) -> None:
+        """Frees the gradients of a pass that failed, whole ones and sums."""
+        super().forget_pass()
+        self.buckets.free()
+
     def _free_sums(self) -> None:
         for part in self.gradients:
             _resize(part, 0)
@@ -166,6 +171,11 @@ class SharedWeightsStore(SharedGradientsStore):
 
     def drop(self, version: int) -> None:
         """Frees whole weights; the parts stay."""
+        self._free()
+
+    def forget_pass(self) -> None:
+        """Frees the gradients of a pass that failed, and whole weights."""
+        super().forget_pass()
         self._free()
 
     def keep_changes(self) -> None:

@@ -69,6 +69,10 @@ class Store(Protocol):
     def end_step(self) -> None:
         """Frees the gradients."""
 
+    def forget_pass(self) -> None:
+        """Frees the gradients of a pass that failed."""
+        self.end_step()
+
     def drop(self, version: int) -> None:
         """Frees a version."""
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipefit.errors import InvalidProgramError
+from pipefit.errors import InvalidProgramError, NonFiniteLossError, PipefitError
 from pipefit.ir import text
 from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
@@ -54,6 +54,7 @@ class Engine:
         self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
         self._is_whole = False
+        self._is_lost = False
         self._between: DistributedTransport | None = None
         if session.is_distributed:
             has_link_groups = session.folder is not None and self.mesh.tensor == 1
@@ -102,7 +103,13 @@ class Engine:
 
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
+            PipefitError: a step of spilled stages has failed before.
         """
+        if self._is_lost:
+            raise PipefitError(
+                "a step failed while stages were in slots, some of which may have stepped, with gradients of others on "
+                "the tier: make the pipeline again, and load a checkpoint from before"
+            )
         is_new = program.digest not in self._prepared
         if is_new:
             self.prepare(program)
@@ -126,8 +133,16 @@ class Engine:
             self.executions.append(run)
         if self.session.watchdog is not None and self._moments is not None:
             self.session.watchdog.stands_before = weakref.WeakMethod(self.executions[0].stands_before)
-        with self.session.passing(program):
-            _drive(self.executions)
+        try:
+            with self.session.passing(program):
+                _drive(self.executions)
+        except BaseException as problem:
+            self._is_lost = self._loses_gradients(problem)
+            for worker, transport in zip(self.workers, self.transports, strict=True):
+                worker.forget_pass()
+                if isinstance(transport, LocalTransport):
+                    transport.forget_pass()
+            raise
         for worker in self.workers:
             worker.forget_halves()
             for store in worker.stores.values():
@@ -143,6 +158,11 @@ class Engine:
             if not any(worker.spilling for worker in self.workers):
                 keep_freed()
         return self.executions
+
+    def _loses_gradients(self, problem: BaseException) -> bool:
+        """Returns whether an error leaves gradients where the next pass would add to them."""
+        spills = any(worker.spilling for worker in self.workers)
+        return spills and torch.is_grad_enabled() and not isinstance(problem, NonFiniteLossError)
 
     @contextlib.contextmanager
     def whole_weights(self, header: Header) -> Iterator[None]:

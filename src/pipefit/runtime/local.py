@@ -59,6 +59,11 @@ class LocalTransport:
         self._pass += 1
         self.bytes_sent = 0
 
+    def forget_pass(self) -> None:
+        """Forgets the messages of a pass that failed, before the next one takes them for its own."""
+        self.mailbox.messages.clear()
+        self.mailbox.posted.clear()
+
     def send(self, instruction: Instruction, message: Message) -> Ending:
         """Copies, as a real link would, so that neither side can change the other's tensors; ends when it is posted."""
         i = instruction

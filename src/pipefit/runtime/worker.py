@@ -19,6 +19,7 @@ from pipefit.parallel.shared_stores import SharedGradientsStore, SharedWeightsSt
 from pipefit.parallel.weights import Store, WeightStore
 from pipefit.spec.plan import Shard
 from pipefit.spill.rank import Spilling
+from pipefit.stage import batchnorm
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
 from pipefit.stage.payload import Structure
@@ -154,6 +155,19 @@ class Worker:
         """Forgets the half copies of all weights, before some of them change: stages may share one."""
         for stage in self.stages.values():
             stage.halves.clear()
+
+    def forget_pass(self) -> None:
+        """Forgets what a pass that failed has left: gradients, and statistics of batch norms.
+
+        Those of spilled stages are in records and slots: there is no next pass.
+        """
+        self._idle.clear()
+        for index, stage in self.stages.items():
+            batchnorm.forget_all(stage.batchnorms)
+            if self.spilling is None or index not in self.spilling.stores:
+                self.stores[index].forget_pass()
+        for buckets in self.buckets.values():
+            buckets.forget_pass()
 
     def presence(self, stage: int, optim: bool = False, change: bool = False) -> AbstractContextManager[None]:
         """The context, between programs, in which a stage is on the device; see `Store.present`."""

@@ -241,6 +241,11 @@ class RunningAverages:
         self._seen.pop(update, None)
         self._gathered.pop(update, None)
 
+    def forget_all(self) -> None:
+        """Drops the statistics of all updates."""
+        self._seen.clear()
+        self._gathered.clear()
+
     def num_calls(self, update: int) -> int:
         """The most calls of the module in a forward of an update."""
         gathered = self._gathered.get(update)
@@ -453,6 +458,12 @@ def forget(norms: Sequence[RunningAverages], update: int) -> None:
     """Drops the statistics of an update that is not made."""
     for norm in norms:
         norm.forget(update)
+
+
+def forget_all(norms: Sequence[RunningAverages]) -> None:
+    """Drops the statistics of all updates, of a pass that failed."""
+    for norm in norms:
+        norm.forget_all()
 
 
 def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
