@@ -75,10 +75,12 @@ def test_the_contract_against_torch_names_the_whole_pure_half():
 def test_a_checker_of_types_knows_every_public_name_and_no_other(tmp_path):
     import pipefit
 
-    code = "import pipefit as pf\n" + "".join(f"pf.{name}\n" for name in (*pipefit.__all__, "Pipelin"))
+    # A file: a package that transformers may import has `import __main__`, which would be the code of an option.
+    code = tmp_path / "names.py"
+    code.write_text("import pipefit as pf\n" + "".join(f"pf.{name}\n" for name in (*pipefit.__all__, "Pipelin")))
     words = ["--config-file", os.devnull, "--follow-imports=silent", "--ignore-missing-imports"]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", *words, "--cache-dir", str(tmp_path), "-c", code],
+        [sys.executable, "-m", "mypy", *words, "--cache-dir", str(tmp_path / "cache"), str(code)],
         capture_output=True, text=True, env={**os.environ, "MYPYPATH": str(ROOT / "src")}, timeout=500,
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if "error:" in line]

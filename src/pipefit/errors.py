@@ -165,3 +165,11 @@ def look_up(name: object, table: Mapping[str, T], unknown: str, error: type[Pipe
     if key not in table:
         raise error(f"{unknown} {name!r}; {nearest(key, table)}")
     return table[key]
+
+
+def kind_of(name: str) -> type[Exception]:
+    """The error of this module with a name, which another process has sent; any other name is of a `PipefitError`."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, Exception):
+        return found
+    return PipefitError

@@ -78,7 +78,7 @@ _ITEMS = "num_items_in_batch"
 """The number of labels by which a loss is divided: in a batch, which is split by samples, once for each sample."""
 
 _TOKENS = 12
-_RESULTS = ("loss", "logits", "last_hidden_state", "start_logits", "end_logits", "encoder_last_hidden_state")
+_RESULTS = ("loss", "logits", "last_hidden_state", "start_logits", "end_logits")
 
 
 def result(output: Any) -> dict[str, Tensor]:

@@ -36,7 +36,7 @@ def _interrupted() -> float:
     import torch
     from torch import nn
 
-    from pipefit import Pipeline
+    from pipefit.pipeline.pipeline import Pipeline
 
     def fresh() -> Pipeline:
         torch.manual_seed(0)

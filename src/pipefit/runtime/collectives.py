@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipefit import errors
-from pipefit.errors import PipefitError
+from pipefit.errors import PipefitError, kind_of
 from pipefit.parallel.alike import differences
 from pipefit.runtime.session import Session
 
@@ -145,5 +144,5 @@ def from_first(session: Session, function: Callable[[], Any]) -> Any:
         outcome = None
     first = exchange(session, outcome)[0]
     if "error" in first:
-        raise getattr(errors, first["kind"], PipefitError)(first["error"])
+        raise kind_of(first["kind"])(first["error"])
     return first["value"]

@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from pipefit import errors
-from pipefit.errors import DisagreementError, PipefitError
+from pipefit.errors import DisagreementError, PipefitError, is_lost_peer, kind_of
 from pipefit.ir.program import Program
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls, lost_peer
@@ -157,8 +156,8 @@ class Session:
                 if store.check([key]):
                     kind, text = json.loads(store.get(key))
             if kind:
-                raise getattr(errors, kind, PipefitError)(text) from None
-            if errors.is_lost_peer(problem):
+                raise kind_of(kind)(text) from None
+            if is_lost_peer(problem):
                 raise lost_peer(self.rank, problem) from None
             raise
 

@@ -4,8 +4,8 @@ import signal
 
 import torch
 
-import pipefit.profiling
-import pipefit.study.execute.runner  # noqa: F401
+from pipefit.profiling import profile_sizes  # noqa: F401
+from pipefit.study.execute import runner  # noqa: F401
 
 # The first product of tensors on the meta device loads the modules that compute shapes. Without a backward: where there
 # is a GPU it would start autograd's threads for the GPU, which no fork has.
