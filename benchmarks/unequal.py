@@ -71,14 +71,14 @@ def plans(slowness: tuple[float, ...], num_layers: int, microbatches: int) -> di
     count = len(slowness)
     sizes = {"num_microbatches": microbatches}
 
-    def planned(depth: int | None) -> Plan:
+    def planned(depths: list[int] | None) -> Plan:
         return plan(
             profile(num_layers),
             machine(slowness),
             global_batch=SAMPLES * microbatches,
             microbatch_sizes=[SAMPLES],
             schedules=["1f1b"],
-            depths=depth and [depth],
+            depths=depths,
         )
 
     found = {
@@ -87,8 +87,8 @@ def plans(slowness: tuple[float, ...], num_layers: int, microbatches: int) -> di
     }
     if count % 2 == 0:
         found["two pipelines, equal"] = by_hand(num_layers, num_ranks=count, schedule="1f1b", replicas=(2,), **sizes)
-        found["two, planned"] = planned(count // 2)
-    return found | {"one, planned": planned(count), "planned": planned(None)}
+        found["two, planned"] = planned([count // 2])
+    return found | {"one, planned": planned([count]), "planned": planned(None)}
 
 
 def seconds(slowness: tuple[float, ...], num_layers: int, chosen: list[Plan], steps: int) -> list[float]:
@@ -123,7 +123,7 @@ def main(*, layers: int = 8, microbatches: int = 16, steps: int = 2) -> None:
         for (title, one), took_s in zip(compared.items(), measured, strict=True):
             cost = of_plan(profile(layers), one, machine(slowness), runtime=FREE)
             predicted_s = update_s(one, cost)[1]
-            what = f"{one.schedule}, stages {[len(stage.layers) for stage in one.partition.stages]}"
+            shape = f"{one.schedule}, stages {[len(stage.layers) for stage in one.partition.stages]}"
             if one.shares:
-                what += f", shares {list(one.shares)}"
-            print(f"  {title:20} {predicted_s:6.3f} s predicted  {took_s:6.3f} s measured  {what}")
+                shape += f", shares {list(one.shares)}"
+            print(f"  {title:20} {predicted_s:6.3f} s predicted  {took_s:6.3f} s measured  {shape}")

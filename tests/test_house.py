@@ -10,6 +10,8 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
+from tests.sham.mutations import MUTATIONS
+
 PACKAGE = Path(__file__).parents[1] / "src" / "pipefit"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -120,6 +122,12 @@ def test_one_module_alone_knows_calls_of_cuda():
     of_cuda = re.compile(r'torch\.cuda|_cuda_|\bis_cuda\b|[!=]= "cuda"')
     homes = [name_of(path) for path in MODULES if of_cuda.search(path.read_text())]
     assert homes == ["pipefit.stage.accelerator"]
+
+
+def test_each_mutation_for_the_simulated_gpu_is_of_text_that_is_there_once():
+    counts = {mutation.name: (PACKAGE / mutation.path).read_text().count(mutation.old) for mutation in MUTATIONS}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+    assert all(mutation.new != mutation.old for mutation in MUTATIONS)
 
 
 SAME_THING = {"registry", "versions"}

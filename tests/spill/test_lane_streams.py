@@ -1,11 +1,17 @@
 """The lane of a GPU, on a machine without one: what it orders by streams, and where a thread of the host waits."""
 
 import threading
+from concurrent.futures import Future
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op
+from pipefit.runtime.executor import Execution
+from pipefit.runtime.spill_handlers import _time
 from pipefit.spill.lanes import Lane
 
 
@@ -102,3 +108,27 @@ def test_a_lane_without_a_thread_copies_on_the_stream_of_the_caller(told):
     assert told[-2:] == [("copy", "caller"), ("record caller", "caller")]
     copy.wait()
     assert told[-1] == ("wait for caller", "caller")
+
+
+def test_the_times_of_a_copy_are_read_although_its_thread_has_not_recorded_them(told, monkeypatch):
+    """A wait for a copy may return before the thread of its lane does what it does at the end of the copy."""
+    monkeypatch.setattr(Future, "_invoke_callbacks", lambda future: None)
+    lane, began = Lane("read", torch.device("cuda", 1)), threading.Event()
+    copy = lane.submit(began.wait)
+    run = SimpleNamespace(
+        compiled=SimpleNamespace(instructions=[Instruction(Op.FETCH, 0)]),
+        moments=SimpleNamespace(seconds=lambda mark: mark.launched_s),
+        copies={},
+        at_end=[],
+        starts=[None],
+        ends=[None],
+        launches=[],
+        index=0,
+    )
+    _time(run, copy)
+    for action in run.at_end:
+        action()
+    began.set()
+    Execution.read_times(run)
+    lane.close()
+    assert 0 < run.starts[0] <= run.ends[0] == copy.ended_s

@@ -54,7 +54,7 @@ class Execution:
         rates: learning rates of each update of a stage, by (stage, update).
         index: of the instruction that is running or waiting.
         at_end: called at the end of the list.
-        copies: of spilled records, that the rank has started.
+        copies: of spilled records, that the rank has started, by the index of the instruction.
         loss: of the model's output, in place of the training's; None: the training's.
         look: called after each instruction, before values are freed.
         moments: of the rank's GPU; None: it computes on the CPU.
@@ -79,7 +79,7 @@ class Execution:
     unread: dict[int, Tensor] = field(default_factory=dict)
     rates: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
     at_end: list[Callable[[], object]] = field(default_factory=list)
-    copies: list[Copy] = field(default_factory=list)
+    copies: dict[int, Copy] = field(default_factory=dict)
     index: int = 0
     loss: Callable[[Any, Any], Tensor] | None = None
     look: Callable[[], None] | None = None
@@ -172,8 +172,10 @@ class Execution:
         """Reads when a GPU reached the instructions, after a wait for it: the host only launches them."""
         if self.moments is None:
             return
-        for copy in self.copies:
+        for index, copy in self.copies.items():
             copy.launched()
+            self.starts[index], self.ends[index] = copy.times
+        self.copies.clear()
         for index, instruction in enumerate(self.compiled.instructions):
             start: Any = self.starts[index]
             end: Any = self.ends[index]

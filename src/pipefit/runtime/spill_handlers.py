@@ -84,6 +84,7 @@ def step_on_host(run: Execution, i: Instruction, work: Callable[[], object] | No
 
 
 def _time(run: Execution, copy: Copy) -> None:
-    """Sets the times of the instruction to those of its copy, which its lane records."""
-    run.copies.append(copy)
-    run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))
+    """Sets the times of the instruction to those of its copy: its lane records them, on a GPU `read_times` does."""
+    run.copies[run.index] = copy
+    if run.moments is None:
+        run.at_end.append(partial(copy.record_times, run.starts, run.ends, run.index))

@@ -12,7 +12,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.runtime.executor import Execution
 from pipefit.runtime.finite import make_step, may_step, with_losses
 from pipefit.runtime.reducing import start_sum
-from pipefit.stage import batchnorm
+from pipefit.stage.batchnorm_update import update_averages
 
 
 def update_of(run: Execution, i: Instruction) -> Callable[[], bool]:
@@ -57,9 +57,10 @@ def count_batchnorms(run: Execution, i: Instruction, taken: bool) -> None:
     """Updates the running averages of a stage, also by an update without a step because of the scale of the loss."""
     norms = run.worker.stages[i.stage].batchnorms
     if taken or run.worker.scale is not None:
-        batchnorm.commit(norms, i.version)
-    else:
-        batchnorm.forget(norms, i.version)
+        update_averages(norms, i.version)
+        return
+    for norm in norms:
+        norm.forget(i.version)
 
 
 # ---- the norm of all gradients -------------------------------------------------------------------------------------

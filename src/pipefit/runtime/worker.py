@@ -19,7 +19,6 @@ from pipefit.parallel.shared_stores import SharedGradientsStore, SharedWeightsSt
 from pipefit.parallel.weights import Store, WeightStore
 from pipefit.spec.plan import Shard
 from pipefit.spill.rank import Spilling
-from pipefit.stage import batchnorm
 from pipefit.stage.compiler import compiled_forwards
 from pipefit.stage.optimizing import optimizer_of, scheduler_of
 from pipefit.stage.payload import Structure
@@ -163,7 +162,8 @@ class Worker:
         """
         self._idle.clear()
         for index, stage in self.stages.items():
-            batchnorm.forget_all(stage.batchnorms)
+            for norm in stage.batchnorms:
+                norm.forget_all()
             if self.spilling is None or index not in self.spilling.stores:
                 self.stores[index].forget_pass()
         for buckets in self.buckets.values():

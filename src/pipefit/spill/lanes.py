@@ -37,11 +37,16 @@ class Copy:
         self._moments: tuple[Mark, Mark] | None = None
         self.check: Callable[[], None] | None = None
 
-    def record_times(self, starts: list[Any], ends: list[Any], index: int) -> None:
-        """Records its times as soon as they are known; on a GPU the moments of its stream."""
+    @property
+    def times(self) -> tuple[Any, Any]:
+        """Its start and end, once it is launched; on a GPU the moments of its stream."""
+        return self._moments or (self.started_s, self.ended_s)
+
+    def record_times(self, starts: list[float], ends: list[float], index: int) -> None:
+        """Records its times as soon as they are known, maybe after a wait for it has returned."""
 
         def write(_: Future[None]) -> None:
-            starts[index], ends[index] = self._moments or (self.started_s, self.ended_s)
+            starts[index], ends[index] = self.times
 
         self._launched.add_done_callback(write)
 

@@ -4,7 +4,7 @@ The module's own forward runs, whatever it is. While it runs, copies are in the 
 
     F.batch_norm(x, copies, …)     normalises and changes the copies, as in torch; its statistics are noted
     other code                     reads the copies: what torch would have there
-    update                         the averages take the statistics of all micro-batches at once, call by call
+    update                         the averages take the statistics of all micro-batches at once (batchnorm_update.py)
 
 A forward that is torch's own has a shorter way to the same, which `torch.compile` can follow.
 
@@ -26,9 +26,9 @@ from torch.utils import _pytree as pytree
 from pipefit.errors import ModelError
 from pipefit.stage.device import to_device
 
-_COUNTER = "num_batches_tracked"
+COUNTER = "num_batches_tracked"
 _AVERAGES = ("running_mean", "running_var")
-TRACKED = (*_AVERAGES, _COUNTER)
+TRACKED = (*_AVERAGES, COUNTER)
 """The buffers that a batch norm changes in training."""
 
 
@@ -104,9 +104,9 @@ class RunningAverages:
         self.placed = dict(self._real)
         self.placed["running_mean"] = _Watched.of(self, "running_mean", mean)
         self.placed["running_var"] = _Watched.of(self, "running_var", var)
-        counter = self._real.get(_COUNTER)
+        counter = self._real.get(COUNTER)
         if self.has_own_forward and counter is not None:
-            self.placed[_COUNTER] = counter.clone()
+            self.placed[COUNTER] = counter.clone()
         buffers.update(self.placed)
         self.module.__dict__["_averages"] = self
 
@@ -139,7 +139,7 @@ class RunningAverages:
             for name, value in written.items():
                 self._real[name].copy_(value)
             return
-        if not written.keys() <= {_COUNTER}:
+        if not written.keys() <= {COUNTER}:
             raise ModelError(
                 f"{type(self.module).__name__} changes its running averages itself, and torch's batch norm does too, "
                 "but in a pipeline that one changes them only after all micro-batches; change them in a module of "
@@ -149,7 +149,7 @@ class RunningAverages:
         calls += [[] for _ in self._fresh[len(calls) :]]
         for number, call in enumerate(self._fresh):
             same = calls[number]
-            same.append(call._replace(counted=call.counted or _COUNTER in written))
+            same.append(call._replace(counted=call.counted or COUNTER in written))
             self.last[number] = same[-1]
 
     def _is_changed(self, name: str, value: Any) -> bool:
@@ -203,7 +203,7 @@ class RunningAverages:
 
     def _is_cumulative(self, share: float) -> bool:
         """Returns whether a share is that of an average over all batches, by the counter as the forward left it."""
-        counter = self.module._buffers.get(_COUNTER)
+        counter = self.module._buffers.get(COUNTER)
         if self.module.momentum is not None or counter is None:
             counted = 0.0
         else:
@@ -218,15 +218,15 @@ class RunningAverages:
         """
         if self.module.momentum is not None:
             return self.module.momentum
-        counter = self.module._buffers.get(_COUNTER)
+        counter = self.module._buffers.get(COUNTER)
         if counter is None:
             return 0.0
         return 1.0 / (float(counter) + ahead)
 
     def gathered(self, update: int) -> Tensor | None:
-        """The sums of an update so far (4 × channels of all calls; see `_sums`), which replicas add up."""
+        """The sums of an update so far (4 × channels of all calls; see `sums_of`), which replicas add up."""
         if update in self._seen:
-            sums = [_sums([self], update, number) for number in range(self.num_calls(update))]
+            sums = [sums_of([self], update, number) for number in range(self.num_calls(update))]
             self.replace(update, torch.cat(sums, 1))
         return self._gathered.get(update)
 
@@ -272,7 +272,7 @@ class RunningAverages:
 
 
 def adopt(modules: Iterable[nn.Module]) -> list[RunningAverages]:
-    """The running averages of the batch norms among some modules, which change only by `commit`."""
+    """The running averages of the batch norms among some modules, which change only by `update_averages`."""
     norms = [module for module in dict.fromkeys(modules) if isinstance(module, _BatchNorm)]
     return [RunningAverages(norm) for norm in norms if norm.track_running_stats and norm.running_mean is not None]
 
@@ -398,75 +398,7 @@ def _of_torch(
 _NORMS: dict[Any, Callable[..., Tensor]] = {F.batch_norm: _functional, torch.batch_norm: _of_torch}
 
 
-@torch.no_grad()
-def commit(norms: Sequence[RunningAverages], update: int) -> None:
-    """Updates the running averages of batch norms by the mini-batch of an update: once, or once for each call.
-
-    The channels of similar ones are concatenated: for small layers the number of operations determines the time.
-    """
-    for number in range(max((norm.num_calls(update) for norm in norms), default=0)):
-        alike: dict[tuple[object, ...], list[RunningAverages]] = {}
-        for norm in norms:
-            if number < norm.num_calls(update):
-                alike.setdefault(_kind(norm, update, number), []).append(norm)
-        for (share, *_), group in alike.items():
-            assert isinstance(share, float)
-            _update(group, _sums(group, update, number), share)
-            _count(norm for norm in group if (last := norm.last.get(number)) is None or last.counted)
-    for norm in norms:
-        norm.forget(update)
-
-
-def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]:
-    """What a norm has in common with those that are updated together: first its share."""
-    seen = norm.seen(update, number)
-    mean = norm.module._buffers["running_mean"]
-    assert mean is not None
-    last = norm.last.get(number)
-    eps = norm.module.eps
-    share = None
-    if last is not None:
-        eps = last.eps
-        share = last.share
-    if share is None:
-        share = norm.share(1)
-    is_gathered = norm.sums(update, number) is not None
-    return float(share), eps, mean.dtype, mean.device, len(seen), is_gathered
-
-
-def _update(norms: Sequence[RunningAverages], sums: Tensor, share: float) -> None:
-    """Moves the averages of norms to the statistics in sums, which `_sums` gave, by a share."""
-    count, total, distances, squares = sums
-    mean = total / count
-    # Of one group exactly 0; of several copies of a stage a difference that rounding must not make negative.
-    between = (squares - total * mean).clamp(min=0)
-    variance = (distances + between) / (count - 1).clamp(min=1)
-    sizes = [norm.num_channels for norm in norms]
-    for name, values in (("running_mean", mean), ("running_var", variance)):
-        buffers: list[Any] = [norm.module._buffers[name] for norm in norms]
-        torch._foreach_lerp_(buffers, list(values.to(buffers[0].dtype).split(sizes)), share)
-
-
-def _count(norms: Iterable[RunningAverages]) -> None:
-    """Adds one to the counters of batch norms that have one."""
-    counters = [counter for norm in norms if (counter := norm.module._buffers.get(_COUNTER)) is not None]
-    if counters:
-        torch._foreach_add_(counters, 1)
-
-
-def forget(norms: Sequence[RunningAverages], update: int) -> None:
-    """Drops the statistics of an update that is not made."""
-    for norm in norms:
-        norm.forget(update)
-
-
-def forget_all(norms: Sequence[RunningAverages]) -> None:
-    """Drops the statistics of all updates, of a pass that failed."""
-    for norm in norms:
-        norm.forget_all()
-
-
-def _sums(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
+def sums_of(norms: Sequence[RunningAverages], update: int, number: int) -> Tensor:
     """The sums of a call, for norms with as many micro-batches of an update: 4 × channels, which groups of samples add.
 
     Count, sum, sum of square distances from the group's mean, and count times the square of that mean. Sums of squares

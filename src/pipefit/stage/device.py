@@ -17,7 +17,7 @@ def process_device(name: Any = None) -> torch.device:
     """The device of this process; a GPU becomes the one that calls without a device use, instead of GPU 0.
 
     Args:
-        name: as of `usable_device`; None: the process's GPU when there is one, else the CPU.
+        name: as of `usable_device`; None: the process's GPU when there is one that can train, else the CPU.
 
     Raises:
         PipefitError: there is no such device, or it cannot train, or there are GPUs, but fewer than ranks on this

@@ -1,8 +1,8 @@
 """Timelines as Chrome traces: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open, and that loads back.
 
-A process is a rank, a thread a lane; so are the launches of a host with a device. Messages and copies that overlap get
-further threads, because slices of one thread must not cross. Arrows lead from a send to its receive; a counter follows
-the memory.
+A process is a rank, a thread a lane; the launches by the host of a GPU have a lane, too. Messages and copies that
+overlap get further threads, because slices of one thread must not cross. Arrows lead from a send to its receive; a
+counter follows the memory.
 """
 
 from __future__ import annotations

@@ -189,4 +189,4 @@ def _weights(worker: Worker) -> Iterator[Tensor]:
 
 def _copies_s(run: Execution) -> float:
     """Seconds of a turn's fetches and evictions."""
-    return sum(copy.ended_s - copy.started_s for copy in run.copies)
+    return sum(copy.ended_s - copy.started_s for copy in run.copies.values())
