@@ -37,7 +37,7 @@ def memory_over_time(timeline: Timeline, cost: CostModel) -> tuple[Samples, ...]
 
 
 def stays_of(timeline: Timeline, cost: CostModel, rank: int) -> Iterator[Stay]:
-    """The values that a rank holds, with their times: all that is always there as one, then those that are in no slot."""
+    """The values that a rank holds, with their times: what is always there as one, then all that are in no slot."""
     program = timeline.program
     yield Stay(None, 0, None, _staying_bytes(program, cost, rank))
     header = program.header
