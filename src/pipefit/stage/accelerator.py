@@ -4,7 +4,7 @@
 offer is here for each kind, and an error says what a kind does not have:
 
     streams of its own, for copies during computation       not MPS
-    a backend for messages between processes                not MPS; it computes only where a user names it
+    a backend for messages between processes                not MPS; it is used only where a user names it
     host memory that is pinned in place                     CUDA; elsewhere it stays pageable, and copies take longer
     products in TF32                                        CUDA; elsewhere they are those of float32
 """
