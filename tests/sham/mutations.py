@@ -137,6 +137,7 @@ MUTATIONS = [
         "            dist.all_reduce(token, group=group)\n        settle(self.device)\n",
         "            dist.all_reduce(token, group=group)\n",
         TWO,
+        "the first use of each link and group has blocked the host already",
     ),
     Mutation("runtime/collectives.py", "            work.wait()\n", "            pass\n", TWO),
     # copies that the host need not wait for

@@ -82,6 +82,8 @@ def trained(
         for x, y in data:
             driver.waits.clear()
             losses.append(pipe.step(x, y))
+            # A step counts all of its own copies, whatever the order of the lanes' threads.
+            driver.run_lanes()
     waits = dict(driver.waits)
     weights = {name: value.cpu() for name, value in pipe.state_dict().items()}
     pipe.close()
