@@ -31,7 +31,7 @@ from pipefit.timeline.trace import load_trace
 from pipefit.units import format_bytes, format_seconds
 
 _WIDTHS = {"screen": (1160, 2), "phone": (560, 1)}
-"""Of each kind of window, the width of a timeline in pixels, and the passes that it shows."""
+"""The width of a timeline in pixels and the number of passes that it shows, for each kind of window."""
 _SETTINGS = (
     "model",
     "option",

@@ -1,4 +1,4 @@
-"""The pages of the site, each made by a function."""
+"""The pages of the site, each written by a function of its own."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pipefit.reproduce.outcome import run_all
 from pipefit.reproduce.run_scores import published_runs
 from pipefit.site.course_pages import Draw, course_pages
 from pipefit.site.plan_grid import plan_grid
-from pipefit.site.site_frame import asset, page, rendered
+from pipefit.site.site_frame import asset, page, rendered, with_way_back
 from pipefit.spec.files import write_atomically
 
 
 @dataclass(frozen=True)
 class Site:
-    """The folder of the pages, and what makes them.
+    """The folder of the pages, and what their functions need.
 
     Attributes:
         folder: for pages.
         draw: writes a drawing.
-        say: is given what is done.
-        models: of the plan page, profiles by the names that readers see; empty: the usual ones.
+        say: called with a line about the work that begins.
+        models: profiles of the plan page, by the names that readers see; empty: the usual ones.
     """
 
     folder: Path
@@ -41,7 +41,9 @@ class Site:
 
 
 def _schedules(site: Site) -> None:
-    site.draw(["draw", "1f1b", "-p", "4", "-m", "8"], site.folder / "schedules.html")
+    path = site.folder / "schedules.html"
+    site.draw(["draw", "1f1b", "-p", "4", "-m", "8"], path)
+    site.write(path.name, with_way_back(path.read_text(encoding="utf-8")))
 
 
 def _plan(site: Site) -> None:
@@ -63,7 +65,7 @@ def _runs(site: Site) -> None:
 
 def _lectures(site: Site) -> None:
     entries = [entry for entry in ENTRIES.values() if entry.kind != "measured"]
-    site.write("lectures.html", lectures_page(run_all(entries, site.say)))
+    site.write("lectures.html", with_way_back(lectures_page(run_all(entries, site.say))))
 
 
 def _course(site: Site) -> None:
@@ -78,9 +80,9 @@ MAKERS: Mapping[str, Callable[[Site], None]] = {
     "lectures": _lectures,
     "course": _course,
 }
-"""What writes each page, by its name."""
+"""The function that writes each page, by the name of the page."""
 
 
 def first_page(names: Sequence[str]) -> str:
-    """The page that links to those that were made."""
+    """The first page: a link to each of these pages."""
     return page("pipefit", rendered("first.html.j2", names=names))

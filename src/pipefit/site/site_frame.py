@@ -1,4 +1,4 @@
-"""The frame of every page of the site."""
+"""The frame of the pages of the site, and the link to the first page."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ def page(title: str, body: str, up: str = "", script: str = "") -> str:
         script: JavaScript that runs at the end.
     """
     return rendered("shell.html.j2", title=title, body=body, up=up, script=script)
+
+
+def with_way_back(html: str) -> str:
+    """A page that has a frame of its own, with a link to the first page above it."""
+    return html.replace("<body>", '<body>\n<nav><a href="index.html">pipefit</a></nav>', 1)
 
 
 def asset(name: str) -> str:
