@@ -192,8 +192,9 @@ def _settings(config: dict[str, Any]) -> dict[str, str]:
     usual = as_flat(RunConfig())
     found = {}
     for name, value in config.items():
-        is_usual = value in (usual.get(name), None, "", [], {})
-        if name == "output" or value in (None, "", [], {}) or (is_usual and name not in _SETTINGS):
+        if name == "output" or value in (None, "", [], {}):
+            continue
+        if value == usual.get(name) and name not in _SETTINGS:
             continue
         if isinstance(value, list):
             value = ", ".join(map(str, value))
