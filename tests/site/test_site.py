@@ -126,6 +126,7 @@ def test_the_schedules_and_the_course_are_written_with_their_drawings(tmp_path, 
         for target in re.findall(r'(?:src|href)="([^"#]+)"', text):
             assert (page.parent / target).is_file(), (page, target)
         assert "```" not in text
+        assert ("<nav>" in text) == (page.parent != tmp_path or page.name != "index.html")
 
 
 def test_the_runs_and_the_lectures_hold_their_figures_and_a_way_back(tmp_path, capsys, monkeypatch):

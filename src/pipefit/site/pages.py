@@ -15,7 +15,7 @@ from pipefit.reproduce.outcome import run_all
 from pipefit.reproduce.run_scores import published_runs
 from pipefit.site.course_pages import Draw, course_pages
 from pipefit.site.plan_grid import plan_grid
-from pipefit.site.site_frame import asset, page, rendered, with_way_back
+from pipefit.site.site_frame import asset, page, rendered
 from pipefit.spec.files import write_atomically
 
 
@@ -36,14 +36,16 @@ class Site:
     models: Mapping[str, str]
 
     def write(self, name: str, text: str) -> None:
-        """Writes a page."""
-        write_atomically(self.folder / name, text)
+        """Writes a page, with a link to the first one at its top."""
+        up = "../" * name.count("/")
+        top = f'<body>\n<nav><a href="{up}index.html">pipefit</a></nav>'
+        write_atomically(self.folder / name, text.replace("<body>", top, 1))
 
 
 def _schedules(site: Site) -> None:
     path = site.folder / "schedules.html"
-    site.draw(["draw", "1f1b", "-p", "4", "-m", "8"], path)
-    site.write(path.name, with_way_back(path.read_text(encoding="utf-8")))
+    site.draw("draw 1f1b -p 4 -m 8".split(), path)
+    site.write(path.name, path.read_text(encoding="utf-8"))
 
 
 def _plan(site: Site) -> None:
@@ -65,7 +67,7 @@ def _runs(site: Site) -> None:
 
 def _lectures(site: Site) -> None:
     entries = [entry for entry in ENTRIES.values() if entry.kind != "measured"]
-    site.write("lectures.html", with_way_back(lectures_page(run_all(entries, site.say))))
+    site.write("lectures.html", lectures_page(run_all(entries, site.say)))
 
 
 def _course(site: Site) -> None:

@@ -1,25 +1,19 @@
-"""The frame of the pages of the site, and the link to the first page."""
+"""The frame of the pages of the site."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 
 
-def page(title: str, body: str, up: str = "", script: str = "") -> str:
-    """A page with a link to the first one.
+def page(title: str, body: str, script: str = "") -> str:
+    """A page in the frame.
 
     Args:
         title: of the page.
         body: HTML.
-        up: path to the folder of the first page.
         script: JavaScript that runs at the end.
     """
-    return rendered("shell.html.j2", title=title, body=body, up=up, script=script)
-
-
-def with_way_back(html: str) -> str:
-    """A page that has a frame of its own, with a link to the first page above it."""
-    return html.replace("<body>", '<body>\n<nav><a href="index.html">pipefit</a></nav>', 1)
+    return rendered("shell.html.j2", title=title, body=body, script=script)
 
 
 def asset(name: str) -> str:
