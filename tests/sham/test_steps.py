@@ -67,7 +67,7 @@ def expected_waits(name: str, waits: dict[str, int]) -> dict[str, int]:
 def trained(
     model: Callable[[], nn.Module], data: list[plain.Batch], device: str, options: dict[str, Any], tier: Path
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int]]:
-    """Losses, weights, and the waits of the last step."""
+    """Losses, weights, and the waits of the last step but one."""
     settings = {"loss": nn.functional.cross_entropy, "optimizer": plain.sgd, "microbatches": 4, "device": device}
     settings |= options
     if settings.get("spill") == "disk":
@@ -78,13 +78,19 @@ def trained(
     if options.get("schedule", "").startswith("pipedream"):
         driver.waits.clear()
         losses += pipe.fit(data)
+        waits = dict(driver.waits)
     else:
-        for x, y in data:
-            driver.waits.clear()
+        *first, counted, last = data
+        for x, y in first:
             losses.append(pipe.step(x, y))
-            # A step counts all of its own copies, whatever the order of the lanes' threads.
-            driver.run_lanes()
-    waits = dict(driver.waits)
+        # It counts all of its own copies, whatever the order of the lanes' threads.
+        driver.run_lanes()
+        driver.waits.clear()
+        losses.append(pipe.step(*counted))
+        driver.run_lanes()
+        waits = dict(driver.waits)
+        # Its copies may be under way when the weights are read.
+        losses.append(pipe.step(*last))
     weights = {name: value.cpu() for name, value in pipe.state_dict().items()}
     pipe.close()
     return losses, weights, waits
