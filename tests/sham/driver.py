@@ -170,21 +170,10 @@ def _run_next(pool: Pool) -> None:
         pool._sham_ended = task.future._sham_clock
 
 
-def _ready() -> list[Pool]:
-    """The lanes that have a call left."""
-    return [pool for pool in _lanes if pool._sham_tasks and not pool._sham_busy]
-
-
-def run_lanes() -> None:
-    """Runs what all lanes have left; the caller does not count as one that has waited for it."""
-    while ready := _ready():
-        _run_next(_order.choice(ready))
-
-
 def result(self: Any, timeout: float | None = None) -> Any:
     """Waits for a call; lanes whose calls have waited for this run now."""
     while not self.done():
-        ready = _ready()
+        ready = [pool for pool in _lanes if pool._sham_tasks and not pool._sham_busy]
         if not ready:
             break
         _run_next(_order.choice(ready))

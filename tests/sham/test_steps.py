@@ -67,7 +67,7 @@ def expected_waits(name: str, waits: dict[str, int]) -> dict[str, int]:
 def trained(
     model: Callable[[], nn.Module], data: list[plain.Batch], device: str, options: dict[str, Any], tier: Path
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, int]]:
-    """Losses, weights, and the waits of the last step but one."""
+    """Losses, weights, and the waits of the last step."""
     settings = {"loss": nn.functional.cross_entropy, "optimizer": plain.sgd, "microbatches": 4, "device": device}
     settings |= options
     if settings.get("spill") == "disk":
@@ -78,19 +78,11 @@ def trained(
     if options.get("schedule", "").startswith("pipedream"):
         driver.waits.clear()
         losses += pipe.fit(data)
-        waits = dict(driver.waits)
     else:
-        *first, counted, last = data
-        for x, y in first:
+        for x, y in data:
+            driver.waits.clear()
             losses.append(pipe.step(x, y))
-        # It counts all of its own copies, whatever the order of the lanes' threads.
-        driver.run_lanes()
-        driver.waits.clear()
-        losses.append(pipe.step(*counted))
-        driver.run_lanes()
-        waits = dict(driver.waits)
-        # Its copies may be under way when the weights are read.
-        losses.append(pipe.step(*last))
+    waits = dict(driver.waits)
     weights = {name: value.cpu() for name, value in pipe.state_dict().items()}
     pipe.close()
     return losses, weights, waits
