@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pipefit.cost.kernels import timed
+from pipefit.cost.kernels import FLASH, timed
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
@@ -22,7 +22,7 @@ from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
-_FLASH = {"flash": (0.68, 0.60), "flash1": (0.48, 0.42)}
+_FLASH = {"flash": (FLASH["attention"], FLASH["attention-back"]), "flash1": (0.48, 0.42)}
 """Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward."""
 _ALIGNED = 16
 """Bytes of which rows must be multiples for tensor cores (NVIDIA, "Matrix multiplication background", requirements)."""
