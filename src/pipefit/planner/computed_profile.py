@@ -168,7 +168,7 @@ def counted_profile(
 
 def _with_flops(device: Device) -> Device:
     """A device for which profiles can be computed, without its memory."""
-    if not device.flops > 0:
+    if device.flops <= 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
     return msgspec.structs.replace(device, memory_bytes=0.0)
 
@@ -420,7 +420,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     stream = e * s * b * h
     table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
-    looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
+    looked_s = 2 * pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
     added_s = pass_s(device, 2 * stream) + _added_s(device, model, table / e)
     ids = 4 * b * s
     positions = e * s * h if model.bias else 0
