@@ -70,7 +70,7 @@ class Split(NamedTuple):
     def feed(self, x: Batch, y: Batch, first: int, mode: str) -> list[MicroBatch]:
         """The micro-batches of a batch; see `feed_of`."""
         weigh = None
-        if self.rule == MEAN and "labels" in y:
+        if self.rule == MEAN and "labels" in y and self.labels(y) > 0:
             weigh = self.labels
         parts = min(self.parts, num_samples(y))
         found = feed_of((x, y), parts, first, mode, weigh)
