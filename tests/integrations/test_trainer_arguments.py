@@ -1,4 +1,4 @@
-"""Every field of `TrainingArguments` is honoured, without effect, or refused by name at the start."""
+"""Every field of `TrainingArguments` works as in `Trainer`, has no effect, or is refused by name at the start."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path

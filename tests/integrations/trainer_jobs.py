@@ -1,4 +1,4 @@
-"""What ranks run in the tests of `PipelineTrainer`: the scripts of `examples/trainer` with it and with `Trainer`."""
+"""Functions that run the scripts of `examples/trainer` with `PipelineTrainer`, on ranks, and with `Trainer`."""
 
 import importlib
 import sys
@@ -90,6 +90,7 @@ def folders(place: str) -> dict[str, Any]:
     trainer = stopped(PipelineTrainer, root / "pipe")
     trainer.save_model(str(root / "saved"))
     found["weights"] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    found["stepped"] = set(trainer.optimizer.optimizer.state_dict()["state"])
     found["pipe to pipe"] = resumed(PipelineTrainer, root / "pipe-pipe", root / "pipe")
     found["alone to pipe"] = resumed(PipelineTrainer, root / "alone-pipe", root / "alone")
     adapted = made("lora", PipelineTrainer, root / "lora", max_steps=2)
