@@ -289,7 +289,11 @@ def test_the_average_is_that_of_one_process_and_the_training_does_not_notice_it(
 
 @pytest.mark.parametrize(
     "options",
-    [{"schedule": "pipedream", "clip_norm": None}, {"spill": pf.Spilled(), "parallelism": pf.Parallelism(chunks=2)}],
+    [
+        {"schedule": "pipedream", "clip_norm": None},
+        {"spill": pf.Spilled(), "parallelism": pf.Parallelism(chunks=2)},
+        {"schedule": "data-parallel", "parallelism": pf.Parallelism(ranks=2, shard="weights")},
+    ],
 )
 def test_an_average_that_cannot_be_kept_is_refused(options):
     with pytest.raises(PipefitError, match="expected a synchronous schedule and stages that stay"):

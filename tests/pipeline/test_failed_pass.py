@@ -66,5 +66,23 @@ def test_a_step_that_failed_leaves_no_gradient_and_no_statistic(name: str) -> No
 
 
 def test_spilled_stages_that_failed_do_not_go_on() -> None:
-    with pytest.raises(pf.PipefitError, match="a step failed while stages were in slots"):
+    with pytest.raises(pf.PipefitError, match="or with gradients of spilled stages on the way"):
         trained(True, {"schedule": "spilled", "spill": pf.Spilled(), "stages": 4})
+
+
+def test_a_pass_that_failed_after_an_update_does_not_go_on() -> None:
+    loss = Faulty()
+    loss.raises = True
+    pipe = pf.Pipeline(
+        [nn.Linear(8, 8) for _ in range(4)],
+        loss=loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+        schedule="pipedream",
+        microbatches=1,
+        parallelism=pf.Parallelism(ranks=2),
+    )
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(6)]
+    with pytest.raises(ValueError, match="no loss for this one"):
+        pipe.fit(batches)
+    with pytest.raises(pf.PipefitError, match="a step failed after some of its updates"):
+        pipe.fit(batches)

@@ -1,5 +1,7 @@
 """The planner divides optimizers where that makes a plan fit, knows what it then takes, and the plan runs as it is."""
 
+import json
+
 import msgspec
 import pytest
 import torch
@@ -76,6 +78,16 @@ def test_who_asks_for_it_gets_it_with_any_plan() -> None:
     settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.Adam, "plan": made}
     assert Pipeline(model, **grouped(**settings)).program.header.shard == "none"
     assert Pipeline(model, **grouped(shard="optimizer", **settings)).program.header.shard == "optimizer"
+
+
+def test_a_plan_of_before_there_were_levels_is_read(tmp_path) -> None:
+    plan = msgspec.structs.replace(found(1e9, sharded=False), shard="optimizer")
+    data = json.loads(plan.save(tmp_path / "plan.json").read_text())
+    del data["shard"]
+    (tmp_path / "old.json").write_text(json.dumps({**data, "sharded_optimizer": True}))
+    (tmp_path / "none.json").write_text(json.dumps({**data, "sharded_optimizer": False}))
+    assert Plan.load(tmp_path / "old.json") == plan
+    assert Plan.load(tmp_path / "none.json").shard == "none"
 
 
 def held(worker: Worker) -> int:

@@ -290,9 +290,7 @@ class CostModel:
 
     def lifetimes(self, program: Program, rank: int) -> list[Lifetime]:
         """The values of a rank, with the work of its instructions where that is known."""
-        header = program.header
-        moves = header.spill is not None or header.shard in ("gradients", "weights")
-        if self.work_bytes and not moves:
+        if self.work_bytes and not program.header.moves_values:
             return working_lifetimes(program, rank)
         return lifetimes(program, rank)
 

@@ -11,7 +11,7 @@ from pipefit.cost.model import CostModel
 from pipefit.cost.work import work_of
 from pipefit.errors import PlanError
 from pipefit.ir.op import Work
-from pipefit.spec.plan import Partition, Plan
+from pipefit.spec.plan import COMING_AND_GOING, Partition, Plan
 from pipefit.spec.profile import ARITHMETIC, Layer, Profile
 from pipefit.spec.topology import Topology
 
@@ -115,7 +115,7 @@ def of_plan(
     sums = [0.0] * len(stages)
     gathered: set[int] = set()
     for index, num in enumerate(parts):
-        if num > 1 and plan.shard in ("gradients", "weights"):
+        if num > 1 and plan.shard in COMING_AND_GOING:
             sums[index] = trained[index] / num
         if num > 1 and plan.shard == "weights":
             shards[index] = weights[index] / num

@@ -62,7 +62,7 @@ def lifetimes(program: Program, rank: int) -> list[Lifetime]:
 def _find_lifetimes(program: Program, rank: int) -> list[Lifetime]:
     instructions = program.ranks[rank]
     header = program.header
-    moves = header.spill is not None or header.shard in ("gradients", "weights")
+    moves = header.moves_values
     lives: dict[Value, Lifetime] = {}
     for stage in header.stages_of(rank):
         if header.is_resident(stage):

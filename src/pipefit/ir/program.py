@@ -14,7 +14,7 @@ from pipefit.errors import ScheduleError, check_figures
 from pipefit.ir.instruction import Indices, Instruction, StageAt
 from pipefit.ir.op import COMPUTE_OPS, Op
 from pipefit.ir.spill import Spill
-from pipefit.spec.plan import SHARDS, Shard
+from pipefit.spec.plan import COMING_AND_GOING, SHARDS, Shard
 
 MOST_STAGES: Final = 4096
 """Most stages, and most ranks, of a program from a file."""
@@ -124,7 +124,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
                 f"shares: {self.schedule} updates without a flush, so its replicas take micro-batches in turn; use a "
                 "schedule that flushes, such as 1f1b"
             )
-        if self.shard in ("gradients", "weights"):
+        if self.shard in COMING_AND_GOING:
             raise ScheduleError(
                 f'shares: replicas that share their {self.shard} take equally many micro-batches; use shard="optimizer"'
             )
@@ -143,8 +143,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(f"shard: expected one of {known}, got {self.shard!r}")
         if self.shard_slots < 1:
             raise ScheduleError(f"shard_slots: expected at least 1, got {self.shard_slots}")
-        come_and_go = self.shard in ("gradients", "weights")
-        if not come_and_go:
+        if self.shard not in COMING_AND_GOING:
             return
         if self.weights is not WeightRule.FLUSH:
             raise ScheduleError(
@@ -201,6 +200,11 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         """Returns whether the optimizer's states of a stage stay on its device."""
         return not self.is_optim_spilled(stage) and not self.steps_on_host(stage)
 
+    @property
+    def moves_values(self) -> bool:
+        """Returns whether weights or gradients of some stages come and go, on another tier or among their replicas."""
+        return self.spill is not None or self.shard in COMING_AND_GOING
+
     def is_sharded(self, stage: int) -> bool:
         """Returns whether each replica of a stage steps a part of its weights."""
         return self.shard != "none" and len(self.placement[stage]) > 1
@@ -211,7 +215,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
 
     def shares_gradients(self, stage: int) -> bool:
         """Returns whether each replica of a stage keeps only its part of the summed gradients."""
-        return self.shard in ("gradients", "weights") and len(self.placement[stage]) > 1
+        return self.shard in COMING_AND_GOING and len(self.placement[stage]) > 1
 
     def shares_weights(self, stage: int) -> bool:
         """Returns whether each replica of a stage keeps only its part of the weights."""

@@ -179,7 +179,7 @@ class GradientBuckets:
         for parameter in self.parameters:
             parameter.grad = None
         for flat in self.flats:
-            flat.untyped_storage().resize_(0)
+            resize(flat, 0)
 
     def forget_pass(self) -> None:
         """Forgets the gradients of a pass that failed: the next first backward moves its own to their places."""
@@ -191,7 +191,7 @@ class GradientBuckets:
         if self._is_freed:
             self._is_freed = False
             for flat in self.flats:
-                flat.untyped_storage().resize_(flat.nbytes)
+                resize(flat, flat.numel())
                 flat.zero_()
 
     def place_in(self, record: Tensor) -> None:
@@ -270,6 +270,11 @@ class GradientBuckets:
             self.marks[self.idle] = 0
         while self._started < len(self.flats):
             self._start()
+
+
+def resize(flat: Tensor, count: int) -> None:
+    """Gives a flat tensor memory for so many elements: all, or none. Tensors that are views of it keep their places."""
+    flat.untyped_storage().resize_(count * flat.element_size())
 
 
 def _nothing(number: int, flat: Tensor) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipefit.parallel.buckets import layout
+from pipefit.parallel.buckets import layout, resize
 from pipefit.parallel.sharded_weights import ShardedStore
 
 
@@ -47,7 +47,7 @@ class SharedGradientsStore(ShardedStore):
         own = self.gradients[bucket]
         if self.rounds:
             return torch.empty_like(own)
-        _resize(own, own.numel())
+        resize(own, own.numel())
         return own
 
     def add_part(self, bucket: int, part: Tensor) -> None:
@@ -77,7 +77,7 @@ class SharedGradientsStore(ShardedStore):
 
     def _free_sums(self) -> None:
         for part in self.gradients:
-            _resize(part, 0)
+            resize(part, 0)
 
     def _has_gradient(self, index: int) -> bool:
         """Returns whether a backward of this update has reached a parameter, on any replica."""
@@ -88,7 +88,7 @@ class SharedGradientsStore(ShardedStore):
 
 
 class SharedWeightsStore(SharedGradientsStore):
-    """The same, and weights that are whole only from a gather to the end of their use.
+    """Weights that replicas share as they share gradients: whole only from a gather to the end of their use.
 
     Args:
         parameters: that the stage trains.
@@ -158,7 +158,7 @@ class SharedWeightsStore(SharedGradientsStore):
         """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered."""
         self.gathers += 1
         for shard, flat in zip(self._shards, self._flats[version], strict=True):
-            _resize(flat, flat.numel())
+            resize(flat, flat.numel())
             yield shard, flat
         self.at(version)
 
@@ -198,7 +198,7 @@ class SharedWeightsStore(SharedGradientsStore):
         for parameter, gone in zip(self._frozen, self._frozen_gone, strict=True):
             parameter.data = gone
         for flat in flats:
-            _resize(flat, 0)
+            resize(flat, 0)
         self._current = -1
 
     def begin_step(self, version: int, in_place: bool) -> None:
@@ -227,8 +227,3 @@ def _without_numbers(parameter: Tensor) -> Tensor:
     if value.is_floating_point():
         value.fill_(float("nan"))
     return value.detach().expand(parameter.shape)
-
-
-def _resize(flat: Tensor, count: int) -> None:
-    """Gives a flat tensor memory for so many elements: all, or none."""
-    flat.untyped_storage().resize_(count * flat.element_size())

@@ -291,19 +291,23 @@ class EMA:
     weights when it is made.
 
     Args:
-        pipe: that is trained: by a synchronous schedule, with all its stages on the device.
+        pipe: that is trained: by a synchronous schedule, with all its stages whole on the device.
         decay: of the average.
 
     Raises:
-        PlanError: the schedule is asynchronous, or stages are spilled.
+        PlanError: the schedule is asynchronous, stages are spilled, or copies share their weights.
     """
 
     every = 1
 
     @checked()
     def __init__(self, pipe: Trained, decay: Share = 0.999) -> None:
-        if not pipe.schedule.is_synchronous or any(worker.spilling for worker in pipe.workers):
-            raise PlanError("EMA: expected a synchronous schedule and stages that stay on the device")
+        shares = pipe.plan.shard == "weights"
+        if shares or not pipe.schedule.is_synchronous or any(worker.spilling for worker in pipe.workers):
+            raise PlanError(
+                "EMA: expected a synchronous schedule and stages that stay on the device, whole: neither spilled nor "
+                'shared by copies (shard="weights")'
+            )
         stages = [owned for worker in pipe.workers for owned in worker.owned.values()]
         self._weights = [one.parameter for owned in stages for one in owned]
         self._averages = [weight.detach().clone() for weight in self._weights]

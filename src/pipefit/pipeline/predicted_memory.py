@@ -69,8 +69,8 @@ def predicted_memory(program: Program, cost: CostModel) -> list[PredictedMemory]
         stages = program.header.stages_of(rank)
         found.append(
             PredictedMemory(
-                sum(cost.weight_bytes[stage] for stage in stages),
-                sum(cost.wgrad_bytes[stage] for stage in stages),
+                sum(cost.shard_bytes[stage] or cost.weight_bytes[stage] for stage in stages),
+                sum(cost.sum_bytes[stage] or cost.wgrad_bytes[stage] for stage in stages),
                 sum(cost.optim_bytes[stage] for stage in stages),
                 timeline.peak_bytes(rank),
             )

@@ -249,8 +249,10 @@ def _states(worker: Worker) -> list[Any]:
 
 
 def _weights(worker: Worker) -> list[Tensor]:
-    """Parameters and buffers of a rank."""
+    """Parameters and buffers of a rank, and its parts of shared weights."""
     found: list[Tensor] = []
+    for store in worker.stores.values():
+        found += store.kept()
     for stage in worker.stages.values():
         for layer in stage.layers:
             found += layer.module.parameters()

@@ -121,7 +121,7 @@ class Config:
 
     @property
     def shard(self) -> Shard:
-        """What its copies share."""
+        """The level of sharing between its copies: the optimizer's states, or nothing."""
         if self.sharded:
             return "optimizer"
         return "none"

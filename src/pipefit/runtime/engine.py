@@ -103,12 +103,12 @@ class Engine:
 
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
-            PipefitError: a step of spilled stages has failed before.
+            PipefitError: a step has failed before, after some of its updates or with spilled stages.
         """
         if self._is_lost:
             raise PipefitError(
-                "a step failed while stages were in slots, some of which may have stepped, with gradients of others on "
-                "the tier: make the pipeline again, and load a checkpoint from before"
+                "a step failed after some of its updates, or with gradients of spilled stages on the way: make the "
+                "pipeline again, and load a checkpoint from before"
             )
         is_new = program.digest not in self._prepared
         if is_new:
@@ -137,7 +137,7 @@ class Engine:
             with self.session.passing(program):
                 _drive(self.executions)
         except BaseException as problem:
-            self._is_lost = self._loses_gradients(problem)
+            self._is_lost = self._is_lost_by(problem)
             for worker, transport in zip(self.workers, self.transports, strict=True):
                 worker.forget_pass()
                 if isinstance(transport, LocalTransport):
@@ -159,10 +159,14 @@ class Engine:
                 keep_freed()
         return self.executions
 
-    def _loses_gradients(self, problem: BaseException) -> bool:
-        """Returns whether an error leaves gradients where the next pass would add to them."""
-        spills = any(worker.spilling for worker in self.workers)
-        return spills and torch.is_grad_enabled() and not isinstance(problem, NonFiniteLossError)
+    def _is_lost_by(self, problem: BaseException) -> bool:
+        """Returns whether an error leaves only some stages stepped, or gradients of spilled ones on the way."""
+        if not torch.is_grad_enabled() or isinstance(problem, NonFiniteLossError):
+            return False
+        if any(worker.spilling for worker in self.workers):
+            return True
+        begun = [i.op for run in self.executions for i in run.compiled.instructions[: run.index + 1]]
+        return Op.STEP in begun
 
     @contextlib.contextmanager
     def whole_weights(self, header: Header) -> Iterator[None]:

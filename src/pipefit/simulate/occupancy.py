@@ -37,7 +37,7 @@ def memory_over_time(timeline: Timeline, cost: CostModel) -> tuple[Samples, ...]
 
 
 def stays_of(timeline: Timeline, cost: CostModel, rank: int) -> Iterator[Stay]:
-    """What is on a rank: first all that stays there throughout, then its values that are not in slots."""
+    """The values that a rank holds, with their times: what is always there as one, then all that are in no slot."""
     program = timeline.program
     yield Stay(None, 0, None, _staying_bytes(program, cost, rank))
     header = program.header

@@ -21,6 +21,9 @@ Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory optimizations toward trai
 SC 2020, whose stages 1, 2 and 3 they are.
 """
 
+COMING_AND_GOING: Final[tuple[Shard, ...]] = ("gradients", "weights")
+"""Those under which whole gradients, or also whole weights, are there only while they are used."""
+
 Recompute = Literal["none", "stage", "layer", "selective"]
 
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "stage", "layer", "selective")
@@ -362,6 +365,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         data = read_json(path, PlanError)
         if isinstance(data, dict) and "sharded_optimizer" in data:
-            # Plans of pipefit before 0.3 know only this level.
+            # A plan of before there were levels.
             data["shard"] = "optimizer" if data.pop("sharded_optimizer") else "none"
         return decode("plan", data, cls, PlanError, str(path))
