@@ -92,5 +92,5 @@ def test_the_folder_of_adapters_opens_in_peft(place: Path, folders: list[dict[st
     assert all(torch.equal(value, weights[name]) for name, value in folders[0]["adapters"].items())
 
 
-def test_all_processes_are_one_replica_and_rank_0_writes(folders: list[dict[str, Any]]) -> None:
-    assert [of_rank["world"][:2] for of_rank in folders] == [(1, True), (1, False)]
+def test_all_processes_are_one_replica_and_rank_0_writes_and_prints(folders: list[dict[str, Any]]) -> None:
+    assert [of_rank["world"] for of_rank in folders] == [(1, True, True), (1, False, False)]

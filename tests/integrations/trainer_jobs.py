@@ -98,5 +98,5 @@ def folders(place: str) -> dict[str, Any]:
     adapted.save_model(str(root / "adapters"))
     found["adapters"] = {n: p.detach().clone() for n, p in adapted.model.named_parameters() if p.requires_grad}
     found["files"] = sorted(path.name for path in (root / "pipe" / CHECKPOINT).iterdir())
-    found["world"] = (trainer.args.world_size, trainer.is_world_process_zero())
+    found["world"] = (trainer.args.world_size, trainer.is_world_process_zero(), trainer.is_local_process_zero())
     return found
