@@ -220,6 +220,7 @@ def test_the_address_restores_a_page_and_the_saved_picture_needs_no_style_sheet(
     assert int(collected["size"]) > 10_000
 
 
+@pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize(
     ("drawing", "keys", "told"),

@@ -5,11 +5,14 @@ import re
 from urllib.parse import unquote
 
 import pytest
+from docs.pages import ROOT
 from tests.draw.browser import needs_browser, shown
 from tests.verbs import answered, refused
 
 from pipefit.planner import plan
 from pipefit.planner.machines import load_topology, read_profile
+from pipefit.reproduce import run_scores
+from pipefit.site import pages
 from pipefit.site.pages import plan_page
 from pipefit.site.plan_grid import plan_grid
 
@@ -108,18 +111,48 @@ def test_the_schedules_and_the_course_are_written_with_their_drawings(tmp_path, 
     first = (tmp_path / "index.html").read_text()
     assert re.findall(r'<a href="(?!index)([^"]+)"', first) == ["schedules.html", "course/index.html"]
     chapters = sorted(path for path in (tmp_path / "course").glob("[1-9]-*.html"))
-    assert len(chapters) == 9
+    sources = sorted((ROOT / "docs/course").glob("[1-9]-*.md"))
+    titles = [source.read_text().partition("\n")[0].removeprefix("# ") for source in sources]
+    assert len(titles) == 9
+    for chapter, title in zip(chapters, titles, strict=True):
+        assert f"<h1>{title}</h1>" in chapter.read_text() and "<iframe src=" in chapter.read_text()
+    contents = (tmp_path / "course/index.html").read_text()
+    assert all(f'<a href="{chapter.name}">' in contents for chapter in chapters)
+    schedules = (tmp_path / "schedules.html").read_text()
+    assert '<script id="data" type="application/json">[{' in schedules and '<a href="index.html">' in schedules
     for page in [*chapters, tmp_path / "course/index.html", tmp_path / "index.html", tmp_path / "schedules.html"]:
         text = page.read_text()
         assert not re.search(r'(?:src|href)="(?:https?:)?//', text), page
         for target in re.findall(r'(?:src|href)="([^"#]+)"', text):
             assert (page.parent / target).is_file(), (page, target)
         assert "```" not in text
+        assert ("<nav>" in text) == (page.parent != tmp_path or page.name != "index.html")
+
+
+def test_the_runs_and_the_lectures_hold_their_figures_and_a_way_back(tmp_path, capsys, monkeypatch):
+    """Two published runs and two entries: all of them take a minute."""
+    few = tmp_path / "few.csv"
+    few.write_text("".join(run_scores.RUNS.read_text().splitlines(keepends=True)[:3]))
+    monkeypatch.setattr(run_scores, "RUNS", few)
+    monkeypatch.setattr(pages, "ENTRIES", {name: pages.ENTRIES[name] for name in ("vanilla-waste", "gpipe-timeline")})
+    answered(capsys, "site", "-o", str(tmp_path), "--only", "runs", "--only", "lectures")
+    runs = (tmp_path / "runs.html").read_text()
+    lectures = (tmp_path / "lectures.html").read_text()
+    assert re.search(r"korthikanti +data sheet +2 ", runs) and "<svg" in runs
+    assert "93.8 %" in lectures and "2.29 ×" in lectures and "<svg" in lectures
+    for page in (runs, lectures):
+        assert page.count('<a href="index.html">pipefit</a>') == 1
+
+
+def test_every_page_has_a_link_on_the_first_one():
+    linked = re.findall(r'<li><a href="([^"]+)"', pages.first_page(list(pages.MAKERS)))
+    assert [target.partition(".")[0].partition("/")[0] for target in linked] == list(pages.MAKERS)
 
 
 def test_wrong_requests_are_refused_before_anything_is_planned(tmp_path, capsys):
     folder = str(tmp_path / "site")
-    assert "no page is called 'plans'; did you mean plan" in refused(capsys, "site", "-o", folder, "--only", "plans")
+    wrong = refused(capsys, "site", "-o", folder, "--only", "schedules", "--only", "plans")
+    assert "no page is called 'plans'; did you mean plan" in wrong and not (tmp_path / "site").exists()
     wrong = refused(capsys, "site", "-o", folder, "--only", "plan", "--profile", "vgg16")
     assert "vgg16: expected gpt:layers=" in wrong and " on " not in wrong
     (tmp_path / "file").touch()

@@ -37,10 +37,11 @@ def command(
     from pipefit.spec.files import write_atomically
 
     names = only or list(MAKERS)
+    makers = [look_up(name, MAKERS, "no page is called") for name in names]
     with Heartbeat(sys.stderr) as heartbeat:
         site = Site(output, _draw, heartbeat.doing, {text: text for text in profile or ()})
-        for name in names:
-            look_up(name, MAKERS, "no page is called")(site)
+        for maker in makers:
+            maker(site)
     return Answer({"pages": names}, "", output=write_atomically(output / "index.html", first_page(names)))
 
 

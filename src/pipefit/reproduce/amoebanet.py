@@ -43,7 +43,7 @@ class _Part(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a cell passes on: channels of so many pixels, in height and in width."""
+    """The shape of a cell's output: its channels, and the height and width of its square image in pixels."""
 
     channels: int
     image: int
@@ -60,7 +60,7 @@ def _convolution(kernel: int, before: _State, after: _State) -> _Part:
 
 
 def _operation(kind: str, before: _State, image: int) -> list[_Part]:
-    """An operation of a cell, whose output has so many pixels."""
+    """The convolutions or the pooling of an operation; its output is `image` pixels high and wide."""
     if kind == "max":
         return [_Part(0, before._replace(image=image).size)]
     parts = []

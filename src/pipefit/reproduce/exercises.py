@@ -20,7 +20,7 @@ class Exercise:
     Attributes:
         title: of the chapter.
         question: with one number as its answer.
-        hint: for who has it wrong.
+        hint: shown after a wrong answer.
         ours: the record that computes the answer.
         unit: "%": the answer is given in percent; else it follows the number.
     """

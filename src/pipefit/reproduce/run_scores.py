@@ -18,7 +18,7 @@ from pipefit.units import columns
 
 RUNS = Path(__file__).parent / "published-runs.csv"
 FITTED = 5
-"""The machine of a collection is fitted to one of so many runs; the others judge."""
+"""The machine of a collection is fitted to every fifth of its runs; the others judge."""
 
 _OF_MEMORY = "dgx-a100-8"
 """A machine with the devices on which runs ran out of memory."""

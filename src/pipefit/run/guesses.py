@@ -74,8 +74,8 @@ def in_text(guesses: Sequence[Guess]) -> list[str]:
     for row in range(len(guesses[0].pixels)):
         parts = []
         for guess in guesses:
-            shades = (_SHADES[int(level, 16) * (len(_SHADES) - 1) // 15] for level in guess.pixels[row])
-            parts.append(f"{''.join(2 * shade for shade in shades):<22}")
+            shades = [2 * _SHADES[int(level, 16) * (len(_SHADES) - 1) // 15] for level in guess.pixels[row]]
+            parts.append("".join(shades).ljust(22))
         lines.append("   ".join(parts))
     return [line.rstrip() for line in lines]
 

@@ -31,7 +31,7 @@ from pipefit.timeline.trace import load_trace
 from pipefit.units import format_bytes, format_seconds
 
 _WIDTHS = {"screen": (1160, 2), "phone": (560, 1)}
-"""Of each kind of window, the width of a timeline in pixels, and the passes that it shows."""
+"""The width of a timeline in pixels and the number of passes that it shows, for each kind of window."""
 _SETTINGS = (
     "model",
     "option",
@@ -192,8 +192,9 @@ def _settings(config: dict[str, Any]) -> dict[str, str]:
     usual = as_flat(RunConfig())
     found = {}
     for name, value in config.items():
-        is_usual = value in (usual.get(name), None, "", [], {})
-        if name == "output" or value in (None, "", [], {}) or (is_usual and name not in _SETTINGS):
+        if name == "output" or value in (None, "", [], {}):
+            continue
+        if value == usual.get(name) and name not in _SETTINGS:
             continue
         if isinstance(value, list):
             value = ", ".join(map(str, value))

@@ -51,7 +51,9 @@ def speeds_of(folder: Path, config: Mapping[str, Any]) -> Speeds | None:
             return None
         return _speeds(data)
     except (KeyError, TypeError, ValueError) as problem:
-        raise PipefitError(f"{path}: expected the figures of `pipefit compare`; {problem!r} is missing") from None
+        raise PipefitError(
+            f"{path}: expected the figures of `pipefit compare`, got {problem!r}; measure again"
+        ) from None
 
 
 def _speeds(data: dict[str, Any]) -> Speeds | None:

@@ -48,5 +48,5 @@ def course_pages(folder: Path, draw: Draw) -> dict[str, str]:
             draw(words.split(), folder / target)
         text = _DRAWING.sub(_FRAME, text.partition("\n## More")[0])
         text = _ELSEWHERE.sub(r"\1", text)
-        pages[f"{name}html"] = page("Course", markdown.render(text), up="../", script=asset("frames.js"))
+        pages[f"{name}html"] = page("Course", markdown.render(text), script=asset("frames.js"))
     return pages

@@ -1,4 +1,4 @@
-"""The pages of the site, each made by a function."""
+"""The pages of the site, each written by a function of its own."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pipefit.spec.files import write_atomically
 
 @dataclass(frozen=True)
 class Site:
-    """The folder of the pages, and what makes them.
+    """The folder of the pages, and what their functions need.
 
     Attributes:
         folder: for pages.
         draw: writes a drawing.
-        say: is given what is done.
-        models: of the plan page, profiles by the names that readers see; empty: the usual ones.
+        say: called with a line about the work that begins.
+        models: profiles of the plan page, by the names that readers see; empty: the usual ones.
     """
 
     folder: Path
@@ -36,12 +36,16 @@ class Site:
     models: Mapping[str, str]
 
     def write(self, name: str, text: str) -> None:
-        """Writes a page."""
-        write_atomically(self.folder / name, text)
+        """Writes a page, with a link to the first one at its top."""
+        up = "../" * name.count("/")
+        top = f'<body>\n<nav><a href="{up}index.html">pipefit</a></nav>'
+        write_atomically(self.folder / name, text.replace("<body>", top, 1))
 
 
 def _schedules(site: Site) -> None:
-    site.draw(["draw", "1f1b", "-p", "4", "-m", "8"], site.folder / "schedules.html")
+    path = site.folder / "schedules.html"
+    site.draw("draw 1f1b -p 4 -m 8".split(), path)
+    site.write(path.name, path.read_text(encoding="utf-8"))
 
 
 def _plan(site: Site) -> None:
@@ -78,9 +82,9 @@ MAKERS: Mapping[str, Callable[[Site], None]] = {
     "lectures": _lectures,
     "course": _course,
 }
-"""What writes each page, by its name."""
+"""The function that writes each page, by the name of the page."""
 
 
 def first_page(names: Sequence[str]) -> str:
-    """The page that links to those that were made."""
+    """The first page: a link to each of these pages."""
     return page("pipefit", rendered("first.html.j2", names=names))

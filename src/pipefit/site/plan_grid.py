@@ -17,13 +17,13 @@ _COLUMNS = ("summary", "throughput", "peak_bytes", "slower", "basis")
 def plan_grid(
     models: Mapping[str, str], machines: Sequence[str], batches: Sequence[int], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """The plans of every model on every machine with every batch, and what is known of the models.
+    """The plans of every model on every machine with every batch, and facts about the models.
 
     Args:
         models: transformers by their sizes, under the names that readers see.
         machines: names or files of topologies.
         batches: samples of an update.
-        say: is given each cell before it is planned.
+        say: called with the name of each cell before it is planned.
     """
     facts = {name: _facts(text) for name, text in models.items()}
     cells = []
@@ -34,7 +34,7 @@ def plan_grid(
 
 
 def _facts(text: str) -> dict[str, Any]:
-    """What the page needs of a model."""
+    """The profile, the tokens of a sample and the parameters of a model."""
     model = transformer_of(text)
     return {"profile": text, "sequence": model.sequence, "parameters": num_parameters(model)}
 

@@ -1,20 +1,19 @@
-"""The frame of every page of the site."""
+"""The frame of the pages of the site."""
 
 from __future__ import annotations
 
 from importlib.resources import files
 
 
-def page(title: str, body: str, up: str = "", script: str = "") -> str:
-    """A page with a link to the first one.
+def page(title: str, body: str, script: str = "") -> str:
+    """A page in the frame.
 
     Args:
         title: of the page.
         body: HTML.
-        up: path to the folder of the first page.
         script: JavaScript that runs at the end.
     """
-    return rendered("shell.html.j2", title=title, body=body, up=up, script=script)
+    return rendered("shell.html.j2", title=title, body=body, script=script)
 
 
 def asset(name: str) -> str:
