@@ -84,5 +84,10 @@ def test_what_cannot_be_counted_is_refused_in_one_message(capsys, tmp_path):
         ([*SMALL, "--profile", "vgg16"], "expected --profile or --model"),
         (["--profile", "vgg16", "--sequence", "8"], "--sequence: it is for --model"),
         ([*SMALL, "--price", "2"], "--price: expected --tokens too"),
+        ([*SMALL, "--tokens", "9", "--price", "-1"], "price: expected a number of at least 0, got -1"),
+        ([*SMALL, "--tokens", "9", "--price", "nan"], "price: expected a number of at least 0, got nan"),
+        ([*SMALL, "--tokens", "inf"], "--tokens: expected a number above 0"),
+        ([*SMALL, "--tokens", "9", "--sweep", "tensor=1,2"], "--tokens: it is for one plan"),
+        (["--tokens", "9"], "expected --profile or --model"),
     ):
         assert message in refused(capsys, *usual, *arguments), arguments

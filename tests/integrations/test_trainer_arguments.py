@@ -1,4 +1,4 @@
-"""Every field of `TrainingArguments` is honoured, without effect, or refused by name at the start."""
+"""Every field of `TrainingArguments` works as in `Trainer`, has no effect, or is refused by name at the start."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -102,6 +102,26 @@ def test_a_model_without_its_weights_is_refused(tmp_path: Path) -> None:
     model = jobs.made("causal_lm", jobs.Trainer, tmp_path).model
     with pytest.raises(PipefitError, match="got a Cut"):
         PipelineTrainer(pf.cut(model), arguments())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_sample_without_labels_counts_for_nothing(smoothing: float, tmp_path: Path) -> None:
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "max_steps": 4}
+    found = []
+    for kind in (jobs.Trainer, PipelineTrainer):
+        trainer = jobs.made("token_classification", kind, tmp_path, label_smoothing_factor=smoothing, **settings)
+        for data in (trainer.train_dataset, trainer.eval_dataset):
+            for sample in data[::2]:
+                sample["labels"] = [-100] * len(sample["labels"])
+        trainer.train()
+        found.append(jobs.history(trainer))
+    expected, over_pipeline = found
+    assert sum("loss" in log for log in expected) == 4
+    # Also a batch in which no sample has labels: its loss is no number, which the Trainer logs as 0.
+    assert 0 < sum(log.get("loss") == 0 for log in expected) < 4
+    for log, right in zip(over_pipeline, expected, strict=True):
+        assert log == pytest.approx(right, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of `PipelineTrainer`: the scripts of `examples/trainer` with it and with `Trainer`."""
+"""Functions that run the scripts of `examples/trainer` with `PipelineTrainer`, on ranks, and with `Trainer`."""
 
 import importlib
 import sys
@@ -90,6 +90,7 @@ def folders(place: str) -> dict[str, Any]:
     trainer = stopped(PipelineTrainer, root / "pipe")
     trainer.save_model(str(root / "saved"))
     found["weights"] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    found["stepped"] = set(trainer.optimizer.optimizer.state_dict()["state"])
     found["pipe to pipe"] = resumed(PipelineTrainer, root / "pipe-pipe", root / "pipe")
     found["alone to pipe"] = resumed(PipelineTrainer, root / "alone-pipe", root / "alone")
     adapted = made("lora", PipelineTrainer, root / "lora", max_steps=2)
@@ -97,5 +98,5 @@ def folders(place: str) -> dict[str, Any]:
     adapted.save_model(str(root / "adapters"))
     found["adapters"] = {n: p.detach().clone() for n, p in adapted.model.named_parameters() if p.requires_grad}
     found["files"] = sorted(path.name for path in (root / "pipe" / CHECKPOINT).iterdir())
-    found["world"] = (trainer.args.world_size, trainer.is_world_process_zero())
+    found["world"] = (trainer.args.world_size, trainer.is_world_process_zero(), trainer.is_local_process_zero())
     return found

@@ -43,6 +43,10 @@ def model():
     return nn.Sequential(*layers).double()
 
 
+def model_without_averages():
+    return nn.Sequential(*[layer for layer in model() if not isinstance(layer, nn.BatchNorm1d)])
+
+
 def batches(bad=None, value=math.nan, count=5):
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -143,6 +147,30 @@ def test_the_batch_is_named_where_there_is_a_loader():
 def test_off_is_found_in_the_loss_after_the_step():
     with pytest.raises(NonFiniteLossError, match="the weights may hold it already"):
         pipeline(nonfinite="off").fit(batches(1))
+
+
+def test_off_steps_with_finite_gradients_where_a_mean_over_no_labels_is_no_number():
+    data = batches(count=1)
+    data[0][1][:4] = -100
+    pipe, good = pipeline(nonfinite="off", clip_norm=1.0), pipeline(nonfinite="off", clip_norm=1.0)
+    with pytest.raises(NonFiniteLossError):
+        pipe.fit(data)
+    assert all(value.isfinite().all() for value in pipe.state_dict().values())
+    assert not _equal(pipe.state_dict(), good.state_dict())
+
+
+def test_a_micro_batch_of_weight_0_counts_for_nothing():
+    data = batches(count=1)
+    data[0][1][:4] = -100
+    x, y = data[0]
+    pipe = pipeline(weigh=lambda target: float((target != -100).sum()), stages=[1, 4], model=model_without_averages())
+    alone = model_without_averages()
+    expected = nn.functional.cross_entropy(alone(x[4:]), y[4:])
+    expected.backward()
+    assert pipe.step(x, y) == pytest.approx(expected.item())
+    torch.optim.AdamW(alone.parameters(), 0.01).step()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(pipe.state_dict()[name], value)
 
 
 def test_an_unknown_policy_is_refused():

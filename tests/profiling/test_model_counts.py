@@ -111,6 +111,8 @@ def test_counted_bytes_are_those_of_a_measured_run():
     kept = profile_layers(measured.layers, batch, measured.loss, batch, repeats=1).layers
     counted = count_model(lambda: without_weights("transformers:LlamaForCausalLM", sizes, dtype="float32"), 32)
     found = counted_profile(counted, "llama", 2, H100.device).layers
+    unknown = [field for field in BYTES if not getattr(kept[1], field)]
+    assert unknown == ["grad_bytes"]  # of a block: as many as of its output
     for field in ("name", *BYTES):
         assert [getattr(layer, field) for layer in found] == [getattr(layer, field) for layer in kept], field
 

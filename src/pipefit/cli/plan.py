@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pipefit.cli.counted import ModelSource, count_of
 from pipefit.cli.options import Json, Machine, ending, verb
 from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
-from pipefit.spec.options import flag_of, refuse_unused, setting
+from pipefit.spec.options import Checked, flag_of, refuse_unused, setting
 from pipefit.units import format_seconds, wrapped
 
 if TYPE_CHECKING:
@@ -76,11 +77,11 @@ class CapOptions:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Wanted(Checked):
     """The form of the answer, and further questions."""
 
-    tokens: float | None = setting(None, "Report the days and device hours of training on so many tokens.")
-    price: float | None = setting(None, "Price of a device hour, for the costs of --tokens.", least=0)
+    tokens: float | None = setting(None, "Report the days and device hours of training on so many tokens.", only=_ONE)
+    price: float | None = setting(None, "Price of a device hour, for the costs of --tokens.", least=0.0, only=_ONE)
     refit: Path | None = setting(None, "Correct the profile by this measured trace; needs --of.", only=_ONE)
     of: Path | None = setting(None, "The plan (.json) that the trace of --refit ran.", only=_ONE)
     picture: Path | None = setting(None, "Draw the partition over the model as .svg.", typed=Svg, only=_ONE)
@@ -136,7 +137,7 @@ def command(
     from pipefit.planner.sweeps import Question
 
     machine = options.machine(load_topology(topology))
-    _check_training(profile, source, wanted)
+    _check_question(profile, source, wanted)
     options = capped.applied(options)
     _refuse_unused(options, wanted)
     model, line = _model(profile, source, machine, options)
@@ -162,15 +163,22 @@ def command(
     return _answer(made, figures, machine, wanted, written, line)
 
 
-def _check_training(profile: str | None, source: ModelSource, wanted: Wanted) -> None:
-    """Refuses questions about a training that nothing can answer."""
+def _check_question(profile: str | None, source: ModelSource, wanted: Wanted) -> None:
+    """Refuses a question without one model, and about a training that nothing can answer."""
     from pipefit.planner.transformer import is_transformer
 
+    if (profile is None) == (source.model is None):
+        raise PipefitError(
+            "expected --profile or --model: a profile (.json) or a transformer by its sizes (gpt:layers=…); or a "
+            "folder with a config.json, such a file, or transformers:CLASS"
+        )
     tokens = wanted.tokens
     is_known = source.model is not None or is_transformer(profile or "")
-    if tokens is not None and not (tokens > 0 and is_known):
+    if tokens is not None and not (0 < tokens < math.inf and is_known):
         known = "--model, or --profile gpt:layers=… or llama:layers=…"
-        raise PipefitError(f"--tokens: expected more than 0, for {known}; got {tokens:g} for {profile or source.model}")
+        raise PipefitError(
+            f"--tokens: expected a number above 0, for {known}; got {tokens:g} for {profile or source.model}"
+        )
     if wanted.price is not None and tokens is None:
         raise PipefitError("--price: expected --tokens too: the training that is paid for")
 
@@ -181,11 +189,6 @@ def _model(
     """The model to plan: a profile, or its name; and a line about its count."""
     from pipefit.planner.computed_profile import counted_profile
 
-    if (profile is None) == (source.model is None):
-        raise PipefitError(
-            "expected --profile or --model: a profile (.json) or a transformer by its sizes (gpt:layers=…); or a "
-            "folder with a config.json, such a file, or transformers:CLASS"
-        )
     if profile is not None:
         given = [name for name, value in vars(source).items() if value != getattr(ModelSource(), name)]
         if given:

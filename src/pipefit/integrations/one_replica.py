@@ -26,6 +26,7 @@ def as_one_replica(args: TrainingArguments, session: Session) -> None:
     state.distributed_type = DistributedType.NO
     state.num_processes = 1
     state.process_index = session.rank
+    state.local_process_index = session.rank  # or the first of every machine would print
     # Otherwise only process 0 would read an `IterableDataset`, and the others wait for it.
     config: Any = args.accelerator_config
     config.dispatch_batches = False

@@ -70,7 +70,7 @@ class Split(NamedTuple):
     def feed(self, x: Batch, y: Batch, first: int, mode: str) -> list[MicroBatch]:
         """The micro-batches of a batch; see `feed_of`."""
         weigh = None
-        if self.rule == MEAN and "labels" in y:
+        if self.rule == MEAN and "labels" in y and self.labels(y) > 0:
             weigh = self.labels
         parts = min(self.parts, num_samples(y))
         found = feed_of((x, y), parts, first, mode, weigh)
@@ -134,7 +134,11 @@ def _rule(trainer: Any, batch: Batch) -> str:
     whole, *losses = losses
     weights = [Labels.of(model)(part) for part in parts]
     mean = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    for rule, found in ((SUM, sum(losses)), (MEAN, mean / max(sum(weights), 1))):
-        if abs(found - whole) <= _CLOSE * abs(whole):
-            return rule
-    return UNKNOWN
+    is_sum = abs(sum(losses) - whole) <= _CLOSE * abs(whole)
+    is_mean = abs(mean / max(sum(weights), 1) - whole) <= _CLOSE * abs(whole)
+    # Both fit where losses are 0, or one part has all labels: such samples decide nothing.
+    if is_sum == is_mean:
+        return UNKNOWN
+    if is_sum:
+        return SUM
+    return MEAN

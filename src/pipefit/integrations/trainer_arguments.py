@@ -1,4 +1,4 @@
-"""What becomes of each field of `TrainingArguments` under a pipeline: honoured, without effect, or refused."""
+"""The fields of `TrainingArguments`: those that work as in `Trainer`, those without effect, and those refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HONOURED = frozenset(
     train_sampling_strategy length_column_name do_train do_eval do_predict
     """.split()
 )
-"""Fields that do what they do in a `Trainer` of one process."""
+"""Fields that have the same effect as in a `Trainer` of one process."""
 
 WITHOUT_EFFECT = frozenset(
     """

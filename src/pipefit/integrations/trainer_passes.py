@@ -69,7 +69,7 @@ def forward(pipe: Pipeline, split: Split, batch: Batch, only: str | None) -> dic
     for name in found[0]:
         values = [found[part.ordinal][name] for part in feed]
         if name == "loss":
-            weighted = [value * part.share for value, part in zip(values, feed, strict=True)]
+            weighted = [value * part.share for value, part in zip(values, feed, strict=True) if part.share]
             outputs[name] = torch.stack(weighted).sum()
         else:
             outputs[name] = torch.cat(values)

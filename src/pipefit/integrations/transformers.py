@@ -40,35 +40,40 @@ _ANY_NORM = 1e30
 
 
 class _CalledError(Exception):
-    """The arguments with which a loss function calls its model."""
+    """Ends a loss function when it calls its model, and has the arguments of the call."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
 
 
 class _Model(nn.Module):
-    """What the Trainer takes for its model: a function of keyword arguments, under the name of the model's class."""
+    """A stand-in that the Trainer calls in place of the model; a function gives its outputs.
 
-    def __init__(self, model: Any, answer: Any) -> None:
+    Args:
+        model: gives the stand-in its parameters, and the name of its class.
+        function: from the arguments of a call, by name, to the outputs.
+    """
+
+    def __init__(self, model: Any, function: Any) -> None:
         super().__init__()
-        self._of = (model,)  # in a tuple, so that it is no part of this module
-        self._answer = answer
+        self._model = (model,)  # in a tuple, so that it is no part of this module
+        self._function = function
 
     def _get_name(self) -> str:
-        return type(without_adapters(self._of[0])).__name__
+        return type(without_adapters(self._model[0])).__name__
 
     def parameters(self, recurse: bool = True) -> Any:
-        return self._of[0].parameters(recurse)
+        return self._model[0].parameters(recurse)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the pipeline removes gradients itself."""
 
     def forward(self, **arguments: Any) -> Any:
-        return self._answer(arguments)
+        return self._function(arguments)
 
 
 class _Loss:
-    """The loss of a trainer without its attributes: ranks compare those of a method, and some differ in order."""
+    """The loss of a trainer as an object without attributes that ranks compare: some of a trainer's differ in order."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from pipefit.cost.kernels import timed
+from pipefit.cost.kernels import FLASH, timed
 from pipefit.cost.rings import Ring, all_gather_s, all_reduce_s, even, ring_of
 from pipefit.cost.roofline import flops_s, pass_s, product_s, slowest_of
 from pipefit.cost.tensor import tensor_shard
@@ -22,7 +22,7 @@ from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
-_FLASH = {"flash": (0.68, 0.60), "flash1": (0.48, 0.42)}
+_FLASH = {"flash": (FLASH["attention"], FLASH["attention-back"]), "flash1": (0.48, 0.42)}
 """Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward."""
 _ALIGNED = 16
 """Bytes of which rows must be multiples for tensor cores (NVIDIA, "Matrix multiplication background", requirements)."""
@@ -168,7 +168,7 @@ def counted_profile(
 
 def _with_flops(device: Device) -> Device:
     """A device for which profiles can be computed, without its memory."""
-    if not device.flops > 0:
+    if device.flops <= 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
     return msgspec.structs.replace(device, memory_bytes=0.0)
 
@@ -420,7 +420,7 @@ def _at(model: Transformer, b: int, device: Device, ring: Ring) -> Profile:
     stream = e * s * b * h
     table = e * vocab * h / ring.size
     # Look-up, positions and dropout; back, the rows' gradients are added to those of the table.
-    looked_s = pass_s(device, 2 * stream) + pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
+    looked_s = 2 * pass_s(device, 2 * stream) + all_reduce_s(ring, stream)
     added_s = pass_s(device, 2 * stream) + _added_s(device, model, table / e)
     ids = 4 * b * s
     positions = e * s * h if model.bias else 0

@@ -101,14 +101,15 @@ def training(
         share = sum(replays) / len(replays)
         if share:
             found["hfu"] = (used + share * rate * work.again / devices) / peak
-    if tokens is not None and not work.tokens:
+    if tokens is None:
+        return found
+    if not work.tokens:
         raise PlanError(f"tokens: samples of {plan.model} have none; leave it out")
-    if tokens is not None:
-        seconds = tokens / (rate * work.tokens)
-        hours = seconds / 3600 * devices
-        found |= {"tokens": tokens, "training_days": seconds / 86400, "device_hours": hours}
-        if price is not None:
-            found["cost"] = hours * price
+    seconds = tokens / (rate * work.tokens)
+    hours = seconds / 3600 * devices
+    found |= {"tokens": tokens, "training_days": seconds / 86400, "device_hours": hours}
+    if price is not None:
+        found["cost"] = hours * price
     return found
 
 

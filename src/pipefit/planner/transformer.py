@@ -1,4 +1,4 @@
-"""The sizes of a transformer, by name or by text, and its arithmetic: parameters, FLOP, fraction of the peak, days.
+"""The sizes of a transformer, by name or by text, and its arithmetic: parameters, FLOP, days.
 
 Legend: l layers, h hidden, a heads, c heads of keys and values, f width of the feed-forward, V vocabulary, s sequence,
 B batch, P parameters, T tokens, n devices, X FLOP/s of one.

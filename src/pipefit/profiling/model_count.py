@@ -47,7 +47,7 @@ Named = list[tuple[str, LayerCount]]
 
 
 _SIZES = (29, 31)
-"""Micro-batch sizes at which layers are counted: so that no other size of a model is a multiple of its samples."""
+"""Micro-batch sizes at which layers are counted: primes, of which the sizes of models are seldom multiples."""
 
 
 def count_model(make: Callable[[], nn.Module], tokens: int = 0, widths: Iterable[int] = (1,)) -> Counted:

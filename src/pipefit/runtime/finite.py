@@ -29,7 +29,10 @@ CURE = "lower the learning rate, clip the gradients (clip_norm), look at the dat
 
 
 def with_losses(run: Execution, update: int, square: Tensor) -> Tensor:
-    """The square of this rank's norm of an update; not a number if one of its losses is none."""
+    """The square of this rank's norm of an update; not a number if a loss is none and the update depends on it."""
+    training = run.worker.training
+    if training.loss_scale is None and training.nonfinite not in (STOP, SKIP):
+        return square
     header = run.compiled.program.header
     own = [loss.reshape(()) for mb, loss in run.losses if header.update_of(header.last_stage, mb) == update]
     if own:

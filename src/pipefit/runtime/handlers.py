@@ -67,6 +67,9 @@ def _loss(run: Execution, i: Instruction) -> None:
     output = act.payload(in_float32(leaves, worker.training.half))
     loss, metrics = checked_loss(compute(output, target))
     share = run.feed[i.mb].share
+    if share == 0:
+        # It counts for nothing, even where the mean over its labels is 0/0.
+        loss = torch.zeros_like(loss)
     run.losses.append((i.mb, loss.detach() * share))
     run.logged[i.mb] = {name: value * share for name, value in metrics.items()}
     if run.metric is not None:
@@ -77,8 +80,8 @@ def _loss(run: Execution, i: Instruction) -> None:
     if worker.scale is not None:
         update = run.header.update_of(last, i.mb)
         share *= worker.scale.of(run.compiled.program, update)
-    grads: Sequence[Tensor | None] = ()
-    if needed:
+    grads: Sequence[Tensor | None] = [None] * len(needed)
+    if needed and share != 0:
         start = torch.full_like(loss, share)
         grads = run_backward((loss,), (start,), tuple(needed))
     run.values["grad", last, i.mb] = _whole(grads, needed)
