@@ -51,7 +51,7 @@ def in_use(device: torch.device) -> Callable[[], float] | None:
     On a CPU these are all allocations of C and C++, of all threads: tensors, and torch's data about them.
     """
     if accelerator.is_accelerator(device):
-        return lambda: accelerator.used_bytes(device)
+        return lambda: float(torch.accelerator.memory_allocated(device))
     return _of_glibc()
 
 

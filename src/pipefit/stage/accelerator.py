@@ -238,11 +238,6 @@ def free_bytes(device: torch.device) -> float:
     return float(free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
 
 
-def used_bytes(device: torch.device) -> float:
-    """Bytes of tensors on an accelerator."""
-    return float(torch.accelerator.memory_allocated(device))
-
-
 def forget_peak(device: torch.device) -> None:
     """Lets the peak of an accelerator's memory begin anew, after measurements; that of a process on the CPU cannot."""
     if is_accelerator(device):
