@@ -76,7 +76,14 @@ def test_layers_move_between_processes_with_all_their_state(tmp_path):
     assert_same((losses, one.state_dict()), (expected[0][4:], expected[1]))
 
 
-@pytest.mark.parametrize("precision", [pf.Precision("bf16", loss_scale=8.0), pf.Precision("fp32", compile="aot_eager")])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pf.Precision("bf16", loss_scale=8.0),
+        pytest.param(pf.Precision("fp32", compile="aot_eager"), marks=pytest.mark.slow),
+    ],
+)
 def test_half_copies_the_loss_scale_and_compiled_layers_are_as_after_a_resume(precision, tmp_path):
     """Stages send in half precision, so another cut has other roundings: the reference is a checkpoint by this plan."""
 
