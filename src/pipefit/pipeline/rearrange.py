@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.checkpoint.manifest import Optimization
+from pipefit.checkpoint.memory import Here, steps_in
 from pipefit.checkpoint.moving import (
     WEIGHT,
     Belongings,
@@ -30,7 +31,8 @@ from pipefit.checkpoint.moving import (
     named_tensors,
     other_key,
 )
-from pipefit.checkpoint.optim import Read, optimization_of, read_of, restore_optimizer
+from pipefit.checkpoint.optim import OPTIM, Read, optimization_of, parameter_and_key, read_of, restore_optimizer
+from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
 from pipefit.parallel.alike import differences
 from pipefit.pipeline.assembly import release_others, worker_of
@@ -43,6 +45,7 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Stepped, Worker
 from pipefit.schedules import find
 from pipefit.spec import Plan
+from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, stand_in
 from pipefit.stage.split import NamedLayer, split
 
@@ -114,11 +117,13 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
     Raises:
         PlanError: the plan does not fit, or is one that a live pipeline cannot take; nothing has changed.
         DisagreementError: the processes have different plans, or are at different steps; nothing has changed.
-        PipefitError: no process has the state of some layers; nothing has changed.
+        PipefitError: no process has the state of some layers, nor is there a copy of this step in the memory of its
+            machine; nothing has changed.
     """
     session = session or pipe.session
     if session is pipe.session:
         session.settle()
+    settle(pipe.device)  # the last step of a GPU may still run
     with session.at(MEETING):
         following, held = _prepared(pipe, plan, session)
         if session.is_distributed:
@@ -126,13 +131,15 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
         else:
             now = [_layers_of(following.plan, following.ranks)]
         moves = moves_of(pipe.layers, held, now)
-        _check_sources(moves)
+        copies = _copies_of_lost(pipe, session, moves)
         for worker in pipe.workers:
             worker.forget_pass()
             worker.train(True)
         _give_memory(pipe.layers, now[session.rank], pipe.device)
         gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
         moved = _moved(pipe, session, moves, bool(gains))
+        if copies is not None:
+            moved = _with_copies(pipe, session, moves, moved, copies)
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
@@ -211,11 +218,34 @@ def _layers_of(plan: Plan, ranks: Sequence[int]) -> list[int]:
     return sorted(found)
 
 
-def _check_sources(moves: Sequence[Move]) -> None:
-    """Checks that some process has everything that moves."""
-    lost = dict.fromkeys(move.name for move in moves if move.source is None)
-    if lost:
-        raise PipefitError(f"no process that is left has {next(iter(lost))} ({len(lost)} tensors): load a checkpoint")
+def _copies_of_lost(pipe: Pipeline, session: Session, moves: Sequence[Move]) -> Here | None:
+    """The copies of the last step in the memory of this machine, if no process has some of the tensors that move.
+
+    Raises:
+        PipefitError: on every process: a process lacks a copy that it needs.
+    """
+    if all(move.source is not None for move in moves):
+        return None
+    found: list[Here] = []
+
+    def look() -> None:
+        step = pipe.num_updates
+        here = Here([], {})
+        if pipe.recovery is not None and pipe.recovery.folder is not None:
+            here = steps_in(pipe.recovery.folder, step, step).get(step, here)
+        found.append(here)
+        saved = tensors_of(pipe.layers)
+        for name, source, target in moves:
+            if source is None and target == session.rank and name in saved and name not in here.saved:
+                raise PipefitError(
+                    f"no process that is left has {name}, and there is no copy of step {step} in the memory of this "
+                    "machine: load a checkpoint"
+                )
+        if pipe.loop.callbacks.moving:
+            raise PipefitError("no process that is left has the averages of some weights: load a checkpoint")
+
+    agree(session, attempt(look))
+    return found[0]
 
 
 # ---- move ----------------------------------------------------------------------------------------------------------
@@ -255,6 +285,22 @@ def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move], gains: bool)
         records = [*msgspec.convert(theirs, list[Optimization]), *records]
         modes = dict(their_modes) | modes
     return _Moved(first, mine | arrived, arrived, records, modes, sent_bytes)
+
+
+@torch.no_grad()
+def _with_copies(pipe: Pipeline, session: Session, moves: Sequence[Move], moved: _Moved, copies: Here) -> _Moved:
+    """The state of this process with what no process had, from the copies in memory."""
+    places = {name: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
+    lost = {name for name, source, target in moves if source is None and target == session.rank}
+    found = {name: {WEIGHT: places[name]} for name in lost}
+    for name in lost & copies.saved.keys():
+        places[name].copy_(copies.saved[name].read())
+    for name, saved in copies.saved.items():
+        weight, key = parameter_and_key(name)
+        if name.startswith(OPTIM) and weight in lost:
+            found[weight][key] = saved.read()
+    records = [record for manifest in copies.manifests for record in manifest.optimization]
+    return moved._replace(everything=moved.everything | found, records=[*records, *moved.records])
 
 
 def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
@@ -312,8 +358,9 @@ def _fill(layer: NamedLayer, moved: _Moved) -> None:
         known = moved.everything[moved.first[name]][WEIGHT]
         if known is not tensor:
             tensor.copy_(known)
-    for module, mode in zip(layer.module.modules(), moved.modes[layer.index], strict=True):
-        module.training = mode
+    if layer.index in moved.modes:
+        for module, mode in zip(layer.module.modules(), moved.modes[layer.index], strict=True):
+            module.training = mode
 
 
 # ---- follow --------------------------------------------------------------------------------------------------------
