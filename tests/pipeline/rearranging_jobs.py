@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pipefit as pf
 from pipefit.checkpoint.memory import EVERY
-from pipefit.errors import PipefitError
+from pipefit.errors import ModelError, PipefitError
 from pipefit.pipeline.rearrange import Rearranged, rearrange
 from pipefit.planner import by_hand
 from pipefit.runtime import session as sessions
@@ -92,6 +92,7 @@ def leave(old: sessions.Session, left: Sequence[int], place: str) -> sessions.Se
     if old.rank not in left:
         return None
     number = left.index(old.rank)
+    os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(len(left))}
     store = dist.FileStore(place, len(left))
     dist.init_process_group("gloo", store=store, rank=number, world_size=len(left))
     new = replace(old, rank=number, num_ranks=len(left), calls=None)
@@ -189,9 +190,28 @@ def saved(place: str) -> None:
     pipe = pipeline(model, plan_of([4, 2, 2], 3), optimizer=decaying)
     for step in range(4):
         if step == 2:
+            refused_in_one_process(pipe)
             rearrange(pipe, plan_of([2, 2, 4], 3, "gpipe"))
         pipe.step(*example(SAMPLES, step))
     pipe.save(place)
+
+
+def refused_in_one_process(pipe: pf.Pipeline) -> None:
+    """Process 1 cannot join two groups of an optimizer: nothing has changed on any process."""
+    held = [any(weight.is_meta for weight in layer.module.parameters()) for layer in pipe.layers]
+    before = pipe.engine, pipe.plan, pipe.workers, pipe.session.rank
+    groups = [group for optimizer in pipe.workers[0].optimizers.values() for group in optimizer.param_groups]
+    for group in groups:
+        group["eps"] = 1e-8 * (1 + pipe.session.rank)
+    try:
+        rearrange(pipe, plan_of([2, 4, 2], 3))
+        raise AssertionError("it was not refused")
+    except ModelError as problem:
+        assert "rank 1: eps of the optimizer was" in str(problem)
+    for group in groups:
+        group["eps"] = 1e-8
+    assert before == (pipe.engine, pipe.plan, pipe.workers, pipe.session.rank)
+    assert held == [any(weight.is_meta for weight in layer.module.parameters()) for layer in pipe.layers]
 
 
 def several_moves(place: str) -> tuple[dict[str, Trained], Any]:

@@ -117,6 +117,7 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
     Raises:
         PlanError: the plan does not fit, or is one that a live pipeline cannot take; nothing has changed.
         DisagreementError: the processes have different plans, or are at different steps; nothing has changed.
+        ModelError: weights that come together in a stage had different settings of the optimizer; nothing has changed.
         PipefitError: no process has the state of some layers, nor is there a copy of this step in the memory of its
             machine; nothing has changed.
     """
@@ -131,22 +132,22 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
         else:
             now = [_layers_of(following.plan, following.ranks)]
         moves = moves_of(pipe.layers, held, now)
-        copies = _copies_of_lost(pipe, session, moves)
+        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
+        copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains})
         for worker in pipe.workers:
             worker.forget_pass()
             worker.train(True)
         _give_memory(pipe.layers, now[session.rank], pipe.device)
-        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
         moved = _moved(pipe, session, moves, bool(gains))
-        if copies is not None:
+        if copies.manifests:
             moved = _with_copies(pipe, session, moves, moved, copies)
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
-        except PipefitError:
+        except PipefitError as problem:
             if session.is_distributed:
                 forget_others(pipe.layers, set(held[session.rank]))
-            raise
+            raise ModelError(f"the stages of the new plan cannot be made, the old one stays: {problem}") from None
         workers, takers = built[0]
         for take in takers:
             take()
@@ -162,7 +163,7 @@ def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
-        _refuse(pipe, plan)
+        refuse_unmovable(pipe, plan)
         own = fitted(plan, pipe.given.work, session)
         programs = Programs(own, pipe.training, pipe.layers, None)
         program = programs.shortest()
@@ -180,8 +181,8 @@ def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list
     return found[0], [own["held"] for own in every]
 
 
-def _refuse(pipe: Pipeline, plan: Plan) -> None:
-    """Refuses what a live pipeline cannot do.
+def refuse_unmovable(pipe: Pipeline, plan: Plan) -> None:
+    """Refuses plans that a live pipeline cannot leave or take.
 
     Raises:
         PlanError: it cannot go on by the plan.
@@ -200,13 +201,6 @@ def _refuse(pipe: Pipeline, plan: Plan) -> None:
             )
     if pipe.engine.is_lost:
         raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
-    for layer in pipe.layers:
-        for module in layer.module.modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                raise PlanError(
-                    f"rearrange: layer {layer.name} has a {type(module).__name__} with an extra state, which is not a "
-                    "parameter or buffer and would not move with it; make it a buffer"
-                )
 
 
 def _layers_of(plan: Plan, ranks: Sequence[int]) -> list[int]:
@@ -218,34 +212,50 @@ def _layers_of(plan: Plan, ranks: Sequence[int]) -> list[int]:
     return sorted(found)
 
 
-def _copies_of_lost(pipe: Pipeline, session: Session, moves: Sequence[Move]) -> Here | None:
-    """The copies of the last step in the memory of this machine, if no process has some of the tensors that move.
+def _checked_sources(pipe: Pipeline, session: Session, moves: Sequence[Move], gained: Collection[int]) -> Here:
+    """The copies of the last step in the memory of this machine, where no process has some of what moves.
 
     Raises:
-        PipefitError: on every process: a process lacks a copy that it needs.
+        PipefitError: on every process: a layer cannot move, or a process lacks a copy that it needs.
     """
-    if all(move.source is not None for move in moves):
-        return None
-    found: list[Here] = []
+    copies = Here([], {})
+    if not gained:
+        return copies
+    step = pipe.num_updates
+    lost = [move for move in moves if move.source is None]
+    if lost and pipe.recovery is not None and pipe.recovery.folder is not None:
+        copies = steps_in(pipe.recovery.folder, step, step).get(step, copies)
 
-    def look() -> None:
-        step = pipe.num_updates
-        here = Here([], {})
-        if pipe.recovery is not None and pipe.recovery.folder is not None:
-            here = steps_in(pipe.recovery.folder, step, step).get(step, here)
-        found.append(here)
+    def check() -> None:
+        for layer in pipe.layers:
+            if layer.index in gained:
+                _check_can_move(layer)
         saved = tensors_of(pipe.layers)
-        for name, source, target in moves:
-            if source is None and target == session.rank and name in saved and name not in here.saved:
+        for name, _, target in lost:
+            if target == session.rank and name in saved and name not in copies.saved:
                 raise PipefitError(
                     f"no process that is left has {name}, and there is no copy of step {step} in the memory of this "
                     "machine: load a checkpoint"
                 )
-        if pipe.loop.callbacks.moving:
+        if lost and pipe.loop.callbacks.moving:
             raise PipefitError("no process that is left has the averages of some weights: load a checkpoint")
 
-    agree(session, attempt(look))
-    return found[0]
+    agree(session, attempt(check))
+    return copies
+
+
+def _check_can_move(layer: NamedLayer) -> None:
+    """Refuses a layer with a state that is in no plain parameter or buffer.
+
+    Raises:
+        PlanError: it has one.
+    """
+    for module in layer.module.modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise PlanError(f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state")
+    for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+        if type(parameter) is not nn.Parameter:
+            raise PlanError(f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}")
 
 
 # ---- move ----------------------------------------------------------------------------------------------------------

@@ -27,8 +27,6 @@ T = TypeVar("T")
 
 def processes_here(session: Session) -> range:
     """The processes of this machine."""
-    if session.folder is not None:
-        return range(session.num_ranks)  # the environment has the numbers with which they were started
     first = session.rank - int(os.environ.get("LOCAL_RANK", session.rank))
     count = int(os.environ.get("LOCAL_WORLD_SIZE", session.num_ranks))
     return range(first, first + count)
