@@ -34,6 +34,7 @@ from pipefit.checkpoint.moving import (
 from pipefit.checkpoint.optim import OPTIM, Read, optimization_of, parameter_and_key, read_of, restore_optimizer
 from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
+from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
 from pipefit.pipeline.assembly import release_others, worker_of
 from pipefit.pipeline.facts import CURE, facts_of_plan
@@ -127,10 +128,11 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
     settle(pipe.device)  # the last step of a GPU may still run
     with session.at(MEETING):
         following, held = _prepared(pipe, plan, session)
+        header = following.programs.shortest().header
+        ranks_of = [following.ranks]
         if session.is_distributed:
-            now = [_layers_of(following.plan, [process]) for process in range(session.num_ranks)]
-        else:
-            now = [_layers_of(following.plan, following.ranks)]
+            ranks_of = [[process] for process in range(session.num_ranks)]
+        now = [_layers_of(following.plan, header, ranks) for ranks in ranks_of]
         moves = moves_of(pipe.layers, held, now)
         gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
         copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains})
@@ -203,13 +205,10 @@ def refuse_unmovable(pipe: Pipeline, plan: Plan) -> None:
         raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
 
 
-def _layers_of(plan: Plan, ranks: Sequence[int]) -> list[int]:
+def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
     """The layers of some ranks of a plan."""
-    found = set[int]()
-    for stage, of_stage in zip(plan.partition.stages, plan.placement.ranks, strict=True):
-        if not set(of_stage).isdisjoint(ranks):
-            found.update(stage.layers)
-    return sorted(found)
+    stages = {stage for rank in ranks for stage in header.stages_of(rank)}
+    return sorted(layer for stage in stages for layer in plan.partition.stages[stage].layers)
 
 
 def _checked_sources(pipe: Pipeline, session: Session, moves: Sequence[Move], gained: Collection[int]) -> Here:
