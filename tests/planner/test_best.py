@@ -86,7 +86,10 @@ def test_what_a_restricted_request_finds_is_never_better(profile: Profile, topol
     restricted += [{"schedules": [name]} for name in SCHEDULES]
     restricted += [{"depths": [depth]} for depth in (1, 2, 3, 4, 6)]
     restricted += [{"chunks": [chunks]} for chunks in (2, 3, 4)]
-    restricted += [{"sharded": sharded} for sharded in (False, True)] + [{"num_microbatches": batch}, {"tensors": [1]}]
+    restricted += [{"shard": shard} for shard in ("none", "optimizer")] + [
+        {"num_microbatches": batch},
+        {"tensors": [1]},
+    ]
     for first in restricted:
         second = data.draw(st.sampled_from([{}, *restricted]))
         own = asked(
