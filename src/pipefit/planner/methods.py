@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
@@ -11,7 +12,7 @@ from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.asynchronous import replicated
 from pipefit.planner.computed_profile import num_blocks
-from pipefit.planner.plan_options import PlanOptions
+from pipefit.planner.plan_options import ANY, PlanOptions
 from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
 from pipefit.schedules import find, names
@@ -75,7 +76,7 @@ def space_of(problem: Problem, options: PlanOptions) -> Space:
         widths = (1,)
     shards: tuple[Shard, ...] = ("none",)
     next_shard: dict[Shard, Shard] = {}
-    if method == "auto" and options.shard == AUTO:
+    if method == "auto" and options.shard in (AUTO, ANY):
         shards = ("none", "optimizer")
         next_shard = dict(pairwise(SHARDS[1:]))
     elif method == "auto":
@@ -95,6 +96,7 @@ def space_of(problem: Problem, options: PlanOptions) -> Space:
         links=problem.topology.num_devices <= 64 and partitioner == "minmax",
         chunks=tuple(options.chunks or (2, 3, 4)),
         next_shard=next_shard,
+        shares_last=options.shard == AUTO,
         more_chunks=options.chunks is None,
     )
 
@@ -171,6 +173,9 @@ def search_by(method: str, problem: Problem, space: Space) -> SearchResult:
     listed = _listed(method, problem, space)
     if method == "ptdp":
         return _ptdp(problem, space, listed)
+    if space.shares_last:
+        with suppress(InfeasibleError):
+            return search(problem, replace(space, next_shard={}), listed)
     return search(problem, space, listed)
 
 

@@ -17,6 +17,9 @@ from pipefit.spec.plan import Recompute, Shard, recompute_kind
 Method = Literal["auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform"]
 METHODS: Final[tuple[str, ...]] = get_args(Method)
 
+ANY: Final = "any"
+"""Copies share whatever is fastest."""
+
 CAPPED: Final = "spilled"
 """Planning under a cap on the devices' memory, which no method does."""
 
@@ -88,7 +91,12 @@ class PlanOptions(Checked):
     tensors: Sequence[int] | None = setting(
         None, "Tensor widths to choose from, such as 1,2.", "--tensor", "-t", typed="numbers", only=_WIDE
     )
-    shard: Shard | Literal["auto"] = setting(AUTO, "What the copies of a stage share.", only=["auto"])
+    shard: Shard | Literal["auto", "any"] = setting(
+        AUTO,
+        "What the copies of a stage share; auto: gradients and weights only where nothing else fits, any: also where "
+        "that is faster.",
+        only=["auto"],
+    )
     whole_messages: bool = setting(
         False, "Send whole messages between tensor-parallel stages, without scatter/gather.", only=_SEARCH
     )

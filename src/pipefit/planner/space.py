@@ -225,6 +225,7 @@ class Space:
         links: also cuts that avoid slow messages.
         chunks: stages on each rank, where there are several.
         next_shard: the level to try where a candidate of a level does not fit.
+        shares_last: such levels are tried only where no listed candidate fits.
         more_chunks: where shared weights do not fit, twice as many chunks are tried.
     """
 
@@ -239,6 +240,7 @@ class Space:
     links: bool
     chunks: tuple[int, ...] = (2, 3, 4)
     next_shard: dict[Shard, Shard] = field(default_factory=dict)
+    shares_last: bool = False
     more_chunks: bool = True
 
     def batches(self, global_batch: int) -> Iterator[tuple[int, int]]:
