@@ -294,7 +294,7 @@ class CostModel:
 
     def lifetimes(self, program: Program, rank: int) -> list[Lifetime]:
         """The values of a rank, with the work of its instructions where that is known."""
-        if self.work_bytes and not program.header.moves_values:
+        if self.work_bytes and program.header.spill is None:
             return working_lifetimes(program, rank)
         return lifetimes(program, rank)
 
