@@ -19,31 +19,19 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.cost import CostModel, speeds_of
-from pipefit.cost.rings import over, ring_of
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import Op, Reduction
+from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
-from pipefit.planner.holdings import ahead_of, collectives_of, fills, holds_all, least_in_flight, least_replayed
+from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
+from pipefit.planner.shared_copies import once_s, shared_s
 from pipefit.planner.space import Config, Problem, busiest_copy, num_frozen_layers, placement_for, positions
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile
-from pipefit.spec.plan import SHARD_SLOTS
 
 
 def reduction_of(stage: int) -> Instruction:
     """The sum of a stage's gradients over its copies."""
     return Instruction(Op.REDUCE, stage, version=0, kind="wgrad")
-
-
-def _gather_of(config: Config, stage: int) -> Instruction:
-    """The join of a stage's weights: before their use, or after their step."""
-    if config.shares_weights:
-        return Instruction(Op.UNSHARD, stage, version=0)
-    return Instruction(Op.REDUCE, stage, version=0, kind=Reduction.SHARDS.value)
-
-
-def _scatter_of(stage: int) -> Instruction:
-    return Instruction(Op.REDUCE, stage, version=0, kind=Reduction.SCATTER.value)
 
 
 def crowded(cost: CostModel) -> bool:
@@ -81,8 +69,6 @@ class _Stage(NamedTuple):
         in_s: of the message back from it.
         reduce_s: of the sum of gradients over the copies.
         step_s: of the optimizer.
-        gather_s: of gathering whole weights that copies share.
-        scatter_s: of a sum of gradients that they share.
     """
 
     rank: int
@@ -95,8 +81,6 @@ class _Stage(NamedTuple):
     in_s: float
     reduce_s: float
     step_s: float
-    gather_s: float = 0.0
-    scatter_s: float = 0.0
 
     @property
     def work_s(self) -> float:
@@ -122,6 +106,8 @@ def least_s(problem: Problem, config: Config, partition: Partition, cost: CostMo
     queued = crowded(cost)
     replays = _replays(config, partition)
     bounds = [_shared_s(config, cost)]
+    if config.shares_gradients:
+        bounds += shared_s(config, cost, frozen)
     for ranks in _pipelines(config, cost):
         bounds += _flushes(config, list(_stages(config, cost, ranks, replays, frozen)), frozen, queued)
     return max(bounds)
@@ -198,11 +184,6 @@ def _stages(
             if stage >= frozen:
                 grad = Instruction(Op.SEND, stage, 0, kind="grad", peer=rank)
                 in_s = cost.message_s(grad, after)
-        gather_s = scatter_s = 0.0
-        if config.shares_gradients:
-            gather_s = cost.reduce_s(_gather_of(config, stage), ranks)
-        if config.shares_gradients and stage >= frozen:
-            scatter_s = cost.reduce_s(_scatter_of(stage), ranks)
         place = rank % config.depth
         num = config.num_microbatches // len(ranks)
         if config.replicas:
@@ -220,8 +201,6 @@ def _stages(
             in_s,
             cost.reduce_s(reduction_of(stage), ranks),
             cost.step_s[stage] / speed,
-            gather_s,
-            scatter_s,
         )
 
 
@@ -239,8 +218,6 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
         first = own[0]
         work_s = sum(stage.work_s for stage in own)
         yield work_s + sum(stage.step_s for stage in own)
-        if config.shares_gradients:
-            yield _sharing_s(config, own, frozen)
         if queued:
             yield sum(stage.num * stage.out_s for stage in own)
             yield sum(stage.num * stage.in_s for stage in own)
@@ -256,24 +233,6 @@ def _flushes(config: Config, stages: list[_Stage], frozen: int, queued: bool) ->
                 work_s -= stage.num * (stage.backward_s - stage.back_s)
             yield begins_s + work_s
         way_s += first.way_s
-
-
-def _sharing_s(config: Config, own: list[_Stage], frozen: int) -> float:
-    """Seconds of the gathers and sums of a rank, which go one at a time.
-
-    Every stage is gathered and summed once. Where all forwards come before all backwards, all stages but those that
-    have room then are gathered again. Micro-batches that follow each other on one rank gather every time.
-    """
-    if config.depth == 1 and not holds_all(config):
-        seconds = 0.0
-        for each, (gathers, sums) in zip(own, collectives_of(config), strict=True):
-            seconds += gathers * each.gather_s + sums * each.scatter_s
-        return seconds
-    seconds = sum(stage.gather_s + stage.scatter_s for stage in own)
-    if config.shares_weights and holds_all(config) and not frozen:
-        again = len(own) - SHARD_SLOTS
-        seconds += sum(sorted(stage.gather_s for stage in own)[: max(again, 0)])
-    return seconds
 
 
 def _below_s(stages: list[_Stage], first: int, last: int) -> float:
@@ -335,12 +294,7 @@ def quick_s(problem: Problem, config: Config) -> float:
     # A rank that does not train is a part of the next update meanwhile.
     has_way = p > 1 and config.chunks == 1 and not (config.replicas or total.is_frozen)
     is_filled = has_way and fills(config)
-    bounds = []
-    if config.shares_gradients:
-        # Each weight is gathered once, and its gradient is summed once.
-        shared_bytes = total.wgrad_bytes * (1 + problem.profile.summed_per_byte)
-        each_bytes = shared_bytes * (1 - 1 / config.data) / p
-        bounds.append(over(each_bytes, _widest(problem, config)))
+    bounds = [once_s(problem, config, total.wgrad_bytes)]
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
         again_s = _again_s(config, total)
@@ -353,19 +307,6 @@ def quick_s(problem: Problem, config: Config) -> float:
             counts = tuple(count for each in ahead_of(config) for count in each)
             bounds.append(_fill(p, m, counts) * total.work_s / max(speeds))
     return max(bounds)
-
-
-def _widest(problem: Problem, config: Config) -> float:
-    """The most bytes per second of a ring of copies."""
-
-    def find_widest() -> float:
-        topology = problem.ranks(config.tensor)
-        rings = [
-            ring_of(topology, range(rank, config.depth * config.data, config.depth)) for rank in range(config.depth)
-        ]
-        return max(ring.bandwidth_bytes_per_s for ring in rings)
-
-    return problem.once(("widest", config.depth, config.data, config.tensor), find_widest)
 
 
 @lru_cache(maxsize=4096)

@@ -24,7 +24,7 @@ from pipefit.planner.bounds import quick_bytes, quick_s
 from pipefit.planner.candidate import Estimate, plan_of
 from pipefit.planner.estimate import bounded, estimate, need_bytes, of_cut_s
 from pipefit.planner.plan_figures import idle_share, sent_bytes
-from pipefit.planner.sharing import sharing_more
+from pipefit.planner.shared_copies import sharing_more
 from pipefit.planner.simulated import simulated, size_of
 from pipefit.planner.space import Config, Problem, Space
 from pipefit.spec import Candidate, Partition, StageSpec
