@@ -137,20 +137,25 @@ def replayed(config: Config) -> tuple[float, ...]:
 
 
 def collectives_of(config: Config) -> list[tuple[float, float]]:
-    """Of each stage of shared gradients or weights how often per update these are gathered, and summed."""
+    """Of each stage of shared gradients or weights how often per update these are gathered, and summed.
+
+    Those of a large program follow from as many micro-batches as fill it.
+    """
     m = config.per_pipeline
-    few = min(filling(config), m)
-    many = min(2 * few, m)
     small = _counted(config)
-    counts = _collectives(small._replace(microbatches=few))
-    if many == few:
-        return counts
+    few = small.microbatches
     found = []
-    for before, after in zip(counts, _collectives(small._replace(microbatches=many)), strict=True):
-        growth = (np.array(after) - before) / (many - few)
-        gathers, sums = after + (m - many) * growth
-        found.append((float(gathers), float(sums)))
+    for gathers, sums in _collectives(small):
+        share = 1.0
+        if not holds_all(config):
+            share = m / few
+        found.append((gathers * share, sums * share))
     return found
+
+
+def is_counted_whole(config: Config) -> bool:
+    """Returns whether the program of a candidate is so small that its values are counted in all of it."""
+    return _counted(config).microbatches == config.per_pipeline
 
 
 def _collectives(small: Small) -> list[tuple[float, float]]:
