@@ -19,7 +19,7 @@ OPTIONS = {one.name: one for one in fields(PlanOptions)}
 GIVEN = {
     "method": "uniform", "cost": "paper", "straight": True, "global_batch": 64, "microbatch_sizes": [64],
     "num_microbatches": 4, "schedules": ["1f1b"], "depths": [1], "chunks": [1], "recompute": "none",
-    "memory": "64 GiB", "state_per_weight": 1.0, "tensors": [2], "sharded": True, "whole_messages": True,
+    "memory": "64 GiB", "state_per_weight": 1.0, "tensors": [2], "shard": "weights", "whole_messages": True,
     "blocking": True, "cap": Cap(8 * 2.0**30),
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ def test_python_takes_every_option_of_a_plan_that_the_command_line_takes():
 
 SEARCH = "global_batch num_microbatches schedules depths chunks recompute whole_messages blocking"
 USED = {
-    "auto": f"{SEARCH} tensors sharded",
+    "auto": f"{SEARCH} tensors shard",
     "ptdp": f"{SEARCH} tensors",
     "gpipe": SEARCH,
     "2bw": SEARCH,

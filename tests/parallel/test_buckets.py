@@ -62,6 +62,28 @@ def test_buckets_are_launched_in_order_with_the_gradients_of_all_micro_batches()
             parameter.grad = None
 
 
+def test_gradients_of_buckets_without_memory_are_made_in_their_places() -> None:
+    layers, alone = model(), model()
+    parameters = list(layers.parameters())
+    buckets = GradientBuckets(parameters)
+    for _ in range(2):
+        buckets.free()
+        assert not any(flat.untyped_storage().nbytes() for flat in buckets.flats)
+        buckets.hold()
+        places = [parameter.grad for parameter in parameters]
+        buckets.begin(lambda number, flat: None)
+        # The last layer is not reached.
+        buckets.watch(lambda: layers[:-1](torch.ones(3, 256)).square().sum().backward())
+        assert all(parameter.grad is place for parameter, place in zip(parameters, places, strict=True))
+        buckets.finish()
+        assert buckets.idle == [14, 15]
+        assert buckets.marks.tolist() == [1.0] * 14 + [0.0, 0.0]
+        alone[:-1](torch.ones(3, 256)).square().sum().backward()
+        for parameter, wanted in zip(parameters[:-2], alone.parameters(), strict=False):
+            assert torch.equal(parameter.grad, wanted.grad)
+        alone.zero_grad()
+
+
 def test_a_bucket_is_half_of_all_between_1_and_25_mib() -> None:
     def count(num: int, size: int) -> int:
         return len(layout([torch.empty(size, device="meta") for _ in range(num)]))

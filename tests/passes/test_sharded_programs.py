@@ -109,3 +109,17 @@ def test_the_next_pass_begins_with_the_weights_put_together() -> None:
     ends = {event.repeat: event.end_s for event in run.events if event.rank == 0 and event.position == join}
     starts = {event.repeat: event.start_s for event in run.events if event.rank == 0 and event.position == 0}
     assert all(starts[lap + 1] >= ends[lap] for lap in range(2))
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_whole_gradients_are_freed_before_the_next_backward(slots: int) -> None:
+    made = generate("breadth-first", Shape(1, 4, 3, replicas=(2,), shard="weights", shard_slots=slots))
+    verify(made).raise_if_bad()
+    for instructions in made.ranks:
+        whole: set[int] = set()
+        for i in instructions:
+            if i.op is Op.FREE:
+                whole.remove(i.stage)
+            elif i.op is Op.BWD:
+                whole.add(i.stage)
+                assert whole == {i.stage}

@@ -208,9 +208,23 @@ def test_a_sweep_changes_machine_and_model():
 
 
 def test_a_sweep_of_the_command_line_is_that_of_python(capsys, tmp_path):
-    words = ("plan", "--profile", "vgg16", "--topology", "pcie-4", "--global-batch", "1024", "--sweep", "depth=1,2")
+    words = (
+        "plan",
+        "--profile",
+        "vgg16",
+        "--topology",
+        "pcie-4",
+        "--global-batch",
+        "1024",
+        "--sweep",
+        "depth=1,2",
+        "--shard",
+        "none",
+    )
     said = answered(capsys, *words, "-o", str(tmp_path / "chart.svg"))
-    found = sweep(read_profile("vgg16", None, 1), load_topology("pcie-4"), {"depth": [1, 2]}, global_batch=1024)
+    found = sweep(
+        read_profile("vgg16", None, 1), load_topology("pcie-4"), {"depth": [1, 2]}, global_batch=1024, shard="none"
+    )
     assert said["swept"] == ["depth"] and said["output"] == str(tmp_path / "chart.svg")
     assert said["rows"] == [{**cell.values, **cell.figures, "why": cell.why} for cell in found.cells]
     assert "the cheapest change" in found.cells[0].why and found.cells[1].figures["samples_per_s"] > 0

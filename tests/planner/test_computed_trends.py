@@ -20,7 +20,7 @@ LARGE = gpt_profile(32, 20480, 128, device=BASE.device)
 def rate(profile, batch, t, p, b=1, schedule="1f1b", **more):
     found = plan(
         profile, ROOMY, global_batch=batch, tensors=[t], depths=[p], microbatch_sizes=[b],
-        schedules=[schedule], recompute="layer", sharded=False, **more,
+        schedules=[schedule], recompute="layer", shard="none", **more,
     )  # fmt: skip
     return found.prediction.throughput
 
@@ -98,7 +98,7 @@ def test_reductions_of_stages_that_leave_a_server_share_its_port():
         machine = msgspec.structs.replace(load_topology("nvlink-2x8"), levels=levels)
         machine = msgspec.structs.replace(machine, device=ROOMY.device)
         profile = gpt_profile(32, 1920, 32, sequence=512, device=machine.device)
-        wishes = {"depths": [8], "tensors": [1], "microbatch_sizes": [1], "schedules": ["1f1b"], "sharded": False}
+        wishes = {"depths": [8], "tensors": [1], "microbatch_sizes": [1], "schedules": ["1f1b"], "shard": "none"}
         found.append(plan(profile, machine, global_batch=256, **wishes).prediction.period_s)
     # Eight rings of one link each, or all of them through one.
     weights = sum(layer.wgrad_bytes for layer in profile.layers)

@@ -150,10 +150,10 @@ def test_whether_a_schedule_holds_every_microbatch_is_the_same_on_two_ranks_as_o
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
 def test_memory_limits_hold_for_the_winner_by_liveness(share):
     profile = model(8, weights=1e6, cut=1e6)
-    free = plan(profile, Topology.local(4), global_batch=32, sharded=False)
+    free = plan(profile, Topology.local(4), global_batch=32, shard="none")
     limit = share * max(free.prediction.peak_bytes)
     topology = limited(4, limit)
-    made = plan(profile, topology, global_batch=32, sharded=False)
+    made = plan(profile, topology, global_batch=32, shard="none")
     problem = problem_of(profile, topology, 32)
     program = program_of(made)
     depth = len(made.partition.stages) // made.num_chunks

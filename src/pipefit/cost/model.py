@@ -62,6 +62,7 @@ class CostModel:
         copy_s_per_byte: further seconds per byte that a rank spends inside a send: Gloo copies on the caller's core.
         overhead_s: seconds that a rank spends on every instruction of the compute lane but `drop`, at any speed.
         speed: of each rank, relative to the device of the seconds above; (): all 1.
+        copies: of a program of fewer copies than there are, the ranks of each stage; (): those of the program.
         tiers: rates of the copies to host and disk, by the tier's name.
         tensor: ranks that share each stage; a piece is 1/t of its value.
     """
@@ -100,6 +101,7 @@ class CostModel:
     copy_s_per_byte: float = 0
     overhead_s: float = 0
     speed: tuple[float, ...] = ()
+    copies: tuple[tuple[int, ...], ...] = ()
     tiers: tuple[Tier, ...] = ()
     tensor: int = 1
 
@@ -218,6 +220,8 @@ class CostModel:
         An all-reduce, or for the kinds that shard a reduce-scatter or an all-gather: see `pipefit.cost.rings`. The
         norm and the barrier have no bytes.
         """
+        if self.copies:
+            members = self.copies[instruction.stage]
         if len(members) < 2:
             return 0
         if instruction.op is Op.UNSHARD or instruction.kind in _HALVES:
@@ -290,7 +294,7 @@ class CostModel:
 
     def lifetimes(self, program: Program, rank: int) -> list[Lifetime]:
         """The values of a rank, with the work of its instructions where that is known."""
-        if self.work_bytes and not program.header.moves_values:
+        if self.work_bytes and program.header.spill is None:
             return working_lifetimes(program, rank)
         return lifetimes(program, rank)
 

@@ -159,23 +159,34 @@ def of_plan(
         **runtime._asdict(),
     )
     if profile.knows_work:
-        cost = replace(cost, work_bytes=_work_of(profile, partition, stages, cost))
+        cost = replace(cost, work_bytes=_work_of(profile, partition, stages, cost, parts))
     if sizes is None:
         return cost
     return replace(cost, **sizes.figures(cost, plan))
 
 
 def _work_of(
-    profile: Profile, partition: Partition, stages: Sequence[Sequence[Layer]], cost: CostModel
+    profile: Profile,
+    partition: Partition,
+    stages: Sequence[Sequence[Layer]],
+    cost: CostModel,
+    parts: Sequence[int],
 ) -> dict[str, tuple[float, ...]]:
-    """The memory that each stage takes and frees while its instructions run."""
+    """The memory that each stage takes and frees while its instructions run.
+
+    A replica steps its part. With Gloo it receives from every other replica as many gradients as it keeps, and sums
+    them; other libraries sum on the way.
+    """
     rows = []
     entering = 0.0
     for stage, layers in enumerate(stages):
         grad = cost.grad_bytes[stage]
         row = work_of(layers, cost.act_bytes[stage], grad, entering)
         row[Work.LOSS.value] = max(profile.loss_work_bytes - grad, 0.0)
-        row[Work.STEP.value] = profile.step_work_of(partition.stages[stage].layers)
+        row[Work.STEP.value] = profile.step_work_of(partition.stages[stage].layers) / parts[stage]
+        row[Work.SUM.value] = 0.0
+        if profile.device.startswith("cpu"):
+            row[Work.SUM.value] = cost.wgrad_bytes[stage]
         rows.append(row)
         entering = grad
     return {kind: tuple(row[kind] for row in rows) for kind in map(str, Work)}

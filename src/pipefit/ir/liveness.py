@@ -8,17 +8,17 @@ version of weights until it is dropped.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
 
 from pipefit.ir.graph import FEW_SENDS
-from pipefit.ir.instruction import Instructions
-from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WHOLE_OF, Op, Work
+from pipefit.ir.instruction import Instructions, StageAt
+from pipefit.ir.op import COMPUTE_OPS, FORWARD_OPS, WHOLE_OF, Op, Reduction, Work
 from pipefit.ir.program import Header, Program
 from pipefit.ir.spill import SLOTTED
-from pipefit.ir.values import ACT, CONSUMES, GRAD, INPUT, MAKES, NEEDS, OPTIM, SAVED, WEIGHTS, WGRAD, Value
+from pipefit.ir.values import ACT, CONSUMES, GRAD, INPUT, MAKES, NEEDS, OPTIM, SAVED, SUMS, WEIGHTS, WGRAD, Value
 
 Size = Callable[[Value], float]
 """Bytes, or another measure, of a value."""
@@ -105,7 +105,9 @@ def working_lifetimes(program: Program, rank: int, summed: bool = False) -> list
     """The lifetimes of a rank's values as its processes hold them, and of each instruction's work while it runs.
 
     What the first backward of an update makes of the gradients of weights is a part of its work; they are held from its
-    end on. Those that replicas sum have memory throughout. A message is held by its sender until it must have arrived.
+    end on. Those that replicas sum have memory throughout, or where they share them from the beginning of a stage's
+    first backward to their `free`. What a replica receives for its part of a sum, it holds until the sum is needed; a
+    further sum of an update is added to its part then. A message is held by its sender until it must have arrived.
 
     Args:
         program: that runs.
@@ -131,7 +133,9 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
         dies = max(life.dies, released.get(value, born))
         copies = len(header.placement[value.stage])
         is_summed = summed or copies > 1
-        if value.kind == WGRAD and is_summed:
+        if value.kind == WGRAD and header.shares_gradients(value.stage):
+            dies = life.dies
+        elif value.kind == WGRAD and is_summed:
             if value.at:
                 continue
             born = -1
@@ -155,7 +159,26 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
         if kind is not None:
             work = Value(kind.value, stage, index)
             found.append(Lifetime(work, index, index))
+    found += _sums(program, rank)
     return found
+
+
+def _sums(program: Program, rank: int) -> Iterator[Lifetime]:
+    """The memory of a rank's sums of which it keeps a part: from their beginning until gradients are freed or stepped.
+
+    A sum after the first of an update has memory of its own for the part.
+    """
+    begun: dict[int, int] = {}
+    summed: set[StageAt] = set()
+    for index, i in enumerate(program.ranks[rank]):
+        if i.op is Op.REDUCE and i.kind == Reduction.SCATTER:
+            begun[i.stage] = index
+        elif i.stage in begun and i.op in (Op.FREE, Op.STEP):
+            start = begun.pop(i.stage)
+            yield Lifetime(Value(Work.SUM.value, i.stage, index), start, index)
+            if (i.stage, i.version) in summed:
+                yield Lifetime(Value(SUMS, i.stage, -index), start, index)
+            summed.add((i.stage, i.version))
 
 
 def _released(program: Program, rank: int) -> dict[Value, int]:

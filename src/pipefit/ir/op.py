@@ -84,6 +84,7 @@ class Work(enum.StrEnum):
     BACKWARD: of a further one, which adds to them.
     LOSS: of the loss.
     STEP: of the optimizer.
+    SUM: of a sum of which each replica keeps its part: what it receives of the others.
     """
 
     FORWARD = "forward work"
@@ -93,6 +94,7 @@ class Work(enum.StrEnum):
     BACKWARD = "backward work"
     LOSS = "loss work"
     STEP = "step work"
+    SUM = "sum work"
 
 
 class Reduction(enum.StrEnum):

@@ -7,7 +7,8 @@
 
 A gradient is a view of its bucket, so nothing is packed before a reduction or unpacked after it. Autograd allocates the
 first gradient of an update (nothing is added to zeros); it is moved to its place once, and those of later micro-batches
-are added there.
+are added there. Where replicas share gradients, memory is scarce: buckets have none between two sums, and the first
+gradient is added to zeros in its place, so that no second copy of it exists.
 
 DDP's reducer is not used: it belongs to one module that runs forward and backward once between two reductions. Here
 several micro-batches and versions of the weights are in flight, and the program, not the module, specifies when
@@ -153,7 +154,7 @@ class GradientBuckets:
         itself = weakref.ref(self)
         for number, bucket in enumerate(self.buckets):
             for index in bucket.members:
-                hook = partial(_gradient_added, itself, number)
+                hook = partial(_gradient_added, itself, number, index)
                 handle = self.parameters[index].register_post_accumulate_grad_hook(hook)
                 weakref.finalize(self, handle.remove)
         self.is_watching = False
@@ -161,6 +162,8 @@ class GradientBuckets:
         self._started = 0
         self._adopted = False
         self._is_freed = False
+        # Parameters whose gradients are zeros so far, to which autograd adds.
+        self._zeros: set[int] = set()
         self._launch: Launch = _nothing
         self.idle: list[int] = []
 
@@ -176,6 +179,7 @@ class GradientBuckets:
         """Frees the memory of all gradients until `hold`."""
         self._adopted = False
         self._is_freed = True
+        self._zeros.clear()
         for parameter in self.parameters:
             parameter.grad = None
         for flat in self.flats:
@@ -187,12 +191,17 @@ class GradientBuckets:
         self._launch = _nothing
 
     def hold(self) -> None:
-        """Gives gradients memory again if they have none."""
-        if self._is_freed:
-            self._is_freed = False
-            for flat in self.flats:
-                resize(flat, flat.numel())
-                flat.zero_()
+        """Gives gradients memory again if they have none: zeros, to which the next backward adds."""
+        if not self._is_freed:
+            return
+        self._is_freed = False
+        self._adopted = True
+        self._zeros.update(range(len(self.parameters)))
+        for flat in self.flats:
+            resize(flat, flat.numel())
+            flat.zero_()
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view
 
     def place_in(self, record: Tensor) -> None:
         """Places the gradients in a slot, in the order of `record_layout`."""
@@ -233,8 +242,11 @@ class GradientBuckets:
         finally:
             self.is_watching = False
 
-    def arrived(self, number: int) -> None:
-        """Counts a complete gradient of a bucket."""
+    def arrived(self, number: int, index: int) -> None:
+        """Counts a gradient of a bucket: it is complete when the last backward runs."""
+        self._zeros.discard(index)
+        if not self.is_watching:
+            return
         self._waiting[number] -= 1
         if self._waiting[number]:
             return
@@ -262,7 +274,7 @@ class GradientBuckets:
             return
         self._move(range(len(self.parameters)))
         for index, parameter in enumerate(self.parameters):
-            if parameter.grad is None:
+            if parameter.grad is None or index in self._zeros:
                 self.idle.append(index)
                 parameter.grad = self._views[index].zero_()
         self.marks.fill_(1)
@@ -286,8 +298,8 @@ def _place_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
-def _gradient_added(buckets: weakref.ref[GradientBuckets], number: int, parameter: Tensor) -> None:
+def _gradient_added(buckets: weakref.ref[GradientBuckets], number: int, index: int, parameter: Tensor) -> None:
     """The hook that autograd calls when it has added to a parameter's gradient."""
     own = buckets()
-    if own is not None and own.is_watching:
-        own.arrived(number)
+    if own is not None:
+        own.arrived(number, index)

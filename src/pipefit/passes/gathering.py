@@ -2,12 +2,13 @@
 
     unshard 0 | F0.0 F0.1 | drop 0, unshard 2 ...                slot 0 of the weights
     unshard 1 |           | F1.0 F1.1 | drop 1 ...               slot 1
-                                    | B1.1 B1.0 | scatter 1 | ... free 1
+                                    | B1.1 B1.0 | scatter 1 | free 1 | B0.1 B0.0 ...
 
 A peer's memory is a tier: as spilled stages are fetched from the host, the weights of a stage are gathered from its
 copies before they are used and freed after. Gradients are whole while backwards add to them; then each copy keeps its
-part of the sum. A slot is given up as in `pipefit.passes.spilling`, for the stage whose next visit is farthest. A rank
-whose stages all have slots gathers each once per update.
+part of the sum, and whole ones are freed before the next backward needs memory for others. A slot is given up as in
+`pipefit.passes.spilling`, for the stage whose next visit is farthest. A rank whose stages all have slots gathers each
+once per update.
 
 Source: ZeRO, stages 2 and 3 (SC 2020). Where passes of one stage follow each other, a looped schedule gathers less
 often: Lamy-Poirier, "Breadth-first pipeline parallelism", MLSys 2023.
@@ -90,19 +91,19 @@ def _stays(header: Header, listed: Instructions, ops: Collection[Op], slots: int
 
 
 def _add_gradients(header: Header, listed: Instructions, slots: int, added: Added) -> None:
-    """Adds the sums of gradients, and what frees whole ones: before another stage needs the slot, or their step."""
+    """Adds the sums of gradients, and what frees whole ones: before the next backward of the rank, or their step."""
     found = _stays(header, listed, WEIGHT_GRADIENT_OPS, slots)
     summed = any(_is_scatter(header, i) for i in listed)
-    followers = {stay.before: stay for stay in found if stay.before}
+    visits = sorted(visit for stay in found for visit in stay.visits)
     steps = {(i.stage, i.version): index for index, i in enumerate(listed) if i.op is Op.STEP}
     for stay in found:
         update = header.update_of(stay.stage, listed[stay.last].mb)
+        place = steps[stay.stage, update]
         if not summed:
             scatter = Instruction(Op.REDUCE, stay.stage, version=update, kind=Reduction.SCATTER.value)
             added[stay.last + 1].append(scatter)
-        place = steps[stay.stage, update]
-        if stay in followers:
-            place = min(place, followers[stay].first)
+            later = (visit for visit in visits if visit > stay.last)
+            place = min(place, next(later, place))
         free = Instruction(Op.FREE, stay.stage, version=update)
         added[place].append(free)
 

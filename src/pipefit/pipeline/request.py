@@ -281,6 +281,9 @@ def _new_plan(
         widest = session.num_ranks
         if work.compiler:
             widest = 1
+        shard = AUTO
+        if spread.shard != "none":
+            shard = spread.shard
         recompute = None
         if spread.recompute != "none":
             recompute = spread.recompute
@@ -292,7 +295,7 @@ def _new_plan(
             num_microbatches=request.microbatches,
             state_per_weight=state_per_weight(work.layers, work.optimizer),
             tensors=widths_of([layer.module for layer in work.layers], widest),
-            sharded=spread.shard != "none" or None,
+            shard=shard,
             recompute=recompute,
         )
     return _spelled_out(request, work, session, profile)

@@ -23,6 +23,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
+from pipefit.planner.shared_copies import once_s, shared_s
 from pipefit.planner.space import Config, Problem, busiest_copy, num_frozen_layers, placement_for, positions
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile
@@ -105,6 +106,8 @@ def least_s(problem: Problem, config: Config, partition: Partition, cost: CostMo
     queued = crowded(cost)
     replays = _replays(config, partition)
     bounds = [_shared_s(config, cost)]
+    if config.shares_gradients:
+        bounds += shared_s(config, cost, frozen)
     for ranks in _pipelines(config, cost):
         bounds += _flushes(config, list(_stages(config, cost, ranks, replays, frozen)), frozen, queued)
     return max(bounds)
@@ -286,12 +289,12 @@ def quick_s(problem: Problem, config: Config) -> float:
     m = config.per_pipeline
     p = config.depth
     step_s = total.step_s
-    if config.sharded:
+    if config.shard != "none":
         step_s /= config.data
     # A rank that does not train is a part of the next update meanwhile.
     has_way = p > 1 and config.chunks == 1 and not (config.replicas or total.is_frozen)
     is_filled = has_way and fills(config)
-    bounds = []
+    bounds = [once_s(problem, config, total.wgrad_bytes)]
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
         again_s = _again_s(config, total)
@@ -426,6 +429,9 @@ def quick_bytes(problem: Problem, config: Config) -> float:
     needs = []
     for fixed, ranks in _room(problem, config):
         needs.append((kept + fixed) / ranks)
+    if config.shares_weights:
+        # At some time the largest stage of each rank is whole.
+        needs.append((_fixed_bytes(problem, config) + total.weight_bytes / config.chunks) / config.depth)
     if is_replayed and config.chunks == 1 and not config.replicas:
         # A backward needs all that its stage saves, of one micro-batch.
         needs.append((total.saved_bytes + _fixed_bytes(problem, config)) / config.depth)
@@ -441,7 +447,10 @@ def _fixed_bytes(problem: Problem, config: Config) -> float:
     if config.chunks > 1 or problem.of(config).knows_work:
         # When the most is held, there may be no gradients yet.
         versions -= 1
-    return total.weight_bytes + total.wgrad_bytes * (versions + problem.state_of(config))
+    weight_bytes = total.weight_bytes
+    if config.shares_weights:
+        weight_bytes /= config.data
+    return weight_bytes + total.wgrad_bytes * (versions + problem.state_of(config))
 
 
 def _room(problem: Problem, config: Config) -> list[tuple[float, float]]:

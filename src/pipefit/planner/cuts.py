@@ -207,6 +207,13 @@ def _needs(problem: Problem, config: Config, holdings: tuple[Holding, ...]) -> l
         replays = [layer.replay_bytes(config.inside) for layer in plain.layers]
         always = always + _largest(replays)
     figures = {"act": leaving, "grad": leaving, "weights": weights, "wgrad": weights, "saved": saved, "half": kept}
+    if config.shares_gradients:
+        figures["sums"] = weights / config.data
+    if config.shares_weights:
+        # Frozen weights are shared, too.
+        whole = weights + frozen
+        figures["weights"] = whole
+        always = always - frozen + whole / config.data
     needs = []
     for stage, holding in enumerate(holdings):
         spans_of = partial(_spans_of, figures, entering, stage)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,12 +23,13 @@ from pipefit.errors import ScheduleError
 from pipefit.ir.collector import collector_paused
 from pipefit.ir.graph import FEW_SENDS
 from pipefit.ir.liveness import Lifetime, lifetimes, peak_inflight, working_lifetimes
-from pipefit.ir.op import Op
+from pipefit.ir.op import Op, Reduction
 from pipefit.ir.program import Program
 from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Schedule, Shape, find
+from pipefit.spec.plan import Shard
 
 # Forwards of a program that is counted whole.
 _SMALL = 600
@@ -41,7 +43,7 @@ class Small(NamedTuple):
     """A program of one pipeline with so few micro-batches that it is soon made and counted.
 
     `recompute` None: all stages replay; `works`: the work of instructions is counted too, `summed`: with
-    gradients that copies of the pipeline sum.
+    gradients that copies of the pipeline sum. With a `shard` of gradients or weights there are two copies.
     """
 
     schedule: Schedule
@@ -53,6 +55,7 @@ class Small(NamedTuple):
     frozen: int = 0
     works: bool = False
     summed: bool = False
+    shard: Shard = "none"
 
 
 class Holding(NamedTuple):
@@ -124,13 +127,46 @@ def replayed(config: Config) -> tuple[float, ...]:
     """
     if config.replicas:
         return (1.0,) * len(config.replicas)
-    small = _counted(config)
+    small = _counted(replace(config, shard="none"))
     # A rank that holds all of them runs only those at the end once: as many, whatever the number of micro-batches.
     of = small.microbatches
     if holds_all(config):
         of = config.per_pipeline
     run_once = _run_once(small._replace(recompute=None))
     return tuple(1 - once / of for once in run_once)
+
+
+def collectives_of(config: Config) -> list[tuple[float, float]]:
+    """Of each stage of shared gradients or weights how often per update these are gathered, and summed.
+
+    Those of a large program follow from as many micro-batches as fill it.
+    """
+    m = config.per_pipeline
+    small = _counted(config)
+    few = small.microbatches
+    found = []
+    for gathers, sums in _collectives(small):
+        share = 1.0
+        if not holds_all(config):
+            share = m / few
+        found.append((gathers * share, sums * share))
+    return found
+
+
+def is_counted_whole(config: Config) -> bool:
+    """Returns whether the program of a candidate is so small that its values are counted in all of it."""
+    return _counted(config).microbatches == config.per_pipeline
+
+
+def _collectives(small: Small) -> list[tuple[float, float]]:
+    program = small_program(small)
+    found = []
+    for stage, ranks in enumerate(program.header.placement):
+        own = [i for i in program.ranks[ranks[0]] if i.stage == stage]
+        sums = sum(i.kind == Reduction.SCATTER for i in own)
+        gathers = sum(i.op is Op.UNSHARD or i.kind == Reduction.SHARDS for i in own)
+        found.append((float(gathers), float(sums)))
+    return found
 
 
 def least_replayed(config: Config) -> tuple[float, ...]:
@@ -141,7 +177,7 @@ def least_replayed(config: Config) -> tuple[float, ...]:
     """
     m = config.per_pipeline
     none = (0.0,) * config.num_stages
-    if m == 1 or config.depth == 1:
+    if m == 1 or config.num_stages == 1:
         return none
     known = ahead_of(config)
     if not known:
@@ -189,7 +225,9 @@ def first_holdings(config: Config) -> tuple[Holding, ...]:
         held = {}
         for chunk, count in enumerate(counts):
             stage = rank + chunk * config.depth
-            held[WEIGHTS, stage] = 1
+            # Of shared weights, those of the stage that begins are whole.
+            if chunk == config.chunks - 1 or not config.shares_weights:
+                held[WEIGHTS, stage] = 1
             if not replays:
                 held[SAVED, stage] = count
             elif stage:
@@ -202,6 +240,9 @@ def first_holdings(config: Config) -> tuple[Holding, ...]:
 def small_program(small: Small) -> Program:
     """One pipeline: a few updates of an asynchronous schedule, one of a synchronous one."""
     schedule, depth, count, chunks, recompute, replicas, frozen, *_ = small
+    if small.shard != "none":
+        replicas = (2,)
+        count *= 2
     # Two weight versions only meet where one update follows another.
     if schedule.is_synchronous:
         steps = 1
@@ -212,7 +253,8 @@ def small_program(small: Small) -> Program:
     else:
         steps = 3 * depth + 2
     with collector_paused():
-        return schedule(Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen))
+        shape = Shape(depth, count, chunks, steps, replicas, recompute=recompute, frozen=frozen, shard=small.shard)
+        return schedule(shape)
 
 
 @lru_cache(maxsize=64)
@@ -274,7 +316,10 @@ def _counted(config: Config) -> Small:
             if holds_all(config):
                 enough = _GROWING
         count = min(count, enough)
-    return Small(find(config.schedule), config.depth, count, config.chunks, replicas=config.replicas)
+    small = Small(find(config.schedule), config.depth, count, config.chunks, replicas=config.replicas)
+    if config.shares_gradients:
+        small = small._replace(shard=config.shard)
+    return small
 
 
 @lru_cache(maxsize=512)

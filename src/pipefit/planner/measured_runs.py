@@ -24,7 +24,7 @@ from pipefit.planner.methods import problem_of, search_by, space_of
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
-from pipefit.spec.plan import RECOMPUTE, recompute_kind
+from pipefit.spec.plan import RECOMPUTE, Shard, recompute_kind
 
 USABLE = 0.9
 """Share of a device's memory that tensors can take, next to the context, buffers of messages, and lost space."""
@@ -169,6 +169,9 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
             schedules = ["interleaved"]
     if run.chunks > 1:
         chunks = [run.chunks]
+    shard: Shard = "none"
+    if run.sharded and run.devices > run.tensor * run.depth:
+        shard = "optimizer"
     options = PlanOptions(
         schedules=schedules,
         chunks=chunks,
@@ -176,7 +179,7 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
         depths=[run.depth],
         microbatch_sizes=[run.microbatch],
         recompute=recompute_kind(run.recompute),
-        sharded=run.sharded and run.devices > run.tensor * run.depth,
+        shard=shard,
     )
     space = space_of(problem, options)
     try:

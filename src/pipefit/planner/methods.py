@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import cast
 
 from pipefit.cost import usual_state
 from pipefit.errors import InfeasibleError, PlanError
 from pipefit.planner.asynchronous import replicated
 from pipefit.planner.computed_profile import num_blocks
-from pipefit.planner.plan_options import PlanOptions
+from pipefit.planner.plan_options import ANY, PlanOptions
 from pipefit.planner.search import SearchResult, search, some_fit
 from pipefit.planner.space import Config, Problem, Space, configs
 from pipefit.schedules import find, names
 from pipefit.spec import Profile, Topology
 from pipefit.spec.options import AUTO
-from pipefit.spec.plan import recompute_kind
+from pipefit.spec.plan import SHARDS, Shard, recompute_kind
 
 # For teaching; the schedule that all others are with a single stage; and those with split backwards, whose gain depends
 # on the cost of the split (see `_schedules_of`) and on the absence of waits of all ranks at a step.
@@ -71,11 +74,13 @@ def space_of(problem: Problem, options: PlanOptions) -> Space:
         widths = tuple(width for width in widths if width <= inner)
     elif method != "auto":
         widths = (1,)
-    shards = [False]
-    if method == "auto" and options.sharded is None:
-        shards = [False, True]
-    elif method == "auto" and options.sharded:
-        shards = [True]
+    shards: tuple[Shard, ...] = ("none",)
+    next_shard: dict[Shard, Shard] = {}
+    if method == "auto" and options.shard in (AUTO, ANY):
+        shards = ("none", "optimizer")
+        next_shard = dict(pairwise(SHARDS[1:]))
+    elif method == "auto":
+        shards = (cast(Shard, options.shard),)
     partitioner = "minmax"
     if method in ("gpipe", "uniform"):
         partitioner = method
@@ -85,11 +90,14 @@ def space_of(problem: Problem, options: PlanOptions) -> Space:
         widths,
         _sizes(problem.profile, options.microbatch_sizes),
         replays,
-        tuple(shards),
+        shards,
         partitioner,
         options.num_microbatches,
         links=problem.topology.num_devices <= 64 and partitioner == "minmax",
         chunks=tuple(options.chunks or (2, 3, 4)),
+        next_shard=next_shard,
+        shares_last=options.shard == AUTO,
+        more_chunks=options.chunks is None,
     )
 
 
@@ -165,7 +173,10 @@ def search_by(method: str, problem: Problem, space: Space) -> SearchResult:
     listed = _listed(method, problem, space)
     if method == "ptdp":
         return _ptdp(problem, space, listed)
-    return search(problem, listed)
+    if space.shares_last:
+        with suppress(InfeasibleError):
+            return search(problem, replace(space, next_shard={}), listed)
+    return search(problem, space, listed)
 
 
 def fits_by(method: str, problem: Problem, space: Space) -> bool:
@@ -174,7 +185,7 @@ def fits_by(method: str, problem: Problem, space: Space) -> bool:
     Raises:
         PlanError: there is no candidate.
     """
-    return some_fit(problem, _listed(method, problem, space))
+    return some_fit(problem, space, _listed(method, problem, space))
 
 
 def _listed(method: str, problem: Problem, space: Space) -> list[Config]:
@@ -207,8 +218,8 @@ def _ptdp(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
     listed = [each for each in listed if _is_even(problem.profile, each)]
     for smallest in sorted(set(map(shape, listed))):
         with suppress(InfeasibleError):
-            return search(problem, [each for each in listed if shape(each) == smallest])
-    return search(problem, listed)
+            return search(problem, space, [each for each in listed if shape(each) == smallest])
+    return search(problem, space, listed)
 
 
 def _is_even(profile: Profile, config: Config) -> bool:

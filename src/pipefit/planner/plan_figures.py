@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.planner.computed_profile import profile_at
-from pipefit.planner.holdings import replayed
+from pipefit.planner.holdings import collectives_of, replayed
 from pipefit.planner.space import Config
 from pipefit.spec import Plan, Profile, Topology
+from pipefit.spec.plan import COMING_AND_GOING
 
 
 def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[float]:
@@ -22,23 +24,27 @@ def replays_of(plan: Plan, inside: float = 0.0, attention: float = 0.0) -> list[
         attention: counted of a stage whose backward replays attention only.
     """
     stages = plan.partition.stages
-    chunks = plan.num_chunks
-    size = plan.microbatch_size
-    counts = tuple(stage.replicas for stage in stages)
-    replicas: tuple[int, ...] = ()
-    if max(counts) > 1:
-        replicas = counts
-    config = Config(
-        plan.schedule, plan.data, len(stages) // chunks, 1, chunks, size, plan.num_microbatches, replicas=replicas
-    )
     whole = (0.0,) * len(stages)
     if any(stage.is_replayed for stage in stages):
-        whole = replayed(config)
+        whole = replayed(_config_of(plan))
     found = [0.0] * len(stages)
     for index, stage in enumerate(stages[plan.frozen :], plan.frozen):
         shares = {"none": 0.0, "stage": whole[index], "layer": inside, "selective": attention}
         found[index] = shares[stage.replays]
     return found
+
+
+def _config_of(plan: Plan) -> Config:
+    """The order of a plan's program, as the planner counts it."""
+    stages = plan.partition.stages
+    chunks = plan.num_chunks
+    depth = len(stages) // chunks
+    count = plan.num_microbatches
+    replicas = tuple(stage.replicas for stage in stages)
+    if max(replicas) == 1:
+        replicas = ()
+    config = Config(plan.schedule, plan.data, depth, 1, chunks, plan.microbatch_size, count, replicas=replicas)
+    return replace(config, shard=plan.shard)
 
 
 def at_size_of(plan: Plan, profile: Profile) -> Profile:
@@ -88,8 +94,9 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
     """Bytes that travel per sample, by all devices together.
 
     Activations and their gradients cross every border between ranks. The gradients of a stage with d copies are summed
-    by a ring, 2(d−1)·bytes per update. With tensor width t a message is gathered again, t·bytes in all, and a block
-    makes two sums in its forward and two in its backward, 2(t−1)·bytes each.
+    by a ring, 2(d−1)·bytes per update; what copies share is gathered, or summed, several times. With tensor width t a
+    message is gathered again, t·bytes in all, and a block makes two sums in its forward and two in its backward,
+    2(t−1)·bytes each.
 
     Args:
         plan: with its stages and their ranks.
@@ -98,6 +105,9 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
     """
     cost = plan_costs(plan, profile, topology)
     again = replays_of(plan, inside=1.0)
+    moved = [(1.0, 1.0)] * len(again)
+    if plan.shard in COMING_AND_GOING:
+        moved = collectives_of(_config_of(plan))
     width = plan.tensor
     total = 0.0
     size = plan.microbatch_size or profile.microbatch_size
@@ -117,5 +127,7 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
         copies = len(ranks[stage])
         # Without a flush, replicas sum their gradients once each of them has had a mini-batch.
         per_update = max(plan.num_microbatches, copies)
-        total += 2 * (copies - 1) * width * cost.wgrad_bytes[stage] / per_update
+        gathers, scatters = moved[stage]
+        reduced = gathers * cost.wgrad_bytes[stage] + scatters * cost.wgrad_bytes[stage]
+        total += (copies - 1) * width * reduced / per_update
     return total / size

@@ -12,10 +12,13 @@ from pipefit.errors import PlanError, nearest
 from pipefit.planner.space import Cap
 from pipefit.spec import Topology
 from pipefit.spec.options import AUTO, Checked, in_bytes, setting
-from pipefit.spec.plan import Recompute, recompute_kind
+from pipefit.spec.plan import Recompute, Shard, recompute_kind
 
 Method = Literal["auto", "pipedream", "gpipe", "2bw", "ptdp", "uniform"]
 METHODS: Final[tuple[str, ...]] = get_args(Method)
+
+ANY: Final = "any"
+"""Copies share whatever is fastest."""
 
 CAPPED: Final = "spilled"
 """Planning under a cap on the devices' memory, which no method does."""
@@ -34,7 +37,7 @@ class PlanOptions(Checked):
     """The options of a search for a plan, each with the methods that use it.
 
     "auto" searches all of depth, data width, tensor width (GPTs), chunks, micro-batch size, synchronous schedule,
-    recompute, partition, replicas and sharded optimizer. "2bw", "ptdp", "gpipe" and "pipedream" follow these papers;
+    recompute, partition, replicas and what copies share. "2bw", "ptdp", "gpipe" and "pipedream" follow these papers;
     "uniform" gives every stage the same number of layers. None leaves a choice to the method:
 
     - `global_batch`: a micro-batch per device, and at least 8 micro-batches. The mini-batch of "pipedream" is the first
@@ -88,8 +91,11 @@ class PlanOptions(Checked):
     tensors: Sequence[int] | None = setting(
         None, "Tensor widths to choose from, such as 1,2.", "--tensor", "-t", typed="numbers", only=_WIDE
     )
-    sharded: bool | None = setting(
-        None, "The optimizer is sharded over the copies always or never.", hidden=True, only=["auto"]
+    shard: Shard | Literal["auto", "any"] = setting(
+        AUTO,
+        "What the copies of a stage share; auto: gradients and weights only where nothing else fits, any: also where "
+        "that is faster.",
+        only=["auto"],
     )
     whole_messages: bool = setting(
         False, "Send whole messages between tensor-parallel stages, without scatter/gather.", only=_SEARCH

@@ -17,14 +17,18 @@ from heapq import heappop, heappush
 from operator import itemgetter
 from typing import NamedTuple
 
+import msgspec
+
 from pipefit.errors import InfeasibleError
 from pipefit.planner.bounds import quick_bytes, quick_s
 from pipefit.planner.candidate import Estimate, plan_of
 from pipefit.planner.estimate import bounded, estimate, need_bytes, of_cut_s
 from pipefit.planner.plan_figures import idle_share, sent_bytes
+from pipefit.planner.shared_copies import sharing_more
 from pipefit.planner.simulated import simulated, size_of
-from pipefit.planner.space import Config, Problem
+from pipefit.planner.space import Config, Problem, Space
 from pipefit.spec import Candidate, Partition, StageSpec
+from pipefit.spec.plan import SHARDS, Shard
 from pipefit.units import format_bytes
 
 # Families whose best candidate is found for the table, the winner's included.
@@ -49,6 +53,8 @@ class Frontier:
         settled: families whose fastest candidate was found.
         unfit: of each family the candidate that lacks the least memory, of those that were looked at.
         spent: simulated forwards.
+        space: whose copies share more where a candidate does not fit; None: they share what is listed.
+        failed: candidates that do not fit.
     """
 
     problem: Problem
@@ -56,6 +62,8 @@ class Frontier:
     settled: set[str] = field(default_factory=set)
     unfit: dict[str, Estimate] = field(default_factory=dict)
     spent: int = 0
+    space: Space | None = None
+    failed: list[Config] = field(default_factory=list)
     _seen: dict[tuple[Config, Partition], Config] = field(default_factory=dict)
     _count: int = 0
 
@@ -63,6 +71,17 @@ class Frontier:
         """Puts a candidate among those that wait, with the number of the step that comes next."""
         self._count += 1
         heappush(self.waiting, (_rounded(bound_s), missing, self._count, candidate))
+
+    def offer(self, config: Config) -> None:
+        """Takes a candidate with its bound, unless it cannot fit."""
+        limit = _most_memory(self.problem)
+        need = 0.0
+        if math.isfinite(limit):
+            need = quick_bytes(self.problem, config)
+        if need <= limit:
+            self.add(quick_s(self.problem, config), TIMES, config)
+        else:
+            self.lacks(Estimate(config, None, (need,), why=_lacks(need, limit)))
 
     def next(self, limit_s: float = math.inf, most: float = math.inf) -> Estimate | None:
         """The fastest candidate of a family that is not settled yet.
@@ -136,10 +155,18 @@ class Frontier:
             self.add(found.period_s, NOTHING, found)
 
     def lacks(self, found: Estimate) -> None:
-        """Notes a candidate that does not fit."""
+        """Notes a candidate that does not fit, and offers those whose copies share more."""
+        self.failed.append(found.config)
+        if self.space is not None:
+            self.share(found.config, self.space)
         other = self.unfit.get(found.config.family)
         if other is None or _lacking(found) < _lacking(other):
             self.unfit[found.config.family] = found
+
+    def share(self, config: Config, space: Space) -> None:
+        """Offers the candidates that follow one that does not fit."""
+        for following in sharing_more(space, config, len(self.problem.profile)):
+            self.offer(following)
 
 
 def _config_of(candidate: Config | Estimate) -> Config:
@@ -177,22 +204,24 @@ class SearchResult(NamedTuple):
         return self.outcomes[0]
 
 
-def search(problem: Problem, listed: list[Config]) -> SearchResult:
-    """The fastest of the listed candidates.
+def search(problem: Problem, space: Space, listed: list[Config]) -> SearchResult:
+    """The fastest of the listed candidates, and of those whose copies share more where these do not fit.
 
     Raises:
         InfeasibleError: none fits.
     """
     # Data parallelism is what others are compared with, so whether it fits, and its time, must be known.
     plain = _frontier(problem, listed, is_plain=True)
-    frontier = _frontier(problem, listed, is_plain=False)
+    frontier = _frontier(problem, listed, is_plain=False, space=space)
     best = plain.next()
+    for config in plain.failed:
+        frontier.share(config, space)
     if best is not None:
         frontier.add(best.period_s, NOTHING, best)
     winner = frontier.next()
     if winner is None:
         closest = [*frontier.unfit.values(), *plain.unfit.values()]
-        raise InfeasibleError(_nothing_fits(problem, listed, closest))
+        raise InfeasibleError(_nothing_fits(problem, space, listed, closest))
     outcomes = [winner]
     most = frontier.spent + _BUDGET
     limit_s = _CLOSE * winner.period_s
@@ -208,26 +237,27 @@ def search(problem: Problem, listed: list[Config]) -> SearchResult:
     return SearchResult(tuple(outcomes), tuple(_candidates(frontier, listed, outcomes)))
 
 
-def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool) -> Frontier:
+def _frontier(problem: Problem, listed: Iterable[Config], is_plain: bool, space: Space | None = None) -> Frontier:
     """The candidates of plain data parallelism, or all others, with their bounds; without those that cannot fit."""
-    frontier = Frontier(problem)
-    limit = _most_memory(problem)
+    frontier = Frontier(problem, space=space)
     for config in listed:
-        if (config.family == _PLAIN) != is_plain:
-            continue
-        need = 0.0
-        if math.isfinite(limit):
-            need = quick_bytes(problem, config)
-        if need <= limit:
-            frontier.add(quick_s(problem, config), TIMES, config)
-        else:
-            frontier.lacks(Estimate(config, None, (need,), why=_lacks(need, limit)))
+        if (config.family == _PLAIN) == is_plain:
+            frontier.offer(config)
     return frontier
 
 
-def some_fit(problem: Problem, listed: list[Config]) -> bool:
+def _with_sharing(problem: Problem, space: Space, listed: list[Config]) -> list[Config]:
+    """The listed candidates, and all whose copies share more."""
+    found = list(listed)
+    for config in found:
+        found += sharing_more(space, config, len(problem.profile))
+    return found
+
+
+def some_fit(problem: Problem, space: Space, listed: list[Config]) -> bool:
     """Returns whether any candidate fits."""
     limit = _most_memory(problem)
+    listed = _with_sharing(problem, space, listed)
     able = [config for config in listed if quick_bytes(problem, config) <= limit]
     able.sort(key=partial(_frugality, problem))
     return any(estimate(problem, config).fits for config in able)
@@ -251,6 +281,8 @@ def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Est
     best = outcomes[0]
     for each in outcomes:
         yield compared(problem, each, best)
+        if each is best:
+            yield from _sharing_less(problem, best.config)
     waiting = frontier.bounds()
     for bound_s, candidate in waiting.values():
         config = _config_of(candidate)
@@ -264,10 +296,24 @@ def _candidates(frontier: Frontier, listed: Iterable[Config], outcomes: list[Est
         yield from _too_large_for_one(problem, best.config.microbatch_size)
 
 
+def _sharing_less(problem: Problem, config: Config) -> Iterator[Candidate]:
+    """A plan whose copies share gradients or weights, if they shared less: the memory that it lacks."""
+    if not config.shares_gradients:
+        return
+    less = replace(config, shard=SHARDS[SHARDS.index(config.shard) - 1])
+    found = estimate(problem, less)
+    if not found.fits:
+        unfit = _unfit(problem, found)
+        yield msgspec.structs.replace(unfit, family=f"{unfit.family}, less shared")
+
+
 def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:
     """Data parallelism where it was no candidate, if it does not fit: for whatever batch."""
     count = problem.topology.num_devices
-    config = Config("data-parallel", count, 1, 1, 1, size, count, "all", sharded=count > 1)
+    shard: Shard = "none"
+    if count > 1:
+        shard = "optimizer"
+    config = Config("data-parallel", count, 1, 1, 1, size, count, "all", shard)
     need = quick_bytes(problem, config)
     limit = _most_memory(problem)
     found = Estimate(config, None, (need,), why=_lacks(need, limit))
@@ -314,19 +360,19 @@ def compared(problem: Problem, each: Estimate, best: Estimate) -> Candidate:
 def _unfit(problem: Problem, closest: Estimate) -> Candidate:
     config = closest.config
     sent = None
-    if config.depth == 1:
+    if config.num_stages == 1:
         whole = Partition((StageSpec(tuple(range(len(problem.profile)))),))
         sent = sent_bytes(plan_of(problem, config, whole), problem.profile, problem.topology)
     peak = max(closest.peak_bytes, default=None)
     return Candidate(config.summary, config.family, None, None, peak, closest.why, sent_bytes=sent)
 
 
-def _nothing_fits(problem: Problem, listed: list[Config], closest: list[Estimate]) -> str:
+def _nothing_fits(problem: Problem, space: Space, listed: list[Config], closest: list[Estimate]) -> str:
     """The missing memory, and the least memory that would help."""
     text = f"{problem.profile.model} fits no plan on {problem.topology.num_devices} devices:"
     for each in closest:
         text += f"\n  {each.config.summary}: {each.why}"
-    least, config = _cheapest(problem, listed)
+    least, config = _cheapest(problem, _with_sharing(problem, space, listed))
     if config is not None:
         # A little more: four digits are shown, and a plan with them should be found.
         text += f"\nthe cheapest change: devices with {format_bytes(least * 1.0005)} of memory ({config.summary})"

@@ -25,6 +25,7 @@ from pipefit.planner.spilled_candidates import peaks_of
 from pipefit.schedules import find, program_of
 from pipefit.simulate import simulate
 from pipefit.spec import Plan
+from pipefit.spec.plan import Shard
 
 # Forwards of a program that is still simulated whole, with all its copies.
 _WHOLE = 1500
@@ -112,6 +113,9 @@ def _counts(config: Config) -> tuple[int, int]:
     """Micro-batches of the two programs from which the time is extrapolated."""
     few = filling(config)
     many = few + config.depth
+    if config.shares_gradients and config.per_pipeline * config.num_stages <= _WHOLE:
+        # Gathers that few micro-batches wait for are hidden behind many.
+        few = many = config.per_pipeline
     return min(few, config.per_pipeline), min(many, config.per_pipeline)
 
 
@@ -133,15 +137,23 @@ def _tails(cost: CostModel, placement: Sequence[tuple[int, ...]]) -> list[float]
 
 
 def _extrapolated(config: Config, plan: Plan, timing: CostModel) -> float:
-    tails = _tails(timing, placement_for(config).ranks)
-    one_copy = replace(timing, step_s=tuple(map(add, timing.step_s, tails)))
+    ranks = placement_for(config).ranks
+    one_copy = timing
+    shard: Shard = "none"
+    if config.shares_gradients:
+        # Two copies represent all: gathers and sums are a part of the program.
+        shard = config.shard
+        one_copy = replace(timing, copies=ranks)
+    else:
+        tails = _tails(timing, ranks)
+        one_copy = replace(timing, step_s=tuple(map(add, timing.step_s, tails)))
     if one_copy.speed:
         # One pipeline represents all copies, so it runs at the speed of the slowest.
         pace = least_of_copies(config, timing.speed)
-        one_copy = replace(one_copy, speed=tuple(pace))
+        one_copy = replace(one_copy, speed=(*pace, *pace))
     recompute = tuple(index for index, stage in enumerate(plan.partition.stages) if stage.is_replayed)
     schedule = find(config.schedule)
-    small = Small(schedule, config.depth, 0, config.chunks, recompute, frozen=plan.frozen)
+    small = Small(schedule, config.depth, 0, config.chunks, recompute, frozen=plan.frozen, shard=shard)
 
     def time_s(count: int) -> float:
         program = small_program(small._replace(microbatches=count))

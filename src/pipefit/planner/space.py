@@ -17,7 +17,7 @@ from pipefit.cost import ModelBytes, speeds_of
 from pipefit.planner.computed_profile import profile_at
 from pipefit.schedules import find, placement_of
 from pipefit.spec import Device, Partition, Placement, Profile, SpillSpec, Tier, Topology
-from pipefit.spec.plan import INSIDE, Shard
+from pipefit.spec.plan import COMING_AND_GOING, INSIDE, Shard
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ class Config:
         microbatch_size: b, samples.
         num_microbatches: per weight update, over all copies.
         recompute: of all stages, a kind of `pipefit.spec.plan.RECOMPUTE`; or "some": stages where memory requires it.
-        sharded: optimizer states sharded over the copies.
+        shard: what its copies share.
         partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
@@ -112,7 +112,7 @@ class Config:
     microbatch_size: int
     num_microbatches: int
     recompute: str = "none"
-    sharded: bool = False
+    shard: Shard = "none"
     partitioner: str = "minmax"
     replicas: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
@@ -120,11 +120,14 @@ class Config:
     shares: tuple[int, ...] = ()
 
     @property
-    def shard(self) -> Shard:
-        """The level of sharing between its copies: the optimizer's states, or nothing."""
-        if self.sharded:
-            return "optimizer"
-        return "none"
+    def shares_gradients(self) -> bool:
+        """Returns whether gradients are whole only while a stage computes."""
+        return self.shard in COMING_AND_GOING
+
+    @property
+    def shares_weights(self) -> bool:
+        """Returns whether weights are whole only while a stage computes."""
+        return self.shard == "weights"
 
     @property
     def inside(self) -> str:
@@ -156,6 +159,8 @@ class Config:
                 return "host"
             return "split"
         if self.depth == 1:
+            if self.chunks > 1:
+                return f"data parallel, shared {self.shard}"
             if self.shares:
                 return "data parallel, unequal shares"
             if self.tensor == 1:
@@ -184,7 +189,9 @@ class Config:
             words.append("recompute where needed")
         elif self.recompute != "none":
             words.append(f"recompute {self.recompute}")
-        if self.sharded:
+        if self.shares_gradients:
+            words.append(f"shared {self.shard}")
+        elif self.shard != "none":
             words.append("sharded optimizer")
         if self.partitioner == "links":
             words.append("cut for the links")
@@ -210,18 +217,31 @@ def _layout(config: Config) -> str:
 
 @dataclass(frozen=True)
 class Space:
-    """The values to choose from; `links`: also cuts that avoid slow messages; `chunks`: where there are several."""
+    """The values to choose from.
+
+    Attributes:
+        schedules, depths, tensors, microbatch_sizes, recompute, partitioner, num_microbatches: of every candidate.
+        shards: what copies share in the candidates that are listed.
+        links: also cuts that avoid slow messages.
+        chunks: stages on each rank, where there are several.
+        next_shard: the level to try where a candidate of a level does not fit.
+        shares_last: such levels are tried only where no listed candidate fits.
+        more_chunks: where shared weights do not fit, twice as many chunks are tried.
+    """
 
     schedules: tuple[str, ...]
     depths: tuple[int, ...] | None
     tensors: tuple[int, ...]
     microbatch_sizes: tuple[int, ...]
     recompute: tuple[str, ...]
-    sharded: tuple[bool, ...]
+    shards: tuple[Shard, ...]
     partitioner: str
     num_microbatches: int | None
     links: bool
     chunks: tuple[int, ...] = (2, 3, 4)
+    next_shard: dict[Shard, Shard] = field(default_factory=dict)
+    shares_last: bool = False
+    more_chunks: bool = True
 
     def batches(self, global_batch: int) -> Iterator[tuple[int, int]]:
         """Every micro-batch size, with the number of micro-batches in the batch."""
@@ -301,7 +321,7 @@ class Problem:
     def state_of(self, config: Config) -> float:
         """Optimizer bytes per weight byte on each copy, which keeps its part where they are sharded; whole sums too."""
         state = self.state
-        if config.sharded:
+        if config.shard != "none":
             state /= config.data
         return state + self.profile.added_per_byte
 
@@ -411,9 +431,9 @@ def _at_shape(
     names = ["data-parallel"]
     if depth > 1:
         names = list(dict.fromkeys(space.schedules))
-    shards = [False]
+    shards: Sequence[Shard] = ("none",)
     if data > 1:
-        shards = list(space.sharded)
+        shards = space.shards
     for name in names:
         least = 1
         if name == "pipedream-2bw":
@@ -428,10 +448,10 @@ def _at_shape(
                 continue
             # Where every stage is alike in memory, "some" is "stage" or "none".
             alike = chunks > 1 or depth == 1
-            for recompute, sharded in product(space.recompute, shards):
+            for recompute, shard in product(space.recompute, shards):
                 if recompute == "some" and alike:
                     continue
-                made = Config(name, data, depth, tensor, chunks, size, count, recompute, sharded, space.partitioner)
+                made = Config(name, data, depth, tensor, chunks, size, count, recompute, shard, space.partitioner)
                 yield made
                 if space.links and depth > 1 and recompute != "some":
                     yield replace(made, partitioner="links")

@@ -385,8 +385,20 @@ class DistributedTransport:
         return _ending(dist.all_to_all_single(given, whole, group=group, async_op=True), then=add)
 
     def all_gather(self, members: tuple[int, ...], key: tuple[object, ...], part: Tensor, whole: Tensor) -> Ending:
-        """Starts to join the parts of some ranks."""
-        return _ending(all_gather_single(whole, part, group=self._groups[members], async_op=True))
+        """Starts to join the parts of some ranks.
+
+        Gloo would gather into a second whole tensor, so with Gloo each rank sends its part to the others in place.
+        """
+        group = self._groups[members]
+        if whole.device.type != "cpu":
+            return _ending(all_gather_single(whole, part, group=group, async_op=True))
+        places = whole.chunk(len(members))
+        places[dist.get_rank(group)].copy_(part)
+        works = []
+        for number, place in enumerate(places):
+            source = dist.get_global_rank(group, number)
+            works.append(dist.broadcast(place, source, group=group, async_op=True))
+        return _ending(*works)
 
 
 class _Sent(NamedTuple):

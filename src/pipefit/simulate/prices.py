@@ -14,6 +14,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import COPY_OPS, MESSAGE_OPS, Op
 from pipefit.ir.residency import copy_waits, kept_fetches
 from pipefit.simulate.flat_program import Code, FlatProgram
+from pipefit.spec.plan import COMING_AND_GOING
 
 Key = tuple[object, ...]
 T = TypeVar("T")
@@ -55,6 +56,7 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
     channel_of = [_channel(cost, i, rank) for i, rank in layout.kinds]
     travel = [travel_of[index] for index in layout.costs]
     lanes = _by_number(layout, lanes_of)
+    shares = graph.program.header.shard in COMING_AND_GOING
     for group in graph.collectives:
         first = graph.instructions[group[0]]
         members = sorted(graph.ranks[number] for number in group)
@@ -63,6 +65,9 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
         for number in group:
             travel[number] = seconds
             lanes[number] = ports
+            if shares and first.stage >= 0:
+                # Those of one group are served in one order.
+                lanes[number] += (("copies", *members),)
     kept = _kept(graph, later=False)
     kept_later = _kept(graph, later=True)
     between: float = 0

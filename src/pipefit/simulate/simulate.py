@@ -18,6 +18,7 @@ from pipefit.simulate.flat_program import FlatProgram, flat_program
 from pipefit.simulate.occupancy import memory_over_time
 from pipefit.simulate.prices import prices_of
 from pipefit.simulate.sharing import Machine
+from pipefit.spec.plan import COMING_AND_GOING
 from pipefit.timeline.timeline import Event, Timeline, step_of
 
 
@@ -101,7 +102,8 @@ def _run(program: Program, cost: CostModel, repeats: int, contention: bool, rend
     else:
         cores = []
     prices = prices_of(layout, cost, contention, rendezvous)
-    engine = EventEngine(layout, prices, repeats, contention or cost.has_ports, cores)
+    waits = contention or cost.has_ports or program.header.shard in COMING_AND_GOING
+    engine = EventEngine(layout, prices, repeats, waits, cores)
     engine.run()
     if min(engine.end, default=0) < 0:
         raise InvalidProgramError(_hang(layout.graph))

@@ -21,6 +21,9 @@ Source: Rajbhandari, Rasley, Ruwase, He, "ZeRO: Memory optimizations toward trai
 SC 2020, whose stages 1, 2 and 3 they are.
 """
 
+SHARD_SLOTS: Final = 2
+"""Stages of a rank whose shared gradients or weights are whole at once, where nothing else is asked for."""
+
 COMING_AND_GOING: Final[tuple[Shard, ...]] = ("gradients", "weights")
 """Those under which whole gradients, or also whole weights, are there only while they are used."""
 
@@ -299,7 +302,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     options: dict[str, int] = {}
     data: int = 1
     shard: Shard = "none"
-    shard_slots: int = 2
+    shard_slots: int = SHARD_SLOTS
     sequence_parallel: bool = False
     scatter_gather: bool = True
     spill: SpillSpec | None = None

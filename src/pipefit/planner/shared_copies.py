@@ -1,0 +1,100 @@
+"""Candidates whose copies share gradients or weights: those to try where less sharing does not fit, and their bounds.
+
+Sharing more moves at least as many bytes, so a level is not tried where the one before it fits. Gradients of one stage
+are whole at a time, and weights of `SHARD_SLOTS`: with no more stages than these nothing is saved. Of the orders that
+have more, those are tried that visit a stage for all micro-batches together, and on ranks that hold the whole model
+also those that take one micro-batch after the other; between ranks these would gather a stage again for every group of
+micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from pipefit.cost import CostModel
+from pipefit.cost.rings import over, ring_of
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import Op, Reduction
+from pipefit.planner.holdings import collectives_of, holds_all, is_counted_whole
+from pipefit.planner.space import Config, Problem, Space, placement_for, positions
+from pipefit.schedules import find
+from pipefit.spec.plan import SHARD_SLOTS, Shard
+
+_LEAST_CHUNKS: dict[Shard | None, int] = {"gradients": 2, "weights": SHARD_SLOTS + 1}
+"""Stages on each rank from which on a level saves memory."""
+
+
+def sharing_more(space: Space, config: Config, num_layers: int) -> Iterator[Config]:
+    """The candidates to try where one does not fit: the next level, then more chunks.
+
+    Data parallelism, which has one stage, becomes several stages on every rank.
+    """
+    is_alike = not (config.shares or config.replicas or config.partitioner == "links")
+    if config.data == 1 or not is_alike:
+        return
+    following = space.next_shard.get(config.shard)
+    least = _LEAST_CHUNKS.get(following, 1)
+    if config.num_stages == 1 and following is not None:
+        able = [count for count in space.chunks if least <= count <= num_layers]
+        for name, count in product(space.schedules, able):
+            order = find(name)
+            if order.chunks and order.layout == "loop":
+                yield replace(config, schedule=name, chunks=count, shard=following)
+    if config.chunks == 1 or not _gathers_seldom(config):
+        return
+    if following is not None and config.chunks >= least:
+        yield replace(config, shard=following)
+    if following is None and config.shares_gradients and space.more_chunks and config.chunks >= max(space.chunks):
+        if 2 * config.num_stages <= num_layers:
+            yield replace(config, chunks=2 * config.chunks, shard=space.next_shard.get("optimizer", config.shard))
+
+
+def _gathers_seldom(config: Config) -> bool:
+    return config.depth == 1 or holds_all(config)
+
+
+def once_s(problem: Problem, config: Config, trained_bytes: float) -> float:
+    """Seconds in which some rank gathers its weights once and sums their gradients once, whatever the cut."""
+    if not config.shares_gradients:
+        return 0.0
+
+    def find_widest() -> float:
+        topology = problem.ranks(config.tensor)
+        size = config.depth * config.data
+        rings = [ring_of(topology, range(rank, size, config.depth)) for rank in range(config.depth)]
+        return max(ring.bandwidth_bytes_per_s for ring in rings)
+
+    widest = problem.once(("widest", config.depth, config.data, config.tensor), find_widest)
+    shared_bytes = trained_bytes * (1 + problem.profile.summed_per_byte) / config.depth
+    return over(shared_bytes * (1 - 1 / config.data), widest)
+
+
+def shared_s(config: Config, cost: CostModel, frozen: int) -> list[float]:
+    """Of each rank the seconds of its gathers and sums, which go one at a time.
+
+    Every stage is gathered and summed once. Where all forwards come before all backwards, all stages but those that
+    have room then are gathered again. Small programs of other orders are counted.
+    """
+    ranks = placement_for(config).ranks
+    counts = [(1.0, 1.0)] * config.num_stages
+    if is_counted_whole(config) and not (frozen or holds_all(config)):
+        counts = collectives_of(config)
+    gathers_s: list[list[float]] = [[] for _ in range(config.depth)]
+    found = [0.0] * config.depth
+    for stage, rank in enumerate(positions(config)):
+        gathers, sums = counts[stage]
+        gather = Instruction(Op.REDUCE, stage, version=0, kind=Reduction.SHARDS.value)
+        if config.shares_weights:
+            gather = Instruction(Op.UNSHARD, stage, version=0)
+        gathers_s[rank].append(cost.reduce_s(gather, ranks[stage]))
+        found[rank] += gathers * gathers_s[rank][-1]
+        if stage >= frozen:
+            scatter = Instruction(Op.REDUCE, stage, version=0, kind=Reduction.SCATTER.value)
+            found[rank] += sums * cost.reduce_s(scatter, ranks[stage])
+    if config.shares_weights and holds_all(config) and not frozen:
+        for rank, each_s in enumerate(gathers_s):
+            again = max(len(each_s) - SHARD_SLOTS, 0)
+            found[rank] += sum(sorted(each_s)[:again])
+    return found

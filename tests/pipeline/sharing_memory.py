@@ -1,0 +1,130 @@
+"""Predicted and counted memory of ranks that share gradients or weights: `python -m tests.pipeline.sharing_memory`.
+
+Counted are the tensors that live before an update, and what torch's profiler records of its allocator during it.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tests.pipeline import memory_jobs as jobs
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import pipefit as pf
+from pipefit.cost import of_plan
+from pipefit.ir.program import Program
+from pipefit.pipeline.layer_sizes import state_per_weight
+from pipefit.planner import by_hand
+from pipefit.profiling import profile_layers
+from pipefit.runtime.launch import launch
+from pipefit.runtime.microbatches import feed_of
+from pipefit.runtime.session import current
+from pipefit.simulate import simulate
+from pipefit.spec import Plan, Profile, Topology
+from pipefit.stage.split import named_layers
+
+MODELS = ("LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM")
+LEVELS = ("gradients", "weights")
+
+SHAPES: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "1 stage × 2": {"schedule": "1f1b", "replicas": (2,)},
+        "breadth-first, 4 stages of a rank × 2": {"schedule": "breadth-first", "num_chunks": 4, "replicas": (2,)},
+    },
+    4: {
+        "1 stage × 4": {"schedule": "1f1b", "replicas": (4,)},
+        "breadth-first, 4 stages of a rank × 4": {"schedule": "breadth-first", "num_chunks": 4, "replicas": (4,)},
+        "1f1b, 2 stages × 2": {"schedule": "1f1b", "replicas": (2, 2)},
+        "gpipe, 2 stages × 2": {"schedule": "gpipe", "replicas": (2, 2)},
+        "breadth-first, 2 × 3 stages × 2": {"schedule": "breadth-first", "num_chunks": 3, "replicas": (2, 2)},
+    },
+}
+MICROBATCHES = 8
+
+
+def plan_of(layers: int, ranks: int, shape: dict[str, Any], level: str) -> Plan:
+    """The plan of a shape."""
+    return by_hand(layers, num_ranks=ranks, num_microbatches=MICROBATCHES, shard=level, **shape)
+
+
+def counted(name: str, shape: dict[str, Any], level: str) -> tuple[float, float, Program]:
+    """Bytes of this rank before an update and at its peak, and the program."""
+    made = pf.cut(jobs.model(name), example=jobs.batch(name, 2))
+    whole = jobs.batch(name)
+    plan = plan_of(len(made), dist.get_world_size(), shape, level)
+    pipe = pf.Pipeline(made, loss=made.loss, optimizer=jobs.adamw, plan=plan)
+    pipe.step(whole, whole)
+    pipe.step(whole, whole)
+    feed = feed_of((whole, whole), MICROBATCHES, jobs.SAMPLES, "train")
+    gc.collect()
+    held = sum(_storages(pipe).values())
+    dist.barrier()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        pipe.engine.run(pipe.program, feed)
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    program = pipe.program
+    pipe.close()
+    return held, held + max(accumulate(event.nbytes() for event in events)), program
+
+
+def _storages(pipe: Any) -> dict[int, int]:
+    """The bytes of the memory of a rank's weights, gradients and states, by its address."""
+    tensors = [value for value in gc.get_objects() if isinstance(value, Tensor) and value.layout == torch.strided]
+    found = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def _profile(name: str) -> tuple[Profile, int, float]:
+    """The measured profile of a model, its number of layers, and the bytes of states for each byte of weights."""
+    made = pf.cut(jobs.model(name), example=jobs.batch(name, 2))
+    x = jobs.batch(name, jobs.SAMPLES // MICROBATCHES)
+    layers = named_layers(made)
+    seen = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=jobs.adamw)
+    return seen, len(layers), state_per_weight(layers, jobs.adamw)
+
+
+def both(name: str, count: int) -> list[tuple[float, float, float]]:
+    """Of each shape and level the predicted peak, the counted one, and the counted bytes before the update."""
+    seen, num_layers, state = _profile(name)
+    found = []
+    for shape in SHAPES[count].values():
+        for level in LEVELS:
+            held, most, program = counted(name, shape, level)
+            plan = plan_of(num_layers, count, shape, level)
+            cost = of_plan(seen, plan, Topology.local(count), state_per_weight=state)
+            timeline = simulate(program, cost, repeats=2)
+            found.append((timeline.peak_bytes(current().rank), most, held))
+    return found
+
+
+def main(models: list[str]) -> None:
+    """Prints a line for each model, shape and level, and the largest difference."""
+    worst = 0.0
+    for count, shapes in SHAPES.items():
+        for name in models or MODELS:
+            ranks = launch(both, count, name, count, threads=1, quiet=True, deadline_s=600)
+            labels = [f"{shape}, {level}" for shape in shapes for level in LEVELS]
+            for number, label in enumerate(labels):
+                line = f"{name:20} {label:50}"
+                for rank in range(count):
+                    predicted, most, _ = ranks[rank][number]
+                    error = 100 * (predicted / most - 1)
+                    worst = max(worst, abs(error))
+                    line += f" {predicted / 1e3:6.0f} {most / 1e3:6.0f} {error:+5.1f} %"
+                print(line, flush=True)
+    print(f"at most {worst:.1f} %")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
