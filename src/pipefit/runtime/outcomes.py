@@ -115,7 +115,7 @@ def collect(
             process = pending[pipe]
             try:
                 kind, what = pipe.recv()
-            except EOFError:
+            except (EOFError, OSError):  # reset, where a word of the launcher was not read
                 processes[process].join(GRACE_S)
                 kind, what = "died", processes[process].exitcode
             if kind in WORDS:

@@ -88,6 +88,7 @@ class Repairs:
 
     Args:
         channel: to the launcher.
+        faults: of the run before this start.
 
     Attributes:
         faults: of the run so far.
@@ -95,8 +96,8 @@ class Repairs:
         mend: goes on without the lost ranks, in new process groups.
     """
 
-    def __init__(self, channel: Connection) -> None:
-        self.faults = 0
+    def __init__(self, channel: Connection, faults: int) -> None:
+        self.faults = faults
         self.check: Callable[[Loss], None] = _refuse
         self.mend: Callable[[Loss], None] = _refuse
         self._channel = channel
@@ -174,6 +175,7 @@ class Repairs:
         """Runs a unit that ends with a commit; again from its beginning when ranks are lost before that."""
         if self.is_inside:
             return work()
+        self.go_on()
         while True:
             try:
                 result = work()

@@ -161,6 +161,24 @@ class Session:
 
         return self.repairs.repeated(whole)
 
+    def together(self, work: Callable[[], object]) -> None:
+        """A unit after which no rank goes on before all have done it, also where nothing is repaired."""
+        self.unit(work)
+        if self.repairs is None:
+            self._end_unit()
+
+    def refuse_repair(self, why: str) -> None:
+        """Says that this rank was interrupted where it cannot go on, outside of all units."""
+        if self.repairs is not None and not self.repairs.is_inside:
+            self.repairs.refuse(why)
+
+    @property
+    def num_faults(self) -> int:
+        """Faults of the run so far from which it has recovered."""
+        if self.repairs is None:
+            return self.start.restart
+        return self.repairs.faults
+
     def _end_unit(self) -> None:
         if self.calls is not None:
             with self.progress.waiting():
@@ -310,7 +328,7 @@ def join() -> Session:
     if is_elastic:
         die_with_parent()
     if num_ranks > 1 and repairs.channel is not None:
-        own_repairs = Repairs(repairs.channel)
+        own_repairs = Repairs(repairs.channel, int(os.environ[RESTART]))
     else:
         own_repairs = None
     give_streams_queues()
