@@ -263,7 +263,7 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    if MEMORY in environment:
+    if MEMORY in environment and environment.get(repairs.REPAIR) != "0":
         repairs.channel = pipe
     if hides and not quiet:
         repairs.terminal = [os.dup(standard) for standard in (1, 2)]

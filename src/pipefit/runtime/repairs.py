@@ -42,6 +42,9 @@ GO = "go"
 END = "end"
 """The words of the launcher for a rank."""
 
+REPAIR = "PIPEFIT_REPAIR"
+"""Variable that turns repairs off where it is 0: then all ranks are started again, with the same plan."""
+
 _WORD_S = 5.0
 """A rank that has lost another one waits so long for the launcher's word: it knows of every death."""
 
