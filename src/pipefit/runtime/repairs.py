@@ -126,7 +126,9 @@ class Repairs:
 
     def hung(self, rank: int, page: str) -> bool:
         """Reports a rank that hangs, which the launcher then ends; returns whether it can be repaired."""
-        if self._can:
+        with self._changed:
+            is_under_way = self._loss is not None or self._mending is not None
+        if self._can and not is_under_way:
             self.say(HUNG, (rank, self.faults, page))
         return self._can
 
