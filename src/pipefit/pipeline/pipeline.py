@@ -133,7 +133,7 @@ class Pipeline:
         self._comparison = DataComparison(session, self.state)
         self.recovery: Recovery | None = None
         self.follow(agreed, programs, session)
-        self._repair = Repair(self)
+        self.repair = Repair(self)
         self._verify_every = parallelism.verify_replicas
         self._verified = 0
 

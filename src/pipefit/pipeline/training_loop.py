@@ -99,10 +99,13 @@ class TrainingLoop:
         self.callbacks = Callbacks((), self._stop)
         self.metrics: dict[str, float] = {}
         self.moved_bytes = (0.0, 0.0)
+        # The times of the last passes over the newest program, by rank.
+        self._newest: Program | None = None
+        self._passes: deque[dict[int, _Times]] = deque(maxlen=_KEPT_PASSES)
         self._committed: PendingLosses | None = None
 
     def follow(self, schedule: Schedule, num_microbatches: int, program_of: Callable[[int], Program]) -> None:
-        """Follows a plan from now on; nothing is known about its passes yet.
+        """Follows a plan from now on; the times of passes are those of the last one until it has run.
 
         Args:
             schedule: of the plan.
@@ -112,10 +115,7 @@ class TrainingLoop:
         self._schedule = schedule
         self._size = num_microbatches
         self._program_of = program_of
-        # The times of the last passes over the newest program, by rank.
-        self._newest: Program | None = None
         self._newest_runs: Sequence[Execution] = ()
-        self._passes: deque[dict[int, _Times]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
 
     def fit(

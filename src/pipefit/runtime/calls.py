@@ -56,6 +56,7 @@ def among_ranks(method: F) -> F:
     @functools.wraps(method)
     def called(pipe: Any, *args: Any, **options: Any) -> Any:
         try:
+            pipe.repair.take_over()
             return method(pipe, *args, **options)
         except RuntimeError as problem:
             if isinstance(problem, CommunicationError) or not is_lost_peer(problem):

@@ -95,12 +95,14 @@ class Repairs:
 
     Attributes:
         faults: of the run so far.
+        losses: that were repaired.
         check: refuses a loss that cannot be repaired, by a PipefitError with the reason.
         mend: goes on without the lost ranks, in new process groups.
     """
 
     def __init__(self, channel: Connection, faults: int) -> None:
         self.faults = faults
+        self.losses: list[Loss] = []
         self.check: Callable[[Loss], None] = _refuse
         self.mend: Callable[[Loss], None] = _refuse
         self._channel = channel
@@ -230,6 +232,7 @@ class Repairs:
         loss = self._mending
         if loss is None:
             return
+        self.losses.append(loss)
         with self.inside():
             self.mend(loss)
         self._mending = None
