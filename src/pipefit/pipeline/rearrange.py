@@ -9,14 +9,17 @@ follow      the pipeline takes the plan; layers that other processes have now ar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipefit.checkpoint.manifest import Optimization
+from pipefit.checkpoint.memory import Here, steps_in
 from pipefit.checkpoint.moving import (
     WEIGHT,
     Belongings,
@@ -30,8 +33,10 @@ from pipefit.checkpoint.moving import (
     named_tensors,
     other_key,
 )
-from pipefit.checkpoint.optim import Read, optimization_of, read_of, restore_optimizer
+from pipefit.checkpoint.optim import OPTIM, Read, optimization_of, parameter_and_key, read_of, restore_optimizer
+from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
+from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
 from pipefit.pipeline.assembly import release_others, worker_of
 from pipefit.pipeline.facts import CURE, facts_of_plan
@@ -43,6 +48,7 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Stepped, Worker
 from pipefit.schedules import find
 from pipefit.spec import Plan
+from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, stand_in
 from pipefit.stage.split import NamedLayer, split
 
@@ -102,9 +108,9 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
-    has, and gets the others from one that has them; so only the layers that move need memory twice. `pipe`, its state
-    and the user's modules stay the same objects, and so do the optimizer and the learning-rate schedule of a stage
-    whose weights stay together; those of other stages are made anew and take the states.
+    has, and gets the others from one that has them; so only the layers that move need memory twice. `pipe`, its state,
+    the user's modules and the optimizers stay the same objects, and so does the learning-rate schedule of a stage whose
+    weights stay together. What a module keeps in other attributes than parameters and buffers does not move.
 
     Args:
         pipe: that is trained.
@@ -114,36 +120,42 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
     Raises:
         PlanError: the plan does not fit, or is one that a live pipeline cannot take; nothing has changed.
         DisagreementError: the processes have different plans, or are at different steps; nothing has changed.
-        PipefitError: no process has the state of some layers; nothing has changed.
+        ModelError: weights that come together in a stage had different settings of the optimizer; nothing has changed.
+        PipefitError: no process has the state of some layers, nor is there a copy of this step in the memory of its
+            machine; nothing has changed.
     """
     session = session or pipe.session
     if session is pipe.session:
         session.settle()
+    settle(pipe.device)  # the last step of a GPU may still run
     with session.at(MEETING):
         following, held = _prepared(pipe, plan, session)
+        header = following.programs.shortest().header
+        ranks_of = [following.ranks]
         if session.is_distributed:
-            now = [_layers_of(following.plan, [process]) for process in range(session.num_ranks)]
-        else:
-            now = [_layers_of(following.plan, following.ranks)]
+            ranks_of = [[process] for process in range(session.num_ranks)]
+        now = [_layers_of(following.plan, header, ranks) for ranks in ranks_of]
         moves = moves_of(pipe.layers, held, now)
-        _check_sources(moves)
+        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
+        copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains})
         for worker in pipe.workers:
             worker.forget_pass()
             worker.train(True)
         _give_memory(pipe.layers, now[session.rank], pipe.device)
-        moved = _moved(pipe, session, moves)
+        moved = _moved(pipe, session, moves, bool(gains))
+        if copies.manifests:
+            moved = _with_copies(pipe, session, moves, moved, copies)
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
-        except PipefitError:
+        except PipefitError as problem:
             if session.is_distributed:
                 forget_others(pipe.layers, set(held[session.rank]))
-            raise
+            raise ModelError(f"the stages of the new plan cannot be made, the old one stays: {problem}") from None
         workers, takers = built[0]
         for take in takers:
             take()
         _follow(pipe, following, workers, moved)
-    gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
     return Rearranged(len(gains), moved.sent_bytes)
 
 
@@ -155,7 +167,7 @@ def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
-        _refuse(pipe, plan)
+        refuse_unmovable(pipe, plan)
         own = fitted(plan, pipe.given.work, session)
         programs = Programs(own, pipe.training, pipe.layers, None)
         program = programs.shortest()
@@ -173,8 +185,8 @@ def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list
     return found[0], [own["held"] for own in every]
 
 
-def _refuse(pipe: Pipeline, plan: Plan) -> None:
-    """Refuses what a live pipeline cannot do.
+def refuse_unmovable(pipe: Pipeline, plan: Plan) -> None:
+    """Refuses plans that a live pipeline cannot leave or take.
 
     Raises:
         PlanError: it cannot go on by the plan.
@@ -193,29 +205,58 @@ def _refuse(pipe: Pipeline, plan: Plan) -> None:
             )
     if pipe.engine.is_lost:
         raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
-    for layer in pipe.layers:
-        for module in layer.module.modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                raise PlanError(
-                    f"rearrange: layer {layer.name} has a {type(module).__name__} with an extra state, which is not a "
-                    "parameter or buffer and would not move with it; make it a buffer"
-                )
 
 
-def _layers_of(plan: Plan, ranks: Sequence[int]) -> list[int]:
+def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
     """The layers of some ranks of a plan."""
-    found = set[int]()
-    for stage, of_stage in zip(plan.partition.stages, plan.placement.ranks, strict=True):
-        if not set(of_stage).isdisjoint(ranks):
-            found.update(stage.layers)
-    return sorted(found)
+    stages = {stage for rank in ranks for stage in header.stages_of(rank)}
+    return sorted(layer for stage in stages for layer in plan.partition.stages[stage].layers)
 
 
-def _check_sources(moves: Sequence[Move]) -> None:
-    """Checks that some process has everything that moves."""
-    lost = dict.fromkeys(move.name for move in moves if move.source is None)
-    if lost:
-        raise PipefitError(f"no process that is left has {next(iter(lost))} ({len(lost)} tensors): load a checkpoint")
+def _checked_sources(pipe: Pipeline, session: Session, moves: Sequence[Move], gained: Collection[int]) -> Here:
+    """The copies of the last step in the memory of this machine, where no process has some of what moves.
+
+    Raises:
+        PipefitError: on every process: a layer cannot move, or a process lacks a copy that it needs.
+    """
+    copies = Here([], {})
+    if not gained:
+        return copies
+    step = pipe.num_updates
+    lost = [move for move in moves if move.source is None]
+    if lost and pipe.recovery is not None and pipe.recovery.folder is not None:
+        copies = steps_in(pipe.recovery.folder, step, step).get(step, copies)
+
+    def check() -> None:
+        for layer in pipe.layers:
+            if layer.index in gained:
+                _check_can_move(layer)
+        saved = tensors_of(pipe.layers)
+        for name, _, target in lost:
+            if target == session.rank and name in saved and name not in copies.saved:
+                raise PipefitError(
+                    f"no process that is left has {name}, and there is no copy of step {step} in the memory of this "
+                    "machine: load a checkpoint"
+                )
+        if lost and pipe.loop.callbacks.moving:
+            raise PipefitError("no process that is left has the averages of some weights: load a checkpoint")
+
+    agree(session, attempt(check))
+    return copies
+
+
+def _check_can_move(layer: NamedLayer) -> None:
+    """Refuses a layer with a state that is in no plain parameter or buffer.
+
+    Raises:
+        PlanError: it has one.
+    """
+    for module in layer.module.modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise PlanError(f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state")
+    for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+        if type(parameter) is not nn.Parameter:
+            raise PlanError(f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}")
 
 
 # ---- move ----------------------------------------------------------------------------------------------------------
@@ -231,13 +272,20 @@ def _give_memory(layers: Sequence[NamedLayer], wanted: Collection[int], device: 
     stand_in(layers, lambda tensor: torch.empty_like(tensor, device=device), is_lacking)
 
 
-def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move]) -> _Moved:
-    """Everything that this process has after the moves."""
+def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move], gains: bool) -> _Moved:
+    """Everything that this process has after the moves.
+
+    Args:
+        pipe: that is trained.
+        session: the processes from now on.
+        moves: of weights and buffers.
+        gains: whether any process gets a layer, which may have none of them.
+    """
     first = first_names(pipe.layers)
     mine = belongings_of(pipe.workers, first, pipe.loop.callbacks.moving)
     records = [record for worker in pipe.workers for record in optimization_of(worker, worker.stages)]
     modes = _modes_of(pipe.workers)
-    if not moves:
+    if not gains:
         return _Moved(first, mine, {}, records, modes, 0.0)
     gone = {move.name for move in moves if move.source == session.rank}
     every = exchange(session, [forms_of(mine, gone), msgspec.to_builtins(records), list(modes.items())])
@@ -248,6 +296,22 @@ def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move]) -> _Moved:
         records = [*msgspec.convert(theirs, list[Optimization]), *records]
         modes = dict(their_modes) | modes
     return _Moved(first, mine | arrived, arrived, records, modes, sent_bytes)
+
+
+@torch.no_grad()
+def _with_copies(pipe: Pipeline, session: Session, moves: Sequence[Move], moved: _Moved, copies: Here) -> _Moved:
+    """The state of this process with what no process had, from the copies in memory."""
+    places = {name: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
+    lost = {name for name, source, target in moves if source is None and target == session.rank}
+    found = {name: {WEIGHT: places[name]} for name in lost}
+    for name in lost & copies.saved.keys():
+        places[name].copy_(copies.saved[name].read())
+    for name, saved in copies.saved.items():
+        weight, key = parameter_and_key(name)
+        if name.startswith(OPTIM) and weight in lost:
+            found[weight][key] = saved.read()
+    records = [record for manifest in copies.manifests for record in manifest.optimization]
+    return moved._replace(everything=moved.everything | found, records=[*records, *moved.records])
 
 
 def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
@@ -291,7 +355,23 @@ def _built(pipe: Pipeline, following: _Next, moved: _Moved) -> tuple[list[Worker
         for stage, optimizer in worker.optimizers.items():
             if id(optimizer) not in of_before:
                 takers.append(restore_optimizer(worker, stage, moved.records, states))
+    stays = {id(optimizer) for worker in workers for optimizer in worker.optimizers.values()}
+    for before, worker in zip(pipe.workers, workers, strict=False):
+        free = [optimizer for _, optimizer in sorted(before.optimizers.items()) if id(optimizer) not in stays]
+        made = [stage for stage, optimizer in sorted(worker.optimizers.items()) if id(optimizer) not in of_before]
+        takers += [partial(_keep_object, worker, stage, old) for stage, old in zip(made, free, strict=False)]
     return workers, takers
+
+
+def _keep_object(worker: Worker, stage: int, before: Optimizer) -> None:
+    """Lets an optimizer of before step a new stage: the user may hold it, as a schedule that follows a metric does."""
+    made = worker.optimizers[stage]
+    if type(made) is type(before):
+        before.param_groups = made.param_groups
+        before.state = made.state
+        worker.optimizers[stage] = before
+        if stage in worker.schedulers:
+            worker.schedulers[stage].optimizer = before
 
 
 def _read_copy_of(tensor: Tensor) -> Read:
@@ -305,8 +385,9 @@ def _fill(layer: NamedLayer, moved: _Moved) -> None:
         known = moved.everything[moved.first[name]][WEIGHT]
         if known is not tensor:
             tensor.copy_(known)
-    for module, mode in zip(layer.module.modules(), moved.modes[layer.index], strict=True):
-        module.training = mode
+    if layer.index in moved.modes:
+        for module, mode in zip(layer.module.modules(), moved.modes[layer.index], strict=True):
+            module.training = mode
 
 
 # ---- follow --------------------------------------------------------------------------------------------------------
