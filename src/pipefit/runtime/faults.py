@@ -20,10 +20,10 @@ _FILE = "faults.jsonl"
 IN_PLACE: Final = "the ranks that are left"
 """The source of a training that has resumed without a restart."""
 
-REPAIRED: Final = "rank lost, the others continue"
-RESTARTED: Final = "rank lost, all start again"
-MOVED: Final = "layers move"
-LOST: Final = "rank lost"
+REPAIRED: Final = "repair"
+RESTARTED: Final = "restart"
+MOVED: Final = "move"
+LOST: Final = "fault"
 
 _ELSEWHERE = "processes were lost or added; torchrun has started all ranks again"
 
