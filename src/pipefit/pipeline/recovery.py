@@ -27,6 +27,8 @@ from pipefit.pipeline.loggers import Logger, entries_of, json_log
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import note, noted
 from pipefit.runtime.outliving import outliving_folder
+from pipefit.runtime.session import Session
+from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_json
 
 _log = logging.getLogger("pipefit.checkpoint")
@@ -64,21 +66,26 @@ class Recovery:
 
     Attributes:
         every: steps between copies in memory; 0: there are none.
+        folder: of these copies, and of the log of a training without checkpoints; None: there is none.
     """
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
-        self._session = pipe.session
-        self._folder = self._own_folder()
-        self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
-        if self._memory:
-            self.every = self._memory.every
-        else:
-            self.every = 0
+        self.every = 0
+        self._session: Session = pipe.session
+        self.folder = self._own_folder()
+        self.follow(pipe.session)
         self._is_first_fit = True
         self._losses: list[float] = []
         self._facts: dict[str, Any] = {}
         self._log: Logger | None = None
+
+    def follow(self, session: Session) -> None:
+        """Follows the plan that the training has now; one that was copied in memory still is."""
+        self._session = session
+        self._memory = memory_of(self._pipe, self.folder, self._pipe.schedule.is_synchronous, self.every)
+        if self._memory:
+            self.every = self._memory.every
 
     def _own_folder(self) -> Path | None:
         """The folder in memory of this training, among those of a script."""
@@ -141,7 +148,7 @@ class Recovery:
         else:
             folder = None
         logs = [one for one in callbacks[:at] if isinstance(one, Logger) and one.place.suffix == ".jsonl"]
-        place = folder or self._folder
+        place = folder or self.folder
         if not logs and self._log is None and place is not None:
             self._log = json_log(place / LOSSES)
         if not self._is_first_fit:
@@ -173,7 +180,7 @@ class Recovery:
         found = self._checkpoints(folder)
         found = [path for path in found if before < step_of(path) <= most]
         newest = max([step_of(path) for path in found[:1]] + [before + 1])
-        if self._folder is not None and recall(self._pipe, self._folder, newest, most) is not None:
+        if self.folder is not None and recall(self._pipe, self.folder, newest, most) is not None:
             source = "memory"
         else:
             for path in found:
@@ -191,8 +198,14 @@ class Recovery:
         lost = max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
         if ranks != self._session.start.full:
-            copies = ", ".join(str(len(found)) for found in self._pipe.plan.placement.ranks)
-            self._facts["plan"] = f"planned anew: {self._pipe.plan.schedule}, copies of the stages {copies}"
+            self._facts["plan"] = f"planned anew: {_in_words(self._pipe.plan)}"
+
+    def repaired(self) -> None:
+        """Notes that the training has gone on without a rank, after its next step."""
+        ranks = self._pipe.plan.num_processes
+        source = "the ranks that are left"
+        plan = f"planned anew: {_in_words(self._pipe.plan)}"
+        self._facts = {"resumed": self._pipe.num_updates, "source": source, "lost": 0, "ranks": ranks, "plan": plan}
 
     # ---- the callback ----------------------------------------------------------------------------------------------
 
@@ -203,11 +216,13 @@ class Recovery:
         """
         if self._log is not None:
             self._log.step(record)
-        facts = self._facts
-        self._facts = {}
+        facts: dict[str, Any] = {}
+        if self._facts and record.step > self._facts["resumed"]:
+            facts = self._facts
+            self._facts = {}
         folder = self._session.folder or (self._log.place.parent if self._log else None)
         if facts and folder is not None and self._session.rank == 0:
-            start = self._session.start.restart
+            start = self._session.num_faults
             faults = [line for line in noted(folder) if line.get("start") == start - 1 and "fault" in line]
             now = time.time()
             # A clock that was set back gives no duration.
@@ -218,6 +233,11 @@ class Recovery:
             note(folder, now, **facts, **seconds, start=start)
         if self._memory is not None and record.step == self._pipe.num_updates:
             self._memory.keep()
+
+
+def _in_words(plan: Plan) -> str:
+    copies = ", ".join(str(len(found)) for found in plan.placement.ranks)
+    return f"{plan.schedule}, copies of the stages {copies}"
 
 
 def _write_earlier(folder: Path) -> None:
