@@ -1,4 +1,4 @@
-"""Faults: seconds from a death to the next step, in place and by a restart, and the cost of a lost rank and of copies."""
+"""Faults: seconds from a death to the next step, in place and by a restart; the cost of a lost rank, and of copies."""
 
 from __future__ import annotations
 

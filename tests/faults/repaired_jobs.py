@@ -4,7 +4,6 @@ import os
 import signal
 from typing import Any, NamedTuple
 
-import torch
 from tests.runtime import jobs
 
 from pipefit.runtime.session import current

@@ -69,7 +69,7 @@ def test_a_run_with_copies_survives_deaths_at_random_moments(shape: str, trial, 
     # A warning that is captured holds on to its error, and to the processes of the start that failed.
     monkeypatch.setattr(logging.getLogger("pipefit.launch"), "disabled", True)
     whole = run(shape, tmp_path / "whole", [])
-    most_files = max(one.files for one in whole)
+    most_sockets = max(one.sockets for one in whole)
     before = descriptors()
     index = list(SHAPES).index(shape)
     for number in range(index, TRIALS, len(SHAPES)):
@@ -78,15 +78,15 @@ def test_a_run_with_copies_survives_deaths_at_random_moments(shape: str, trial, 
         found = run(shape, folder, deaths)
         faults = [line["fault"] for line in noted(folder / "logs") if "fault" in line]
         left = left_by(folder)
-        files = max(one.files for one in found) - most_files
-        own_files = descriptors() - before
+        sockets = max(one.sockets for one in found) - most_sockets
+        files = descriptors() - before
         named = None
         if faults:
             named = any(f"rank {death.rank} " in faults[0] and "SIGKILL" in faults[0] for death in deaths)
         trial(
             f"deaths at random moments, {shape}",
-            f"trial {number}: {deaths}: {faults}; left {left}; {files} and {own_files} more descriptors",
-            well=len(faults) <= len(deaths) and not left and files <= 0 and own_files <= 0,
+            f"trial {number}: {deaths}: {faults}; left {left}; {sockets} more sockets, {files} more files",
+            well=len(faults) <= len(deaths) and not left and sockets <= 0 and files <= 0,
             named=named,
             resumed=all(is_equal(one, whole[0]) for one in found),
         )
