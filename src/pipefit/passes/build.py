@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.program import Header, Program
-from pipefit.passes.commit import with_commit
+from pipefit.passes.commit_point import with_commit
 from pipefit.passes.communication import with_communication
 from pipefit.passes.data import with_data
 from pipefit.passes.frozen import with_frozen, with_norms_everywhere

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipefit.errors import PipefitError, PlanError
 from pipefit.pipeline.rearrange import rearrange
 from pipefit.pipeline.repairable import why_not
 from pipefit.planner import plan_without
 from pipefit.runtime.repairs import Loss
-
-if TYPE_CHECKING:
-    from pipefit.pipeline.pipeline import Pipeline
 
 
 class Repair:
@@ -22,7 +19,7 @@ class Repair:
         pipe: that is trained; the only one of its run.
     """
 
-    def __init__(self, pipe: Pipeline) -> None:
+    def __init__(self, pipe: Any) -> None:
         self._pipe = weakref.ref(pipe)
         self._plan = pipe.plan
         own = pipe.session.repairs

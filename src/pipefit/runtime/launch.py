@@ -32,6 +32,9 @@ from pipefit.runtime.survivors import Survivors
 _log = logging.getLogger("pipefit.launch")
 _MOST_ADDRESS = 107
 _TEMPORARY = "PIPEFIT_TEMPORARY"
+_DEADLINE_S = 60.0
+"""After the loss of a rank the others come together in so many seconds, where no deadline is given."""
+
 _LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
 
 
@@ -155,7 +158,8 @@ def _once(
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            survivors = Survivors(processes, pipes, place, faults, most_faults)
+            deadline_s = float(environment.get("PIPEFIT_DEADLINE_S") or 0) or _DEADLINE_S
+            survivors = Survivors(processes, pipes, place, faults, most_faults, deadline_s)
             outcomes = collect(processes, pipes, place, asked, survivors)
         finally:
             _end(processes, place)
@@ -263,7 +267,7 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
-    if MEMORY in environment:
+    if MEMORY in environment and environment.get(repairs.REPAIR) != "0":
         repairs.channel = pipe
     if hides and not quiet:
         repairs.terminal = [os.dup(standard) for standard in (1, 2)]

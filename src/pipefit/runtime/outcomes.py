@@ -105,11 +105,12 @@ def collect(
     first_s = 0.0
     while len(outcomes) < len(survivors.left):
         pending = {pipes[process]: process for process in survivors.left if process not in outcomes}
-        timeout = None
+        timeout = survivors.left_s
         if deadline < math.inf:
             timeout = max(deadline - time.monotonic(), 0)
         ready: list[Any] = wait(list(pending), timeout)
         if not ready:
+            survivors.give_up("another rank has not come")
             break
         for pipe in ready:
             process = pending[pipe]
@@ -124,6 +125,9 @@ def collect(
                 outcomes[process] = kind, what
         if first_s == 0.0 and not asked:
             _lose(outcomes, survivors, place)
+        if survivors.lost and outcomes:
+            survivors.give_up("another rank has ended")
+            break
         for kind, _ in list(outcomes.values()):
             if kind not in FINE:
                 first_s = first_s or time.time()

@@ -42,6 +42,9 @@ GO = "go"
 END = "end"
 """The words of the launcher for a rank."""
 
+REPAIR = "PIPEFIT_REPAIR"
+"""Variable that turns repairs off where it is 0: then all ranks are started again, with the same plan."""
+
 _WORD_S = 5.0
 """A rank that has lost another one waits so long for the launcher's word: it knows of every death."""
 
@@ -123,7 +126,9 @@ class Repairs:
 
     def hung(self, rank: int, page: str) -> bool:
         """Reports a rank that hangs, which the launcher then ends; returns whether it can be repaired."""
-        if self._can:
+        with self._changed:
+            is_under_way = self._loss is not None or self._mending is not None
+        if self._can and not is_under_way:
             self.say(HUNG, (rank, self.faults, page))
         return self._can
 

@@ -25,6 +25,7 @@ class Survivors:
         place: the folder of the run.
         faults: of the run before this start.
         most: faults from which the run may recover.
+        deadline_s: in which those that are left must come together.
 
     Attributes:
         left: the numbers of the processes that are left, in the order of their ranks.
@@ -35,7 +36,9 @@ class Survivors:
         why_not: reasons why there was no repair.
     """
 
-    def __init__(self, processes: Sequence[Any], pipes: Sequence[Any], place: Path, faults: int, most: int) -> None:
+    def __init__(
+        self, processes: Sequence[Any], pipes: Sequence[Any], place: Path, faults: int, most: int, deadline_s: float
+    ) -> None:
         self.left = list(range(len(processes)))
         self.lost: dict[int, tuple[str, Any]] = {}
         self.hung: dict[int, str] = {}
@@ -53,6 +56,20 @@ class Survivors:
         self._here: dict[int, Any] = {}
         self._joining: set[int] = set()
         self._has_ended = False
+        self._deadline_s = deadline_s
+        self._until_s = 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that those that are left may take to come together; None: nothing is under way."""
+        if not self.lost:
+            return None
+        return max(self._until_s - time.monotonic(), 0)
+
+    def give_up(self, reason: str) -> None:
+        """Ends a repair that is under way, if one is."""
+        if self.lost:
+            self._fail(reason)
 
     def rank_of(self, process: int) -> int:
         """The rank of a process, also of one that was lost and without which the others have yet to go on."""
@@ -74,8 +91,8 @@ class Survivors:
                 self._go()
 
     def _kill(self, rank: int, faults: int, said: str) -> None:
-        """Kills a process that hangs: then it is lost."""
-        if faults == self.faults and not self.lost:
+        """Kills a process that hangs: then it is lost. Of several reports at a time the first one counts."""
+        if faults == self.faults and not self.lost and self.hung.keys().isdisjoint(self.left):
             process = self._ranks[rank]
             self.hung[process] = said
             self._processes[process].kill()
@@ -100,6 +117,7 @@ class Survivors:
         self._said += said
         self._number += 1
         self._here = {}
+        self._until_s = time.monotonic() + self._deadline_s
         gone = [self.rank_of(process) for process in self.lost]
         still = [self.rank_of(process) for process in left]
         for process in left:
@@ -113,7 +131,7 @@ class Survivors:
         if self._joining:
             return "a rank was lost while the others met again"
         if not left or not ended.isdisjoint(left):
-            return "another rank had ended"
+            return "another rank has ended"
         for process in left:
             reason = self._can.get(process, "the training had not begun")
             if reason:

@@ -195,14 +195,16 @@ def _commits(s: Subject) -> Findings:
         rank = ranks[number]
         if rank in commits:
             first = s.where(commits[rank])
-            yield s.at(_RULE, number, f"the step is already committed: {first}")
+            message = f"the step is already committed: {first}"
+            yield s.at(_RULE, number, message)
         else:
             commits[rank] = number
     for _, _, number in s.each(*WEIGHT_GRADIENT_OPS, Op.REDUCE):
         rank = ranks[number]
         if commits.get(rank, number) < number:
             commit = s.where(commits[rank])
-            yield s.at(_RULE, number, f"comes after the barrier that commits the step: {commit}")
+            message = f"comes after the barrier that commits the step: {commit}"
+            yield s.at(_RULE, number, message)
     for _, _, number in s.each(Op.STEP):
         rank = ranks[number]
         if commits.get(rank, number) >= number:
