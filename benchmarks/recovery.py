@@ -105,11 +105,12 @@ def _train(task: Task) -> list[float]:
         ends.append(time.time())
         if not task.dies:
             return
-        if record.step == task.dies and current().rank == current().start.full - 1:
+        start = current().start
+        if record.step == task.dies and current().rank == start.full - 1 and not start.restart:
             _write(place / "step", statistics.median(after - before for before, after in pairwise(ends[1:])))
             _write(place / "killed", time.time())
             os.kill(os.getpid(), signal.SIGKILL)
-        if record.step == task.dies + 1 and current().rank == 0:
+        if current().rank == 0 and (record.step > task.dies or start.restart) and not (place / "next").exists():
             _write(place / "next", time.time())
 
     saves = [pf.Checkpoints(pipe, place / "checkpoints", every=4)] if task.place and task.width else []
