@@ -72,7 +72,9 @@ class Repair:
 def _without(pipe: Any, plan: Plan, loss: Loss) -> Plan:
     """The plan of a pipeline without ranks that are lost."""
     for stage, ranks in enumerate(plan.placement.ranks):
-        if set(ranks) <= set(loss.lost):
+        # The machine's memory has the last step of every stage, where each step is copied.
+        is_kept = pipe.recovery is not None and pipe.recovery.every == 1
+        if set(ranks) <= set(loss.lost) and not is_kept:
             raise PlanError(f"no copy of stage {stage} is left")
     header = pipe.program.header
     for rank in sorted(loss.lost, reverse=True):

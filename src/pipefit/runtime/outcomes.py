@@ -127,6 +127,7 @@ def collect(
             _lose(outcomes, survivors, place)
         if survivors.lost and outcomes:
             survivors.give_up("another rank has ended")
+        if survivors.lost and survivors.why_not:
             break
         for kind, _ in list(outcomes.values()):
             if kind not in FINE:

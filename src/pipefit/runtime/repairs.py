@@ -24,7 +24,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from pipefit.errors import PipefitError, is_lost_peer
+from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
+from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ END = "end"
 REPAIR = "PIPEFIT_REPAIR"
 """Variable that turns repairs off where it is 0: then all ranks are started again, with the same plan."""
 
+_LOOK_S = 0.1
 _WORD_S = 5.0
 """A rank that has lost another one waits so long for the launcher's word: it knows of every death."""
 
@@ -92,6 +94,7 @@ class Repairs:
     Args:
         channel: to the launcher.
         faults: of the run before this start.
+        progress: of this rank.
 
     Attributes:
         faults: of the run so far.
@@ -100,7 +103,8 @@ class Repairs:
         mend: goes on without the lost ranks, in new process groups.
     """
 
-    def __init__(self, channel: Connection, faults: int) -> None:
+    def __init__(self, channel: Connection, faults: int, progress: Progress) -> None:
+        self._progress = progress
         self.faults = faults
         self.losses: list[Loss] = []
         self.check: Callable[[Loss], None] = _refuse
@@ -150,6 +154,12 @@ class Repairs:
         """Hears the launcher, and ends the waits of this process when a rank is lost."""
         with contextlib.suppress(OSError, EOFError):
             while True:
+                patience_s = None
+                if self._loss is not None:
+                    patience_s = _LOOK_S
+                if not self._channel.poll(patience_s):
+                    self._look()
+                    continue
                 word, what = self._channel.recv()
                 with self._changed:
                     if word == LOST:
@@ -161,6 +171,13 @@ class Repairs:
                     self._changed.notify_all()
                 if word == LOST:
                     shut_down(self._before)
+
+    def _look(self) -> None:
+        """Gives a repair up where this rank is making process groups: it waits for a file there, not for a socket."""
+        with self._changed:
+            is_stuck = self._loss is not None and self._progress.position.index == MEETING
+        if is_stuck:
+            self.refuse("it was making process groups")
 
     # ---- units -----------------------------------------------------------------------------------------------------
 
@@ -233,8 +250,12 @@ class Repairs:
         if loss is None:
             return
         self.losses.append(loss)
-        with self.inside():
-            self.mend(loss)
+        try:
+            with self.inside():
+                self.mend(loss)
+        except PipefitError as why:
+            self.refuse(str(why))
+            raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
         self._mending = None
         self.say(BACK, loss.number)
 

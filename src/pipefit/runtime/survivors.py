@@ -80,7 +80,7 @@ class Survivors:
         """Takes a word of a process."""
         if word == CAN:
             self._can[process] = what
-        elif word == CANNOT and self.lost:
+        elif word == CANNOT and (self.lost or self._joining):
             self._fail(f"rank {self.rank_of(process)}: {what}")
         elif word == HUNG:
             self._kill(*what)
