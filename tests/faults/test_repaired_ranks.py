@@ -50,6 +50,8 @@ def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, t
     assert f"repair {len(faults)} of 2: {left} ranks go on" in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.faults
 def test_what_cannot_be_repaired_is_started_again_and_the_log_says_why(whole, tmp_path, caplog):
     """Ranks that make process groups wait for a file, which nobody can shut down."""
     expected, _ = whole
