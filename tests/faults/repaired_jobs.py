@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,22 +12,27 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipefit import Checkpoints
+from pipefit.ir.op import Op
 from pipefit.pipeline.loggers import csv_log
 from pipefit.runtime.session import current
 
+COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
 
-class Death(NamedTuple):
-    """The place at which a rank dies.
+
+class Fault(NamedTuple):
+    """A signal that a rank gets in the first start of a run.
 
     Attributes:
         rank: its number at the start.
-        count: it has come to as many instructions and places since its pipeline was made.
-        act: the signal that it gets.
+        at: an operation, whose first instruction it comes to, or a place outside of programs.
+        passes: at least as many passes have begun.
+        number: of the signal; 0: its code raises an error.
     """
 
     rank: int
-    count: int
-    act: int = signal.SIGKILL
+    at: str | int
+    passes: int
+    number: int = signal.SIGKILL
 
 
 class Trained(NamedTuple):
@@ -36,22 +42,19 @@ class Trained(NamedTuple):
         figures: losses of the steps, and of evaluations.
         weights: of the whole model, with its buffers.
         pid: of the process.
-        count: of the instructions and places to which it came.
-        files: open descriptors.
     """
 
     figures: list[float]
     weights: dict[str, Tensor]
     pid: int
-    count: int
-    files: int
 
 
-def train(place: str, options: dict[str, Any], deaths: list[Death]) -> Trained:
-    """Trains in double precision, with all that a run does besides; ranks get signals at some places."""
+def train(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
+    """Trains in double precision, with all that a run does besides."""
+    Path(place, str(os.getpid())).touch()
     number = current().rank
     pipe = jobs.pipeline(model=jobs.model().double(), **options)
-    count = counted([death for death in deaths if death.rank == number and not current().start.restart])
+    suffer(pipe, [fault for fault in faults if fault.rank == number and not current().start.restart])
     data = [(x.double(), y) for x, y in jobs.batches(5)]
     loader = DataLoader([(x, y) for batch in data for x, y in zip(*batch, strict=True)], batch_size=8, shuffle=True)
     callbacks = [Checkpoints(pipe, f"{place}/checkpoints", every=2), csv_log(f"{place}/log.csv")]
@@ -62,26 +65,49 @@ def train(place: str, options: dict[str, Any], deaths: list[Death]) -> Trained:
     weights = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
     pipe.report()
     pipe.close()
-    return Trained(figures, weights, os.getpid(), len(count), len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+    return Trained(figures, weights, os.getpid())
 
 
-def counted(deaths: list[Death]) -> list[None]:
-    """A list that grows with every place to which this rank comes; there it gets its signals."""
-    found: list[None] = []
+def suffer(pipe: Any, faults: list[Fault]) -> None:
+    """Lets this rank get signals at some places."""
     progress = current().progress
     original: Callable[..., None] = progress.at
+    left = list(faults)
 
     def at(here: int, waits: bool = False) -> None:
         original(here, waits)
-        found.append(None)
-        for death in deaths:
-            if death.count == len(found):
-                os.kill(os.getpid(), death.act)
+        for fault in list(left):
+            if progress.passes >= fault.passes and is_at(pipe, here, fault.at):
+                left.remove(fault)
+                if not fault.number:
+                    raise ValueError("a fault of the user's code")
+                os.kill(os.getpid(), fault.number)
 
     progress.at = at  # type: ignore[method-assign]
-    return found
+
+
+def is_at(pipe: Any, here: int, wanted: str | int) -> bool:
+    """Returns whether a position is the wanted place, or an instruction of the wanted operation."""
+    if isinstance(wanted, int):
+        return here == wanted
+    own = pipe.program.ranks[pipe.rank]
+    return 0 <= here < len(own) and own[here].op is Op(wanted)
 
 
 def steps_in(log: Path) -> list[str]:
     """The steps in a log, in the order of its lines."""
     return [line.partition(",")[0] for line in log.read_text().splitlines()[1:]]
+
+
+def lose_many(times: int) -> tuple[int, int, int]:
+    """Descriptors and threads after the first loss and after the last; the ranks that are left."""
+    pipe = jobs.pipeline(replicas=times + 1, stages=1, microbatches=times + 1)
+    data = jobs.batches(1)[0]
+    files = []
+    for _ in range(times):
+        if current().rank == current().num_ranks - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.step(*data)
+        files.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+        time.sleep(0)
+    return files[0], files[-1], current().num_ranks

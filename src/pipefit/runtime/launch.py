@@ -109,7 +109,8 @@ def launch(
                 return _once(function, num_ranks, args, own, place, quiet, faults, recover)
             except LaunchError as problem:
                 faults = max(faults, problem.faults)
-                note(place, problem.time_s or time.time(), fault=str(problem), start=faults)
+                if not problem.is_noted:
+                    note(place, problem.time_s or time.time(), fault=str(problem), start=faults)
                 if faults == recover or (problem.raised and not problem.began):
                     raise
                 num_ranks -= bool(faults and not problem.began and num_ranks > fewest)

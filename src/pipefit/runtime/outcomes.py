@@ -47,11 +47,13 @@ class LaunchError(PipefitError):
         time_s: of the first sign of it (Unix seconds).
         faults: of the run before it.
         why_not: the reason why the others did not go on without the rank.
+        is_noted: whether the folder's notes have it.
     """
 
     time_s = 0.0
     faults = 0
     why_not = ""
+    is_noted = False
 
     def __init__(self, message: str, began: bool = True, raised: bool = False) -> None:
         super().__init__(message)
@@ -127,7 +129,7 @@ def collect(
             _lose(outcomes, survivors, place)
         if survivors.lost and outcomes:
             survivors.give_up("another rank has ended")
-        if survivors.lost and survivors.why_not:
+        if survivors.why_not and (survivors.lost or survivors.undone):
             break
         for kind, _ in list(outcomes.values()):
             if kind not in FINE:
@@ -142,10 +144,14 @@ def collect(
         failures |= survivors.lost
         if asked and all(kind in ("died", "later") for kind, _ in failures.values()):
             raise leaving(asked)  # their time was up
-        problem = _failure(failures, place, survivors)
+        if survivors.undone:
+            problem: PipefitError = LaunchError(survivors.undone)
+        else:
+            problem = _failure(failures, place, survivors)
         if isinstance(problem, LaunchError):
             problem.time_s = survivors.began_s or first_s
             problem.faults = survivors.faults
+            problem.is_noted = bool(survivors.undone)
             problem.why_not = "; ".join(survivors.why_not)
         raise problem
     return [outcomes[process] for process in survivors.left]

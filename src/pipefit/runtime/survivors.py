@@ -35,6 +35,7 @@ class Survivors:
         faults: of the run so far.
         began_s: time of the loss (Unix seconds).
         why_not: reasons why there was no repair.
+        undone: the message about a fault that the ranks that are left found out to be beyond repair.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Survivors:
         self.faults = faults
         self.began_s = 0.0
         self.why_not: list[str] = []
+        self.undone = self._fault = ""
         self._processes = processes
         self._pipes = pipes
         self._place = place
@@ -80,8 +82,12 @@ class Survivors:
         """Takes a word of a process."""
         if word == CAN:
             self._can[process] = what
-        elif word == CANNOT and (self.lost or self._joining):
+        elif word == CANNOT and self.lost:
             self._fail(f"rank {self.rank_of(process)}: {what}")
+        elif word == CANNOT and self._joining and not self.undone:
+            self.undone = self._fault
+            self.faults -= 1
+            self._fail(what)
         elif word == HUNG:
             self._kill(*what)
         elif word == BACK:
@@ -157,6 +163,7 @@ class Survivors:
         note(self._place, self.began_s, fault=fault, start=self.faults)
         self._store.rmdir()
         self.faults += 1
+        self._fault = fault
         _log.warning("%s\n  repair %d of %d: %d ranks go on", fault, self.faults, self._most, len(self.left))
         states = [self._here[process] for process in self.left]
         self._ranks = list(self.left)
