@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+import msgspec
 from docs.make_pictures import SHAPES, drawing
 from docs.pages import renew
 
+from pipefit.cost import CostModel
 from pipefit.draw.axes import label_number
 from pipefit.ir.op import OP_SPEC, Op
-from pipefit.schedules import find
+from pipefit.planner import by_hand, plan_without
+from pipefit.schedules import find, program_of
+from pipefit.simulate import simulate
+from pipefit.spec import Plan
 from pipefit.verify.report import RULES
 
 _LAW = {
@@ -61,7 +67,40 @@ def rules() -> str:
     )
 
 
+LOST = ((2, 2, 2), (2, 2, 4), (4, 2, 4), (4, 2, 8), (4, 4, 8), (4, 4, 16), (8, 4, 16))
+"""Stages, copies, and micro-batches of each copy."""
+
+
+def lost_rank() -> str:
+    """Returns one row per size of a pipeline: times of an update before and after a rank is lost, for f = b = 1/2."""
+    rows = [
+        "| p | d | m | undisturbed | one copy fewer | first stage: 1F1B | patched | bound | last stage: 1F1B | patched "
+        "| bound |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for p, d, m in LOST:
+        cost = CostModel((0.5,) * p, (0.25,) * p, (0.25,) * p)
+        plan = _copies(p, d, m * d)
+        row = [p, d, m, _update(plan, cost), _update(_copies(p, d - 1, m * d), cost)]
+        for stage in (0, p - 1):
+            rest = plan_without(plan, stage, cost=cost)
+            own = msgspec.structs.replace(rest, schedule="1f1b", options={})
+            bound = stage / 2 + math.ceil(m * d / (d - 1))
+            row += [_update(own, cost), _update(rest, cost), bound]
+        rows.append(f"| {' | '.join(f'{value:g}' for value in row)} |")
+    return "\n".join(rows)
+
+
+def _copies(p: int, d: int, m: int) -> Plan:
+    return by_hand(p, num_ranks=p * d, replicas=(d,) * p, schedule="1f1b", num_microbatches=m)
+
+
+def _update(plan: Plan, cost: CostModel) -> float:
+    return simulate(program_of(plan), cost, memory=False).makespan_s
+
+
 TABLES = {
+    "lost rank": lost_rank,
     "schedules": schedules,
     "instructions": instructions,
     "rules": rules,

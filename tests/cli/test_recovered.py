@@ -127,7 +127,7 @@ def test_a_training_goes_on_and_its_report_says_so(ranks, tmp_path, capsys):
         "SIGKILL" in fault["fault"] and recovery["resumed"] % 4 == 0 and recovery["lost"] <= 8
     )  # one may be half written
     page = (faulty / "report.html").read_text()
-    assert "<h2>Faults</h2>" in page and f"rank {ranks - 1} failed" in page
+    assert "<h2>Faults and moves</h2>" in page and f"rank {ranks - 1} failed" in page
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
-COLUMNS = ("ended well", "named the culprit", "resumed to the bit")
+COLUMNS = ("ended well", "named the culprit", "same numbers")
 _NAME = "trials"
 Cells = list[list[int]]
 """For each column the trials that did it, and those to which it applies."""

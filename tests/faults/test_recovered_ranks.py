@@ -7,6 +7,7 @@ from tests.faults.recovered_jobs import LOADING, RANKS, SHAPES, Death, train
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import launch
+from pipefit.runtime.repairs import REPAIR
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(1200)]
 
@@ -32,7 +33,8 @@ def op_of(shape: str, death: Death) -> Death:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_run_survives_several_deaths(shape: str, trial, tmp_path: Path):
+def test_a_run_survives_several_deaths(shape: str, trial, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(REPAIR, "0")
     undisturbed = launch(train, RANKS[shape], shape, str(tmp_path / "whole"), [], quiet=True)
     for number, (fault, deaths) in enumerate(losses_of(shape).items()):
         folder = tmp_path / str(number)

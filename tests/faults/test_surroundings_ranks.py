@@ -14,7 +14,7 @@ from tests.runtime import jobs as trainings
 from pipefit.cli import main
 from pipefit.errors import PipefitError
 from pipefit.run.claim import LOCK
-from pipefit.runtime.faults import described, noted
+from pipefit.runtime.faults import events_of, noted
 from pipefit.runtime.launch import launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -33,7 +33,7 @@ def test_a_clock_that_jumps_changes_no_number_and_no_duration(killed, trial, tmp
         quiet=True,
         recover=int(killed),
     )
-    done = [what for _, what in described(noted(tmp_path))]
+    done = [event.done for event in events_of(noted(tmp_path))]
     trial(
         "a clock that jumps by hours",
         done,

@@ -10,6 +10,7 @@ from tests.runtime import jobs, recovery_jobs
 from pipefit.ir.op import Op
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
+from pipefit.runtime.repairs import REPAIR
 from pipefit.spec.options import Spilled
 
 pytestmark = pytest.mark.dist
@@ -115,7 +116,8 @@ COPIES = {"replicas": 2, "microbatches": 4}
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_with_copies_of_the_pipeline_no_step_is_lost_and_no_disk_is_read(rank, tmp_path):
+def test_with_copies_of_the_pipeline_no_step_is_lost_and_no_disk_is_read(rank, tmp_path, monkeypatch):
+    monkeypatch.setenv(REPAIR, "0")
     expected = recovery_jobs.train("", COPIES, None)
     at = _first(jobs.pipeline(**COPIES).program, rank, Op.BWD)
     settings = {"folder": tmp_path, "quiet": True, "recover": 1}
@@ -142,7 +144,8 @@ def test_the_memory_is_free_again_after_the_run(tmp_path):
         (3, {"schedule": "interleaved", "stages": [1] * 6, "chunks": 2, "microbatches": 3}, ([1, 2, 1, 2], [1] * 4), 4),
     ],
 )
-def test_a_run_that_has_lost_a_rank_for_good_is_planned_anew(ranks, options, plan, resumed, tmp_path):
+def test_a_run_that_has_lost_a_rank_for_good_is_planned_anew(ranks, options, plan, resumed, tmp_path, monkeypatch):
+    monkeypatch.setenv(REPAIR, "0")
     expected = recovery_jobs.train("", options, None)
     place = str(tmp_path / "checkpoints")
     settings = {"folder": tmp_path, "quiet": True, "recover": 2, "min_ranks": ranks - 1}

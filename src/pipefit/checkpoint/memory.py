@@ -29,7 +29,7 @@ from pipefit.checkpoint.sharded_optimizer import whole_states
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
-from pipefit.runtime.collectives import broadcast, exchange, sum_table
+from pipefit.runtime.collectives import broadcast, exchange
 from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.progress import SAVING
 from pipefit.spec.files import decode, encode
@@ -66,6 +66,13 @@ class Memory:
         step = self._pipeline.state.num_updates
         if step % self.every:
             return
+        # No rank goes on before all have their copies: a step that a callback has seen is not lost.
+        self._pipeline.session.together(lambda: self._keep(step))
+        if self._is_first:
+            for old in candidates(self._folder)[_KEPT:]:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _keep(self, step: int) -> None:
         with self._pipeline.session.at(SAVING), whole_states(self._pipeline):
             try:
                 if not self._failed:
@@ -73,18 +80,15 @@ class Memory:
             except (OSError, PipefitError) as problem:
                 self._failed = True
                 _log.warning("the training is no longer copied in memory: %s", problem)
-            # No rank goes on before all have their copies: a step that a callback has seen is not lost.
-            sum_table(self._pipeline.session, torch.zeros(1))
-        if self._is_first:
-            for old in candidates(self._folder)[_KEPT:]:
-                shutil.rmtree(old, ignore_errors=True)
 
     def _write(self, place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
+        name = f"rank-{self._pipeline.workers[0].rank}"
+        (place / f"{name}.safetensors").unlink(missing_ok=True)  # where a rank was lost before all had their copies
         report = write_parts(self._pipeline.session, parts_of(self._pipeline, self._among), place)
         if report["files"]:
             data = encode("checkpoint", manifest_of(facts_of(self._pipeline, {}), [report]))
-            write_sealed(place / f"rank-{self._pipeline.workers[0].rank}.json", data, durable=False)
+            write_sealed(place / f"{name}.json", data, durable=False)
 
 
 def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool, before: int) -> Memory | None:

@@ -134,7 +134,7 @@ def _mfu(share: float) -> str:
 
 def report(result: Any) -> str:
     """The end of a run: its figures, measured next to predicted, faults, a sample, and the paths of its files."""
-    from pipefit.runtime.faults import described
+    from pipefit.runtime.faults import MOVED, events_of
 
     lines = [*_losses(result), *result.notes]
     num_ranks = len(result.utilisation)
@@ -156,8 +156,11 @@ def report(result: Any) -> str:
         lines.append(f"sent    {_each(who, _sizes(sent))} in a pass")
     if any(inside):
         lines.append("inside  " + _each(who, _sizes(inside)))
-    for fault, done in described(result.faults):
-        lines += ["", f"fault: {fault}", f"  {done}"]
+    for event in events_of(result.faults):
+        what = "fault"
+        if event.kind == MOVED:
+            what = "move"
+        lines += ["", f"{what}: {event.what}", f"  {event.done}"]
     if result.guesses:
         lines += ["", "from the held-out data:", *_drawn(result.guesses)]
     for sample in result.samples:

@@ -374,5 +374,5 @@ _SIZE: Final = {
     Kind.SUMS.value: "sum_bytes",
 }
 _PIECES: Final = (Kind.PIECE.value, Kind.GRAD_PIECE.value)
-_WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.SHARDS.value)
+_WITHOUT_BYTES: Final = (Kind.NORM.value, Kind.COMMIT.value, Kind.SHARDS.value)
 """Shards are parts of weights that are stored in the memory of the whole, or are always there."""

@@ -57,6 +57,7 @@ def chart(
     *,
     kind: Literal["line", "bar", "points"] = "line",
     front: Points = (),
+    marks: Mapping[str, Sequence[float]] | None = None,
     title: str = "",
     x_label: str = "",
     y_label: str = "",
@@ -70,6 +71,7 @@ def chart(
         series: the points (x, y) of each name. Texts as x are categories in the order they come.
         kind: lines with points, bars side by side, or points alone.
         front: points that a line joins, above the others; its name in the legend is "front".
+        marks: places on the x axis with a line across the chart, by their name in the legend.
         title: above it.
         x_label: the words under the axis, with its unit.
         y_label: next to the axis, with its unit.
@@ -92,13 +94,17 @@ def chart(
             _bars(axes, series)
         else:
             _lines(axes, series, log_x, joined=kind == "line")
+        for index, (name, places) in enumerate((marks or {}).items()):
+            dashes = _DASHES[1 + index % (len(_DASHES) - 1)]
+            for number, place in enumerate(places):
+                axes.axvline(place, color=_INK, linestyle=dashes, linewidth=1, label=name if number == 0 else "")
         heights = [0, *(y for points in series.values() for _, y in points)]
         top = 1.05 * max(heights)
         axes.set_ylim(1.05 * min(heights), top or None)
         axes.yaxis.set_major_formatter(lambda value, _: label_number(value))
         if width >= _NARROW:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-        elif len(series) > 1:
+        elif len(series) > 1 or marks:
             figure.legend(loc="outside lower left", ncols=2)
 
     return plotted(draw, width, height, title)

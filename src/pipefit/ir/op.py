@@ -57,6 +57,7 @@ class Kind(enum.StrEnum):
     SHARDS: the shards of new weights, as replicas have stepped them.
     SUMS: a replica's shard of the gradients, summed over the replicas.
     NORM: the norm of all gradients of an update, or a stage's part of it.
+    COMMIT: the knowledge that every rank has whole gradients.
     """
 
     INPUT = "input"
@@ -72,6 +73,7 @@ class Kind(enum.StrEnum):
     SHARDS = "shards"
     SUMS = "sums"
     NORM = "norm"
+    COMMIT = "commit"
 
 
 class Work(enum.StrEnum):
@@ -289,7 +291,7 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         "weights[s,w+1] = optimizer(weights[s,w], wgrad[s,w])",
         "in place when weights[s,w] is dropped next",
         letter="S",
-        needs=("stepped weights[s,w]", "summed[s,w]", "optim[s,w]", "norm[w]"),
+        needs=("stepped weights[s,w]", "summed[s,w]", "optim[s,w]", "norm[w]", "commit"),
         makes=("stepped[s,w+1]", "optim[s,w+1]"),
         consumes=("in slots[s,w]",),
         seconds=("step_s",),
@@ -338,7 +340,9 @@ OP_SPEC: Final[dict[Op, OpSpec]] = {
         (),
         Lane.COMM,
         "all ranks",
-        "a collective of every rank",
+        "a collective of every rank; where steps are committed, between all gradients and the first step",
+        needs=("whole gradients",),
+        makes=("commit",),
         is_awaited=True,
         is_collective=True,
     ),

@@ -52,6 +52,8 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         updates: micro-batches per update, for each stage (over all its replicas).
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is known before each step, to clip them or to skip an update that is not finite.
+        commit: all ranks meet when their gradients are complete, before any of them steps: a step is made by all that
+            are left, or by none.
         shard: what the replicas of a stage share. "optimizer": each steps a part of the weights, and the new parts are
             gathered; "gradients": whole gradients are also freed once each replica has the sum of its part; "weights":
             whole weights are also gathered before they are used, and freed after.
@@ -73,6 +75,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
     updates: Indices
     ties: tuple[Indices, ...] = ()
     clip: bool = False
+    commit: bool = False
     shard: Shard = "none"
     shard_slots: int = 2
     tensor: int = 1
@@ -103,6 +106,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
         if not _are_distinct([tie[0] for tie in ties]):
             raise ScheduleError(f"ties: a group is known by its first stage, so no two may begin alike, got {ties}")
         self._check_shard()
+        self._check_commit()
         if self.spill:
             spilled = self.spill.stages
             if not 0 <= spilled[0] <= spilled[-1] < num_stages:
@@ -154,6 +158,17 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True)
             raise ScheduleError(
                 f"{self.schedule}: a stage that is kept on another tier cannot share its {self.shard} too; "
                 "spill it, or share them with its copies"
+            )
+
+    def _check_commit(self) -> None:
+        if not self.commit:
+            return
+        if self.weights is not WeightRule.FLUSH or self.num_steps > 1:
+            raise ScheduleError(f"{self.schedule}: a program that commits its step has one, with a flush")
+        if self.shard != "none" or self.spill:
+            raise ScheduleError(
+                f"{self.schedule}: after the barrier that commits a step no rank needs another one; stages that are "
+                "spilled, or share something with their copies, do"
             )
 
     @property

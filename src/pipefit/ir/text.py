@@ -221,6 +221,7 @@ _LINES: dict[str, _Line] = {
     "updates": (lambda h: [_spaced(h.updates)], lambda words: {"updates": _numbers(words)}),
     "tie": (lambda h: [_spaced(tie) for tie in h.ties], lambda words: {"ties": (_numbers(words),)}),
     "clip": _flag("clip"),
+    "commit": _flag("commit"),
     "sharded": (_sharded_words, _read_sharded),
     "tensor": (_tensor_words, _read_tensor),
     "spill": (_spill_words, lambda words: {"spill": _spill(words)}),

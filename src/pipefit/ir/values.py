@@ -28,6 +28,7 @@ NORM = Kind.NORM.value
 OPTIM = Kind.OPTIM.value
 SHARDS = Kind.SHARDS.value
 SUMS = Kind.SUMS.value
+COMMIT = Kind.COMMIT.value
 
 
 class Value(msgspec.Struct, frozen=True, order=True, gc=False):
@@ -206,6 +207,24 @@ def _norm(i: Instruction, program: Program, rank: int) -> Values:
     return ()
 
 
+def _whole_gradients(i: Instruction, program: Program, rank: int) -> Values:
+    """All that a rank must have when the ranks meet to commit a step: its steps then need no message."""
+    header = program.header
+    if not header.commit:
+        return ()
+    trained = (stage for stage in header.stages_of(rank) if stage >= header.frozen)
+    found = [Value(WGRAD, stage, 0) for stage in trained]
+    if header.clip:
+        found.append(Value(NORM, -1, 0))
+    return tuple(found)
+
+
+def _commit(i: Instruction, program: Program, rank: int) -> Values:
+    if program.header.commit:
+        return (Value(COMMIT, -1, 0),)
+    return ()
+
+
 _VALUES: dict[str, Rule] = {
     "input[s,m]": _of_microbatch(INPUT),
     "input[last,m]": _of_last_stage(INPUT),
@@ -229,6 +248,8 @@ _VALUES: dict[str, Rule] = {
     "optim[s,w+1]": _new_states,
     "in slots[s,w]": _in_slots,
     "norm[w]": _norm,
+    "whole gradients": _whole_gradients,
+    "commit": _commit,
     "terms[s,w]": _terms,
     "result[s,w]": _result,
     "kind[s,m]": lambda i, program, rank: (Value(i.kind, i.stage, i.mb),),

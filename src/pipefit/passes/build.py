@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.program import Header, Program
+from pipefit.passes.commit_point import with_commit
 from pipefit.passes.communication import with_communication
 from pipefit.passes.data import with_data
 from pipefit.passes.frozen import with_frozen, with_norms_everywhere
@@ -42,6 +43,7 @@ def build(
     program = with_drops(program)
     program = with_reductions(program)
     program = with_norms_everywhere(program)
+    program = with_commit(program)
     program = with_sharing(program)
     program = with_data(program)
     program = with_communication(program, ahead)

@@ -50,11 +50,17 @@ def _reduce_replicas(header: Header, rank: int, ends: Sequence[_Ends], added: Ad
         return ends[header.placement[stage][0]][key]
 
     last = ends[rank]
+    copies = {len(members) for members in header.placement}
+    # A rank that waits in a reduction would keep others from the work that they need before theirs.
+    waits_for_all = len(copies) > 1 and header.num_chunks > 1
     # Replicas of unequal numbers of micro-batches complete their stages in different orders: the first one's counts.
     complete: dict[Sequence[int], int] = defaultdict(int)
     for stage, update in sorted(last, key=end_on_first):
         members = header.placement[stage]
-        complete[members] = max(complete[members], last[stage, update])
+        ready = last[stage, update]
+        if waits_for_all:
+            ready = max(index for (_, of), index in last.items() if of == update)
+        complete[members] = max(complete[members], ready)
         kind = Reduction.REPLICAS
         if header.is_sharded(stage):
             kind = Reduction.SCATTER

@@ -71,7 +71,7 @@ class DataComparison:
     def _compare(self, facts: dict[str, Any]) -> None:
         self._is_due = False
         facts |= {"steps trained": self._state.num_updates, "position in the data": self._state.position.words}
-        check_alike(self.session, lambda: facts, DataError, CURE)
+        self.session.unit(lambda: check_alike(self.session, lambda: facts, DataError, CURE))
 
 
 def _facts_of(batch: Any) -> dict[str, Any]:

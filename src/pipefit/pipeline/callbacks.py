@@ -194,6 +194,9 @@ class Checkpoints:
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
+        self._pipe.session.unit(lambda: self._step(record))
+
+    def _step(self, record: Record) -> None:
         self._look_around(record.step)
         if self._is_due(record.step):
             began = self._clock()
@@ -208,9 +211,13 @@ class Checkpoints:
 
     def end(self, record: Record) -> None:
         """Saves a checkpoint, unless that of the last step exists."""
+        self._pipe.session.unit(lambda: self._end(record))
+
+    def _end(self, record: Record) -> None:
         self._look_around(record.step)
         self._pipe.session.settle()
-        if self._saved != record.step:
+        # After the loss of a rank, some of the others may not know whether the last checkpoint is whole.
+        if from_first(self._pipe.session, lambda: self._saved != record.step):
             self._save(wait=True)
 
     def _is_due(self, step: int) -> bool:

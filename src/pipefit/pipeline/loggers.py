@@ -27,6 +27,8 @@ _COLUMNS = ["step", *_OF_A_STEP, "held_out_loss"]
 _HELD_OUT = "held_out_"
 """Prefix of the metrics of an evaluation."""
 
+_MOST_UNWRITTEN = 8
+
 Write = Callable[[int, Mapping[str, Any]], Any]
 """Writes the figures of a step by name: numbers, and tuples of numbers."""
 
@@ -78,10 +80,12 @@ class Logger:
     def _add(self, step: int, figures: Mapping[str, Any]) -> None:
         from pipefit.runtime.session import current
 
-        if current().rank != 0:
-            return
         self._waiting.append((step, figures))
-        self.begin(step)
+        if current().rank != 0:
+            # What rank 0 may not have written yet, if it is lost now.
+            self._waiting = self._waiting[-_MOST_UNWRITTEN:]
+            return
+        self.begin(self._waiting[0][0])
         if self._write is None:
             return
         try:

@@ -55,7 +55,15 @@ class PendingLosses:
         self._table = torch.cat([figures.view(-1), torch.tensor(extra, dtype=torch.float64)])
         self._figures = self._table[: figures.numel()].view_as(figures)
         self._session = engine.session
+        self._num_ranks = engine.session.num_ranks  # of those that share in the sum
         self._work = start_sum(engine.session, self._table)
+
+    def commit(self) -> bool:
+        """Waits in the pass, before its step: all ranks then know the losses, or no rank makes the step."""
+        assert self._session.repairs is not None
+        self._session.repairs.commit(self._work.wait, self._table)
+        self._work = None
+        return True
 
     def wait(self) -> Sequence[float]:
         """The losses by step.
@@ -64,10 +72,11 @@ class PendingLosses:
             DataError: on every rank: ranks had batches of different shapes.
         """
         if self._work is not None:
+            # After a commit there is nothing to wait for.
             with self._session.at(LOSS):
                 self._work.wait()
         requested, wanted, marks, squares = self._table[-_MORE:].tolist()
-        if marks**2 != squares * self._session.num_ranks and self._shapes:
+        if marks**2 != squares * self._num_ranks and self._shapes:
             compare(self._shapes)
         self._session.stop.agreed |= requested > 0
         self._session.stop.ended |= wanted > 0

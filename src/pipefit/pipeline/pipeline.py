@@ -31,10 +31,11 @@ from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.programs import Programs
 from pipefit.pipeline.recovery import Fit, Recovery
+from pipefit.pipeline.repair import Repair
 from pipefit.pipeline.request import Decision, agreed_plan
 from pipefit.pipeline.run_report import PipelineReport
 from pipefit.pipeline.training_loop import TrainingLoop
-from pipefit.runtime.calls import among_ranks, collective
+from pipefit.runtime.calls import among_ranks, collective, rolled
 from pipefit.runtime.meeting import can_restart
 from pipefit.runtime.replicas import verify_replicas
 from pipefit.runtime.session import Session, current
@@ -132,6 +133,7 @@ class Pipeline:
         self._comparison = DataComparison(session, self.state)
         self.recovery: Recovery | None = None
         self.follow(agreed, programs, session)
+        self.repair = Repair(self)
         self._verify_every = parallelism.verify_replicas
         self._verified = 0
 
@@ -158,7 +160,7 @@ class Pipeline:
     def _after_updates(self) -> None:
         """Compares replicas if that is due, and commits the step, after each pass."""
         if self._verify_every and self.num_updates - self._verified >= self._verify_every:
-            self.verify_replicas()
+            self.session.unit(self.verify_replicas)
         commit_step(self, self.notes)
 
     def verify_replicas(self) -> None:
@@ -244,7 +246,7 @@ class Pipeline:
         self.loop.metrics = pending.metrics[0]
         return finite(loss, self.num_updates, self.training.nonfinite)
 
-    @collective
+    @rolled
     def fit(
         self,
         batches: Iterable[Any],

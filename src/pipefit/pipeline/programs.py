@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from pipefit.ir.program import Program, WeightRule
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.nonfinite import needs_norm
+from pipefit.pipeline.repairable import why_not
 from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Spilled
@@ -43,7 +44,7 @@ class Programs:
             shape = shape_of(self._plan, num_steps=num_updates, ties=self._ties)
             shape = spilled_shape(shape, self._spill)
             clip = needs_norm(self._training, self._schedule, shape)
-            program = self._schedule(replace(shape, clip=clip))
+            program = self._schedule(replace(shape, clip=clip, commit=not why_not(self._plan)))
             verify(program).raise_if_bad()
             self._known[num_updates] = program
         return self._known[num_updates]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -52,8 +52,8 @@ from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, stand_in
 from pipefit.stage.split import NamedLayer, split
 
-if TYPE_CHECKING:
-    from pipefit.pipeline.pipeline import Pipeline
+Pipeline = Any
+"""A `pipefit.Pipeline`, whose module imports this one."""
 
 
 class Rearranged(NamedTuple):

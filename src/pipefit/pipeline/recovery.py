@@ -25,9 +25,10 @@ from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.loaders import has_position, number_of
 from pipefit.pipeline.loggers import Logger, entries_of, json_log
 from pipefit.runtime.collectives import from_first
-from pipefit.runtime.faults import note, noted
+from pipefit.runtime.faults import IN_PLACE, note, noted
 from pipefit.runtime.outliving import outliving_folder
 from pipefit.runtime.session import Session
+from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_json
 
 _log = logging.getLogger("pipefit.checkpoint")
@@ -197,8 +198,14 @@ class Recovery:
         lost = max([0, *(int(step) - now for step in known)])
         self._facts = {"resumed": now, "source": source, "lost": lost, "ranks": ranks}
         if ranks != self._session.start.full:
-            copies = ", ".join(str(len(found)) for found in self._pipe.plan.placement.ranks)
-            self._facts["plan"] = f"planned anew: {self._pipe.plan.schedule}, copies of the stages {copies}"
+            self._facts["plan"] = f"planned anew: {_in_words(self._pipe.plan)}"
+
+    def repaired(self) -> None:
+        """Notes that the training has gone on without a rank, after its next step."""
+        ranks = self._pipe.plan.num_processes
+        source = IN_PLACE
+        plan = f"planned anew: {_in_words(self._pipe.plan)}"
+        self._facts = {"resumed": self._pipe.num_updates, "source": source, "lost": 0, "ranks": ranks, "plan": plan}
 
     # ---- the callback ----------------------------------------------------------------------------------------------
 
@@ -209,11 +216,13 @@ class Recovery:
         """
         if self._log is not None:
             self._log.step(record)
-        facts = self._facts
-        self._facts = {}
+        facts: dict[str, Any] = {}
+        if self._facts and record.step > self._facts["resumed"]:
+            facts = self._facts
+            self._facts = {}
         folder = self._session.folder or (self._log.place.parent if self._log else None)
         if facts and folder is not None and self._session.rank == 0:
-            start = self._session.start.restart
+            start = self._session.num_faults
             faults = [line for line in noted(folder) if line.get("start") == start - 1 and "fault" in line]
             now = time.time()
             # A clock that was set back gives no duration.
@@ -224,6 +233,11 @@ class Recovery:
             note(folder, now, **facts, **seconds, start=start)
         if self._memory is not None and record.step == self._pipe.num_updates:
             self._memory.keep()
+
+
+def _in_words(plan: Plan) -> str:
+    copies = ", ".join(str(len(found)) for found in plan.placement.ranks)
+    return f"{plan.schedule}, copies of the stages {copies}"
 
 
 def _write_earlier(folder: Path) -> None:

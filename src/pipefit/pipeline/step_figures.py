@@ -41,7 +41,9 @@ def own_figures(session: Session, runs: Sequence[Execution], timed: Sequence[Exe
     memory = [0.0] * session.num_ranks
     memory[session.rank] = peak_bytes(runs[0].worker.device)
     rates = [0.0] * session.num_ranks
-    rates[session.rank] = max((max(own) for run in runs for own in run.rates.values()), default=0.0)
+    stepped = [max(own) for run in runs for own in run.rates.values()]
+    coming = [float(group["lr"]) for one in runs[0].worker.optimizers.values() for group in one.param_groups]
+    rates[session.rank] = max(stepped or coming, default=0.0)
     return [sum(bubbles) / runs[0].compiled.program.header.num_ranks, *memory, *rates]
 
 

@@ -25,6 +25,7 @@ from pipefit.runtime.executor import Execution
 from pipefit.runtime.finite import all_finite
 from pipefit.runtime.malloc import in_use
 from pipefit.runtime.microbatches import Feed, Weigh, feed_of, pair_of
+from pipefit.runtime.transport import Ending
 from pipefit.runtime.updating import gradient_norm
 from pipefit.schedules.registry import Schedule
 from pipefit.spec.options import STOP
@@ -98,9 +99,13 @@ class TrainingLoop:
         self.callbacks = Callbacks((), self._stop)
         self.metrics: dict[str, float] = {}
         self.moved_bytes = (0.0, 0.0)
+        # The times of the last passes over the newest program, by rank.
+        self._newest: Program | None = None
+        self._passes: deque[dict[int, _Times]] = deque(maxlen=_KEPT_PASSES)
+        self._committed: PendingLosses | None = None
 
     def follow(self, schedule: Schedule, num_microbatches: int, program_of: Callable[[int], Program]) -> None:
-        """Follows a plan from now on; nothing is known about its passes yet.
+        """Follows a plan from now on; the times of passes are those of the last one until it has run.
 
         Args:
             schedule: of the plan.
@@ -110,10 +115,7 @@ class TrainingLoop:
         self._schedule = schedule
         self._size = num_microbatches
         self._program_of = program_of
-        # The times of the last passes over the newest program, by rank.
-        self._newest: Program | None = None
         self._newest_runs: Sequence[Execution] = ()
-        self._passes: deque[dict[int, _Times]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
 
     def fit(
@@ -199,8 +201,12 @@ class TrainingLoop:
         with self.callbacks.evaluating():
             loss = evaluate()
             self.callbacks.follow("evaluation", held_out_loss=loss, held_out_metrics=self.metrics)
-        wanted = torch.tensor([float(self._stop.wanted)])
-        self._stop.ended |= bool(sum_table(self._engine.session, wanted))
+
+        def is_wanted() -> bool:
+            wanted = torch.tensor([float(self._stop.wanted)])
+            return bool(sum_table(self._engine.session, wanted))
+
+        self._stop.ended |= self._engine.session.unit(is_wanted)
 
     def start_step(self, x: Any, y: Any) -> _Pass:
         """Runs one update; its loss is still being sent."""
@@ -251,12 +257,21 @@ class TrainingLoop:
         """Runs a program over the micro-batches of some updates; its losses are still being sent."""
         first = self._state.num_updates
         runs = self._run(num_steps, feed)
-        figures = own_figures(self._engine.session, runs, self._timed(runs, num_steps))
-        losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
+        losses = self._committed
+        timed = self._timed(runs, num_steps)
+        if losses is None:
+            figures = own_figures(self._engine.session, runs, timed)
+            losses = PendingLosses(self._engine, runs, self._size, num_steps, *figures)
         header = runs[0].compiled.program.header
         updates = [header.update_of(header.last_stage, step * self._size) for step in range(num_steps)]
         norms = [gradient_norm(runs[0], header.last_stage, update, on_host=True) for update in updates]
         return _Pass(first, runs, losses, norms, sizes, began)
+
+    def _commit(self, run: Execution) -> Ending:
+        """Begins the sum of the losses in the pass, where the ranks commit a step; its times are those of the last."""
+        figures = own_figures(self._engine.session, [run], self._newest_runs)
+        self._committed = PendingLosses(self._engine, [run], self._size, 1, *figures)
+        return self._committed.commit
 
     def _timed(self, runs: Sequence[Execution], num_steps: int) -> Sequence[Execution]:
         """The runs whose times are read now: on a GPU those of the step before, which has ended, without a wait."""
@@ -311,7 +326,18 @@ class TrainingLoop:
         return ()
 
     def _run(self, num_steps: int, feed: Feed) -> list[Execution]:
+        """Runs the program of some updates, and counts them; again if a rank is lost before they are committed."""
+        session = self._engine.session
+        if session.repairs is None:
+            runs = self._once(num_steps, feed)
+        else:
+            runs = session.repairs.repeated(lambda: self._once(num_steps, feed))
+        self._on_updates()
+        return runs
+
+    def _once(self, num_steps: int, feed: Feed) -> list[Execution]:
         """Runs the program of some updates, measures the memory if due, and counts the updates."""
+        self._committed = None
         program = self._program_of(num_steps)
         workers = self._engine.workers
         for worker in workers:
@@ -328,9 +354,9 @@ class TrainingLoop:
             watch = None
         if watch:
             with watch.counting():
-                runs = self._engine.run(program, feed, look=watch.look)
+                runs = self._engine.run(program, feed, look=watch.look, commit=self._commit)
         else:
-            runs = self._engine.run(program, feed)
+            runs = self._engine.run(program, feed, commit=self._commit)
         # Batches that no stage here needs are drawn too, so that all ranks have the same position in the data.
         feed[num_steps * self._size - 1]
         if not all_finite(runs[0]):
@@ -344,12 +370,11 @@ class TrainingLoop:
         self._passes.append({run.compiled.rank: _Times(run.starts, run.ends, run.launches) for run in runs})
         self._state.num_updates += num_steps
         self._state.ordinal += num_steps * self._size
-        self._on_updates()
         return runs
 
     def _refuse(self, runs: Sequence[Execution], num_steps: int) -> None:
         """Raises the error of a step that no rank has made, or reports one that is left out."""
-        losses = PendingLosses(self._engine, runs, self._size, num_steps)
+        losses = self._committed or PendingLosses(self._engine, runs, self._size, num_steps)
         losses.wait()
         norms: Any = sum(runs[0].norms.values())
         step = self._state.num_updates + num_steps

@@ -11,6 +11,7 @@ from typing import Any
 from pipefit.draw import chart
 from pipefit.draw.chart import Points
 from pipefit.errors import PipefitError
+from pipefit.runtime.faults import Event
 from pipefit.spec.files import read_text
 
 _WIDTH = 380
@@ -51,14 +52,21 @@ def figures_of(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def curves(entries: Sequence[dict[str, Any]], baseline: Sequence[Any] | None) -> list[str]:
+def curves(
+    entries: Sequence[dict[str, Any]], baseline: Sequence[Any] | None, events: Sequence[Event] = ()
+) -> list[str]:
     """The charts of a run, each as SVG text, for the figures that it has.
 
     Args:
         entries: the entries of `figures_of`.
         baseline: name and value of a loss to compare with.
+        events: faults and moves, which are marked at their steps.
     """
     found = []
+    marks: dict[str, list[float]] = {}
+    for event in events:
+        if event.step is not None:
+            marks.setdefault(event.kind, []).append(event.step + 0.5)
     for title, unit, names, factor in _CURVES:
         series: dict[str, Points] = {}
         for name, words in names.items():
@@ -67,7 +75,8 @@ def curves(entries: Sequence[dict[str, Any]], baseline: Sequence[Any] | None) ->
             places = [x for points in series.values() for x, _ in points]
             series[str(baseline[0])] = [(edge(places), float(baseline[1])) for edge in (min, max)]
         if series:
-            found.append(chart(series, title=title, x_label="step", y_label=unit, width=_WIDTH, height=_HEIGHT))
+            drawn = chart(series, marks=marks, title=title, x_label="step", y_label=unit, width=_WIDTH, height=_HEIGHT)
+            found.append(drawn)
     return found
 
 

@@ -23,7 +23,7 @@ from pipefit.run.curves import curves, figures_of
 from pipefit.run.guesses import picture_of, read_guesses
 from pipefit.run.result import MEASURED, METRICS, RESULT
 from pipefit.run.speeds import speeds_of
-from pipefit.runtime.faults import described, noted
+from pipefit.runtime.faults import events_of, noted
 from pipefit.spec import Plan
 from pipefit.spec.files import read_json, write_atomically
 from pipefit.spec.options import as_flat
@@ -172,9 +172,10 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         plan = Plan.load(place / "plan.json")
     else:
         plan = None
+    events = events_of(result.get("faults", []) if result else noted(checkpoints_of(place)))
     drawn: list[Any] = []
     if can_plot():
-        drawn = curves(entries, result["baseline"] if result else None)
+        drawn = curves(entries, result["baseline"] if result else None, events)
     return environment.from_string(template).render(
         name=place.resolve().name,
         follows=follows,
@@ -183,7 +184,7 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
         last=next((entry for entry in reversed(entries) if "loss" in entry), None),
         plan=plan,
         spill=spill_lines(plan) if plan else [],
-        faults=described(result.get("faults", []) if result else noted(checkpoints_of(place))),
+        events=events,
         rows=_rows(result["rows"]) if result else [],
         can_plot=can_plot(),
         curves=drawn,

@@ -29,6 +29,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def collective(method: F) -> F:
+    """Makes a method of a pipeline begin with a roll call, and a unit of what all ranks do; see `runtime.repairs`."""
+
+    @functools.wraps(method)
+    def whole(pipe: Any, *args: Any, **options: Any) -> Any:
+        return pipe.session.unit(functools.partial(method, pipe, *args, **options))
+
+    return rolled(cast(F, whole))
+
+
+def rolled(method: F) -> F:
     """Makes a method of a pipeline begin with a roll call under its name, which is one of `CALLS`."""
     name = f"Pipeline.{method.__name__}()"
 
@@ -46,10 +56,12 @@ def among_ranks(method: F) -> F:
     @functools.wraps(method)
     def called(pipe: Any, *args: Any, **options: Any) -> Any:
         try:
+            pipe.repair.take_over()
             return method(pipe, *args, **options)
         except RuntimeError as problem:
             if isinstance(problem, CommunicationError) or not is_lost_peer(problem):
                 raise
+            pipe.session.refuse_repair(f"it was in {method.__name__}")
             raise lost_peer(pipe.session.rank, problem) from None
 
     return cast(F, called)

@@ -31,7 +31,9 @@ from pipefit.runtime.microbatches import Feed
 from pipefit.runtime.outcomes import program_file
 from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.reducing import make_buckets
+from pipefit.runtime.repairs import Interrupted
 from pipefit.runtime.session import Session
+from pipefit.runtime.transport import Ending
 from pipefit.runtime.worker import Worker
 from pipefit.simulate import most_unposted
 from pipefit.stage.accelerator import is_accelerator
@@ -117,6 +119,7 @@ class Engine:
         metric: Callable[[Any, Any], float] | None = None,
         look: Callable[[], None] | None = None,
         loss: Callable[[Any, Any], Tensor] | None = None,
+        commit: Callable[[Execution], Ending] | None = None,
     ) -> list[Execution]:
         """Executes a program once on the ranks of this process.
 
@@ -126,6 +129,7 @@ class Engine:
             metric: computed from every output in addition to its loss.
             look: called after each instruction.
             loss: of an output and its target, in place of the training's.
+            commit: begins the sum in which the ranks commit a step; returns what waits for it.
 
         Raises:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
@@ -154,7 +158,16 @@ class Engine:
             if worker.scale is not None:
                 worker.scale.begin()
             run = Execution(
-                compiled, worker, transport, feed, progress, metric, loss=loss, look=look, moments=self._moments
+                compiled,
+                worker,
+                transport,
+                feed,
+                progress,
+                metric,
+                loss=loss,
+                look=look,
+                moments=self._moments,
+                commit=commit,
             )
             self.executions.append(run)
         if self.session.watchdog is not None and self._moments is not None:
@@ -187,7 +200,7 @@ class Engine:
 
     def _is_lost_by(self, problem: BaseException) -> bool:
         """Returns whether an error leaves only some stages stepped, or gradients of spilled ones on the way."""
-        if not torch.is_grad_enabled() or isinstance(problem, NonFiniteLossError):
+        if not torch.is_grad_enabled() or isinstance(problem, NonFiniteLossError | Interrupted):
             return False
         if any(worker.spilling for worker in self.workers):
             return True

@@ -57,6 +57,7 @@ class Execution:
         copies: of spilled records, that the rank has started, by the index of the instruction.
         loss: of the model's output, in place of the training's; None: the training's.
         look: called after each instruction, before values are freed.
+        commit: begins the sum in which the ranks commit a step; None: they only meet.
         moments: of the rank's GPU; None: it computes on the CPU.
         starts, ends: times of each instruction, in seconds of `time.perf_counter`; on a GPU after `read_times`.
         launches: (index, start, end) of the host's launch of each computation; [] on a CPU.
@@ -83,6 +84,7 @@ class Execution:
     index: int = 0
     loss: Callable[[Any, Any], Tensor] | None = None
     look: Callable[[], None] | None = None
+    commit: Callable[[Execution], Ending] | None = None
     moments: Moments | None = None
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 {"fault": "rank 1 failed at …", "start": 0, "time": …}                       by the launcher
 {"resumed": 30, "source": "memory", "start": 1, "ranks": 4, "lost": 0, …}    by rank 0, after its next step
+{"move": "layer 3 …", "why": …, "step": 50, "start": 1, …}                   by rank 0, after layers have moved
 """
 
 from __future__ import annotations
@@ -10,11 +11,21 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from pipefit.units import counted, format_seconds
 
 _FILE = "faults.jsonl"
+
+IN_PLACE: Final = "the ranks that are left"
+"""The source of a training that has resumed without a restart."""
+
+REPAIRED: Final = "repair"
+RESTARTED: Final = "restart"
+MOVED: Final = "move"
+LOST: Final = "fault"
+
+_ELSEWHERE = "processes were lost or added; torchrun has started all ranks again"
 
 
 def note(folder: Path, time_s: float, **facts: Any) -> None:
@@ -38,23 +49,55 @@ def noted(folder: Path) -> list[dict[str, Any]]:
     return [line for line in found if isinstance(line, dict)]
 
 
-def described(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Each fault in words, and what was done and what it cost; "": nothing was done."""
+class Event(NamedTuple):
+    """Something that happened to a run.
+
+    Attributes:
+        step: the last step before it; None: not known.
+        kind: `REPAIRED`, `RESTARTED`, `MOVED`, or `LOST` where nothing is known.
+        what: it was.
+        done: about it, and the cost; "": nothing.
+    """
+
+    step: int | None
+    kind: str
+    what: str
+    done: str
+
+
+def events_of(lines: Sequence[Mapping[str, Any]]) -> list[Event]:
+    """The faults and moves of a run in words, in the order of their lines; a fault with the recovery from it."""
     whole = [line for line in lines if isinstance(line.get("start"), int)]
-    faults = {line["start"]: str(line["fault"]) for line in whole if "fault" in line}
-    done = {line["start"] - 1: line for line in whole if "resumed" in line}
-    elsewhere = "processes were lost or added; torchrun has started all ranks again"
-    starts = sorted({*faults, *done})
-    return [(faults.get(start, elsewhere), _done(done.get(start))) for start in starts]
+    recoveries = {line["start"] - 1: line for line in whole if "resumed" in line}
+    found = []
+    for line in whole:
+        if "move" in line:
+            found.append(_moved(line))
+        elif "fault" in line:
+            found.append(_resumed(str(line["fault"]), recoveries.pop(line["start"], None)))
+    elsewhere = [_resumed(_ELSEWHERE, line) for line in recoveries.values()]
+    return found + elsewhere
 
 
-def _done(line: Mapping[str, Any] | None) -> str:
+def _moved(line: Mapping[str, Any]) -> Event:
+    before = format_seconds(line["before_s"])
+    after = format_seconds(line["after_s"])
+    seconds = format_seconds(line["seconds"])
+    return Event(
+        line["step"], MOVED, f"{line['move']}: {line['why']}", f"{before} to {after} per step; it took {seconds}"
+    )
+
+
+def _resumed(fault: str, line: Mapping[str, Any] | None) -> Event:
     if line is None:
-        return ""
+        return Event(None, LOST, fault, "")
+    kind = RESTARTED
+    if line["source"] == IN_PLACE:
+        kind = REPAIRED
     done = f"resumed after step {line['resumed']} from {line['source']} on {line['ranks']} ranks"
     if "plan" in line:
         done += f" ({line['plan']})"
     done += f"; {counted(line['lost'], 'step')} done again"
     if "seconds" in line:
         done += f", {format_seconds(line['seconds'])} to the next finished step"
-    return done
+    return Event(line["resumed"] + line["lost"], kind, fault, done)

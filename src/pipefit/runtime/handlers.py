@@ -201,6 +201,9 @@ def _drop(run: Execution, i: Instruction) -> None:
 
 
 def _barrier(run: Execution, i: Instruction) -> None:
+    if run.commit is not None:
+        run.wait_later(run.commit(run))
+        return
     members = collective_members(run.header, i)
     run.wait_later(run.transport.all_reduce(members, ("barrier", run.index), [torch.zeros(1)]))
 

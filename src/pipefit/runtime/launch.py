@@ -21,15 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from pipefit.errors import PipefitError
+from pipefit.runtime import repairs
 from pipefit.runtime.faults import forget, note
 from pipefit.runtime.meeting import FULL, MEMORY, RESTART
 from pipefit.runtime.memory_folder import memory_folder
 from pipefit.runtime.outcomes import FINE, GRACE_S, LaunchError, collect, outcome_of, packed
 from pipefit.runtime.signals import ENDING, PASSED_ON, die_with_launcher, handling, leaving
+from pipefit.runtime.survivors import Survivors
 
 _log = logging.getLogger("pipefit.launch")
 _MOST_ADDRESS = 107
 _TEMPORARY = "PIPEFIT_TEMPORARY"
+_DEADLINE_S = 60.0
+"""After the loss of a rank the others come together in so many seconds, where no deadline is given."""
+
 _LEFT = ("pipefit-store-*", "rank-*.hang", "rank-*.progress")
 
 
@@ -61,8 +66,9 @@ def launch(
         quiet: rank 0 also writes only to its log.
         deadline_s: minimum seconds that a rank may stay at one instruction before the run is ended as hung; 0: no
             limit; None: the value of PIPEFIT_DEADLINE_S, else 60 s.
-        recover: number of times that all ranks are started again after one has died, hung or failed. `Pipeline.fit`
-            then resumes. An error before the first pass would come again, so it ends the run.
+        recover: number of times that the run recovers after a rank has died, hung or failed: the others go on without
+            it, or all are started again and `Pipeline.fit` resumes. An error before the first pass would come again, so
+            it ends the run.
         min_ranks: where a rank fails again as it starts, one rank fewer is started, but no fewer than these; only with
             `recover`. None: always `num_ranks`.
 
@@ -96,17 +102,24 @@ def launch(
             environment[MEMORY] = memory
             temporary.insert(0, memory)
         environment[_TEMPORARY] = os.pathsep.join(temporary)
-        for restart in range(recover + 1):
-            own = environment | {RESTART: str(restart), "OMP_NUM_THREADS": str(threads or _usual_threads(num_ranks))}
+        faults = 0
+        while True:
+            own = environment | {RESTART: str(faults), "OMP_NUM_THREADS": str(threads or _usual_threads(num_ranks))}
             try:
-                return _once(function, num_ranks, args, own, place, quiet)
+                return _once(function, num_ranks, args, own, place, quiet, faults, recover)
             except LaunchError as problem:
-                note(place, problem.time_s or time.time(), fault=str(problem), start=restart)
-                if restart == recover or (problem.raised and not problem.began):
+                faults = max(faults, problem.faults)
+                if not problem.is_noted:
+                    note(place, problem.time_s or time.time(), fault=str(problem), start=faults)
+                if faults == recover or (problem.raised and not problem.began):
                     raise
-                num_ranks -= bool(restart and not problem.began and num_ranks > fewest)
-                _log.warning("%s\n  start %d of %d: %d ranks", problem, restart + 2, recover + 1, num_ranks)
-    raise AssertionError  # the last start returns or raises
+                num_ranks -= bool(faults and not problem.began and num_ranks > fewest)
+                faults += 1
+                if problem.why_not:
+                    why_not = f"\n  not repaired in place: {problem.why_not}"
+                else:
+                    why_not = ""
+                _log.warning("%s%s\n  start %d of %d: %d ranks", problem, why_not, faults + 1, recover + 1, num_ranks)
 
 
 def _usual_threads(num_ranks: int) -> int:
@@ -124,8 +137,10 @@ def _once(
     environment: dict[str, str],
     place: Path,
     quiet: bool,
+    faults: int,
+    most_faults: int,
 ) -> list[Any]:
-    """Starts all ranks once; returns their results."""
+    """Starts all ranks once; returns their results, without those of ranks that were lost."""
     for stale in (place / ENDING, *(path for left in _LEFT for path in place.glob(left))):
         stale.unlink(missing_ok=True)
     sizes = {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
@@ -136,15 +151,17 @@ def _once(
         context = _server()
         try:
             for rank in range(num_ranks):
-                ours, theirs = context.Pipe(duplex=False)
+                ours, theirs = context.Pipe()
                 own = environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 log, hides = place / f"rank-{rank}.log", quiet or rank > 0
-                process = context.Process(target=_main, args=(own, log, hides, theirs, function, args))
+                process = context.Process(target=_main, args=(own, log, hides, quiet, theirs, function, args))
                 _start(process, asked)
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)
-            outcomes = collect(processes, pipes, place, asked)
+            deadline_s = float(environment.get("PIPEFIT_DEADLINE_S") or 0) or _DEADLINE_S
+            survivors = Survivors(processes, pipes, place, faults, most_faults, deadline_s)
+            outcomes = collect(processes, pipes, place, asked, survivors)
         finally:
             _end(processes, place)
         if asked or any(kind == "stopped" for kind, _ in outcomes):
@@ -235,11 +252,12 @@ def _main(
     environment: dict[str, str],
     log: Path,
     hides: bool,
+    quiet: bool,
     pipe: Connection,
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
-    """Runs a rank's process; one that hides writes only to its log."""
+    """Runs a rank's process; one that hides writes only to its log, and to the terminal once it is rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the server ignores
     mp.set_start_method(None, force=True)  # Python's own, as in a plain script
@@ -250,6 +268,10 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    if MEMORY in environment and environment.get(repairs.REPAIR) != "0":
+        repairs.channel = pipe
+    if hides and not quiet:
+        repairs.terminal = [os.dup(standard) for standard in (1, 2)]
     if hides:
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         for standard in (1, 2):  # for C++ too
@@ -257,7 +279,6 @@ def _main(
     outcome = outcome_of(function, args, log)
     with contextlib.suppress(OSError):
         pipe.send_bytes(packed(outcome))
-        pipe.close()
     for child in mp.active_children():
         if child.daemon:  # which Python ends at its own end
             child.terminate()

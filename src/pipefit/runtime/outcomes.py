@@ -18,7 +18,9 @@ from pipefit.errors import DisagreementError, PipefitError, is_lost_peer
 from pipefit.ir import text
 from pipefit.runtime.calls import ORDER
 from pipefit.runtime.progress import positions_of
+from pipefit.runtime.repairs import WORDS
 from pipefit.runtime.signals import TERMINATED, leaving
+from pipefit.runtime.survivors import Survivors
 from pipefit.runtime.waits import where
 
 GRACE_S = 2.0
@@ -43,9 +45,15 @@ class LaunchError(PipefitError):
         began: whether the rank had begun its first pass.
         raised: whether its own code raised an error; else it died, hung, or lost the others.
         time_s: of the first sign of it (Unix seconds).
+        faults: of the run before it.
+        why_not: the reason why the others did not go on without the rank.
+        is_noted: whether the folder's notes have it.
     """
 
     time_s = 0.0
+    faults = 0
+    why_not = ""
+    is_noted = False
 
     def __init__(self, message: str, began: bool = True, raised: bool = False) -> None:
         super().__init__(message)
@@ -87,56 +95,89 @@ def packed(outcome: tuple[str, Any]) -> bytes:
         return pickle.dumps(("failed", f"{outcome[1]!r:.500} (not picklable: {problem})"))
 
 
-def collect(processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: Sequence[int]) -> list[tuple[str, Any]]:
-    """Waits for every rank's result; after a first failure, only briefly, to find the cause."""
+def collect(
+    processes: Sequence[Any], pipes: Sequence[Any], place: Path, asked: Sequence[int], survivors: Survivors
+) -> list[tuple[str, Any]]:
+    """Waits for the results of all ranks that are left; after a first failure, only briefly, to find the cause.
+
+    After the loss of a rank the others may go on without it; see `Survivors`.
+    """
     outcomes: dict[int, tuple[str, Any]] = {}
     deadline = math.inf
     first_s = 0.0
-    while len(outcomes) < len(processes):
-        pending = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in outcomes}
-        timeout = None
+    while len(outcomes) < len(survivors.left):
+        pending = {pipes[process]: process for process in survivors.left if process not in outcomes}
+        timeout = survivors.left_s
         if deadline < math.inf:
             timeout = max(deadline - time.monotonic(), 0)
         ready: list[Any] = wait(list(pending), timeout)
         if not ready:
+            survivors.give_up("another rank has not come")
             break
         for pipe in ready:
-            rank = pending[pipe]
+            process = pending[pipe]
             try:
-                outcomes[rank] = pipe.recv()
-            except EOFError:
-                processes[rank].join(GRACE_S)
-                outcomes[rank] = ("died", processes[rank].exitcode)
-            kind = outcomes[rank][0]
+                kind, what = pipe.recv()
+            except (EOFError, OSError):  # reset, where a word of the launcher was not read
+                processes[process].join(GRACE_S)
+                kind, what = "died", processes[process].exitcode
+            if kind in WORDS:
+                survivors.hears(process, kind, what)
+            else:
+                outcomes[process] = kind, what
+        if first_s == 0.0 and not asked:
+            _lose(outcomes, survivors, place)
+        if survivors.lost and outcomes:
+            survivors.give_up("another rank has ended")
+        if survivors.why_not and (survivors.lost or survivors.undone):
+            break
+        for kind, _ in list(outcomes.values()):
             if kind not in FINE:
                 first_s = first_s or time.time()
                 grace_s = GRACE_S
                 if kind == "died" and not asked:
                     grace_s = _SETTLE_S
                 deadline = min(deadline, time.monotonic() + grace_s)
-    failures = {rank: outcome for rank, outcome in outcomes.items() if outcome[0] not in FINE}
-    if failures or len(outcomes) < len(processes):
+                survivors.end()
+    failures = {process: outcome for process, outcome in outcomes.items() if outcome[0] not in FINE}
+    if failures or len(outcomes) < len(survivors.left):
+        failures |= survivors.lost
         if asked and all(kind in ("died", "later") for kind, _ in failures.values()):
             raise leaving(asked)  # their time was up
-        problem = _failure(failures, place)
+        if survivors.undone:
+            problem: PipefitError = LaunchError(survivors.undone)
+        else:
+            problem = _failure(failures, place, survivors)
         if isinstance(problem, LaunchError):
-            problem.time_s = first_s
+            problem.time_s = survivors.began_s or first_s
+            problem.faults = survivors.faults
+            problem.is_noted = bool(survivors.undone)
+            problem.why_not = "; ".join(survivors.why_not)
         raise problem
-    return [outcomes[rank] for rank in range(len(processes))]
+    return [outcomes[process] for process in survivors.left]
 
 
-def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
+def _lose(outcomes: dict[int, tuple[str, Any]], survivors: Survivors, place: Path) -> None:
+    """Leaves out the processes that have died, where the others go on without them."""
+    died = {process: outcome for process, outcome in outcomes.items() if outcome[0] == "died"}
+    if not died or any(place.glob("rank-*.hang")):
+        return
+    said = [str(_failure({process: outcome}, place, survivors)) for process, outcome in died.items()]
+    if survivors.lose(died, said, outcomes.keys() - died.keys()):
+        for process in died:
+            del outcomes[process]
+
+
+def _failure(failures: dict[int, tuple[str, Any]], place: Path, survivors: Survivors) -> PipefitError:
     """The error of the rank that failed first: one that died, refused or raised before one that lost its peer."""
     first = min(place.glob("rank-*.hang"), key=lambda path: path.stat().st_mtime, default=None)
     if first is not None:
-        said, _, rest = first.read_text(encoding="utf-8").partition("positions of the ranks:\n")
-        if ORDER in said:
-            return DisagreementError(said.rstrip())
-        return LaunchError(
-            f"the run hung: {said.rstrip()}\n  all of it: {first}\n{textwrap.indent(rest.rstrip(), '  ')}"
-        )
-    rank = min(failures, key=lambda rank: (_order(*failures[rank]), rank))
-    kind, what = failures[rank]
+        return _hang(first.read_text(encoding="utf-8"), f"\n  all of it: {first}")
+    process = min(failures, key=lambda process: (_order(*failures[process]), process))
+    rank = survivors.rank_of(process)
+    if process in survivors.hung:
+        return _hang(survivors.hung[process], "")
+    kind, what = failures[process]
     if kind == "refused" and isinstance(what, PipefitError):
         return what
     said = what
@@ -146,8 +187,16 @@ def _failure(failures: dict[int, tuple[str, Any]], place: Path) -> PipefitError:
             name = signal.Signals(-what).name
         said = f"the process died ({name})"
     last, began = _last_place(rank, place)
-    log = place / f"rank-{rank}.log"
+    log = place / f"rank-{process}.log"
     return LaunchError(f"rank {rank} failed {last}: {said}\n  its log: {log}", began, kind == "failed")
+
+
+def _hang(page: str, place: str) -> PipefitError:
+    """The error of a run that hung, from the page about it."""
+    said, _, rest = page.partition("positions of the ranks:\n")
+    if ORDER in said:
+        return DisagreementError(said.rstrip())
+    return LaunchError(f"the run hung: {said.rstrip()}{place}\n{textwrap.indent(rest.rstrip(), '  ')}")
 
 
 def _order(kind: str, what: Any) -> int:

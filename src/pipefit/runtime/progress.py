@@ -97,10 +97,16 @@ class Progress:
         self._pid = os.getpid()
         self._memory: mmap.mmap | bytearray = bytearray(_LAYOUT.size)
         if path is not None:
-            path.write_bytes(bytes(_LAYOUT.size))
-            with path.open("r+b") as file:
-                self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+            self.follow(path)
         self.at(OUTSIDE)
+
+    def follow(self, path: Path) -> None:
+        """Writes the position to a new file from now on; roll calls are counted anew."""
+        path.unlink(missing_ok=True)
+        path.write_bytes(bytes(_LAYOUT.size))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+        self.calls = 0
 
     def at(self, index: int, waits: bool = False) -> None:
         """Records that the rank begins the instruction at `index`, or is at a place outside the program."""

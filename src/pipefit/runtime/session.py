@@ -12,9 +12,9 @@ import struct
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from pipefit.errors import DisagreementError, PipefitError, is_lost_peer, kind_of
 from pipefit.ir.program import Program
+from pipefit.runtime import repairs
 from pipefit.runtime.background import Background
 from pipefit.runtime.calls import different_calls, lost_peer
-from pipefit.runtime.meeting import TIMEOUT, Start, agent_folder, meet
+from pipefit.runtime.meeting import RESTART, TIMEOUT, Start, agent_folder, meet
 from pipefit.runtime.progress import (
     CALLS,
     JOINING,
@@ -36,10 +37,13 @@ from pipefit.runtime.progress import (
     position_in,
     progress_file,
 )
+from pipefit.runtime.repairs import Loss, Repairs
 from pipefit.runtime.signals import Stop, answer_with_stack, die_with_parent, listen
 from pipefit.runtime.waits import state_of
 from pipefit.runtime.watchdog import Watchdog, deadline_from_environment
 from pipefit.stage.accelerator import give_streams_queues
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Session:
         calls: the process group of roll calls, see `pipefit.runtime.calls`; weak, so that `leave` ends its threads.
         background: the checkpoint that is being written while the training goes on.
         is_rehearsal: the other ranks are not there, and each is taken to send what this one does; see `rehearsing`.
+        repairs: of the run, in place; None: there are none.
     """
 
     rank: int
@@ -81,6 +86,7 @@ class Session:
     calls: weakref.ref[dist.ProcessGroup] | None = None
     background: Background = field(default_factory=Background)
     is_rehearsal: bool = False
+    repairs: Repairs | None = None
     _shared: Iterator[int] = field(default_factory=itertools.count)
 
     @property
@@ -115,15 +121,92 @@ class Session:
         Raises:
             DisagreementError: on every rank with the same message: two call different methods.
         """
+        if self.repairs is None:
+            self._call(name)
+        else:
+            self.repairs.repeated(lambda: current()._call(name))
+
+    def _call(self, name: str) -> None:
         if self.calls is None:
             return
-        mine = torch.tensor([CALLS.index(name)])
-        found = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        with self.progress.calling(int(mine)):
-            dist.all_gather(found, mine, group=self.calls())
-        called = [CALLS[int(number)] for number in found]
+        mine = CALLS.index(name)
+        found = torch.zeros(self.num_ranks, dtype=torch.float64)
+        found[self.rank] = mine
+        with self.progress.calling(mine):
+            self._commit(found)
+        called = [CALLS[int(number)] for number in found.tolist()]
         if len(set(called)) > 1:
             raise DisagreementError(different_calls(dict(enumerate(called))))
+
+    def _commit(self, total: torch.Tensor) -> None:
+        """Sums a tensor in the group of roll calls; see `Repairs.commit`."""
+        assert self.calls is not None
+        work = dist.all_reduce(total, group=self.calls(), async_op=True)
+        if self.repairs is None:
+            work.wait()
+        else:
+            self.repairs.commit(work.wait, total)
+
+    def unit(self, work: Callable[[], T]) -> T:
+        """Does what all ranks do together; again from its beginning, if a rank is lost before all have done it."""
+        if self.repairs is None or self.repairs.is_inside:
+            return work()
+
+        def whole() -> T:
+            assert self.repairs is not None
+            with self.repairs.inside():
+                result = work()
+            current()._end_unit()
+            return result
+
+        return self.repairs.repeated(whole)
+
+    def together(self, work: Callable[[], object]) -> None:
+        """A unit after which no rank goes on before all have done it, also where nothing is repaired."""
+        self.unit(work)
+        if self.repairs is None:
+            self._end_unit()
+
+    def refuse_repair(self, why: str) -> None:
+        """Says that this rank was interrupted where it cannot go on, outside of all units."""
+        if self.repairs is not None and not self.repairs.is_inside:
+            self.repairs.refuse(why)
+
+    @property
+    def num_faults(self) -> int:
+        """Faults of the run so far from which it has recovered."""
+        if self.repairs is None:
+            return self.start.restart
+        return self.repairs.faults
+
+    def _end_unit(self) -> None:
+        if self.calls is not None:
+            with self.progress.waiting():
+                self._commit(torch.zeros(1, dtype=torch.float64))
+
+    def without(self, loss: Loss) -> Session:
+        """The session of the ranks that are left, which this process joins; this one has ended."""
+        global _session
+        assert self.repairs is not None
+        assert self.watchdog is not None
+        assert self.folder is not None
+        self.background.settle(self.progress)
+        self.background.group = None
+        self.watchdog.stop()
+        dist.destroy_process_group()
+        rank = loss.left.index(self.rank)
+        num_ranks = len(loss.left)
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        own[RESTART] = self.repairs.faults
+        os.environ.update({name: str(number) for name, number in own.items()})
+        _check_is_rank()
+        if rank == 0:
+            self.repairs.take_terminal()
+        self.progress.follow(progress_file(self.folder, rank))
+        answer_with_stack(self.folder, rank)
+        joined = _joined(replace(self, rank=rank, num_ranks=num_ranks), self.folder)
+        _session = replace(joined, start=self.start)
+        return _session
 
     def settle(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""
@@ -226,7 +309,6 @@ def join() -> Session:
         return Session(0, 1, None, Progress())
     _check_is_rank()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    deadline = deadline_from_environment()
     if "PIPEFIT_RUN" in os.environ:
         folder = Path(os.environ["PIPEFIT_RUN"])
     else:
@@ -245,22 +327,32 @@ def join() -> Session:
         atexit.register(_leave_well)
     if is_elastic:
         die_with_parent()
-    if num_ranks > 1:
-        watchdog = Watchdog(rank, num_ranks, progress, folder, shared, deadline)
+    if num_ranks > 1 and repairs.channel is not None:
+        own_repairs = Repairs(repairs.channel, int(os.environ[RESTART]))
     else:
-        watchdog = None
-    progress.at(JOINING)
+        own_repairs = None
     give_streams_queues()
-    start = meet(rank, num_ranks, folder)
-    if num_ranks > 1:
-        calls = weakref.ref(dist.new_group(backend="gloo", timeout=TIMEOUT))
-    else:
-        calls = None
-    progress.at(OUTSIDE)
-    session = Session(rank, num_ranks, folder, progress, watchdog=watchdog, stop=stop, start=start, calls=calls)
+    session = _joined(Session(rank, num_ranks, folder, progress, stop=stop, repairs=own_repairs), shared)
     if shared is not None and folder is None and os.environ.get("LOCAL_RANK") == "0":
         session.after_leaving.append(lambda: None if stop.requested else shutil.rmtree(shared, ignore_errors=True))
     return session
+
+
+def _joined(session: Session, shared: Path | None) -> Session:
+    """The session, with its process groups and its watchdog."""
+    rank = session.rank
+    num_ranks = session.num_ranks
+    watchdog = None
+    if num_ranks > 1:
+        deadline = deadline_from_environment()
+        watchdog = Watchdog(rank, num_ranks, session.progress, session.folder, shared, deadline, session.repairs)
+    session.progress.at(JOINING)
+    start = meet(rank, num_ranks, session.folder)
+    calls = None
+    if num_ranks > 1:
+        calls = weakref.ref(dist.new_group(backend="gloo", timeout=TIMEOUT))
+    session.progress.at(OUTSIDE)
+    return replace(session, watchdog=watchdog, start=start, calls=calls)
 
 
 def _own_file(shared: Path, rank: int) -> Path:

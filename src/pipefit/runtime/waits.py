@@ -128,13 +128,24 @@ def where(program: Program | None, rank: int, position: Position) -> str:
 def _culprit(
     program: Program | None, rank: int, positions: Mapping[int, Position], states: Mapping[int, str]
 ) -> tuple[int | None, list[str]]:
-    """Follows the waits from `rank` to a rank that waits for no other; None: they wait for each other in a cycle.
-
-    A rank that is stopped or has ended is the cause, wherever the waits lead.
-    """
+    """The end of the waits. A rank that is stopped or has ended is the cause, wherever they lead."""
     end, lines = _last_waited_for(program, rank, positions, states)
     gone = [other for other, state in sorted(states.items()) if state != "there"]
     return (end if end in gone or not gone else gone[0]), lines
+
+
+def cause_of(
+    rank: int, program: Program | None, positions: Mapping[int, Position], num_ranks: int
+) -> tuple[int | None, list[str]]:
+    """Follows the waits from `rank` to a rank that waits for no other; None: they wait for each other in a cycle.
+
+    A rank that nobody has seen is the cause, where this one could wait for it.
+    """
+    culprit, lines = _culprit(program, rank, positions, states_of(rank, positions))
+    missing = [other for other in range(num_ranks) if other not in positions]
+    if missing and culprit == rank and (positions[rank].waits or positions[rank].index in (JOINING, MEETING, LOSS)):
+        culprit = missing[0]
+    return culprit, lines
 
 
 def _last_waited_for(
@@ -249,10 +260,7 @@ def hang_report(
     """
     states = states_of(rank, positions)
     places = {other: where(program, other, position) for other, position in positions.items()}
-    culprit, chain = _culprit(program, rank, positions, states)
-    missing = [other for other in range(num_ranks) if other not in positions]
-    if missing and culprit == rank and (positions[rank].waits or positions[rank].index in (JOINING, MEETING, LOSS)):
-        culprit = missing[0]
+    culprit, chain = cause_of(rank, program, positions, num_ranks)
     if culprit is None:
         verdict = f"the ranks wait for each other in a cycle (for {stood_s:.0f} s)"
     elif culprit not in positions:

@@ -22,8 +22,9 @@ from pipefit.errors import PipefitError
 from pipefit.ir.program import Program
 from pipefit.runtime.calls import meet_in_call
 from pipefit.runtime.progress import JOINING, OUTSIDE, Position, Progress, positions_of
+from pipefit.runtime.repairs import Repairs
 from pipefit.runtime.signals import STACK_SIGNAL, stack_file
-from pipefit.runtime.waits import hang_report, missed_call, patience
+from pipefit.runtime.waits import cause_of, hang_report, missed_call, patience
 from pipefit.spec.files import write_atomically
 
 HANG_EXIT = 75
@@ -67,6 +68,7 @@ class Watchdog:
         folder: the folder of a run that pipefit has started, for the page; else None.
         shared: folder of the positions of the ranks on this machine; None: unknown.
         floor_s: smallest deadline; 0: no deadline.
+        repairs: of the run: the rank that causes a hang is lost, and the others go on; None: there are none.
 
     Attributes:
         stands_before: returns the function that asks this rank's GPU, as long as there is one.
@@ -80,7 +82,9 @@ class Watchdog:
         folder: Path | None,
         shared: Path | None,
         floor_s: float | None = None,
+        repairs: Repairs | None = None,
     ) -> None:
+        self._repairs = repairs
         self._rank = rank
         self._num_ranks = num_ranks
         self._progress = progress
@@ -146,7 +150,10 @@ class Watchdog:
             if stood_s > self.deadline_s and self._is_watched(position):
                 positions = self._positions(position)
                 if stood_s > patience(self._rank, self._program, positions, self.deadline_s, now):
-                    self._end(self._page(positions, stood_s))
+                    page = self._page(positions, stood_s)
+                    if self._is_repaired(positions, page):
+                        return
+                    self._end(page)
 
     def _compare_calls(self) -> None:
         """Publishes the call in which this rank waits; ends a rank in a pass that others, in a call, never begin."""
@@ -184,6 +191,11 @@ class Watchdog:
             self._num_ranks,
             lambda rank: self._stack_of(rank, positions[rank].pid),
         )
+
+    def _is_repaired(self, positions: dict[int, Position], page: str) -> bool:
+        """Reports the rank that causes a hang, where the others can go on without it."""
+        cause, _ = cause_of(self._rank, self._program, positions, self._num_ranks)
+        return self._repairs is not None and cause is not None and self._repairs.hung(cause, page)
 
     def _end(self, page: str) -> None:
         if self._folder is not None and any(self._folder.glob("rank-*.hang")):

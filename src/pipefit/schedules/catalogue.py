@@ -8,7 +8,7 @@ from pipefit.errors import ScheduleError, look_up
 from pipefit.ir.instruction import Indices
 from pipefit.ir.program import Program
 from pipefit.ir.spill import Spill
-from pipefit.schedules import gpipe, looped, one_f_one_b, spilled, zero_bubble
+from pipefit.schedules import gpipe, looped, one_f_one_b, patched, spilled, zero_bubble
 from pipefit.schedules.registry import REGISTRY, Schedule
 from pipefit.schedules.shape import Shape
 from pipefit.schedules.written import SUFFIX, from_file
@@ -31,6 +31,8 @@ def find(name: str) -> Schedule:
     """
     if name.endswith(SUFFIX):
         return from_file(name)
+    if name == patched.NAME:
+        return patched.SCHEDULE
     if name not in REGISTRY:
         for point in entry_points(group="pipefit.schedules"):
             if point.name == name:

@@ -22,6 +22,7 @@ def forward_only(header: Header, num_microbatches: int) -> Program:
         weights=WeightRule.FLUSH,
         updates=(num_microbatches,) * header.num_stages,
         clip=False,
+        commit=False,
         shares=(),
     )
     order = []

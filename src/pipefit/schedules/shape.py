@@ -18,6 +18,7 @@ _OF_HEADER = (
     "num_steps",
     "ties",
     "clip",
+    "commit",
     "shard",
     "shard_slots",
     "tensor",
@@ -43,6 +44,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         inside: stages that replay inside their backward, and how: "layer" or "selective".
         ties: groups of stages that share a weight.
         clip: the norm of all gradients is needed before each step.
+        commit: all ranks meet before any of them steps.
         shard, shard_slots: what the replicas of a stage share, and how many stages are whole at once: see `Header`.
         ahead: compute instructions between posting a receive and needing it.
         tensor: processes that share each rank by tensor parallelism.
@@ -64,6 +66,7 @@ class Shape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     inside: dict[int, str] = {}
     ties: tuple[Indices, ...] = ()
     clip: bool = False
+    commit: bool = False
     shard: Shard = "none"
     shard_slots: int = 2
     ahead: int = 1

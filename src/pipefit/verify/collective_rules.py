@@ -175,6 +175,7 @@ def _norms_too_early(s: Subject, positions: Positions) -> Findings:
 
 
 def _barriers(s: Subject) -> Findings:
+    """As many barriers on every rank; where steps are committed, one, between all gradients and the first step."""
     counts = [0] * s.header.num_ranks
     for _, _, number in s.each(Op.BARRIER):
         counts[s.graph.ranks[number]] += 1
@@ -182,6 +183,32 @@ def _barriers(s: Subject) -> Findings:
     for rank, count in enumerate(counts):
         if count < most:
             yield Finding(_RULE, rank, -1, f"has {count} barriers, other ranks have {most}")
+    if s.header.commit:
+        yield from _commits(s)
+
+
+def _commits(s: Subject) -> Findings:
+    """Instructions on the wrong side of the barrier that commits a step, and a second barrier."""
+    ranks = s.graph.ranks
+    commits: dict[int, int] = {}
+    for _, _, number in s.each(Op.BARRIER):
+        rank = ranks[number]
+        if rank in commits:
+            first = s.where(commits[rank])
+            message = f"the step is already committed: {first}"
+            yield s.at(_RULE, number, message)
+        else:
+            commits[rank] = number
+    for _, _, number in s.each(*WEIGHT_GRADIENT_OPS, Op.REDUCE):
+        rank = ranks[number]
+        if commits.get(rank, number) < number:
+            commit = s.where(commits[rank])
+            message = f"comes after the barrier that commits the step: {commit}"
+            yield s.at(_RULE, number, message)
+    for _, _, number in s.each(Op.STEP):
+        rank = ranks[number]
+        if commits.get(rank, number) >= number:
+            yield s.at(_RULE, number, "may run before the barrier that commits the step")
 
 
 def _out_of_order(s: Subject) -> Findings:

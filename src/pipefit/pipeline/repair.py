@@ -1,0 +1,82 @@
+"""The repair of a training in place: its plan without the ranks that are lost, for those that are left."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from pipefit.errors import PipefitError, PlanError
+from pipefit.pipeline.rearrange import rearrange
+from pipefit.pipeline.repairable import why_not
+from pipefit.planner import plan_without
+from pipefit.runtime.repairs import Loss
+from pipefit.runtime.session import current
+from pipefit.spec import Plan
+
+
+class Repair:
+    """The repair of a training. Of several pipelines the one that is in use is repaired, the others when they are used.
+
+    Args:
+        pipe: that is trained.
+    """
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = weakref.ref(pipe)
+        self._plan = pipe.plan
+        self._known = 0
+        if pipe.session.repairs is not None:
+            self._known = len(pipe.session.repairs.losses)
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Makes this pipeline the one that is repaired; it follows the losses since it was in use."""
+        session = current()
+        pipe = self._pipe()
+        if session.repairs is None or pipe is None or session.repairs.check == self.check:
+            return
+        session.repairs.check = self.check
+        session.repairs.mend = self.mend
+        session.repairs.listen(why_not(pipe.plan))
+        missed = session.repairs.losses[self._known :]
+        if missed:
+            self._plan = pipe.plan
+            for loss in missed:
+                self._plan = _without(pipe, self._plan, loss)
+            rearrange(pipe, self._plan, session)
+            self._known += len(missed)
+
+    def check(self, loss: Loss) -> None:
+        """Finds the plan for the ranks that are left.
+
+        Raises:
+            PipefitError: there is none, or no rank that is left has the state of a stage.
+        """
+        pipe = self._pipe()
+        if pipe is None:
+            raise PipefitError("the pipeline is gone")
+        self._plan = _without(pipe, pipe.plan, loss)
+
+    def mend(self, loss: Loss) -> None:
+        """Goes on by the plan for the ranks that are left, in new process groups."""
+        pipe = self._pipe()
+        session = current().without(loss)
+        assert pipe is not None and session.repairs is not None
+        rearrange(pipe, self._plan, session)
+        self._known = len(session.repairs.losses)
+        session.repairs.listen(why_not(pipe.plan))
+        if pipe.recovery is not None:
+            pipe.recovery.repaired()
+
+
+def _without(pipe: Any, plan: Plan, loss: Loss) -> Plan:
+    """The plan of a pipeline without ranks that are lost."""
+    for stage, ranks in enumerate(plan.placement.ranks):
+        # The machine's memory has the last step of every stage, where each step is copied.
+        is_kept = pipe.recovery is not None and pipe.recovery.every == 1
+        if set(ranks) <= set(loss.lost) and not is_kept:
+            raise PlanError(f"no copy of stage {stage} is left")
+    header = pipe.program.header
+    for rank in sorted(loss.lost, reverse=True):
+        plan = plan_without(plan, rank, ties=header.ties, clip=header.clip)
+    return plan

@@ -1,0 +1,23 @@
+"""Whether a training can be repaired in place, by its plan."""
+
+from __future__ import annotations
+
+from pipefit.runtime import repairs
+from pipefit.schedules import find
+from pipefit.spec import Plan
+
+
+def why_not(plan: Plan) -> str:
+    """The reason why a run by a plan cannot go on without a rank; "": it may be able to."""
+    schedule = find(plan.schedule)
+    if repairs.channel is None:
+        return "nobody would report it"
+    if not schedule.is_synchronous:
+        return f"{plan.schedule} is asynchronous"
+    if plan.spill is not None or schedule.spills:
+        return "stages are spilled"
+    if plan.shard != "none" or plan.tensor > 1:
+        return "ranks share the weights of a stage"
+    if all(len(ranks) == 1 for ranks in plan.placement.ranks):
+        return "no stage has a copy"
+    return ""

@@ -1,0 +1,302 @@
+"""Repair of a run in place, after the loss of a rank: the ranks that are left go on in the same processes.
+
+    launcher   a process dies ─► "lost" ─► all ranks that are left say where they are ─► "go": where all are
+    a rank     shuts down its sockets, so every wait ends ─► "here" ─► meets the others in new process groups
+               ─► takes the plan without the lost rank ─► "back"
+
+All that ranks do together consists of **units**: a step, an evaluation, a save. A unit ends with a **commit**, a sum
+over all ranks. A rank that has passed a commit knows that all have come to it, so after a loss the numbers of commits
+that ranks have passed differ by one at most. Then those that are behind have done all that the unit needs of them, take
+the sum from one that has it, and go on. Else the unit is repeated from its beginning, by all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
+from pipefit.runtime.sockets import open_sockets, shut_down
+
+T = TypeVar("T")
+
+CAN = "can"
+HERE = "here"
+CANNOT = "cannot"
+BACK = "back"
+HUNG = "hung"
+WORDS = (CAN, HERE, CANNOT, BACK, HUNG)
+"""The words of a rank for its launcher."""
+
+LOST = "lost"
+GO = "go"
+END = "end"
+"""The words of the launcher for a rank."""
+
+REPAIR = "PIPEFIT_REPAIR"
+"""Variable that turns repairs off where it is 0: then all ranks are started again, with the same plan."""
+
+_WORD_S = 5.0
+"""A rank that has lost another one waits so long for the launcher's word: it knows of every death."""
+
+
+channel: Connection | None = None
+"""To the launcher, where the run may recover from faults."""
+
+terminal: Sequence[int] = ()
+"""Handles of the terminal's standard output and errors, of a rank that writes to its log."""
+
+
+class Interrupted(Exception):  # noqa: N818
+    """A unit was interrupted by the loss of a rank, and is to be repeated."""
+
+
+class Loss(NamedTuple):
+    """The loss of ranks, which the launcher has reported.
+
+    Attributes:
+        number: of the report in this run, from 1.
+        lost: their ranks.
+        left: the ranks that are left, which get new numbers in this order.
+    """
+
+    number: int
+    lost: list[int]
+    left: list[int]
+
+
+class Answer(NamedTuple):
+    """The launcher's answer when all ranks that are left are there.
+
+    Attributes:
+        faults: of the run so far.
+        states: of these ranks: the number of commits that each has passed, and the sum of the last one.
+    """
+
+    faults: int
+    states: list[dict[str, Any]]
+
+
+class Repairs:
+    """The repairs of this process's run.
+
+    Args:
+        channel: to the launcher.
+        faults: of the run before this start.
+
+    Attributes:
+        faults: of the run so far.
+        losses: that were repaired.
+        check: refuses a loss that cannot be repaired, by a PipefitError with the reason.
+        mend: goes on without the lost ranks, in new process groups.
+    """
+
+    def __init__(self, channel: Connection, faults: int) -> None:
+        self.faults = faults
+        self.losses: list[Loss] = []
+        self.check: Callable[[Loss], None] = _refuse
+        self.mend: Callable[[Loss], None] = _refuse
+        self._channel = channel
+        self._speaking = threading.Lock()
+        self._before = open_sockets()
+        self._commits = 0
+        self._value: list[float] = []
+        self.is_inside = False
+        self._is_listening = self._can = False
+        self._mending: Loss | None = None
+        self._changed = threading.Condition()
+        self._loss: Loss | None = None
+        self._answer: Answer | None = None
+        self._has_ended = False
+
+    def listen(self, why_not: str = "") -> None:
+        """Says that this rank can go on without another one, or why it cannot."""
+        if not self._is_listening:
+            self._is_listening = True
+            threading.Thread(target=self._hear, name="pipefit-repairs", daemon=True).start()
+        self._can = not why_not
+        self.say(CAN, why_not)
+
+    def hung(self, rank: int, page: str) -> bool:
+        """Reports a rank that hangs, which the launcher then ends; returns whether it can be repaired."""
+        with self._changed:
+            is_under_way = self._loss is not None or self._mending is not None
+        if self._can and not is_under_way:
+            self.say(HUNG, (rank, self.faults, page))
+        return self._can
+
+    def take_terminal(self) -> None:
+        """Lets this process write to the terminal, as rank 0 does."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for standard, handle in zip((1, 2), terminal, strict=False):
+            os.dup2(handle, standard)
+
+    def say(self, word: str, what: Any) -> None:
+        """Says something to the launcher."""
+        with self._speaking, contextlib.suppress(OSError):
+            self._channel.send_bytes(pickle.dumps((word, what)))
+
+    def _hear(self) -> None:
+        """Hears the launcher, and ends the waits of this process when a rank is lost."""
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                word, what = self._channel.recv()
+                with self._changed:
+                    if word == LOST:
+                        self._loss = Loss(*what)
+                    elif word == GO:
+                        self._answer = Answer(*what)
+                    else:
+                        self._has_ended = True
+                    self._changed.notify_all()
+                if word == LOST:
+                    shut_down(self._before)
+
+    # ---- units -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks are lost, and this one has not gone on without them yet."""
+        return self._mending is not None
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """The context of work that is repeated as a whole: units and commits inside it are parts of it."""
+        self.is_inside = True
+        try:
+            yield
+        finally:
+            self.is_inside = False
+
+    def repeated(self, work: Callable[[], T]) -> T:
+        """Runs a unit that ends with a commit; again from its beginning when ranks are lost before that."""
+        if self.is_inside:
+            return work()
+        self.go_on()
+        while True:
+            try:
+                result = work()
+            except Interrupted:
+                self.go_on()
+            except RuntimeError as problem:
+                if not self._is_of_loss(problem):
+                    raise
+                self._meet(problem)
+                self.go_on()
+            else:
+                self.go_on()
+                return result
+
+    def commit(self, wait: Callable[[], object], total: Tensor) -> None:
+        """Waits for a sum that is a commit.
+
+        Args:
+            wait: for the sum.
+            total: its tensor, one-dimensional.
+
+        Raises:
+            Interrupted: ranks are lost, and no rank has the sum.
+        """
+        if self.is_inside:
+            wait()
+            return
+        try:
+            wait()
+        except RuntimeError as problem:
+            if not self._is_of_loss(problem):
+                raise
+            before = self._commits
+            self._meet(problem)
+            if self._commits == before:
+                raise Interrupted from problem
+            total.copy_(torch.tensor(self._value, dtype=total.dtype))
+            return
+        self._commits += 1
+        self._value = total.tolist()
+
+    def _is_of_loss(self, problem: BaseException) -> bool:
+        return self._is_listening and (is_lost_peer(problem) or self._loss is not None)
+
+    def go_on(self) -> None:
+        """Goes on without the lost ranks, if some are lost."""
+        loss = self._mending
+        if loss is None:
+            return
+        self.losses.append(loss)
+        try:
+            with self.inside():
+                self.mend(loss)
+        except PipefitError as why:
+            self.refuse(str(why))
+            raise CommunicationError(f"the run does not go on without the lost ranks: {why}") from None
+        self._mending = None
+        self.say(BACK, loss.number)
+
+    # ---- after a loss ----------------------------------------------------------------------------------------------
+
+    def refuse(self, why: str) -> None:
+        """Says that this rank cannot go on without the lost ones, if some are lost: all are started again."""
+        if self._is_listening:
+            self.say(CANNOT, why)
+
+    def _meet(self, problem: BaseException) -> None:
+        """Waits until all ranks that are left are here, and passes the commit that one of them has passed.
+
+        Raises:
+            BaseException: the problem, where the run is not repaired.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._loss or self._has_ended, _WORD_S)
+        answer = None
+        while answer is None:
+            loss = self._loss
+            if loss is None or self._has_ended:
+                raise problem
+            try:
+                self.check(loss)
+            except PipefitError as why:
+                self.refuse(str(why))
+                raise problem from None
+            here = {"commits": self._commits, "value": self._value}
+            self.say(HERE, (loss.number, here))
+            answer = self._answer_to(loss)
+        self.faults = answer.faults
+        self._mending = loss
+        self._catch_up(answer.states)
+
+    def _answer_to(self, loss: Loss) -> Answer | None:
+        """The launcher's answer; None: another rank was lost meanwhile, or the run ends."""
+
+        def is_over() -> bool:
+            return self._has_ended or self._answer is not None or self._loss != loss
+
+        with self._changed:
+            self._changed.wait_for(is_over)
+            answer = self._answer
+            self._answer = None
+            if answer is not None:
+                self._loss = None
+            return answer
+
+    def _catch_up(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Passes the commit that another rank has passed."""
+        newest = max(states, key=lambda state: state["commits"])
+        missed = newest["commits"] - self._commits
+        assert missed <= 1, "no rank passes a commit to which not all have come"
+        if missed:
+            self._commits = newest["commits"]
+            self._value = newest["value"]
+
+
+def _refuse(loss: Loss) -> None:
+    raise PipefitError("there is no training yet")

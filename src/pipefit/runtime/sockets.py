@@ -1,0 +1,59 @@
+"""The sockets of process groups, which end every wait of this process when they are shut down.
+
+torch cannot interrupt a wait inside a message of Gloo. The kernel can: a thread shuts down the connections, and every
+wait on one ends with Gloo's own error, in whichever thread it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+_LOOPBACK = "127."
+
+
+def open_sockets() -> set[int]:
+    """The inodes of this process's sockets."""
+    return {inode for _, inode in _handles()}
+
+
+def shut_down(except_for: set[int]) -> None:
+    """Shuts down the connections of this process's groups.
+
+    Those are the TCP connections between processes of this machine. With NCCL the groups are aborted in addition, which
+    is its way to end what a GPU waits for.
+
+    Args:
+        except_for: inodes of sockets that were there before the groups.
+    """
+    for handle, inode in _handles():
+        if inode not in except_for:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as one:
+                if _is_connection(one):
+                    one.shutdown(socket.SHUT_RDWR)
+    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
+        dist.distributed_c10d._abort_process_group()
+
+
+def _handles() -> Iterator[tuple[int, int]]:
+    """The file descriptor and the inode of each socket of this process."""
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            kind, _, inode = str(path.readlink()).partition(":")
+            if kind == "socket":
+                yield int(path.name), int(inode.strip("[]"))
+
+
+def _is_connection(one: socket.socket) -> bool:
+    """Returns whether a socket is a TCP connection inside this machine, and does not only listen for some."""
+    if one.family != socket.AF_INET or one.type != socket.SOCK_STREAM:
+        return False
+    if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return False
+    ends = one.getsockname(), one.getpeername()
+    return all(address.startswith(_LOOPBACK) for address, _ in ends)

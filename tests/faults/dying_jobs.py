@@ -1,0 +1,119 @@
+"""Trainings with copies of stages whose ranks die at a random moment, for the trials of deaths; importable by name."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from tests.faults.shapes import batches
+from tests.runtime import jobs
+from torch import Tensor
+
+from pipefit import Checkpoints
+from pipefit.checkpoint import commit
+from pipefit.runtime.meeting import MEMORY
+from pipefit.runtime.session import current
+
+COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
+CHUNKS: dict[str, Any] = {**COPIES, "chunks": 2, "stages": [1, 2, 2, 1]}
+SHAPES: dict[str, dict[str, Any]] = {
+    "naive": {"schedule": "naive", **COPIES},
+    "data-parallel": {"schedule": "data-parallel", "microbatches": 4},
+    "gpipe": {"schedule": "gpipe", "recompute": True, **COPIES},
+    "1f1b": COPIES,
+    "interleaved": {"schedule": "interleaved", **CHUNKS},
+    "breadth-first": {"schedule": "breadth-first", **CHUNKS},
+    "zb-h1": {"schedule": "zb-h1", **COPIES},
+    "zb-h2": {"schedule": "zb-h2", "clip_norm": 0.05, **COPIES},
+    "zb-v": {"schedule": "zb-v", **CHUNKS},
+    "copies 2-1": {"replicas": (2, 1), "microbatches": 4, "stages": 2},
+    "copies 1-2": {"replicas": (1, 2), "microbatches": 4, "stages": 2, "clip_norm": 0.05},
+}
+"""Every synchronous schedule with copies, and copies of one stage; all with dropout, batch norm and momentum."""
+
+RANKS = {shape: 3 if shape in ("data-parallel", "copies 2-1", "copies 1-2") else 4 for shape in SHAPES}
+
+
+class Death(NamedTuple):
+    """The moment at which a rank dies in the first start of a run.
+
+    Attributes:
+        rank: that dies.
+        instructions: it has come to as many; None: a clock decides.
+        seconds: after it has made its pipeline.
+        in_group: it dies when the ranks make a process group for their first checkpoint, before it joins.
+    """
+
+    rank: int
+    instructions: int | None = None
+    seconds: float = 0.0
+    in_group: bool = False
+
+
+class Trained(NamedTuple):
+    """What a rank has at the end.
+
+    Attributes:
+        losses: of all steps, and of an evaluation.
+        weights: of the whole model, with its buffers.
+        instructions: that the rank came to.
+        seconds: of training and evaluation.
+        sockets: open ones.
+    """
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    instructions: int
+    seconds: float
+    sockets: int
+
+
+def train(shape: str, place: str, deaths: list[Death]) -> Trained:
+    """Trains in double precision, evaluates, and ends; ranks die as listed."""
+    Path(place, f"{os.getpid()}.pid").write_text(os.environ[MEMORY])
+    pipe = jobs.pipeline(model=jobs.model().double(), **SHAPES[shape])
+    data = [(x.double(), y) for x, y in batches()]
+    count = _counted([death for death in deaths if death.rank == current().rank and not current().start.restart])
+    begun = time.perf_counter()
+    losses = pipe.fit(data, len(data), callbacks=[Checkpoints(pipe, f"{place}/checkpoints", every=2)])
+    losses.append(pipe.evaluate(data[:1]))
+    seconds = time.perf_counter() - begun
+    weights = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    pipe.close()
+    return Trained(losses, weights, len(count), seconds, _num_sockets())
+
+
+def _num_sockets() -> int:
+    """Open sockets of this process: those of groups that were left are closed."""
+    links = Path("/proc/self/fd").iterdir()
+    return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())  # noqa: PTH115
+
+
+def _counted(deaths: list[Death]) -> list[None]:
+    """A list that grows with every instruction that this rank comes to, until it dies."""
+    count: list[None] = []
+    progress = current().progress
+    original = progress.at
+
+    def at(here: int, waits: bool = False) -> None:
+        original(here, waits)
+        count.append(None)
+        if any(death.instructions == len(count) for death in deaths):
+            _die()
+
+    progress.at = at
+    for death in deaths:
+        if death.in_group:
+            commit.dist = SimpleNamespace(new_group=lambda **_: _die())
+        elif death.instructions is None:
+            timer = threading.Timer(death.seconds, _die)
+            timer.daemon = True
+            timer.start()
+    return count
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)

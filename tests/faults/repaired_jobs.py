@@ -1,0 +1,113 @@
+"""Trainings with copies of stages that lose ranks and go on in the same processes; importable by name."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.runtime import jobs
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from pipefit import Checkpoints
+from pipefit.ir.op import Op
+from pipefit.pipeline.loggers import csv_log
+from pipefit.runtime.session import current
+
+COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
+
+
+class Fault(NamedTuple):
+    """A signal that a rank gets in the first start of a run.
+
+    Attributes:
+        rank: its number at the start.
+        at: an operation, whose first instruction it comes to, or a place outside of programs.
+        passes: at least as many passes have begun.
+        number: of the signal; 0: its code raises an error.
+    """
+
+    rank: int
+    at: str | int
+    passes: int
+    number: int = signal.SIGKILL
+
+
+class Trained(NamedTuple):
+    """What a rank has at the end.
+
+    Attributes:
+        figures: losses of the steps, and of evaluations.
+        weights: of the whole model, with its buffers.
+        pid: of the process.
+    """
+
+    figures: list[float]
+    weights: dict[str, Tensor]
+    pid: int
+
+
+def train(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
+    """Trains in double precision, with all that a run does besides."""
+    Path(place, str(os.getpid())).touch()
+    number = current().rank
+    pipe = jobs.pipeline(model=jobs.model().double(), **options)
+    suffer(pipe, [fault for fault in faults if fault.rank == number and not current().start.restart])
+    data = [(x.double(), y) for x, y in jobs.batches(5)]
+    loader = DataLoader([(x, y) for batch in data for x, y in zip(*batch, strict=True)], batch_size=8, shuffle=True)
+    callbacks = [Checkpoints(pipe, f"{place}/checkpoints", every=2), csv_log(f"{place}/log.csv")]
+    figures = pipe.fit(loader, 3, callbacks=callbacks, held_out=data[:1], evaluate_every=2)
+    figures += pipe.fit(loader, 2)
+    figures.append(pipe.evaluate(data[:2]))
+    figures += [pipe.step(*batch) for batch in data[:2]]
+    weights = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    pipe.report()
+    pipe.close()
+    return Trained(figures, weights, os.getpid())
+
+
+def suffer(pipe: Any, faults: list[Fault]) -> None:
+    """Lets this rank get signals at some places."""
+    progress = current().progress
+    original: Callable[..., None] = progress.at
+    left = list(faults)
+
+    def at(here: int, waits: bool = False) -> None:
+        original(here, waits)
+        for fault in list(left):
+            if progress.passes >= fault.passes and is_at(pipe, here, fault.at):
+                left.remove(fault)
+                if not fault.number:
+                    raise ValueError("a fault of the user's code")
+                os.kill(os.getpid(), fault.number)
+
+    progress.at = at  # type: ignore[method-assign]
+
+
+def is_at(pipe: Any, here: int, wanted: str | int) -> bool:
+    """Returns whether a position is the wanted place, or an instruction of the wanted operation."""
+    if isinstance(wanted, int):
+        return here == wanted
+    own = pipe.program.ranks[pipe.rank]
+    return 0 <= here < len(own) and own[here].op is Op(wanted)
+
+
+def steps_in(log: Path) -> list[str]:
+    """The steps in a log, in the order of its lines."""
+    return [line.partition(",")[0] for line in log.read_text().splitlines()[1:]]
+
+
+def lose_many(times: int) -> tuple[int, int, int]:
+    """Descriptors and threads after the first loss and after the last; the ranks that are left."""
+    pipe = jobs.pipeline(replicas=times + 1, stages=1, microbatches=times + 1)
+    data = jobs.batches(1)[0]
+    files = []
+    for _ in range(times):
+        if current().rank == current().num_ranks - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.step(*data)
+        files.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+        time.sleep(0)
+    return files[0], files[-1], current().num_ranks

@@ -1,0 +1,107 @@
+"""Ranks that die at random moments, in trainings with copies: the run ends, with the numbers of an undisturbed one."""
+
+import gc
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tests.faults.dying_jobs import RANKS, SHAPES, Death, Trained, train
+from tests.faults.shapes import is_there
+
+from pipefit.runtime.faults import IN_PLACE, noted
+from pipefit.runtime.launch import launch
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(3600)]
+
+TRIALS = 200 if os.environ.get("PIPEFIT_TRIALS") == "all" else 2 * len(SHAPES)
+
+
+def deaths_of(number: int, whole: list[Trained]) -> list[Death]:
+    """One death, or those of two ranks: at an instruction, which is the same in every run, or by a clock."""
+    dice = random.Random(number)
+    found = []
+    for rank in dice.sample(range(len(whole)), dice.choice((1, 1, 1, 2))):
+        if dice.random() < 0.5:
+            found.append(Death(rank, dice.randint(1, whole[rank].instructions)))
+        else:
+            found.append(Death(rank, seconds=dice.uniform(0, whole[rank].seconds)))
+    return found
+
+
+def run(shape: str, folder: Path, deaths: list[Death]) -> list[Trained]:
+    folder.mkdir()
+    found = launch(
+        train, RANKS[shape], shape, str(folder), deaths, folder=folder / "logs", threads=1, quiet=True, recover=2
+    )
+    return [one for one in found if one is not None]
+
+
+def left_by(folder: Path) -> list[str]:
+    """Processes of a run that are still there, and its folder in the memory of the machine."""
+    found = [str(child.pid) for child in multiprocessing.active_children()]
+    for path in folder.glob("*.pid"):
+        found += [path.stem] * is_there(int(path.stem))
+        memory = path.read_text()
+        found += [memory] * Path(memory).exists()
+    return found
+
+
+def descriptors() -> int:
+    """Open ones of this process, once the objects of earlier runs are gone."""
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
+def is_equal(found: Trained, whole: Trained) -> bool:
+    """Whether losses and weights are the same within rounding: sums over other copies have another order."""
+    if found.losses != pytest.approx(whole.losses, rel=1e-9) or found.weights.keys() != whole.weights.keys():
+        return False
+    return all(torch.allclose(found.weights[name], value, rtol=1e-9) for name, value in whole.weights.items())
+
+
+def test_a_rank_that_does_not_come_to_a_new_group_is_not_waited_for(trial, tmp_path: Path) -> None:
+    """The others wait for its address in a file, not in a message."""
+    whole = run("data-parallel", tmp_path / "whole", [])
+    found = run("data-parallel", tmp_path / "lost", [Death(2, in_group=True)])
+    sources = [line["source"] for line in noted(tmp_path / "lost/logs") if "resumed" in line]
+    same = all(is_equal(one, whole[0]) for one in found)
+    trial(
+        "a death before a new group",
+        sources,
+        well=sources == [IN_PLACE] and not left_by(tmp_path / "lost"),
+        resumed=same,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_run_with_copies_survives_deaths_at_random_moments(shape: str, trial, tmp_path: Path, monkeypatch) -> None:
+    # A warning that is captured holds on to its error, and to the processes of the start that failed.
+    monkeypatch.setattr(logging.getLogger("pipefit.launch"), "disabled", True)
+    whole = run(shape, tmp_path / "whole", [])
+    most_sockets = max(one.sockets for one in whole)
+    before = descriptors()
+    index = list(SHAPES).index(shape)
+    for number in range(index, TRIALS, len(SHAPES)):
+        deaths = deaths_of(number, whole)
+        folder = tmp_path / str(number)
+        found = run(shape, folder, deaths)
+        faults = [line["fault"] for line in noted(folder / "logs") if "fault" in line]
+        left = left_by(folder)
+        sockets = max(one.sockets for one in found) - most_sockets
+        files = descriptors() - before
+        named = None
+        if faults:
+            named = any(f"rank {death.rank} " in faults[0] and "SIGKILL" in faults[0] for death in deaths)
+        trial(
+            f"deaths at random moments, {shape}",
+            f"trial {number}: {deaths}: {faults}; left {left}; {sockets} more sockets, {files} more files",
+            well=len(faults) <= len(deaths) and not left and sockets <= 0 and files <= 0,
+            named=named,
+            resumed=all(is_equal(one, whole[0]) for one in found),
+        )
+        shutil.rmtree(folder)

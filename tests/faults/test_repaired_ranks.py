@@ -1,0 +1,77 @@
+"""Runs that lose ranks and go on in the same processes, with the numbers of a run that was never disturbed."""
+
+import signal
+
+import pytest
+import torch
+from tests.faults.repaired_jobs import COPIES, Fault, steps_in, train
+
+from pipefit.runtime.faults import noted
+from pipefit.runtime.launch import LaunchError, launch
+from pipefit.runtime.progress import MEETING, SAVING
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An undisturbed training in this process, and its folder."""
+    place = tmp_path_factory.mktemp("whole")
+    return train(str(place), COPIES, []), place
+
+
+def is_same(found, expected) -> bool:
+    """Returns whether a training has the numbers of another one, apart from rounding."""
+    same = [torch.allclose(found.weights[name], one, rtol=1e-12, atol=1e-14) for name, one in expected.weights.items()]
+    return found.figures == pytest.approx(expected.figures, rel=1e-12, abs=1e-14) and all(same)
+
+
+@pytest.mark.parametrize(
+    ("faults", "left"),
+    [
+        # At the commit point; then the other copy, whose stage comes from the memory of the machine.
+        ([Fault(0, "barrier", 2), Fault(2, "fwd", 4)], 2),
+        ([Fault(3, "step", 3, signal.SIGSTOP)], 3),
+    ],
+)
+def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, tmp_path, caplog):
+    expected, folder = whole
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 2, "deadline_s": 3}
+    found = launch(train, 4, str(tmp_path), COPIES, faults, **options)
+    assert len(found) == left
+    assert all(is_same(one, expected) for one in found)
+    # No process was started in addition to the first four.
+    assert len([path for path in tmp_path.iterdir() if path.name.isdecimal()]) == 4
+    assert len({one.pid for one in found}) == left
+    assert steps_in(tmp_path / "log.csv") == steps_in(folder / "log.csv")
+    lines = noted(tmp_path / "logs")
+    assert [line["start"] for line in lines if "fault" in line] == list(range(len(faults)))
+    assert lines[1]["source"] == "the ranks that are left" and lines[1]["lost"] == 0
+    assert f"repair {len(faults)} of 2: {left} ranks go on" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+def test_what_cannot_be_repaired_is_started_again_and_the_log_says_why(whole, tmp_path, caplog):
+    """Ranks that make process groups wait for a file, which nobody can shut down."""
+    expected, _ = whole
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 1}
+    found = launch(train, 4, str(tmp_path), COPIES, [Fault(3, MEETING, 0)], **options)
+    assert len(found) == 4 and all(is_same(one, expected) for one in found)
+    assert "not repaired in place: " in caplog.text and "making process groups" in caplog.text
+    assert "start 2 of 2: 4 ranks" in caplog.text
+
+
+def test_a_repair_that_turns_out_to_be_impossible_counts_once(whole, tmp_path, caplog):
+    """The last copy of a stage is lost before the step is copied in memory."""
+    expected, _ = whole
+    faults = [Fault(1, "bwd", 2), Fault(3, SAVING, 4)]
+    found = launch(train, 4, str(tmp_path), COPIES, faults, folder=tmp_path / "logs", quiet=True, recover=2)
+    assert len(found) == 4 and all(is_same(one, expected) for one in found)
+    assert "not repaired in place: " in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
+    assert [line["start"] for line in noted(tmp_path / "logs") if "fault" in line] == [0, 1]
+
+
+def test_an_error_of_the_users_code_is_no_loss(tmp_path):
+    with pytest.raises(LaunchError, match="a fault of the user's code"):
+        launch(train, 4, str(tmp_path), COPIES, [Fault(2, "bwd", 2, 0)], folder=tmp_path / "logs", quiet=True)
