@@ -30,6 +30,7 @@ from pipefit.pipeline.nonfinite import finite
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.programs import Programs
+from pipefit.pipeline.rebalancing import Rebalancer
 from pipefit.pipeline.recovery import Fit, Recovery
 from pipefit.pipeline.request import Decision, agreed_plan
 from pipefit.pipeline.run_report import PipelineReport
@@ -120,8 +121,12 @@ class Pipeline:
         self.layers = list(given.work.layers)
 
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
-        self.plan = agreed_plan(request, given.work, updates, session)
+        decision = agreed_plan(request, given.work, updates, session)
+        self.plan = decision.plan
         self.schedule = find(self.plan.schedule)
+        self._rebalancer: Rebalancer | None = None
+        if parallelism.rebalance:
+            self._rebalancer = Rebalancer(self, decision, given.work)
         mesh = sharded_mesh(self.plan, self.layers, session)
         self.training = given.training(mesh)
         self.programs = Programs(self.plan, self.schedule, self.training, self.layers, spill)
@@ -283,6 +288,9 @@ class Pipeline:
         done, is_done, batches, steps, callbacks = asked
         if is_done:
             return done
+        if self._rebalancer is not None:
+            self._rebalancer.begin(steps, callbacks)
+            callbacks = [*callbacks, self._rebalancer]
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
             steps = self._position.num_left(batches)

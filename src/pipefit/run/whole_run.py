@@ -125,7 +125,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         loss=bundle.loss,
         optimizer=optimizer,
         plan=decision,
-        parallelism=Parallelism(device=work.device),
+        parallelism=Parallelism(device=work.device, rebalance=config.request.parallelism.rebalance),
         precision=config.precision,
         updates=replace(config.updates, scheduler=scheduler),
         spill=config.request.spill,

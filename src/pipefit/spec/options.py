@@ -114,6 +114,9 @@ class Parallelism(Checked):
         " each checkpoint.",
         least=0,
     )
+    rebalance: bool = setting(
+        False, "Layers move between ranks while the run trains, where measured times promise that this pays."
+    )
     recompute: Recompute = setting(
         "none",
         'What backwards replay instead of keeping it: "stage": whole stages, of which only inputs are kept; '

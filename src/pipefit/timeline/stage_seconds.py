@@ -1,0 +1,60 @@
+"""Seconds of a rank's stages per micro-batch: of one pass, and of several passes without what disturbed single ones."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from pipefit.ir.instruction import Instruction
+from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
+
+_OF_MEDIAN = 1.2533
+_OF_DEVIATION = 1.4826
+"""Standard errors of a median, and standard deviations of a median of deviations, of a normal distribution."""
+
+
+class Middle(NamedTuple):
+    """Several passes in one figure for each stage.
+
+    Attributes:
+        seconds: of each stage, the median.
+        noise: relative standard error of these medians, the largest.
+    """
+
+    seconds: dict[int, float]
+    noise: float
+
+
+def stage_seconds(
+    instructions: Sequence[Instruction], starts: Sequence[float], ends: Sequence[float]
+) -> dict[int, float]:
+    """The seconds of a forward and a backward of each stage, by the medians over the micro-batches of a pass.
+
+    The halves of a backward count together; a replay before it does not.
+    """
+    times: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    for i, start, end in zip(instructions, starts, ends, strict=True):
+        is_own = i.op is Op.FWD or i.op in BACKWARD_OPS
+        if is_own and i.op in COMPUTE_OPS:
+            times[i.stage, i.op].append(end - start)
+    found: dict[int, float] = defaultdict(float)
+    for (stage, _), each in times.items():
+        found[stage] += median(each)
+    return dict(found)
+
+
+def middle(passes: Sequence[Mapping[int, float]]) -> Middle:
+    """The medians over passes, of the stages that all of them have."""
+    seconds = {}
+    noise = 0.0
+    for stage in passes[0]:
+        each = [one[stage] for one in passes]
+        mid = median(each)
+        seconds[stage] = mid
+        deviation = median(abs(value - mid) for value in each)
+        if mid:
+            noise = max(noise, _OF_MEDIAN * _OF_DEVIATION * deviation / mid / math.sqrt(len(each)))
+    return Middle(seconds, noise)
