@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -241,5 +241,5 @@ def test_a_disappointing_move_is_followed_by_a_longer_pause():
         if move is not None:
             policy.moved(move)
             made.append(move.step)
-    gaps = [after - before for before, after in zip(made, made[1:], strict=False)]
+    gaps = [after - before for before, after in pairwise(made)]
     assert max(gaps) > 2 * gaps[0] > 0

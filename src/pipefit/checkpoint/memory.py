@@ -87,11 +87,17 @@ class Memory:
             write_sealed(place / f"rank-{self._pipeline.workers[0].rank}.json", data, durable=False)
 
 
-def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool) -> Memory | None:
+def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool, before: int) -> Memory | None:
     """The copies of a training; None: it makes none.
 
     By default every step of a training with replicas is copied. PIPEFIT_MEMORY_EVERY=N sets the number of steps between
     copies, 0 turns them off.
+
+    Args:
+        pipeline: that is trained.
+        folder: in the machine's memory; None: there is none.
+        is_synchronous: whether its schedule is.
+        before: steps between its copies so far; 0: there are none.
 
     Raises:
         PipefitError: the variable is not a whole number.
@@ -102,7 +108,7 @@ def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool) -> M
     if text:
         every = int(text)
     else:
-        every = int(any(len(ranks) > 1 for ranks in pipeline.plan.placement.ranks))
+        every = before or int(any(len(ranks) > 1 for ranks in pipeline.plan.placement.ranks))
     spills = any(worker.spilling for worker in pipeline.workers)
     if folder and every and is_synchronous and not spills:
         return Memory(pipeline, folder, every)

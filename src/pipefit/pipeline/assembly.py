@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from pipefit.runtime.collectives import from_first
 from pipefit.runtime.engine import Engine
 from pipefit.runtime.outliving import processes_here
 from pipefit.runtime.session import Session
-from pipefit.runtime.worker import Worker
+from pipefit.runtime.worker import Stepped, Worker
 from pipefit.spec import Partition, Plan
 from pipefit.spec.options import Spilled
 from pipefit.spill.rank import RankStages, Spilling, open_tier
@@ -123,27 +124,60 @@ def assemble(
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)
     workers = []
-    held = set[int]()
     for rank, part, spilling in zip(ranks, parts, spillings, strict=True):
         if spilling is not None:
             spilling.commit_every = interval
-        replicas = {stage: plan.placement.ranks[stage] for stage in part}
-        shards = {}
-        if plan.shard != "none":
-            shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
-        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard)
-        workers.append(worker)
-        for index, own in worker.stages.items():
-            own.replay(plan.partition.stages[index].replays, len(layers))
-            held.update(layer.index for layer in own.layers)
-            if len(replicas[index]) > 1:
-                own.replicate()
+        workers.append(worker_of(rank, part, plan, layers, training, device, spilling, mesh))
+    release_others(workers, plan, given, session)
+    forget_peak(device)
+    return Engine(workers, header.num_stages, session, device)
+
+
+def worker_of(
+    rank: int,
+    part: dict[int, list[NamedLayer]],
+    plan: Plan,
+    layers: Sequence[NamedLayer],
+    training: Training,
+    device: torch.device,
+    spilling: Spilling | None = None,
+    mesh: Mesh | None = None,
+    kept: Mapping[tuple[int, ...], Stepped] = MappingProxyType({}),
+) -> Worker:
+    """The worker of a rank of a plan.
+
+    Args:
+        rank: its number.
+        part: the layers of its stages.
+        plan: of all ranks.
+        layers: of the whole model.
+        training: loss, optimizer and the like.
+        device: of the rank.
+        spilling: of its spilled stages.
+        mesh: the processes that share the rank.
+        kept: what steps weights that this process has stepped before; see `Worker.create`.
+    """
+    replicas = {stage: plan.placement.ranks[stage] for stage in part}
+    shards = {}
+    if plan.shard != "none":
+        shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
+    ties = tied_parameters(layers, plan.partition)
+    worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard, kept)
+    for index, own in worker.stages.items():
+        own.replay(plan.partition.stages[index].replays, len(layers))
+        if len(replicas[index]) > 1:
+            own.replicate()
+    return worker
+
+
+def release_others(workers: Sequence[Worker], plan: Plan, given: GivenModel, session: Session) -> None:
+    """Frees the layers that no worker of this process has, and watches what layers of several stages share."""
+    layers = given.work.layers
     if session.is_distributed:
+        held = {layer.index for worker in workers for stage in worker.stages.values() for layer in stage.layers}
         forget_others(layers, held)
     if not given.is_proved:
         watch_shared(layers, plan.partition, [worker.stages for worker in workers])
-    forget_peak(device)
-    return Engine(workers, header.num_stages, session, device)
 
 
 def _read_shared(

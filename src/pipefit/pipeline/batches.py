@@ -28,10 +28,13 @@ class DataComparison:
     Args:
         session: of the run.
         state: of the training, to be compared, too.
+
+    Attributes:
+        session: of the run now.
     """
 
     def __init__(self, session: Session, state: RunState) -> None:
-        self._session = session
+        self.session = session
         self._state = state
         self._is_due = session.is_distributed
 
@@ -46,7 +49,7 @@ class DataComparison:
         Raises:
             DataError: on every rank with the same message: they differ.
         """
-        if not self._session.is_distributed:
+        if not self.session.is_distributed:
             return batches
         first = list(islice(batches, 1))
         facts: dict[str, Any] = {"batches": number, "steps": steps}
@@ -62,13 +65,13 @@ class DataComparison:
             DataError: on every rank with the same message: it differs.
         """
         if self._is_due:
-            self._session.roll_call("Pipeline.step()")
+            self.session.roll_call("Pipeline.step()")
             self._compare(_facts_of(batch))
 
     def _compare(self, facts: dict[str, Any]) -> None:
         self._is_due = False
         facts |= {"steps trained": self._state.num_updates, "position in the data": self._state.position.words}
-        check_alike(self._session, lambda: facts, DataError, CURE)
+        check_alike(self.session, lambda: facts, DataError, CURE)
 
 
 def _facts_of(batch: Any) -> dict[str, Any]:

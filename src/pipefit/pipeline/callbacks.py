@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Protocol
 
 import torch
 from msgspec import Meta
+from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from pipefit.checkpoint import Checkpoint, save
@@ -81,9 +82,10 @@ class Callbacks:
     """The callbacks of a `fit`.
 
     Each has some of the methods `step`, `evaluation`, `checkpoint` and `end`, which take a `Record`; a plain function
-    is called at every step. Two more attributes are optional. `every` is a number of steps: after each multiple of it
+    is called at every step. Three more attributes are optional. `every` is a number of steps: after each multiple of it
     the training pauses, and `step` is called before the next step begins; without it a loss is read while the next step
-    runs. `evaluating()` is a context in which the model is evaluated.
+    runs. `evaluating()` is a context in which the model is evaluated. `moving` is a dict with tensors of the weights
+    that this process trains, by the weights' names: they move to another process together with their weights.
 
     Args:
         all: in the order in which they are called.
@@ -106,6 +108,11 @@ class Callbacks:
     def pauses(self) -> list[int]:
         """Numbers of steps; the training pauses at their multiples."""
         return [every for one in self._all if (every := getattr(one, "every", 0))]
+
+    @property
+    def moving(self) -> list[dict[str, torch.Tensor]]:
+        """The tensors of each that move with weights."""
+        return [one.moving for one in self._all if hasattr(one, "moving")]
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -219,13 +226,18 @@ class Checkpoints:
     def _look_around(self, step: int) -> None:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
-            self._earlier = set()
-            if self._pipe.session.rank == 0 and self.folder.is_dir():
-                others = [path for path in candidates(self.folder) if not 0 < step_of(path) < step]
-                self._earlier.update(path.name for path in others)
+            # Every process knows them: another one may be rank 0 later.
+            self._earlier = set(from_first(self._pipe.session, lambda: _others_in(self.folder, step)))
 
     def _save(self, wait: bool) -> None:
         save(self._pipe, self.folder, keep=self._keep, spared=self._earlier or (), wait=wait)
+
+
+def _others_in(folder: Path, step: int) -> list[str]:
+    """The names of the checkpoints in a folder that are not of a training that has come to a step."""
+    if not folder.is_dir():
+        return []
+    return [path.name for path in candidates(folder) if not 0 < step_of(path) < step]
 
 
 class Restorable(Protocol):
@@ -294,6 +306,9 @@ class EMA:
         pipe: that is trained: by a synchronous schedule, with all its stages whole on the device.
         decay: of the average.
 
+    Attributes:
+        moving: the averages by the names of their weights; see `Callbacks`.
+
     Raises:
         PlanError: the schedule is asynchronous, stages are spilled, or copies share their weights.
     """
@@ -308,14 +323,38 @@ class EMA:
                 "EMA: expected a synchronous schedule and stages that stay on the device, whole: neither spilled nor "
                 'shared by copies (shard="weights")'
             )
-        stages = [owned for worker in pipe.workers for owned in worker.owned.values()]
-        self._weights = [one.parameter for owned in stages for one in owned]
-        self._averages = [weight.detach().clone() for weight in self._weights]
+        self._pipe = pipe
+        self.moving = {name: copies[0].detach().clone() for name, copies in self._weights().items()}
         self._average = get_ema_multi_avg_fn(decay)
+
+    def _weights(self) -> dict[str, list[nn.Parameter]]:
+        """The copies of each weight that this process trains."""
+        found: dict[str, list[nn.Parameter]] = {}
+        for worker in self._pipe.workers:
+            for stage in worker.owned.values():
+                for own in stage:
+                    found.setdefault(own.saved_name, []).append(own.parameter)
+        return found
+
+    def _pairs(self) -> list[tuple[list[nn.Parameter], torch.Tensor]]:
+        """The copies of each weight, and its average.
+
+        Raises:
+            PlanError: weights have moved, and their averages have not.
+        """
+        weights = self._weights()
+        if weights.keys() != self.moving.keys():
+            raise PlanError(
+                "EMA: weights have moved to other processes while the average was not among the callbacks of `fit`; "
+                "give it there, or make a new one"
+            )
+        return [(copies, self.moving[name]) for name, copies in weights.items()]
 
     def step(self, record: Record) -> None:
         """Adds the new weights to the average."""
-        self._average(self._averages, [weight.detach() for weight in self._weights], None)
+        pairs = self._pairs()
+        weights = [copies[0].detach() for copies, _ in pairs]
+        self._average([average for _, average in pairs], weights, None)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -328,7 +367,8 @@ class EMA:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for weight, average in zip(self._weights, self._averages, strict=True):
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
+        for copies, average in self._pairs():
+            before = copies[0].clone()
+            for weight in copies:
+                weight.copy_(average)
+            average.copy_(before)

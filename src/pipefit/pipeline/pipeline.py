@@ -38,7 +38,7 @@ from pipefit.pipeline.training_loop import TrainingLoop
 from pipefit.runtime.calls import among_ranks, collective
 from pipefit.runtime.meeting import can_restart
 from pipefit.runtime.replicas import verify_replicas
-from pipefit.runtime.session import current
+from pipefit.runtime.session import Session, current
 from pipefit.runtime.worker import Worker
 from pipefit.schedules import find
 from pipefit.spec import Plan
@@ -107,7 +107,7 @@ class Pipeline:
     ) -> None:
         session = current()
         session.roll_call("Pipeline()")
-        given = GivenModel.of(
+        self.given = given = GivenModel.of(
             model,
             loss=loss,
             optimizer=optimizer,
@@ -116,34 +116,27 @@ class Pipeline:
             precision=precision,
             updates=updates,
         )
-        self.session = session
         self.model = model
         self.layers = list(given.work.layers)
 
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
         decision = agreed_plan(request, given.work, updates, session)
-        self.plan = decision.plan
-        self.schedule = find(self.plan.schedule)
+        agreed = decision.plan
+        mesh = sharded_mesh(agreed, self.layers, session)
+        self.training = given.training(mesh)
+        programs = Programs(agreed, self.training, self.layers, spill)
+
+        self._is_lent_whole = is_lent_whole(agreed, self.layers, session)
+        self.engine = assemble(programs.shortest(), agreed, given, mesh, self.training, session, spill)
+        self._position = LoaderPosition(updates.seed)
+        self.state = RunState(self._position)
+        self.loop = TrainingLoop(self.engine, given.weigh, self._after_updates, self.state)
+        self._comparison = DataComparison(session, self.state)
+        self.recovery: Recovery | None = None
+        self.follow(agreed, programs, session)
         self._rebalancer: Rebalancer | None = None
         if parallelism.rebalance:
-            self._rebalancer = Rebalancer(self, decision, given.work)
-        mesh = sharded_mesh(self.plan, self.layers, session)
-        self.training = given.training(mesh)
-        self.programs = Programs(self.plan, self.schedule, self.training, self.layers, spill)
-        self.program = self.programs.shortest()
-
-        self._is_lent_whole = is_lent_whole(self.plan, self.layers, session)
-        self.engine = assemble(self.program, self.plan, given, mesh, self.training, session, spill)
-        self._position = LoaderPosition(updates.seed)
-        scales = [worker.scale for worker in self.workers if worker.scale is not None]
-        self.state = RunState(self._position, scales)
-        count = self.plan.num_microbatches
-        self.loop = TrainingLoop(
-            self.engine, self.schedule, count, self.programs.of, given.weigh, self._after_updates, self.state
-        )
-        self._weigh = given.weigh
-        self._comparison = DataComparison(session, self.state)
-        self._recovery: Recovery | None = None
+            self._rebalancer = Rebalancer(self, decision)
         self._verify_every = parallelism.verify_replicas
         self._verified = 0
 
@@ -153,6 +146,19 @@ class Pipeline:
         self.resumed_notes: dict[str, Any] = {}
         if spill is not None and spill.resume is not False:
             self.resumed_notes = resume_records(self)
+
+    def follow(self, plan: Plan, programs: Programs, session: Session) -> None:
+        """Follows a plan from now on, for which the engine has its workers."""
+        self.session = session
+        self.plan = plan
+        self.schedule = find(plan.schedule)
+        self.programs = programs
+        self.program = programs.shortest()
+        self.state.scales = [worker.scale for worker in self.workers if worker.scale is not None]
+        self.loop.follow(self.schedule, plan.num_microbatches, programs.of)
+        self._comparison.session = session
+        if self.recovery is not None:
+            self.recovery.follow(session)
 
     def _after_updates(self) -> None:
         """Compares replicas if that is due, and commits the step, after each pass."""
@@ -283,8 +289,8 @@ class Pipeline:
             raise SystemExit(128 + signal.SIGTERM)
         asked = Fit([], False, batches, steps, callbacks)
         if can_restart():
-            self._recovery = self._recovery or Recovery(self)
-            asked = self._recovery.begin(asked)
+            self.recovery = self.recovery or Recovery(self)
+            asked = self.recovery.begin(asked)
         done, is_done, batches, steps, callbacks = asked
         if is_done:
             return done
@@ -319,7 +325,7 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is returned.
         """
-        found = evaluate(self.engine, self.program.header, batches, metric, self._weigh)
+        found = evaluate(self.engine, self.program.header, batches, metric, self.given.weigh)
         self.loop.metrics = found.metrics
         if metric is None:
             return found.loss

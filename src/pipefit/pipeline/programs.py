@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from pipefit.ir.program import Program, WeightRule
 from pipefit.pipeline.memory_cap import spilled_shape
 from pipefit.pipeline.nonfinite import needs_norm
-from pipefit.schedules import Schedule, shape_of
+from pipefit.schedules import find, shape_of
 from pipefit.spec import Plan
 from pipefit.spec.options import Spilled
 from pipefit.stage.split import NamedLayer
@@ -24,17 +24,14 @@ class Programs:
 
     Args:
         plan: stages and ranks.
-        schedule: of the plan.
         training: its clipping and the like, for which a program may need the norm of all gradients.
         layers: of the whole model, whose shared weights tie stages.
         spill: the user's options of spilling.
     """
 
-    def __init__(
-        self, plan: Plan, schedule: Schedule, training: Training, layers: Sequence[NamedLayer], spill: Spilled | None
-    ) -> None:
+    def __init__(self, plan: Plan, training: Training, layers: Sequence[NamedLayer], spill: Spilled | None) -> None:
         self._plan = plan
-        self._schedule = schedule
+        self._schedule = find(plan.schedule)
         self._training = training
         self._ties = tied_groups(layers, plan.partition)
         self._spill = spill

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -18,9 +19,9 @@ import msgspec
 from torch.nn.parameter import is_lazy
 
 from pipefit.errors import PlanError
-from pipefit.pipeline.callbacks import EMA, Checkpoints, Record
+from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.layer_sizes import layer_costs, state_per_weight
-from pipefit.pipeline.rearrange import rearrange
+from pipefit.pipeline.rearrange import rearrange, refuse_unmovable
 from pipefit.pipeline.request import Decision
 from pipefit.planner.plan_figures import at_size_of
 from pipefit.planner.rebalance import Move, Rebalance, Window
@@ -28,9 +29,7 @@ from pipefit.profiling.tensors import num_bytes
 from pipefit.profiling.workload import Workload
 from pipefit.runtime.collectives import exchange
 from pipefit.runtime.faults import note
-from pipefit.schedules import find
 from pipefit.spec import Layer, Plan, Profile, Topology
-from pipefit.stage.ties import tied_layers
 from pipefit.timeline.stage_seconds import Middle, middle, stage_seconds
 
 _log = logging.getLogger("pipefit.rebalance")
@@ -48,7 +47,6 @@ class Rebalancer:
     Args:
         pipe: that is trained.
         decision: its plan, with the profile and topology from which it was made.
-        work: the model.
 
     Attributes:
         every: the training pauses at multiples of so many steps.
@@ -59,34 +57,22 @@ class Rebalancer:
 
     every = WINDOW
 
-    def __init__(self, pipe: Any, decision: Decision, work: Workload) -> None:
-        plan = decision.plan
-        _check(plan, work, pipe.session.is_distributed)
+    def __init__(self, pipe: Any, decision: Decision) -> None:
+        _check(pipe)
         self._pipe = pipe
-        if decision.profile is None:
-            profile = _counted(work, plan)
-        else:
-            profile = at_size_of(plan, decision.profile)
-        topology = decision.topology or Topology.local(plan.num_processes)
-        state = state_per_weight(work.layers, work.optimizer)
-        self._policy = Rebalance(plan, profile, topology, decision.profile is not None, state)
+        self._decision = decision
+        self._policy = self._fresh()
         self._build_s = _FIRST_S
         self._end: int | None = None
         self._folder: Path | None = None
 
     def begin(self, steps: int | None, callbacks: Sequence[Any]) -> None:
-        """Begins a `fit` of so many steps; None: their number is not known.
-
-        Raises:
-            PlanError: a callback keeps the weights of a stage.
-        """
+        """Begins a `fit` of so many steps; None: their number is not known."""
         self._end = None
         if steps is not None:
             self._end = self._pipe.num_updates + steps
         self._folder = self._pipe.session.folder
         for one in callbacks:
-            if isinstance(one, EMA):
-                raise PlanError("rebalance: EMA averages the weights of the stages, whose layers would move; give one")
             if self._folder is None and isinstance(one, Checkpoints):
                 self._folder = one.folder
 
@@ -97,6 +83,9 @@ class Rebalancer:
         passes = self._pipe.loop.own_passes(self.every)
         if len(passes) < self.every:
             return
+        if self._policy.plan != self._pipe.plan:
+            # A rank was lost, and the run goes on by another plan.
+            self._policy = self._fresh()
         session = self._pipe.session
         rows = exchange(session, self.figures_of(passes))
         window = self._window(record.step, rows)
@@ -105,6 +94,18 @@ class Rebalancer:
         decided = exchange(session, msgspec.to_builtins(found))[0]
         if decided is not None:
             self._make(msgspec.convert(decided, Move))
+
+    def _fresh(self) -> Rebalance:
+        """The policy for the plan that runs, which knows no times yet."""
+        plan = self._pipe.plan
+        work = self._pipe.given.work
+        found = self._decision.profile
+        if found is None:
+            profile = _counted(work, plan)
+        else:
+            profile = at_size_of(plan, found)
+        topology = self._decision.topology or Topology.local(plan.num_processes)
+        return Rebalance(plan, profile, topology, found is not None, state_per_weight(work.layers, work.optimizer))
 
     def figures_of(self, passes: Sequence[Any]) -> dict[str, Any]:
         """The figures of this process in some passes, as JSON data."""
@@ -141,7 +142,7 @@ class Rebalancer:
         rearrange(self._pipe, move.plan)
         seconds = time.perf_counter() - began
         self._build_s = max(seconds - move.travel_s, 0.0)
-        self._policy.moved(move)
+        self._policy.moved(replace(move, plan=self._pipe.plan))
         if self._pipe.session.rank == 0:
             _log.warning("%s", move)
             if self._folder is not None:
@@ -150,28 +151,21 @@ class Rebalancer:
                 note(self._folder, time.time(), **facts, start=self._pipe.session.start.restart)
 
 
-def _check(plan: Plan, work: Workload, is_distributed: bool) -> None:
-    """Refuses plans whose layers cannot move.
+def _check(pipe: Any) -> None:
+    """Refuses a training whose layers cannot move.
 
     Raises:
         PlanError: the message names the reason.
     """
-    reasons = {
-        "all ranks are in one process, which has one speed; start processes (pipefit run -n 2 …)": not is_distributed,
-        "the plan has one rank, so there is no other to move a layer to": plan.placement.num_ranks == 1,
-        f"{plan.schedule} is asynchronous, and its weights have several versions": not _flushes(plan),
-        "spilled stages stay on their tier; leave out spill": plan.spill is not None,
-        "the processes of a tensor-parallel rank hold parts of layers; use tensor=1": plan.tensor > 1,
-        f"copies share their {plan.shard}; leave out shard": plan.shard != "none",
-        "layers share a weight, so they cannot move one by one": bool(tied_layers(work.layers)),
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise PlanError(f"rebalance: {reason}")
-
-
-def _flushes(plan: Plan) -> bool:
-    return find(plan.schedule).is_synchronous
+    if not pipe.session.is_distributed or pipe.plan.placement.num_ranks == 1:
+        raise PlanError(
+            "rebalance: expected several processes, between which layers can move, got one; start as many as the plan "
+            "has ranks (pipefit run -n 2 …), or leave it out"
+        )
+    try:
+        refuse_unmovable(pipe, pipe.plan)
+    except PlanError as problem:
+        raise PlanError(f"rebalance: layers of this training cannot move while it runs: {problem}") from None
 
 
 def _counted(work: Workload, plan: Plan) -> Profile:

@@ -27,6 +27,7 @@ from pipefit.pipeline.loggers import Logger, entries_of, json_log
 from pipefit.runtime.collectives import from_first
 from pipefit.runtime.faults import note, noted
 from pipefit.runtime.outliving import outliving_folder
+from pipefit.runtime.session import Session
 from pipefit.spec.files import read_json, write_json
 
 _log = logging.getLogger("pipefit.checkpoint")
@@ -64,21 +65,26 @@ class Recovery:
 
     Attributes:
         every: steps between copies in memory; 0: there are none.
+        folder: of these copies, and of the log of a training without checkpoints; None: there is none.
     """
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
-        self._session = pipe.session
-        self._folder = self._own_folder()
-        self._memory = memory_of(pipe, self._folder, pipe.schedule.is_synchronous)
-        if self._memory:
-            self.every = self._memory.every
-        else:
-            self.every = 0
+        self.every = 0
+        self._session: Session = pipe.session
+        self.folder = self._own_folder()
+        self.follow(pipe.session)
         self._is_first_fit = True
         self._losses: list[float] = []
         self._facts: dict[str, Any] = {}
         self._log: Logger | None = None
+
+    def follow(self, session: Session) -> None:
+        """Follows the plan that the training has now; one that was copied in memory still is."""
+        self._session = session
+        self._memory = memory_of(self._pipe, self.folder, self._pipe.schedule.is_synchronous, self.every)
+        if self._memory:
+            self.every = self._memory.every
 
     def _own_folder(self) -> Path | None:
         """The folder in memory of this training, among those of a script."""
@@ -141,7 +147,7 @@ class Recovery:
         else:
             folder = None
         logs = [one for one in callbacks[:at] if isinstance(one, Logger) and one.place.suffix == ".jsonl"]
-        place = folder or self._folder
+        place = folder or self.folder
         if not logs and self._log is None and place is not None:
             self._log = json_log(place / LOSSES)
         if not self._is_first_fit:
@@ -173,7 +179,7 @@ class Recovery:
         found = self._checkpoints(folder)
         found = [path for path in found if before < step_of(path) <= most]
         newest = max([step_of(path) for path in found[:1]] + [before + 1])
-        if self._folder is not None and recall(self._pipe, self._folder, newest, most) is not None:
+        if self.folder is not None and recall(self._pipe, self.folder, newest, most) is not None:
             source = "memory"
         else:
             for path in found:

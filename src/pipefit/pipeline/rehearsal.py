@@ -169,7 +169,7 @@ def _feed(pipe: Pipeline, batch: tuple[Any, Any], num_steps: int) -> list[MicroB
     size = pipe.plan.num_microbatches
     found: list[MicroBatch] = []
     for step in range(num_steps):
-        found += feed_of(batch, size, step * size, "train", pipe._weigh)
+        found += feed_of(batch, size, step * size, "train", pipe.given.weigh)
     return [part._replace(batch=None) for part in found]
 
 

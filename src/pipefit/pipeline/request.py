@@ -171,10 +171,18 @@ def _decided(
         if plan is None:
             plan = _new_plan(request, profile, topology, work, session)
     plan = _with_sharding(plan, request.parallelism.shard)
+    return Decision(fitted(plan, work, session), profile, topology)
+
+
+def fitted(plan: Plan, work: Workload, session: Session) -> Plan:
+    """The plan with the number of stages that train nothing in this model.
+
+    Raises:
+        PlanError: it is for another number of processes, or cannot replay these layers.
+    """
     _check_ranks(session, plan)
     _check_can_replay(plan, work)
-    plan = msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition))
-    return Decision(plan, profile, topology)
+    return msgspec.structs.replace(plan, frozen=num_frozen(work.layers, plan.partition))
 
 
 def _check_can_compile(tensor: int, is_capped: bool) -> None:

@@ -72,9 +72,6 @@ class TrainingLoop:
 
     Args:
         engine: the ranks of this process.
-        schedule: of the training.
-        num_microbatches: per weight update.
-        program_of: from a number of updates to their program.
         weigh: from a micro-batch's target to its weight in its batch.
         on_updates: called after each pass.
         state: of the run; the loop advances it.
@@ -89,29 +86,35 @@ class TrainingLoop:
     def __init__(
         self,
         engine: Engine,
-        schedule: Schedule,
-        num_microbatches: int,
-        program_of: Callable[[int], Program],
         weigh: Weigh | None,
         on_updates: Callable[[], None],
         state: RunState,
     ) -> None:
         self._engine = engine
-        self._schedule = schedule
-        self._size = num_microbatches
-        self._program_of = program_of
         self._weigh = weigh
         self._on_updates = on_updates
         self._stop = engine.session.stop
         self._state = state
         self.callbacks = Callbacks((), self._stop)
         self.metrics: dict[str, float] = {}
+        self.moved_bytes = (0.0, 0.0)
+
+    def follow(self, schedule: Schedule, num_microbatches: int, program_of: Callable[[int], Program]) -> None:
+        """Follows a plan from now on; nothing is known about its passes yet.
+
+        Args:
+            schedule: of the plan.
+            num_microbatches: per weight update.
+            program_of: from a number of updates to their program.
+        """
+        self._schedule = schedule
+        self._size = num_microbatches
+        self._program_of = program_of
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
         self._newest_runs: Sequence[Execution] = ()
         self._passes: deque[dict[int, Times]] = deque(maxlen=_KEPT_PASSES)
         self.held_bytes: float | None = None
-        self.moved_bytes = (0.0, 0.0)
 
     def fit(
         self,

@@ -38,13 +38,15 @@ def with_costs(profile: Profile, plan: Plan, factors: Factors) -> Profile:
 def with_speeds_of(topology: Topology, factors: Factors) -> Topology:
     """The topology whose devices have the estimated speeds."""
     devices = []
+    one = Device(flops=1.0, efficiency=1.0)
     for slowness in factors.slowness:
         devices.append(Device(flops=1.0 / slowness, efficiency=1.0))
+    # A run that has lost ranks has fewer than the topology.
+    devices += [one] * (topology.num_devices - len(devices))
     # Measured times hold the effect of shared cores already.
     levels: list[Level] = []
     for level in topology.levels:
         levels.append(msgspec.structs.replace(level, cores=None))
-    one = Device(flops=1.0, efficiency=1.0)
     return msgspec.structs.replace(topology, levels=tuple(levels), device=one, devices=tuple(devices))
 
 
@@ -71,7 +73,11 @@ def others(plan: Plan, profile: Profile, factors: Factors) -> list[Plan]:
     if _may_have_shares(plan):
         shared = _with_best_shares(plan, factors)
         found += [shared, _with_best_cut(shared, profile, factors)]
-    return [other for other in found if other != plan]
+    return [other for other in found if _shape(other) != _shape(plan)]
+
+
+def _shape(plan: Plan) -> tuple[object, ...]:
+    return plan.shares, plan.partition
 
 
 def _counts(plan: Plan, num_copies: int) -> Sequence[float]:

@@ -9,7 +9,7 @@ A window holds the medians of some steps, so one bad step is not seen. Another p
 - by the times of this window and by those of the window before, it is faster by more than the least gain, and by more
   than some times the noise of the measurement: what passes within a window moves nothing;
 - its gain over the steps that are left is more than the cost of the move;
-- it is none that the run has left, unless a rank has changed its speed by a quarter since, or steps took less time then;
+- it is none that the run has left, unless a rank has changed its speed by a quarter since, or its steps took less time;
 - after a move that has not brought half of its gain, some windows have passed; twice as many each time.
 """
 

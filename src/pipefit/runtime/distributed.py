@@ -66,16 +66,11 @@ class DistributedTransport:
         self.bytes_sent = 0
         self.max_open_sends = FEW_SENDS
         self._mesh = mesh
-        self._tags = Tags(num_stages)
         self._process = rank * mesh.tensor + mesh.index
         self._has_link_groups = link_groups or device.type != "cpu"
         world: Any = dist.group.WORLD
         self._world: dist.ProcessGroup = world
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._made: dict[tuple[int, str], Contract] = {}
-        self._announced: dict[tuple[int, int, str], Contract] = {}
-        self._predicted: dict[tuple[int, str], Contract] = {}
-        self._told: set[tuple[int, int, str]] = set()
         # The peers that have received an announcement in this pass.
         self._learning: set[int] = set()
         self._lines = BatchLines(self._process, self._world, Tags.LINES)
@@ -90,6 +85,16 @@ class DistributedTransport:
         self._cold: list[dist.ProcessGroup] = []
         if mesh.region is not None:
             self._cold = [mesh.region.group, self._world]
+        self.number_stages(num_stages)
+
+    def number_stages(self, num_stages: int) -> None:
+        """Begins with the stages of a plan: contracts about those of another plan, of other layers, are forgotten."""
+        self.finish()
+        self._tags = Tags(num_stages)
+        self._made: dict[tuple[int, str], Contract] = {}
+        self._announced: dict[tuple[int, int, str], Contract] = {}
+        self._predicted: dict[tuple[int, str], Contract] = {}
+        self._told: set[tuple[int, int, str]] = set()
 
     def prepare(self, member_sets: Sequence[tuple[int, ...]], links: Sequence[tuple[int, int]], unposted: int) -> None:
         """Makes the process groups of a program's reductions and links; every process must call it with the same ones.

@@ -45,25 +45,51 @@ class Engine:
         workers: one in a distributed run; all of them in a local one.
         transports: of each worker.
         metric_names: of the metrics that the loss returns, the same on every rank; None: not known yet.
+        is_lost: whether a step has failed after some of its updates.
     """
 
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
         self.device = device
+        self._is_whole = False
+        self.is_lost = False
+        self._between: DistributedTransport | None = None
+        self._moments = Moments(device) if is_accelerator(device) else None
+        self.take(workers, num_stages, session)
+
+    def take(self, workers: Sequence[Worker], num_stages: int, session: Session) -> None:
+        """Takes the ranks of a plan that this process runs, in place of others.
+
+        Process groups stay within a session. Those of another session are not used again.
+
+        Args:
+            workers: one in a distributed run; all of them in a local one.
+            num_stages: of the plan.
+            session: the ranks of the run.
+        """
         self.workers = list(workers)
+        self.executions: list[Execution] = []
         self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
-        self._is_whole = False
-        self._is_lost = False
-        self._between: DistributedTransport | None = None
-        if session.is_distributed:
-            has_link_groups = session.folder is not None and self.mesh.tensor == 1
-            rank = self.workers[0].rank
-            self._between = DistributedTransport(rank, num_stages, device, self.mesh, has_link_groups)
-            session.before_leaving.append(self._between.finish)
-        self._moments = Moments(device) if is_accelerator(device) else None
+        if self._between is not None and session is self.session:
+            self._between.number_stages(num_stages)
+        else:
+            self._between = self._meet(num_stages, session)
+        self.session = session
         mailbox = Mailbox()
-        self.transports = [self._between or LocalTransport(worker.rank, mailbox) for worker in workers]
+        self.transports = [self._between or LocalTransport(worker.rank, mailbox) for worker in self.workers]
+
+    def _meet(self, num_stages: int, session: Session) -> DistributedTransport | None:
+        """The transport to the other processes of a session; None: there are none."""
+        if self._between is not None and self._between.finish in session.before_leaving:
+            session.before_leaving.remove(self._between.finish)
+        if not session.is_distributed:
+            return None
+        has_link_groups = session.folder is not None and self.mesh.tensor == 1
+        rank = self.workers[0].rank
+        made = DistributedTransport(rank, num_stages, self.device, self.mesh, has_link_groups)
+        session.before_leaving.append(made.finish)
+        return made
 
     @property
     def mesh(self) -> Mesh:
@@ -105,7 +131,7 @@ class Engine:
             InvalidProgramError: the ranks of this process wait for each other forever (a verified program never does).
             PipefitError: a step has failed before, after some of its updates or with spilled stages.
         """
-        if self._is_lost:
+        if self.is_lost:
             raise PipefitError(
                 "a step failed after some of its updates, or with gradients of spilled stages on the way: make the "
                 "pipeline again, and load a checkpoint from before"
@@ -137,7 +163,7 @@ class Engine:
             with self.session.passing(program):
                 _drive(self.executions)
         except BaseException as problem:
-            self._is_lost = self._is_lost_by(problem)
+            self.is_lost = self._is_lost_by(problem)
             for worker, transport in zip(self.workers, self.transports, strict=True):
                 worker.forget_pass()
                 if isinstance(transport, LocalTransport):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,20 @@ from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
 from pipefit.stage.training import Owned, Tie, Training
+
+
+class Stepped(NamedTuple):
+    """The state that steps the parameters of a stage, apart from the number of the stage.
+
+    Attributes:
+        store: of their versions.
+        optimizer: made for the masters of the store.
+        scheduler: of the optimizer; None: there is none.
+    """
+
+    store: Store
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
 
 
 @dataclass
@@ -81,6 +96,7 @@ class Worker:
         mesh: Mesh | None = None,
         shards: Mapping[int, tuple[int, int]] = MappingProxyType({}),
         shard: Shard = "optimizer",
+        kept: Mapping[tuple[int, ...], Stepped] = MappingProxyType({}),
     ) -> Worker:
         """Builds the stages of a rank from their layers, those of `spilling` without their weights.
 
@@ -94,6 +110,7 @@ class Worker:
             mesh: the processes that share the rank.
             shards: (replica, replicas) of each stage whose replicas share something.
             shard: what they share.
+            kept: of stages whose parameters stay together, by the ids of the parameters; see `stepped`.
 
         Raises:
             PlanError: an optimizer cannot be sharded.
@@ -115,6 +132,13 @@ class Worker:
                     seen.add(id(parameter))
                     owned.append(Owned(name, parameter, ties.get(name)))
             parameters = [own.parameter for own in owned]
+            before = kept.get(tuple(map(id, parameters)))
+            if before is not None:
+                worker.stores[index] = before.store
+                worker.optimizers[index] = before.optimizer
+                if before.scheduler is not None:
+                    worker.schedulers[index] = before.scheduler
+                continue
             store: Store
             if index in spilled:
                 store = spilled[index]
@@ -139,6 +163,14 @@ class Worker:
                 if training.scheduler:
                     worker.schedulers[index] = scheduler_of(training.scheduler, optimizer)
         return worker
+
+    def stepped(self) -> dict[tuple[int, ...], Stepped]:
+        """The state that steps the parameters of each stage that trains, by the ids of the parameters."""
+        found = {}
+        for stage, optimizer in self.optimizers.items():
+            ids = tuple(id(own.parameter) for own in self.owned[stage])
+            found[ids] = Stepped(self.stores[stage], optimizer, self.schedulers.get(stage))
+        return found
 
     @property
     def process(self) -> int:

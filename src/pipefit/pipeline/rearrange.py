@@ -1,0 +1,335 @@
+"""Another plan for a live pipeline, between two steps: what moves is sent, everything else stays where it is.
+
+prepare     the plan is compared among the processes, and its program proved; nothing has changed yet
+move        layers that a process lacks get memory, and their state from one that has it
+build       the stages of the new plan; a stage with the same weights keeps its optimizer and schedule as they are
+follow      the pipeline takes the plan; layers that other processes have now are freed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from pipefit.checkpoint.manifest import Optimization
+from pipefit.checkpoint.moving import (
+    WEIGHT,
+    Belongings,
+    Move,
+    belongings_of,
+    exchange_tensors,
+    first_names,
+    forms_of,
+    is_state,
+    moves_of,
+    named_tensors,
+    other_key,
+)
+from pipefit.checkpoint.optim import Read, optimization_of, read_of, restore_optimizer
+from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
+from pipefit.parallel.alike import differences
+from pipefit.pipeline.assembly import release_others, worker_of
+from pipefit.pipeline.facts import CURE, facts_of_plan
+from pipefit.pipeline.programs import Programs
+from pipefit.pipeline.request import fitted
+from pipefit.runtime.collectives import agree, attempt, exchange
+from pipefit.runtime.progress import MEETING
+from pipefit.runtime.session import Session
+from pipefit.runtime.worker import Stepped, Worker
+from pipefit.schedules import find
+from pipefit.spec import Plan
+from pipefit.stage.materialise import forget_others, stand_in
+from pipefit.stage.split import NamedLayer, split
+
+if TYPE_CHECKING:
+    from pipefit.pipeline.pipeline import Pipeline
+
+
+class Rearranged(NamedTuple):
+    """What a rearrangement has moved.
+
+    Attributes:
+        num_layers: layers of which some process got weights, counted once for each process.
+        sent_bytes: by this process, of weights, buffers, states of optimizers and averages.
+    """
+
+    num_layers: int
+    sent_bytes: float
+
+
+class _Next(NamedTuple):
+    """The plan that is being taken.
+
+    Attributes:
+        plan: with what it says about this model.
+        programs: of the plan; the shortest is proved.
+        ranks: that this process will run.
+        session: of the processes that will run it.
+    """
+
+    plan: Plan
+    programs: Programs
+    ranks: list[int]
+    session: Session
+
+
+class _Moved(NamedTuple):
+    """The state of a process after the moves.
+
+    Attributes:
+        first: each name of a weight or buffer, with its first name.
+        everything: that this process has.
+        arrived: of it, what other processes have sent.
+        records: the numbers of all optimizers and schedules; of those about one weight, the last one counts.
+        modes: for each layer, whether each of its modules is in training mode.
+        sent_bytes: by this process.
+    """
+
+    first: Mapping[str, str]
+    everything: Belongings
+    arrived: Belongings
+    records: Sequence[Optimization]
+    modes: Mapping[int, Sequence[bool]]
+    sent_bytes: float
+
+
+def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rearranged:
+    """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
+
+    It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
+    has, and gets the others from one that has them; so only the layers that move need memory twice. `pipe`, its state
+    and the user's modules stay the same objects, and so do the optimizer and the learning-rate schedule of a stage
+    whose weights stay together; those of other stages are made anew and take the states.
+
+    Args:
+        pipe: that is trained.
+        plan: for the processes of the session; its ranks are the session's.
+        session: the processes from now on, among which this one may have another number; None: those of before.
+
+    Raises:
+        PlanError: the plan does not fit, or is one that a live pipeline cannot take; nothing has changed.
+        DisagreementError: the processes have different plans, or are at different steps; nothing has changed.
+        PipefitError: no process has the state of some layers; nothing has changed.
+    """
+    session = session or pipe.session
+    if session is pipe.session:
+        session.settle()
+    with session.at(MEETING):
+        following, held = _prepared(pipe, plan, session)
+        if session.is_distributed:
+            now = [_layers_of(following.plan, [process]) for process in range(session.num_ranks)]
+        else:
+            now = [_layers_of(following.plan, following.ranks)]
+        moves = moves_of(pipe.layers, held, now)
+        _check_sources(moves)
+        for worker in pipe.workers:
+            worker.forget_pass()
+            worker.train(True)
+        _give_memory(pipe.layers, now[session.rank], pipe.device)
+        moved = _moved(pipe, session, moves)
+        built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
+        try:
+            agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
+        except PipefitError:
+            if session.is_distributed:
+                forget_others(pipe.layers, set(held[session.rank]))
+            raise
+        workers, takers = built[0]
+        for take in takers:
+            take()
+        _follow(pipe, following, workers, moved)
+    gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
+    return Rearranged(len(gains), moved.sent_bytes)
+
+
+# ---- prepare -------------------------------------------------------------------------------------------------------
+
+
+def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list[list[int]]]:
+    """The plan with its proved program, and the layers that each process has; all processes agree on them."""
+    found: list[_Next] = []
+
+    def prepare() -> dict[str, Any]:
+        refuse_unmovable(pipe, plan)
+        own = fitted(plan, pipe.given.work, session)
+        programs = Programs(own, pipe.training, pipe.layers, None)
+        program = programs.shortest()
+        ranks = list(range(program.header.num_ranks))
+        if session.is_distributed:
+            ranks = [session.rank]
+        found.append(_Next(own, programs, ranks, session))
+        alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
+        held = {layer.index for worker in pipe.workers for stage in worker.stages.values() for layer in stage.layers}
+        return {"alike": alike, "held": sorted(held)}
+
+    every = agree(session, attempt(prepare), PlanError)
+    if unlike := differences({process: own["alike"] for process, own in enumerate(every)}):
+        raise DisagreementError(f"{unlike}; {CURE}")
+    return found[0], [own["held"] for own in every]
+
+
+def refuse_unmovable(pipe: Pipeline, plan: Plan) -> None:
+    """Refuses what a live pipeline cannot do.
+
+    Raises:
+        PlanError: it cannot go on by the plan.
+    """
+    for one in (pipe.plan, plan):
+        if not find(one.schedule).is_synchronous:
+            raise PlanError(
+                f"rearrange: {one.schedule} is asynchronous, so there is no moment between two steps; use a "
+                "synchronous schedule, or save, and load the checkpoint into a new pipeline"
+            )
+        if one.tensor > 1 or one.shard != "none" or one.spill is not None:
+            raise PlanError(
+                "rearrange: expected plans whose layers are whole and on their devices, got one with "
+                f"tensor={one.tensor}, shard={one.shard!r}, {'spilled' if one.spill else 'no spilled'} stages; save, "
+                "and load the checkpoint into a new pipeline"
+            )
+    if pipe.engine.is_lost:
+        raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
+    for layer in pipe.layers:
+        for module in layer.module.modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                raise PlanError(
+                    f"rearrange: layer {layer.name} has a {type(module).__name__} with an extra state, which is not a "
+                    "parameter or buffer and would not move with it; make it a buffer"
+                )
+
+
+def _layers_of(plan: Plan, ranks: Sequence[int]) -> list[int]:
+    """The layers of some ranks of a plan."""
+    found = set[int]()
+    for stage, of_stage in zip(plan.partition.stages, plan.placement.ranks, strict=True):
+        if not set(of_stage).isdisjoint(ranks):
+            found.update(stage.layers)
+    return sorted(found)
+
+
+def _check_sources(moves: Sequence[Move]) -> None:
+    """Checks that some process has everything that moves."""
+    lost = dict.fromkeys(move.name for move in moves if move.source is None)
+    if lost:
+        raise PipefitError(f"no process that is left has {next(iter(lost))} ({len(lost)} tensors): load a checkpoint")
+
+
+# ---- move ----------------------------------------------------------------------------------------------------------
+
+
+def _give_memory(layers: Sequence[NamedLayer], wanted: Collection[int], device: torch.device) -> None:
+    """Gives memory to layers that this process does not have yet; weights that they share stay shared."""
+    lacking = {id(tensor) for layer in layers if layer.index in wanted for _, tensor in named_tensors(layer)}
+
+    def is_lacking(tensor: Tensor) -> bool:
+        return tensor.is_meta and id(tensor) in lacking
+
+    stand_in(layers, lambda tensor: torch.empty_like(tensor, device=device), is_lacking)
+
+
+def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move]) -> _Moved:
+    """Everything that this process has after the moves."""
+    first = first_names(pipe.layers)
+    mine = belongings_of(pipe.workers, first, pipe.loop.callbacks.moving)
+    records = [record for worker in pipe.workers for record in optimization_of(worker, worker.stages)]
+    modes = _modes_of(pipe.workers)
+    if not moves:
+        return _Moved(first, mine, {}, records, modes, 0.0)
+    gone = {move.name for move in moves if move.source == session.rank}
+    every = exchange(session, [forms_of(mine, gone), msgspec.to_builtins(records), list(modes.items())])
+    places = {first[name]: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
+    arrived, sent_bytes = exchange_tensors(session, moves, mine, places, [forms for forms, _, _ in every])
+    for _, theirs, their_modes in every:
+        # Of records about one weight the last one counts, which is this process's own.
+        records = [*msgspec.convert(theirs, list[Optimization]), *records]
+        modes = dict(their_modes) | modes
+    return _Moved(first, mine | arrived, arrived, records, modes, sent_bytes)
+
+
+def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
+    """Whether each module of each layer is in training mode."""
+    found = {}
+    for worker in workers:
+        for stage in worker.stages.values():
+            for layer in stage.layers:
+                found[layer.index] = [module.training for module in layer.module.modules()]
+    return found
+
+
+# ---- build ---------------------------------------------------------------------------------------------------------
+
+
+def _built(pipe: Pipeline, following: _Next, moved: _Moved) -> tuple[list[Worker], list[Callable[[], None]]]:
+    """The workers of a plan, and the functions that restore the optimizers of those stages that have new ones.
+
+    Raises:
+        ModelError: weights that now share a group of an optimizer had different settings.
+    """
+    plan = following.plan
+    header = following.programs.shortest().header
+    kept: dict[tuple[int, ...], Stepped] = {}
+    for worker in pipe.workers:
+        kept |= worker.stepped()
+    of_before = {id(one.optimizer) for one in kept.values()}
+    # The copies of a stage in one process must not share their states.
+    reader = read_of if following.session.is_distributed else _read_copy_of
+    states = {}
+    for name, tensors in moved.everything.items():
+        states[name] = {key: reader(tensor) for key, tensor in tensors.items() if is_state(key)}
+    workers = []
+    takers = []
+    parts = split(pipe.layers, plan.partition, [header.stages_of(rank) for rank in following.ranks])
+    for rank, part in zip(following.ranks, parts, strict=True):
+        for layer in chain.from_iterable(part.values()):
+            _fill(layer, moved)
+        worker = worker_of(rank, part, plan, pipe.layers, pipe.training, pipe.device, kept=kept)
+        workers.append(worker)
+        for stage, optimizer in worker.optimizers.items():
+            if id(optimizer) not in of_before:
+                takers.append(restore_optimizer(worker, stage, moved.records, states))
+    return workers, takers
+
+
+def _read_copy_of(tensor: Tensor) -> Read:
+    return tensor.clone
+
+
+@torch.no_grad()
+def _fill(layer: NamedLayer, moved: _Moved) -> None:
+    """Gives a layer the values that it has elsewhere in this process: copies of stages have modules of their own."""
+    for name, tensor in named_tensors(layer):
+        known = moved.everything[moved.first[name]][WEIGHT]
+        if known is not tensor:
+            tensor.copy_(known)
+    for module, mode in zip(layer.module.modules(), moved.modes[layer.index], strict=True):
+        module.training = mode
+
+
+# ---- follow --------------------------------------------------------------------------------------------------------
+
+
+def _follow(pipe: Pipeline, following: _Next, workers: Sequence[Worker], moved: _Moved) -> None:
+    """Lets the pipeline follow a plan with its workers, and frees what this process no longer needs."""
+    scales = pipe.state.scales
+    for index, worker in enumerate(workers):
+        if index < len(scales):
+            worker.scale = scales[index]
+        elif worker.scale is not None:
+            worker.scale.load(scales[0].state())
+    session = following.session
+    program = following.programs.shortest()
+    pipe.engine.take(workers, program.header.num_stages, session)
+    pipe.follow(following.plan, following.programs, session)
+    release_others(workers, pipe.plan, pipe.given, session)
+    held = {moved.first[own.saved_name] for worker in workers for part in worker.owned.values() for own in part}
+    for number, table in enumerate(pipe.loop.callbacks.moving):
+        for name in table.keys() - held:
+            del table[name]
+        for name, tensors in moved.arrived.items():
+            if other_key(number) in tensors:
+                table[name] = tensors[other_key(number)]
+    pipe.engine.prepare(program)

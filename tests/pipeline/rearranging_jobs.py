@@ -1,0 +1,115 @@
+"""Trainings that go on by other plans; functions that a rank can import by name."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec.structs import replace as changed
+from tests.testing.equality_models import make
+from torch import Tensor, nn
+
+import pipefit as pf
+from pipefit.pipeline.rearrange import Rearranged, rearrange
+from pipefit.planner import by_hand
+from pipefit.runtime import session as sessions
+from pipefit.spec import Placement, Plan
+
+MICROBATCHES, SAMPLES, LAYERS = 4, 9, 8
+EACH = 2
+"""Steps by each plan."""
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+def decaying(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """AdamW with two groups, of which only one decays."""
+    groups = [
+        {"params": [p for n, p in named if "weight" in n], "weight_decay": 0.1, "lr": 0.02},
+        {"params": [p for n, p in named if "weight" not in n], "weight_decay": 0.0, "lr": 0.01},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]])
+
+
+def momentum(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9, nesterov=True)
+
+
+def optimizer_for(name: str) -> Any:
+    """Adam divides by the size of gradients: those before a batch norm are only rounding."""
+    return momentum if "norm" in name else decaying
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+
+def pipeline(model: nn.Module, plan: Plan, **options: Any) -> pf.Pipeline:
+    updates = pf.Updates(seed=7, scheduler=falling)
+    return pf.Pipeline(model, plan=plan, updates=updates, loss=loss, **options)
+
+
+def plan_of(counts: Sequence[int], ranks: int, schedule: str = "1f1b", **options: Any) -> Plan:
+    return by_hand(LAYERS, num_ranks=ranks, schedule=schedule, num_microbatches=MICROBATCHES, stages=counts, **options)
+
+
+def placed(plan: Plan, *ranks: tuple[int, ...]) -> Plan:
+    return changed(plan, placement=Placement(ranks))
+
+
+def trained(name: str, plans: Sequence[Plan], **options: Any) -> Trained:
+    """Losses and weights of a training by several plans, one after the other."""
+    torch.manual_seed(0)
+    model, example = make(name)
+    pipe = pipeline(model, plans[0], **{"optimizer": optimizer_for(name)} | options)
+    losses = []
+    for number, plan in enumerate(plans):
+        if number:
+            rearrange(pipe, plan)
+        for step in range(number * EACH, (number + 1) * EACH):
+            losses.append(pipe.step(*example(SAMPLES, step)))
+            assert pipe.num_updates == len(losses)
+    return losses, pipe.state_dict()
+
+
+# ---- processes that leave --------------------------------------------------------------------------------------------
+
+
+def leave(old: sessions.Session, left: Sequence[int], place: str) -> sessions.Session | None:
+    """The session of the processes that are left, in a group of their own; None: this one is not among them."""
+    dist.destroy_process_group()
+    if old.rank not in left:
+        return None
+    number = left.index(old.rank)
+    store = dist.FileStore(place, len(left))
+    dist.init_process_group("gloo", store=store, rank=number, world_size=len(left))
+    new = replace(old, rank=number, num_ranks=len(left), calls=None)
+    sessions._session = new
+    return new
+
+
+def lose_a_copy(
+    name: str, gone: int, ranks: Sequence[Sequence[int]], place: str
+) -> tuple[Trained, Rearranged, list[bool]] | None:
+    """Two copies of two stages; process `gone` leaves after some steps."""
+    torch.manual_seed(0)
+    model, example = make(name)
+    pipe = pipeline(model, plan_of([4, 4], 4, replicas=(2,)), optimizer=optimizer_for(name))
+    losses = [pipe.step(*example(SAMPLES, step)) for step in range(EACH)]
+    worker = pipe.workers[0]
+    (before,) = worker.optimizers.values()
+    state = {id(value) for values in before.state.values() for value in values.values()}
+    session = leave(pipe.session, [rank for rank in range(4) if rank != gone], place)
+    if session is None:
+        return None
+    plan = placed(plan_of([4, 4], 3, replicas=tuple(map(len, ranks))), *map(tuple, ranks))
+    moved = rearrange(pipe, plan, session)
+    (after,) = pipe.workers[0].optimizers.values()
+    same = [before is after, state == {id(value) for values in after.state.values() for value in values.values()}]
+    losses += [pipe.step(*example(SAMPLES, step)) for step in range(EACH, 2 * EACH)]
+    return (losses, pipe.state_dict()), moved, same

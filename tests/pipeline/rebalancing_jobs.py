@@ -1,0 +1,77 @@
+"""Trainings whose layers move by themselves; functions that a rank can import by name."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.pipeline.rearranging_jobs import LAYERS, MICROBATCHES, SAMPLES, Trained, falling, loss, optimizer_for
+from tests.testing.equality_models import make
+
+import pipefit as pf
+from pipefit.pipeline import rebalancing
+from pipefit.pipeline.request import Decision
+from pipefit.planner import by_hand
+from pipefit.spec import Layer, Profile
+
+SLOW, WHEN, STEPS = 1, 50, 96
+EACH_S = 10.0
+"""Seconds of every layer on a rank that is not slow."""
+
+
+class Measured(rebalancing.Rebalancer):
+    """Layers that have waited for a clock of the test: ranks are as fast as it says, on any machine."""
+
+    def figures_of(self, passes: Sequence[Any]) -> dict[str, Any]:
+        plan = self._pipe.plan
+        step = self._pipe.num_updates
+        times = []
+        for stage, (spec, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
+            if self._pipe.rank in ranks:
+                slow = 3.0 if self._pipe.rank == SLOW and step > WHEN else 1.0
+                times.append((self._pipe.rank, stage, EACH_S * len(spec.layers) * slow))
+        found = super().figures_of(passes)
+        assert len(found["times"]) == len(times)
+        return found | {"times": times, "noise": 0.0, "period": 1000.0}
+
+
+class Warnings(logging.Handler):
+    """The lines that a user sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def trained(
+    name: str, ranks: int, rebalance: bool, folder: Path | None = None, **options: Any
+) -> tuple[Trained, list[list[int]], tuple[int, ...], list[str]]:
+    """Losses and weights; the layers of each stage before and after; the shares at the end; lines of the log."""
+    rebalancing.Rebalancer = Measured  # type: ignore[misc]
+    pf.pipeline.pipeline.Rebalancer = Measured  # type: ignore[attr-defined]
+    seen = Warnings()
+    logging.getLogger("pipefit.rebalance").addHandler(seen)
+    torch.manual_seed(0)
+    model, example = make(name)
+    third = EACH_S / 3
+    profile = Profile("model", 1, tuple(Layer(f"layer {i}", third, third, third, 0, 0, 8) for i in range(LAYERS)))
+    plan = by_hand(LAYERS, num_ranks=ranks, schedule="1f1b", num_microbatches=MICROBATCHES, **options)
+    pipe = pf.Pipeline(
+        model,
+        plan=Decision(plan, profile),
+        loss=loss,
+        optimizer=optimizer_for(name),
+        updates=pf.Updates(seed=7, scheduler=falling, clip_norm=1.0),
+        parallelism=pf.Parallelism(rebalance=rebalance),
+    )
+    counts = [[len(stage.layers) for stage in pipe.plan.partition.stages]]
+    callbacks = []
+    if folder is not None:
+        callbacks.append(pf.Checkpoints(pipe, folder, every=0))
+    losses = pipe.fit([example(SAMPLES, step) for step in range(STEPS)], callbacks=callbacks)
+    counts.append([len(stage.layers) for stage in pipe.plan.partition.stages])
+    return (losses, pipe.state_dict()), counts, pipe.plan.shares, seen.lines
