@@ -1,5 +1,6 @@
 """Trainings that go on by other plans; functions that a rank can import by name."""
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,3 +114,79 @@ def lose_a_copy(
     same = [before is after, state == {id(value) for values in after.state.values() for value in values.values()}]
     losses += [pipe.step(*example(SAMPLES, step)) for step in range(EACH, 2 * EACH)]
     return (losses, pipe.state_dict()), moved, same
+
+
+# ---- layers that move ------------------------------------------------------------------------------------------------
+
+MOVED = ["attention, batch norm and dropout", "tied ends", "tied neighbours", "a frozen middle", "a layer used twice"]
+
+
+NUM_PLANS = 5
+
+
+def all_moves() -> dict[str, Trained]:
+    """Every model by several plans of three processes."""
+    plans = [
+        plan_of([3, 3, 2], 3),
+        plan_of([4, 3, 1], 3, "gpipe"),
+        plan_of([1, 2, 1, 2, 1, 1], 3, "interleaved", num_chunks=2),
+        placed(plan_of([5, 3], 3, replicas=(1, 2)), (1,), (2, 0)),
+        placed(plan_of([2, 2, 4], 3), (2,), (0,), (1,)),
+    ]
+    return {name: trained(name, plans) for name in MOVED}
+
+
+class Moving:
+    """A callback that moves a layer after the second of four steps."""
+
+    every = 2
+
+    def __init__(self, pipe: pf.Pipeline, plan: Plan) -> None:
+        self._pipe = pipe
+        self._plan = plan
+        self._states: list[weakref.ref[Tensor]] = []
+        self.sent_bytes = 0.0
+        self.num_layers = self.num_freed = 0
+
+    def step(self, record: Any) -> None:
+        if record.step == 4:
+            self.num_freed = sum(reference() is None for reference in self._states)
+        if record.step != 2:
+            return
+        for worker in self._pipe.workers:
+            for optimizer in worker.optimizers.values():
+                self._states += [weakref.ref(value) for own in optimizer.state.values() for value in own.values()]
+        self.num_layers, self.sent_bytes = rearrange(self._pipe, self._plan)
+
+
+def with_average(plans: Sequence[Plan]) -> tuple[Trained, dict[str, Tensor], dict[str, Any]]:
+    """Four steps of a model with a hook on a weight, with its averages, which moves a layer if there are two plans."""
+    torch.manual_seed(0)
+    model, example = make("plain")
+    model[2][0].weight.register_hook(lambda gradient: 3 * gradient)
+    pipe = pipeline(model, plans[0], optimizer=decaying)
+    average, moving = pf.EMA(pipe, 0.5), Moving(pipe, plans[-1])
+    data = [example(SAMPLES, step) for step in range(4)]
+    losses = pipe.fit(data, callbacks=[moving, average] if len(plans) > 1 else [average])
+    with average.evaluating():
+        averages = pipe.state_dict()
+    del moving._pipe
+    facts = {"held": [not layer.weight.is_meta for layer in model.modules() if isinstance(layer, nn.Linear)]}
+    return (losses, pipe.state_dict()), averages, facts | vars(moving) | {"_states": None, "_plan": None}
+
+
+def saved(place: str) -> None:
+    """A checkpoint of four steps, of which the last two are by another plan."""
+    torch.manual_seed(0)
+    model, example = make("tied neighbours")
+    pipe = pipeline(model, plan_of([4, 2, 2], 3), optimizer=decaying)
+    for step in range(4):
+        if step == 2:
+            rearrange(pipe, plan_of([2, 2, 4], 3, "gpipe"))
+        pipe.step(*example(SAMPLES, step))
+    pipe.save(place)
+
+
+def several_moves(place: str) -> tuple[dict[str, Trained], Any]:
+    saved(place)
+    return all_moves(), with_average([plan_of([3, 3, 2], 3), plan_of([2, 4, 2], 3)])

@@ -5,6 +5,9 @@ import torch
 from tests.pipeline import rearranging_jobs as jobs
 from tests.testing.equality_models import MODELS
 
+import pipefit as pf
+from pipefit.errors import ModelError, PlanError
+from pipefit.pipeline.rearrange import rearrange
 from pipefit.runtime.launch import launch
 
 ONE = [jobs.plan_of([8], 1)] * 2
@@ -43,3 +46,107 @@ def test_a_process_leaves_and_the_copies_of_its_stage_go_on(name, gone, ranks, t
         assert_same(trained, jobs.trained(name, ONE))
         assert moved == (0, 0.0)
         assert same == [True, True]
+
+
+@pytest.mark.dist
+def test_layers_move_between_processes_with_all_their_state(tmp_path):
+    found = launch(jobs.several_moves, 3, str(tmp_path), threads=1, quiet=True, deadline_s=90)
+    for name in jobs.MOVED:
+        expected = jobs.trained(name, ONE[:1] * jobs.NUM_PLANS)
+        for models, _ in found:
+            assert_same(models[name], expected)
+    # The average of the weights, and a hook of the user on a weight that moves.
+    trained, averages, _ = jobs.with_average(ONE[:1])
+    for _, (mine, own, _) in found:
+        assert_same(mine, trained)
+        assert_same((mine[0], own), (trained[0], averages))
+    facts = [facts for _, (_, _, facts) in found]
+    # Thirty weights and five biases, with two states and an average each, and a counter of steps for both.
+    assert [own["sent_bytes"] for own in facts] == [35 * 8 * (1 + 2 + 1) + 2 * 4, 0, 0]
+    assert [own["num_layers"] for own in facts] == [1, 1, 1]
+    assert [own["held"].index(True) for own in facts] == [0, 2, 5]
+    assert [own["held"].count(True) for own in facts] == [2, 3, 2]
+    assert [own["num_freed"] for own in facts] == [2 * 3, 0, 0]
+    # A checkpoint that is saved afterwards.
+    model, example = jobs.make("tied neighbours")
+    one = jobs.pipeline(model, ONE[0], optimizer=jobs.decaying)
+    one.load(tmp_path)
+    losses = [one.step(*example(jobs.SAMPLES, step)) for step in (4, 5)]
+    expected = jobs.trained("tied neighbours", ONE[:1] * 3)
+    assert_same((losses, one.state_dict()), (expected[0][4:], expected[1]))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(
+    "precision",
+    [
+        pf.Precision("bf16", loss_scale=8.0),
+        pytest.param(pf.Precision("fp32", compile="aot_eager"), marks=pytest.mark.slow),
+    ],
+)
+def test_half_copies_the_loss_scale_and_compiled_layers_are_as_after_a_resume(precision, tmp_path):
+    """Stages send in half precision, so another cut has other roundings: the reference is a checkpoint by this plan."""
+
+    def begun():
+        torch.manual_seed(0)
+        model, example = jobs.make("plain")
+        pipe = jobs.pipeline(model.float(), jobs.plan_of([3, 5], 2), optimizer=jobs.decaying, precision=precision)
+        return pipe, [(x.float(), y) for x, y in (example(jobs.SAMPLES, step) for step in range(4))]
+
+    def ended(pipe, data):
+        scale = pipe.loss_scale and pipe.loss_scale.state()
+        return pipe.fit(data[2:]), pipe.state_dict(), scale
+
+    other = jobs.plan_of([1, 4, 3], 4, "gpipe", replicas=(1, 2, 1))
+    pipe, data = begun()
+    pipe.fit(data[:2])
+    pipe.save(tmp_path)
+    scale = pipe.loss_scale
+    rearrange(pipe, other)
+    assert pipe.loss_scale is scale
+    losses, weights, scale = ended(pipe, data)
+    model = jobs.make("plain")[0].float()
+    resumed = jobs.pipeline(model, other, optimizer=jobs.decaying, precision=precision)
+    resumed.load(tmp_path)
+    expected = ended(resumed, data)
+    assert (losses, scale) == (expected[0], expected[2])
+    assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
+
+
+REFUSED = [
+    ({"schedule": "pipedream"}, "pipedream is asynchronous"),
+    ({"replicas": (2,), "shard": "optimizer"}, "shard='optimizer'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_what_cannot_be_done_is_refused_and_changes_nothing(options, message):
+    expected = jobs.trained("plain", ONE)
+    torch.manual_seed(0)
+    model, example = jobs.make("plain")
+    pipe = jobs.pipeline(model, jobs.plan_of([4, 4], 2), optimizer=jobs.decaying)
+    losses = [pipe.step(*example(jobs.SAMPLES, step)) for step in range(2)]
+    with pytest.raises(PlanError, match=message):
+        rearrange(pipe, jobs.plan_of([4, 4], 2 * len(options), **options))
+    losses += [pipe.step(*example(jobs.SAMPLES, step)) for step in (2, 3)]
+    assert_same((losses, pipe.state_dict()), expected)
+
+
+def test_groups_of_an_optimizer_that_cannot_be_joined_are_refused():
+    torch.manual_seed(0)
+    model, example = jobs.make("plain")
+    pipe = jobs.pipeline(model, jobs.plan_of([4, 4], 2), optimizer=jobs.momentum)
+    pipe.step(*example(jobs.SAMPLES, 0))
+    first, second = (worker.optimizers[stage] for stage, worker in enumerate(pipe.workers))
+    first.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(ModelError, match=r"momentum of the optimizer was 0.5 for 0.0.weight and 0.9 for 4.weight"):
+        rearrange(pipe, jobs.plan_of([5, 3], 2))
+    assert [worker.optimizers[stage] for stage, worker in enumerate(pipe.workers)] == [first, second]
+    pipe.step(*example(jobs.SAMPLES, 1))
+    rearrange(pipe, jobs.plan_of([4, 2, 2], 3))
+    assert [o.param_groups[0]["momentum"] for worker in pipe.workers for o in worker.optimizers.values()] == [
+        0.5,
+        0.9,
+        0.9,
+    ]
+    assert pipe.workers[0].optimizers[0] is first

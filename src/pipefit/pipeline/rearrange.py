@@ -131,7 +131,8 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
             worker.forget_pass()
             worker.train(True)
         _give_memory(pipe.layers, now[session.rank], pipe.device)
-        moved = _moved(pipe, session, moves)
+        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
+        moved = _moved(pipe, session, moves, bool(gains))
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
@@ -143,7 +144,6 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
         for take in takers:
             take()
         _follow(pipe, following, workers, moved)
-    gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
     return Rearranged(len(gains), moved.sent_bytes)
 
 
@@ -231,13 +231,20 @@ def _give_memory(layers: Sequence[NamedLayer], wanted: Collection[int], device: 
     stand_in(layers, lambda tensor: torch.empty_like(tensor, device=device), is_lacking)
 
 
-def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move]) -> _Moved:
-    """Everything that this process has after the moves."""
+def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move], gains: bool) -> _Moved:
+    """Everything that this process has after the moves.
+
+    Args:
+        pipe: that is trained.
+        session: the processes from now on.
+        moves: of weights and buffers.
+        gains: whether any process gets a layer, which may have none of them.
+    """
     first = first_names(pipe.layers)
     mine = belongings_of(pipe.workers, first, pipe.loop.callbacks.moving)
     records = [record for worker in pipe.workers for record in optimization_of(worker, worker.stages)]
     modes = _modes_of(pipe.workers)
-    if not moves:
+    if not gains:
         return _Moved(first, mine, {}, records, modes, 0.0)
     gone = {move.name for move in moves if move.source == session.rank}
     every = exchange(session, [forms_of(mine, gone), msgspec.to_builtins(records), list(modes.items())])

@@ -74,11 +74,21 @@ def stand_in(
             for name, parameter in module.named_parameters(recurse=False):
                 if of(parameter):
                     if id(parameter) not in made:
-                        made[id(parameter)] = nn.Parameter(make(parameter), parameter.requires_grad)
+                        made[id(parameter)] = _like(parameter, make(parameter))
                     setattr(module, name, made[id(parameter)])
             for name, buffer in module.named_buffers(recurse=False):
                 if of(buffer):
                     module._buffers[name] = make(buffer)
+
+
+def _like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
+    """A parameter with other data, and with the attributes and the hooks that the user has given to this one."""
+    made: Any = nn.Parameter(data, parameter.requires_grad)
+    before: Any = parameter
+    made.__dict__.update(before.__dict__)
+    made._backward_hooks = before._backward_hooks
+    made._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
+    return made
 
 
 @contextmanager
