@@ -1,9 +1,9 @@
 """Trainings whose layers move by themselves; functions that a rank can import by name."""
 
 import logging
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from tests.pipeline.rearranging_jobs import LAYERS, MICROBATCHES, SAMPLES, Trained, falling, loss, optimizer_for
@@ -13,6 +13,7 @@ import pipefit as pf
 from pipefit.pipeline import rebalancing
 from pipefit.pipeline.request import Decision
 from pipefit.planner import by_hand
+from pipefit.runtime.faults import noted
 from pipefit.spec import Layer, Profile
 
 SLOW, WHEN, STEPS = 1, 50, 96
@@ -36,6 +37,24 @@ class Measured(rebalancing.Rebalancer):
         return found | {"times": times, "noise": 0.0, "period": 1000.0}
 
 
+class Run(NamedTuple):
+    """A training that has ended.
+
+    Attributes:
+        trained: losses and weights.
+        counts: layers of each stage, before and after.
+        shares: of the copies at the end.
+        lines: of the log.
+        notes: in the folder of the run.
+    """
+
+    trained: Trained
+    counts: list[list[int]]
+    shares: tuple[int, ...]
+    lines: list[str]
+    notes: list[dict[str, Any]]
+
+
 class Warnings(logging.Handler):
     """The lines that a user sees."""
 
@@ -47,10 +66,8 @@ class Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def trained(
-    name: str, ranks: int, rebalance: bool, folder: Path | None = None, **options: Any
-) -> tuple[Trained, list[list[int]], tuple[int, ...], list[str]]:
-    """Losses and weights; the layers of each stage before and after; the shares at the end; lines of the log."""
+def trained(name: str, ranks: int, rebalance: bool, spread: Mapping[str, Any] = MappingProxyType({})) -> Run:
+    """A training of some steps."""
     rebalancing.Rebalancer = Measured  # type: ignore[misc]
     pf.pipeline.pipeline.Rebalancer = Measured  # type: ignore[attr-defined]
     seen = Warnings()
@@ -59,7 +76,7 @@ def trained(
     model, example = make(name)
     third = EACH_S / 3
     profile = Profile("model", 1, tuple(Layer(f"layer {i}", third, third, third, 0, 0, 8) for i in range(LAYERS)))
-    plan = by_hand(LAYERS, num_ranks=ranks, schedule="1f1b", num_microbatches=MICROBATCHES, **options)
+    plan = by_hand(LAYERS, num_ranks=ranks, schedule="1f1b", num_microbatches=MICROBATCHES, **spread)
     pipe = pf.Pipeline(
         model,
         plan=Decision(plan, profile),
@@ -69,9 +86,7 @@ def trained(
         parallelism=pf.Parallelism(rebalance=rebalance),
     )
     counts = [[len(stage.layers) for stage in pipe.plan.partition.stages]]
-    callbacks = []
-    if folder is not None:
-        callbacks.append(pf.Checkpoints(pipe, folder, every=0))
-    losses = pipe.fit([example(SAMPLES, step) for step in range(STEPS)], callbacks=callbacks)
+    losses = pipe.fit([example(SAMPLES, step) for step in range(STEPS)])
     counts.append([len(stage.layers) for stage in pipe.plan.partition.stages])
-    return (losses, pipe.state_dict()), counts, pipe.plan.shares, seen.lines
+    notes = noted(pipe.session.folder) if pipe.session.folder else []
+    return Run((losses, pipe.state_dict()), counts, pipe.plan.shares, seen.lines, notes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -45,9 +45,6 @@ from pipefit.schedules import find
 from pipefit.spec import Plan
 from pipefit.stage.materialise import forget_others, stand_in
 from pipefit.stage.split import NamedLayer, split
-
-if TYPE_CHECKING:
-    from pipefit.pipeline.pipeline import Pipeline
 
 
 class Rearranged(NamedTuple):
@@ -98,7 +95,7 @@ class _Moved(NamedTuple):
     sent_bytes: float
 
 
-def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rearranged:
+def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearranged:
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
@@ -150,7 +147,7 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
 # ---- prepare -------------------------------------------------------------------------------------------------------
 
 
-def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list[list[int]]]:
+def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list[int]]]:
     """The plan with its proved program, and the layers that each process has; all processes agree on them."""
     found: list[_Next] = []
 
@@ -173,7 +170,7 @@ def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list
     return found[0], [own["held"] for own in every]
 
 
-def refuse_unmovable(pipe: Pipeline, plan: Plan) -> None:
+def refuse_unmovable(pipe: Any, plan: Plan) -> None:
     """Refuses what a live pipeline cannot do.
 
     Raises:
@@ -231,7 +228,7 @@ def _give_memory(layers: Sequence[NamedLayer], wanted: Collection[int], device: 
     stand_in(layers, lambda tensor: torch.empty_like(tensor, device=device), is_lacking)
 
 
-def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move], gains: bool) -> _Moved:
+def _moved(pipe: Any, session: Session, moves: Sequence[Move], gains: bool) -> _Moved:
     """Everything that this process has after the moves.
 
     Args:
@@ -270,7 +267,7 @@ def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
 # ---- build ---------------------------------------------------------------------------------------------------------
 
 
-def _built(pipe: Pipeline, following: _Next, moved: _Moved) -> tuple[list[Worker], list[Callable[[], None]]]:
+def _built(pipe: Any, following: _Next, moved: _Moved) -> tuple[list[Worker], list[Callable[[], None]]]:
     """The workers of a plan, and the functions that restore the optimizers of those stages that have new ones.
 
     Raises:
@@ -319,7 +316,7 @@ def _fill(layer: NamedLayer, moved: _Moved) -> None:
 # ---- follow --------------------------------------------------------------------------------------------------------
 
 
-def _follow(pipe: Pipeline, following: _Next, workers: Sequence[Worker], moved: _Moved) -> None:
+def _follow(pipe: Any, following: _Next, workers: Sequence[Worker], moved: _Moved) -> None:
     """Lets the pipeline follow a plan with its workers, and frees what this process no longer needs."""
     scales = pipe.state.scales
     for index, worker in enumerate(workers):
