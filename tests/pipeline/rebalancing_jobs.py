@@ -24,17 +24,17 @@ EACH_S = 10.0
 class Measured(rebalancing.Rebalancer):
     """Layers that have waited for a clock of the test: ranks are as fast as it says, on any machine."""
 
-    def figures_of(self, passes: Sequence[Any]) -> dict[str, Any]:
+    def figures_of(self, passes: Sequence[Any]) -> list[Any]:
         plan = self._pipe.plan
         step = self._pipe.num_updates
         times = []
         for stage, (spec, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
             if self._pipe.rank in ranks:
                 slow = 3.0 if self._pipe.rank == SLOW and step > WHEN else 1.0
-                times.append((self._pipe.rank, stage, EACH_S * len(spec.layers) * slow))
-        found = super().figures_of(passes)
-        assert len(found["times"]) == len(times)
-        return found | {"times": times, "noise": 0.0, "period": 1000.0}
+                times.append((stage, EACH_S * len(spec.layers) * slow))
+        measured, _, period_s, move_s = super().figures_of(passes)
+        assert period_s > 0 and [stage for stage, _ in measured] == [stage for stage, _ in times]
+        return [times, 0.0, 1000.0, move_s]
 
 
 class Run(NamedTuple):

@@ -1,8 +1,9 @@
 """The policy by which layers move: random times of a run's stages in, moves out."""
 
 import random
+import re
 from collections.abc import Callable
-from itertools import combinations, pairwise
+from itertools import combinations
 from typing import NamedTuple
 
 import pytest
@@ -10,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipefit.planner import by_hand
-from pipefit.planner.rebalance import LEAST_GAIN, Move, Rebalance, Window, changes
-from pipefit.planner.running_costs import RunningCosts
+from pipefit.planner.better_plan import estimate, learned
+from pipefit.planner.rebalance import LEAST_GAIN, Move, Rebalance, Window, shape_of
 from pipefit.spec import Layer, Plan, Profile, Topology
 from pipefit.timeline.stage_seconds import middle
 
-WINDOW, STEPS, RANKS = 8, 480, 3
+WINDOW, STEPS, RANKS = 8, 320, 3
 OUTLIER = 20.0
 
 Slowness = Callable[[int, int], float]
@@ -49,14 +50,14 @@ def world(seed: int, slowness: Slowness, error: float = 0.05, noise: float = 0.0
     return World(assumed, true, slowness, noise, bad)
 
 
-def policy_of(one: World, is_measured: bool = True) -> Rebalance:
+def policy_of(one: World) -> Rebalance:
     layers = (Layer(f"layer {i}", cost / 3, cost / 3, cost / 3, 0, 0, 8) for i, cost in enumerate(one.assumed))
     profile = Profile("model", 1, tuple(layers))
     ranks = RANKS * one.copies
     plan = by_hand(
         len(one.assumed), num_ranks=ranks, schedule="1f1b", num_microbatches=8, replicas=(one.copies,), profile=profile
     )
-    return Rebalance(plan, profile, Topology.local(ranks, 1e12, 0.0), is_measured)
+    return Rebalance(plan, profile, Topology.local(ranks, 1e12, 0.0))
 
 
 def seconds(one: World, plan: Plan, step: int, draw: random.Random) -> dict[tuple[int, int], float]:
@@ -72,7 +73,7 @@ def seconds(one: World, plan: Plan, step: int, draw: random.Random) -> dict[tupl
     return found
 
 
-def train(policy: Rebalance, one: World, seed: int, steps: int = STEPS, build_s: float = 1.0) -> list[Move]:
+def train(policy: Rebalance, one: World, seed: int, steps: int = STEPS, move_s: float = 1.0) -> list[Move]:
     """The moves of a run."""
     draw = random.Random(seed)
     made = []
@@ -85,7 +86,7 @@ def train(policy: Rebalance, one: World, seed: int, steps: int = STEPS, build_s:
         times = {place: mid.seconds[0] for place, mid in mids.items()}
         noise = max(mid.noise for mid in mids.values())
         period_s = 10 * max(times.values())
-        move = policy.look(Window(step, times, noise, period_s, steps - step, build_s))
+        move = policy.look(Window(step, times, noise, period_s, steps - step, move_s))
         if move is not None:
             policy.moved(move)
             made.append(move)
@@ -123,14 +124,14 @@ seeds = st.integers(0, 10**6)
 noises = st.sampled_from([0.0, 0.02, 0.05, 0.1])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seeds, noises)
 def test_nothing_moves_while_nothing_changes_whatever_single_steps_do(seed, noise):
     one = world(seed, even, error=0.0, noise=noise, bad=0.05)
     assert train(policy_of(one), one, seed) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seeds, noises, st.integers(0, RANKS - 1), st.floats(2.0, 6.0), st.integers(30, 200))
 def test_a_lasting_change_is_answered_soon_and_the_new_cut_is_nearly_the_best(seed, noise, slow, times, when):
     one = world(seed, slow_from(when, slow, times), noise=noise)
@@ -144,7 +145,7 @@ def test_a_lasting_change_is_answered_soon_and_the_new_cut_is_nearly_the_best(se
     assert len(made) <= 3
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(seeds, noises, st.sampled_from(["step", "there and back", "ramp", "burst", "drift of all"]), st.booleans())
 def test_nothing_goes_back_and_forth(seed, noise, kind, is_measured):
     """A cut that was left comes again only after a rank has changed its speed, or where its steps were faster."""
@@ -156,7 +157,7 @@ def test_nothing_goes_back_and_forth(seed, noise, kind, is_measured):
         "drift of all": lambda step, rank: 1.0 + step / 100,
     }
     one = world(seed, speeds[kind], error=0.05 if is_measured else 0.4, noise=noise)
-    policy = policy_of(one, is_measured)
+    policy = policy_of(one)
     cuts = [cut(policy.plan)]
     made = train(policy, one, seed)
     for move in made:
@@ -174,44 +175,40 @@ def test_costs_that_were_assumed_wrongly_are_learned_and_do_not_look_like_a_slow
     one = World([1.0] * 8, [1, 1, 1, 4, 1, 1, 1, 1], even)
     layers = tuple(Layer(f"layer {i}", 1 / 3, 1 / 3, 1 / 3, 0, 0, 8) for i in range(8))
     plan = by_hand(8, num_ranks=2, schedule="1f1b", num_microbatches=8)
-    policy = Rebalance(plan, Profile("model", 1, layers), Topology.local(2, 1e12, 0.0), False)
+    policy = Rebalance(plan, Profile("model", 1, layers), Topology.local(2, 1e12, 0.0))
     made = train(policy, one, 0)
     assert len(made) <= 3
     assert max(sum(one.true[i] for i in stage) for stage in cut(policy.plan)) == 7
 
 
 def test_a_surprise_between_moves_is_the_ranks_and_one_with_a_move_is_the_layers():
-    costs = RunningCosts([1.0] * 4, 2, 0.5)
-    stages = [(0, 1), (2, 3)]
-    for times in (2.0, 2.0, 6.0):
-        before = costs.observe({(0, 0): 2.0, (1, 1): times}, stages, 0.01, False)
-    assert before.slowness[1] / before.slowness[0] == pytest.approx(3.0, rel=0.02)
-    assert before.costs == pytest.approx([1.0] * 4, rel=0.02)
-    # Layer 2 turns out to be three times as expensive as assumed.
-    after = costs.observe({(0, 0): 3.5, (1, 1): 3.0 * 0.5}, [(0, 1, 2), (3,)], 0.01, True)
-    assert after.slowness[1] / after.slowness[0] == pytest.approx(3.0, rel=0.1)
-    assert after.costs[2] / after.costs[3] == pytest.approx(3.0, rel=0.1)
-    assert after.costs[2] / after.costs[0] == pytest.approx(1.5, rel=0.1)
+    layers = tuple(Layer(f"layer {i}", 1 / 3, 1 / 3, 1 / 3, 0, 0, 8) for i in range(4))
+    plan = by_hand(4, num_ranks=2, schedule="1f1b", num_microbatches=8)
+    before = estimate(plan, Profile("model", 1, layers), {(0, 0): 2.0, (1, 1): 6.0})
+    assert before.slowness == pytest.approx((1.0, 3.0))
+    after = by_hand(4, num_ranks=2, schedule="1f1b", num_microbatches=8, stages=[3, 1])
+    profile = learned(after, before, {(0, 0): 4.5, (1, 1): 3.0})
+    assert [layer.total_s for layer in profile.layers] == pytest.approx([1.5, 1.5, 1.5, 1.0])
+    assert estimate(after, profile, {(0, 0): 4.5, (1, 1): 3.0}).slowness == pytest.approx(before.slowness)
 
 
 def test_a_move_must_pay_for_itself_over_the_steps_that_are_left():
     one = world(1, slow_from(50, 1, 3.0), noise=0.0, bad=0.0)
-    assert train(policy_of(one), one, 1, build_s=1e6) == []
-    assert len(train(policy_of(one), one, 1, build_s=1.0)) == 1
-    assert train(policy_of(one), one, 1, steps=56, build_s=1.0) == []
+    assert train(policy_of(one), one, 1, move_s=1e6) == []
+    assert len(train(policy_of(one), one, 1, move_s=1.0)) == 1
+    assert train(policy_of(one), one, 1, steps=56, move_s=1.0) == []
 
 
 def test_where_copies_differ_in_speed_their_shares_change_and_no_layer_moves():
-    one = World([1.0] * 9, [1.0] * 9, lambda step, rank: 3.0 if rank % 2 and step > 50 else 1.0, copies=2)
+    one = World([1.0] * 9, [1.0] * 9, even, copies=2)
     policy = policy_of(one)
-    slow_copy = {ranks[1] % 2 for ranks in policy.plan.placement.ranks}
-    if slow_copy != {1}:
-        one = one._replace(slowness=lambda step, rank: 3.0 if rank >= RANKS and step > 50 else 1.0)
+    slow = {ranks[1] for ranks in policy.plan.placement.ranks}
+    one = one._replace(slowness=lambda step, rank: 3.0 if rank in slow and step > 50 else 1.0)
     before = cut(policy.plan)
-    made = train(policy, one, 0)
-    assert [move.plan.shares for move in made] == [(6, 2)]
+    (move,) = train(policy, one, 0)
+    assert move.plan.shares == (6, 2)
     assert cut(policy.plan) == before
-    assert made[0].what == "the copies take 6-2 micro-batches in place of 4-4"
+    assert move.what == "stages of 3-3-3 layers → stages of 3-3-3 layers, copies with 6-2 micro-batches"
 
 
 def test_a_move_says_what_and_why():
@@ -219,27 +216,28 @@ def test_a_move_says_what_and_why():
     policy = policy_of(one)
     before = policy.plan
     (move,) = train(policy, one, 1)
-    assert changes(before, move.plan) == move.what
-    assert "layer 3 moves from stage 1 to stage 0" in move.what
-    assert move.why.startswith("rank 1 takes 3.0 × as long as before; rank 1 works ")
+    assert move.what == f"{shape_of(before)} → {shape_of(move.plan)}"
+    assert re.fullmatch(
+        r"rank 1 takes \S+ s per micro-batch, rank \d takes \S+ s; "
+        r"a layer takes 3\.0 × as long on rank 1 as at first",
+        move.why,
+    )
     assert str(move).startswith(f"after step {move.step}: {move.what}; {move.why}; predicted: ")
 
 
-def test_a_disappointing_move_is_followed_by_a_longer_pause():
+def test_where_a_move_brings_nothing_the_next_one_must_promise_more():
     """A machine whose steps stay as long as they were, whatever moves."""
-    one = world(3, slow_from(50, 1, 3.0), noise=0.0, bad=0.0)
+    one = world(3, even, noise=0.0, bad=0.0)
     policy = policy_of(one)
-    made = []
+    gains = []
     draw = random.Random(3)
-    for step in range(WINDOW, STEPS, WINDOW):
-        # Alternately rank 0 and rank 2 seem to be slow, for long enough to be believed.
+    for step in range(WINDOW, 2000, WINDOW):
+        # One rank after the other seems to be slow, for long enough to be believed.
         turn = (step // 48) % 3
-        times = seconds(
-            one._replace(slowness=lambda _, rank, turn=turn: 3.0 if rank == turn else 1.0), policy.plan, step, draw
-        )
-        move = policy.look(Window(step, times, 0.0, 100.0, 1000, 1.0))
+        slow = one._replace(slowness=lambda _, rank, turn=turn: 1.5 if rank == turn else 1.0)
+        move = policy.look(Window(step, seconds(slow, policy.plan, step, draw), 0.0, 100.0, 1000, 1.0))
         if move is not None:
             policy.moved(move)
-            made.append(move.step)
-    gaps = [after - before for before, after in pairwise(made)]
-    assert max(gaps) > 2 * gaps[0] > 0
+            gains.append(move.gain)
+    assert 1 <= len(gains) <= 4
+    assert all(gain > LEAST_GAIN * 2**number for number, gain in enumerate(gains))

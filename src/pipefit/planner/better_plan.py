@@ -1,118 +1,106 @@
-"""Another cut, or other shares of the batch, for ranks whose speeds have been measured."""
+"""Another cut, or other shares of the batch, by the measured times of stages.
+
+The seconds of a stage s on a rank r are a product:
+
+    T(s, r) = slow(r) · Σ cost(l)      l in s
+
+From one cut only the product is known: a stage takes long because its rank is slow, or because its layers cost more
+than was assumed. But layers do not change, and ranks do not change because layers move: so a surprise between two moves
+is one of the rank, and one that comes with a move is one of the layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
 from pipefit.cost import FREE, of_plan
-from pipefit.partition.balance import divide, layer_times, spans
-from pipefit.planner.running_costs import Factors
+from pipefit.partition.balance import divide, spans
 from pipefit.planner.simulated import update_s
 from pipefit.planner.space import shares_of
-from pipefit.schedules import find
-from pipefit.spec import Device, Level, Partition, Plan, Profile, Topology
-from pipefit.spec.plan import COMING_AND_GOING
+from pipefit.spec import Partition, Plan, Profile, Topology
+
+Times = Mapping[tuple[int, int], float]
+"""Seconds per micro-batch by rank and stage."""
+
+_SECONDS = ("forward_s", "backward_input_s", "backward_weight_s")
+_MOST = 2.0
+"""Largest factor of a stage's costs that one move shows; what is beyond is a rank that has changed meanwhile."""
 
 
-def assumed(profile: Profile, plan: Plan) -> list[float]:
-    """The cost of each layer by a profile, with what its backward replays."""
-    times = layer_times(msgspec.structs.replace(profile.replaying(plan.partition.stages[0].replays), loss_s=0.0))
-    # A layer without cost counts a little, so that it is in proportion to something.
-    least = (sum(times) or 1.0) / (100 * len(times))
-    return [time + least for time in times]
+class Estimate(NamedTuple):
+    """Costs and speeds.
+
+    Attributes:
+        profile: of the layers, on a rank whose slowness is 1.
+        slowness: of each rank, the factor of the seconds of its layers.
+    """
+
+    profile: Profile
+    slowness: tuple[float, ...]
+
+    def step_s(self, plan: Plan, topology: Topology) -> float:
+        """Simulated seconds from step to step."""
+        cost = of_plan(self.profile, plan, topology, runtime=FREE)
+        speed = tuple(1 / slow for slow in self.slowness)
+        return update_s(plan, replace(cost, speed=speed))[1]
 
 
-def with_costs(profile: Profile, plan: Plan, factors: Factors) -> Profile:
-    """The profile with the estimated costs of its layers."""
-    layers = []
-    for layer, before, cost in zip(profile.layers, assumed(profile, plan), factors.costs, strict=True):
-        changed = {}
-        for name in ("forward_s", "backward_input_s", "backward_weight_s", "attention_s"):
-            changed[name] = getattr(layer, name) * cost / before
-        layers.append(msgspec.structs.replace(layer, **changed))
-    return msgspec.structs.replace(profile, layers=tuple(layers))
+def estimate(plan: Plan, profile: Profile, times: Times) -> Estimate:
+    """The slowness of ranks, by the times of a cut."""
+    took_s = [0.0] * plan.placement.num_ranks
+    costs = [0.0] * plan.placement.num_ranks
+    for (rank, stage), seconds in times.items():
+        took_s[rank] += seconds
+        costs[rank] += _cost(profile, plan.partition.stages[stage].layers)
+    slowness = [seconds / cost for seconds, cost in zip(took_s, costs, strict=True)]
+    return Estimate(profile, tuple(slowness))
 
 
-def with_speeds_of(topology: Topology, factors: Factors) -> Topology:
-    """The topology whose devices have the estimated speeds."""
-    devices = []
-    one = Device(flops=1.0, efficiency=1.0)
-    for slowness in factors.slowness:
-        devices.append(Device(flops=1.0 / slowness, efficiency=1.0))
-    # A run that has lost ranks has fewer than the topology.
-    devices += [one] * (topology.num_devices - len(devices))
-    # Measured times hold the effect of shared cores already.
-    levels: list[Level] = []
-    for level in topology.levels:
-        levels.append(msgspec.structs.replace(level, cores=None))
-    return msgspec.structs.replace(topology, levels=tuple(levels), device=one, devices=tuple(devices))
+def learned(plan: Plan, before: Estimate, times: Times) -> Profile:
+    """The profile by which ranks are as slow as before a move."""
+    layers = list(before.profile.layers)
+    for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
+        expected = before.slowness[ranks[0]] * _cost(before.profile, stage.layers)
+        factor = min(max(times[ranks[0], index] / expected, 1 / _MOST), _MOST)
+        for place in stage.layers:
+            changed = {name: getattr(layers[place], name) * factor for name in _SECONDS}
+            layers[place] = msgspec.structs.replace(layers[place], **changed)
+    return msgspec.structs.replace(before.profile, layers=tuple(layers))
 
 
-def step_s(plan: Plan, profile: Profile, topology: Topology, factors: Factors) -> float:
-    """Simulated seconds from step to step."""
-    costs = with_costs(profile, plan, factors)
-    cost = of_plan(costs, plan, with_speeds_of(topology, factors), runtime=FREE)
-    return update_s(plan, cost)[1]
+def _cost(profile: Profile, layers: Sequence[int]) -> float:
+    return sum(profile.layers[layer].total_s for layer in layers)
 
 
-def loads(plan: Plan, factors: Factors) -> list[float]:
-    """Seconds of work of each rank per update."""
-    found = [0.0] * plan.placement.num_ranks
-    for spec, ranks in zip(plan.partition.stages, plan.placement.ranks, strict=True):
-        each_s = sum(factors.costs[layer] for layer in spec.layers)
-        for rank, count in zip(ranks, _counts(plan, len(ranks)), strict=True):
-            found[rank] += each_s * count * factors.slowness[rank]
-    return found
-
-
-def others(plan: Plan, profile: Profile, factors: Factors) -> list[Plan]:
+def others(plan: Plan, now: Estimate, times: Times) -> list[Plan]:
     """The plans to compare with one that runs: with the best cut, and where copies may differ with the best shares."""
-    found = [_with_best_cut(plan, profile, factors)]
-    if _may_have_shares(plan):
-        shared = _with_best_shares(plan, factors)
-        found += [shared, _with_best_cut(shared, profile, factors)]
-    return [other for other in found if _shape(other) != _shape(plan)]
+    found = [_with_best_cut(plan, now)]
+    if plan.data > 1 and all(stage.replicas == 1 for stage in plan.partition.stages):
+        paces = []
+        for copy in range(plan.data):
+            each = [times[ranks[copy], stage] for stage, ranks in enumerate(plan.placement.ranks)]
+            paces.append(1 / max(each))
+        shared = msgspec.structs.replace(plan, shares=shares_of(paces, plan.num_microbatches))
+        found += [shared, _with_best_cut(shared, now)]
+    return [other for other in found if (other.partition, other.shares) != (plan.partition, plan.shares)]
 
 
-def _shape(plan: Plan) -> tuple[object, ...]:
-    return plan.shares, plan.partition
-
-
-def _counts(plan: Plan, num_copies: int) -> Sequence[float]:
-    """Micro-batches of each copy of a stage per update."""
-    return plan.shares or [plan.num_microbatches / num_copies] * num_copies
-
-
-def _with_best_cut(plan: Plan, profile: Profile, factors: Factors) -> Plan:
+def _with_best_cut(plan: Plan, now: Estimate) -> Plan:
     """The plan whose slowest stage is as fast as possible."""
-    costs = spans(factors.costs)
+    costs = spans([layer.total_s for layer in now.profile.layers])
     of_stage = []
     for ranks in plan.placement.ranks:
-        waits = [factors.slowness[rank] * count for rank, count in zip(ranks, _counts(plan, len(ranks)), strict=True)]
-        of_stage.append(costs * max(waits))
+        shares = plan.shares or [1] * len(ranks)
+        slowest = max(now.slowness[rank] * share for rank, share in zip(ranks, shares, strict=True))
+        of_stage.append(costs * slowest)
     counts = divide(of_stage)
     assert counts is not None
     stages = []
-    for plain, spec in zip(Partition.from_counts(counts).stages, plan.partition.stages, strict=True):
-        stages.append(msgspec.structs.replace(spec, layers=plain.layers))
+    for plain, stage in zip(Partition.from_counts(counts).stages, plan.partition.stages, strict=True):
+        stages.append(msgspec.structs.replace(stage, layers=plain.layers))
     partition = Partition(tuple(stages))
-    return msgspec.structs.replace(plan, partition=partition, frozen=profile.num_frozen(partition))
-
-
-def _may_have_shares(plan: Plan) -> bool:
-    are_alike = plan.data > 1 and all(stage.replicas == 1 for stage in plan.partition.stages)
-    return are_alike and plan.shard not in COMING_AND_GOING and find(plan.schedule).is_synchronous
-
-
-def _with_best_shares(plan: Plan, factors: Factors) -> Plan:
-    """The plan whose copies get micro-batches by their speeds, each that of its slowest rank."""
-    paces = []
-    for copy in range(plan.data):
-        work = []
-        for spec, ranks in zip(plan.partition.stages, plan.placement.ranks, strict=True):
-            each_s = sum(factors.costs[layer] for layer in spec.layers)
-            work.append(each_s * factors.slowness[ranks[copy]])
-        paces.append(1 / max(work))
-    return msgspec.structs.replace(plan, shares=shares_of(paces, plan.num_microbatches))
+    return msgspec.structs.replace(plan, partition=partition, frozen=now.profile.num_frozen(partition))

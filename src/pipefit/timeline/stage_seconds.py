@@ -1,4 +1,4 @@
-"""Seconds of a rank's stages per micro-batch: of one pass, and of several passes without what disturbed single ones."""
+"""Seconds of a rank's stages per micro-batch over some passes, without what disturbed single ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from statistics import median
 from typing import NamedTuple
 
 from pipefit.ir.instruction import Instruction
-from pipefit.ir.op import BACKWARD_OPS, COMPUTE_OPS, Op
+from pipefit.ir.op import BACKWARD_OPS, Op
 
-_OF_MEDIAN = 1.2533
-_OF_DEVIATION = 1.4826
-"""Standard errors of a median, and standard deviations of a median of deviations, of a normal distribution."""
+_ERROR = 1.86
+"""Of a normal distribution, the standard error of a median of n values times √n over their median deviation."""
 
 
 class Middle(NamedTuple):
@@ -37,8 +36,7 @@ def stage_seconds(
     """
     times: dict[tuple[int, Op], list[float]] = defaultdict(list)
     for i, start, end in zip(instructions, starts, ends, strict=True):
-        is_own = i.op is Op.FWD or i.op in BACKWARD_OPS
-        if is_own and i.op in COMPUTE_OPS:
+        if i.op is Op.FWD or i.op in BACKWARD_OPS:
             times[i.stage, i.op].append(end - start)
     found: dict[int, float] = defaultdict(float)
     for (stage, _), each in times.items():
@@ -47,14 +45,12 @@ def stage_seconds(
 
 
 def middle(passes: Sequence[Mapping[int, float]]) -> Middle:
-    """The medians over passes, of the stages that all of them have."""
+    """The medians over passes."""
     seconds = {}
     noise = 0.0
     for stage in passes[0]:
         each = [one[stage] for one in passes]
-        mid = median(each)
-        seconds[stage] = mid
-        deviation = median(abs(value - mid) for value in each)
-        if mid:
-            noise = max(noise, _OF_MEDIAN * _OF_DEVIATION * deviation / mid / math.sqrt(len(each)))
+        seconds[stage] = median(each)
+        deviation = median(abs(value / seconds[stage] - 1) for value in each)
+        noise = max(noise, _ERROR * deviation / math.sqrt(len(each)))
     return Middle(seconds, noise)
