@@ -1,5 +1,6 @@
 """Trainings that go on by other plans; functions that a rank can import by name."""
 
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,9 +13,12 @@ from tests.testing.equality_models import make
 from torch import Tensor, nn
 
 import pipefit as pf
+from pipefit.checkpoint.memory import EVERY
+from pipefit.errors import ModelError, PipefitError
 from pipefit.pipeline.rearrange import Rearranged, rearrange
 from pipefit.planner import by_hand
 from pipefit.runtime import session as sessions
+from pipefit.runtime.outliving import processes_here
 from pipefit.spec import Placement, Plan
 
 MICROBATCHES, SAMPLES, LAYERS = 4, 9, 8
@@ -74,7 +78,8 @@ def trained(name: str, plans: Sequence[Plan], **options: Any) -> Trained:
             rearrange(pipe, plan)
         for step in range(number * EACH, (number + 1) * EACH):
             losses.append(pipe.step(*example(SAMPLES, step)))
-            assert pipe.num_updates == len(losses)
+            assert pipe.num_updates == step + 1
+        losses.append(pipe.evaluate([example(SAMPLES, 99)]))
     return losses, pipe.state_dict()
 
 
@@ -87,6 +92,7 @@ def leave(old: sessions.Session, left: Sequence[int], place: str) -> sessions.Se
     if old.rank not in left:
         return None
     number = left.index(old.rank)
+    os.environ |= {"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(len(left))}
     store = dist.FileStore(place, len(left))
     dist.init_process_group("gloo", store=store, rank=number, world_size=len(left))
     new = replace(old, rank=number, num_ranks=len(left), calls=None)
@@ -102,6 +108,7 @@ def lose_a_copy(
     model, example = make(name)
     pipe = pipeline(model, plan_of([4, 4], 4, replicas=(2,)), optimizer=optimizer_for(name))
     losses = [pipe.step(*example(SAMPLES, step)) for step in range(EACH)]
+    losses.append(pipe.evaluate([example(SAMPLES, 99)]))
     worker = pipe.workers[0]
     (before,) = worker.optimizers.values()
     state = {id(value) for values in before.state.values() for value in values.values()}
@@ -113,6 +120,7 @@ def lose_a_copy(
     (after,) = pipe.workers[0].optimizers.values()
     same = [before is after, state == {id(value) for values in after.state.values() for value in values.values()}]
     losses += [pipe.step(*example(SAMPLES, step)) for step in range(EACH, 2 * EACH)]
+    losses.append(pipe.evaluate([example(SAMPLES, 99)]))
     return (losses, pipe.state_dict()), moved, same
 
 
@@ -182,11 +190,51 @@ def saved(place: str) -> None:
     pipe = pipeline(model, plan_of([4, 2, 2], 3), optimizer=decaying)
     for step in range(4):
         if step == 2:
+            refused_in_one_process(pipe)
             rearrange(pipe, plan_of([2, 2, 4], 3, "gpipe"))
         pipe.step(*example(SAMPLES, step))
     pipe.save(place)
 
 
+def refused_in_one_process(pipe: pf.Pipeline) -> None:
+    """Process 1 cannot join two groups of an optimizer: nothing has changed on any process."""
+    held = [any(weight.is_meta for weight in layer.module.parameters()) for layer in pipe.layers]
+    before = pipe.engine, pipe.plan, pipe.workers, pipe.session.rank
+    groups = [group for optimizer in pipe.workers[0].optimizers.values() for group in optimizer.param_groups]
+    for group in groups:
+        group["eps"] = 1e-8 * (1 + pipe.session.rank)
+    try:
+        rearrange(pipe, plan_of([2, 4, 2], 3))
+        raise AssertionError("it was not refused")
+    except ModelError as problem:
+        assert "rank 1: eps of the optimizer was" in str(problem)
+    for group in groups:
+        group["eps"] = 1e-8
+    assert before == (pipe.engine, pipe.plan, pipe.workers, pipe.session.rank)
+    assert held == [any(weight.is_meta for weight in layer.module.parameters()) for layer in pipe.layers]
+
+
 def several_moves(place: str) -> tuple[dict[str, Trained], Any]:
     saved(place)
     return all_moves(), with_average([plan_of([3, 3, 2], 3), plan_of([2, 4, 2], 3)])
+
+
+# ---- stages without a copy -------------------------------------------------------------------------------------------
+
+
+def lose_a_stage(name: str, place: str, every: int) -> tuple[Trained, str, range] | None:
+    """Two copies of the first stage; the process of the second leaves, whose state the memory of the machine has."""
+    os.environ[EVERY] = str(every)
+    torch.manual_seed(0)
+    model, example = make(name)
+    pipe = pipeline(model, plan_of([4, 4], 3, replicas=(2, 1)), optimizer=optimizer_for(name))
+    losses = pipe.fit([example(SAMPLES, step) for step in range(3)])
+    session = leave(pipe.session, [0, 1], place)
+    if session is None:
+        return None
+    try:
+        rearrange(pipe, placed(plan_of([5, 3], 2), (1,), (0,)), session)
+    except PipefitError as problem:
+        return (losses, {}), str(problem), range(0)
+    losses += pipe.fit([example(SAMPLES, step) for step in range(3, 5)])
+    return (losses, pipe.state_dict()), "", processes_here(session)

@@ -1,13 +1,15 @@
 """A training that goes on by another plan has the numbers of one that stays."""
 
+import dataclasses
+
 import pytest
 import torch
 from tests.pipeline import rearranging_jobs as jobs
-from tests.testing.equality_models import MODELS
+from torch import nn
 
 import pipefit as pf
-from pipefit.errors import ModelError, PlanError
-from pipefit.pipeline.rearrange import rearrange
+from pipefit.errors import ModelError, PipefitError, PlanError
+from pipefit.pipeline.rearrange import _checked_sources, rearrange
 from pipefit.runtime.launch import launch
 
 ONE = [jobs.plan_of([8], 1)] * 2
@@ -20,28 +22,33 @@ def assert_same(found, expected):
         assert torch.allclose(found[1][name], value, rtol=1e-11, atol=1e-14), name
 
 
+MODELS = [
+    "batch norm",
+    "tied neighbours",
+    "a tied weight that is frozen",
+    "an integer mask beside activations",
+    "convolutions",
+    "a frozen first half with batch norms",
+    "a weight that nothing reaches",
+    "attention, batch norm and dropout",
+]
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_goes_on_by_other_cuts_copies_and_schedules(name):
+def test_a_model_goes_on_by_another_cut_schedule_and_number_of_copies(name):
     plans = [
         jobs.plan_of([3, 5], 2),
-        jobs.plan_of([4, 1, 3], 3, "gpipe"),
         jobs.plan_of([1, 2, 2, 3], 2, "interleaved", num_chunks=2),
-        jobs.plan_of([5, 3], 4, replicas=(2,)),
         jobs.plan_of([5, 3], 3, replicas=(1, 2)),
-        jobs.plan_of([8], 1),
     ]
     assert_same(jobs.trained(name, plans), jobs.trained(name, ONE[:1] * len(plans)))
 
 
-LEAVING = [("dropout", 3, [[0, 2], [1]]), ("attention, batch norm and dropout", 0, [[1], [0, 2]])]
-
-
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "gone", "ranks"), LEAVING)
-def test_a_process_leaves_and_the_copies_of_its_stage_go_on(name, gone, ranks, tmp_path):
-    place = str(tmp_path / "store")
-    found = launch(jobs.lose_a_copy, 4, name, gone, ranks, place, threads=1, quiet=True, deadline_s=60)
-    assert found.pop(gone) is None
+def test_a_process_leaves_and_the_copies_of_its_stage_go_on(tmp_path):
+    name, place = "attention, batch norm and dropout", str(tmp_path / "store")
+    gone, *found = launch(jobs.lose_a_copy, 4, name, 0, [[1], [0, 2]], place, threads=1, quiet=True, deadline_s=60)
+    assert gone is None
     for trained, moved, same in found:
         assert_same(trained, jobs.trained(name, ONE))
         assert moved == (0, 0.0)
@@ -73,7 +80,7 @@ def test_layers_move_between_processes_with_all_their_state(tmp_path):
     one.load(tmp_path)
     losses = [one.step(*example(jobs.SAMPLES, step)) for step in (4, 5)]
     expected = jobs.trained("tied neighbours", ONE[:1] * 3)
-    assert_same((losses, one.state_dict()), (expected[0][4:], expected[1]))
+    assert_same((losses, one.state_dict()), (expected[0][-3:-1], expected[1]))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -122,6 +129,7 @@ REFUSED = [
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_what_cannot_be_done_is_refused_and_changes_nothing(options, message):
     expected = jobs.trained("plain", ONE)
+    del expected[0][jobs.EACH :: jobs.EACH + 1]  # evaluations
     torch.manual_seed(0)
     model, example = jobs.make("plain")
     pipe = jobs.pipeline(model, jobs.plan_of([4, 4], 2), optimizer=jobs.decaying)
@@ -130,6 +138,26 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(options, message):
         rearrange(pipe, jobs.plan_of([4, 4], 2 * len(options), **options))
     losses += [pipe.step(*example(jobs.SAMPLES, step)) for step in (2, 3)]
     assert_same((losses, pipe.state_dict()), expected)
+
+
+class Counting(nn.Linear):
+    def get_extra_state(self):
+        return torch.zeros(1)
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_a_layer_whose_state_is_elsewhere_stays_where_it_is():
+    torch.manual_seed(0)
+    model, example = jobs.make("plain")
+    model[4] = Counting(4, 6).double()
+    pipe = jobs.pipeline(model, jobs.plan_of([4, 4], 2), optimizer=jobs.momentum)
+    rearrange(pipe, jobs.plan_of([4, 4], 2, "gpipe"))
+    pipe.step(*example(jobs.SAMPLES, 0))
+    session = dataclasses.replace(pipe.session)
+    with pytest.raises(PipefitError, match="layer 4 cannot move: its Counting has an extra state"):
+        _checked_sources(pipe, session, [], {4})
 
 
 def test_groups_of_an_optimizer_that_cannot_be_joined_are_refused():
@@ -150,3 +178,21 @@ def test_groups_of_an_optimizer_that_cannot_be_joined_are_refused():
         0.9,
     ]
     assert pipe.workers[0].optimizers[0] is first
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("name", "every"), [("attention, batch norm and dropout", 1), ("tied ends", 2)])
+def test_a_stage_without_a_copy_comes_from_the_memory_of_the_machine(name, every, tmp_path):
+    place = str(tmp_path / "store")
+    launched = launch(jobs.lose_a_stage, 3, name, place, every, threads=1, quiet=True, deadline_s=60, recover=1)
+    *found, gone = launched
+    assert gone is None
+    expected = jobs.trained(name, ONE[:1] * 3)
+    for trained, problem, here in found:
+        if every == 1:
+            losses = [loss for index, loss in enumerate(expected[0]) if index % 3 != 2]
+            assert trained[0] == pytest.approx(losses[:5], rel=1e-12)
+            assert here == range(2)
+        else:
+            # The last copy is of the step before: the processes that are left cannot go on.
+            assert "no copy of step 3 in the memory of this machine" in problem

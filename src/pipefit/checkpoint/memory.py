@@ -118,7 +118,7 @@ def memory_of(pipeline: Trained, folder: Path | None, is_synchronous: bool, befo
 # ---- resuming ------------------------------------------------------------------------------------------------------
 
 
-class _Here(NamedTuple):
+class Here(NamedTuple):
     """A step in this machine's memory.
 
     Attributes:
@@ -145,7 +145,7 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
     session = pipeline.session
     first = processes_here(session)[0]
     with session.at(SAVING):
-        here = {step: found for step, found in _steps_in(folder).items() if least <= step <= most}
+        here = steps_in(folder, least, most)
         names = {}
         if session.rank == first:
             names = {step: _names(found) for step, found in here.items()}
@@ -163,14 +163,16 @@ def recall(pipeline: Trained, folder: Path, least: int, most: float = math.inf) 
         firsts = sorted(set(exchange(session, first)))
         if chosen is not None:
             found = {other: held_at[chosen].get(other, set()) for other in firsts}
-            _take(pipeline, here.get(chosen, _Here([], {})), found)
+            _take(pipeline, here.get(chosen, Here([], {})), found)
     return chosen
 
 
-def _steps_in(folder: Path) -> dict[int, _Here]:
-    """The steps in a machine's memory, with the undamaged copies of its ranks."""
-    found: dict[int, _Here] = {}
+def steps_in(folder: Path, least: float = 0, most: float = math.inf) -> dict[int, Here]:
+    """Some of the steps in a machine's memory, with the undamaged copies of its ranks."""
+    found: dict[int, Here] = {}
     for place in candidates(folder):
+        if not least <= step_of(place) <= most:
+            continue
         for path in sorted(place.glob("rank-*.json")):
             try:
                 manifest = decode("checkpoint", read_sealed(path, FORM), Manifest, PipefitError, str(path))
@@ -180,13 +182,13 @@ def _steps_in(folder: Path) -> dict[int, _Here]:
             except (PipefitError, OSError) as problem:
                 _log.warning("skipped a copy in memory: %s", problem)
                 continue
-            here = found.setdefault(manifest.step, _Here([], {}))
+            here = found.setdefault(manifest.step, Here([], {}))
             here.manifests.append(manifest)
             here.saved.update(saved)
     return found
 
 
-def _names(here: _Here) -> list[str]:
+def _names(here: Here) -> list[str]:
     """Names of all tensors of a step, also of tied weights that are saved under another name."""
     names = set(here.saved)
     for manifest in here.manifests:
@@ -194,7 +196,7 @@ def _names(here: _Here) -> list[str]:
     return sorted(names)
 
 
-def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
+def _take(pipeline: Trained, here: Here, held: Mapping[int, set[str]]) -> None:
     """Loads a step, of which each machine's first process holds some tensors."""
     session = pipeline.session
     if session.rank in held:
@@ -210,7 +212,7 @@ def _take(pipeline: Trained, here: _Here, held: Mapping[int, set[str]]) -> None:
     take(pipeline, merged, lambda: found)
 
 
-def _sent(pipeline: Trained, here: _Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Saved]:
+def _sent(pipeline: Trained, here: Here, held: Mapping[int, set[str]], lacking: Sequence[str]) -> dict[str, Saved]:
     """The tensors that some machine lacks, sent to all by the first that has them; each rank keeps those it needs."""
     session = pipeline.session
     own = set[str]()

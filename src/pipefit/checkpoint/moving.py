@@ -161,21 +161,12 @@ def exchange_tensors(
             for key, (shape, dtype, device) in forms[source][name].items():
                 place = places[name]
                 if key != WEIGHT:
-                    place = _empty(shape, getattr(torch, dtype), device, places[name])
+                    on = "cpu" if device == "cpu" else place.device
+                    place = torch.empty(shape, dtype=getattr(torch, dtype), device=on)
                 with session.progress.waiting():
                     _receive(session, place.detach(), source)
                 arrived[name][key] = place
     return arrived, sent_bytes
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: str, weight: Tensor) -> Tensor:
-    """Memory for a state on a kind of device, laid out as its weight is where it has the same shape."""
-    place = weight.device
-    if device == "cpu":
-        place = torch.device(device)
-    if list(weight.shape) == list(shape):
-        return torch.empty_like(weight, dtype=dtype, device=place, requires_grad=False)
-    return torch.empty(shape, dtype=dtype, device=place)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

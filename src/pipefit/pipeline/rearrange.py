@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.checkpoint.manifest import Optimization
+from pipefit.checkpoint.memory import Here, steps_in
 from pipefit.checkpoint.moving import (
     WEIGHT,
     Belongings,
@@ -30,8 +31,10 @@ from pipefit.checkpoint.moving import (
     named_tensors,
     other_key,
 )
-from pipefit.checkpoint.optim import Read, optimization_of, read_of, restore_optimizer
+from pipefit.checkpoint.optim import OPTIM, Read, optimization_of, parameter_and_key, read_of, restore_optimizer
+from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
+from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
 from pipefit.pipeline.assembly import release_others, worker_of
 from pipefit.pipeline.facts import CURE, facts_of_plan
@@ -43,6 +46,7 @@ from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Stepped, Worker
 from pipefit.schedules import find
 from pipefit.spec import Plan
+from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, stand_in
 from pipefit.stage.split import NamedLayer, split
 
@@ -111,32 +115,38 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearrang
     Raises:
         PlanError: the plan does not fit, or is one that a live pipeline cannot take; nothing has changed.
         DisagreementError: the processes have different plans, or are at different steps; nothing has changed.
-        PipefitError: no process has the state of some layers; nothing has changed.
+        ModelError: weights that come together in a stage had different settings of the optimizer; nothing has changed.
+        PipefitError: no process has the state of some layers, nor is there a copy of this step in the memory of its
+            machine; nothing has changed.
     """
     session = session or pipe.session
     if session is pipe.session:
         session.settle()
+    settle(pipe.device)  # the last step of a GPU may still run
     with session.at(MEETING):
         following, held = _prepared(pipe, plan, session)
+        header = following.programs.shortest().header
+        ranks_of = [following.ranks]
         if session.is_distributed:
-            now = [_layers_of(following.plan, [process]) for process in range(session.num_ranks)]
-        else:
-            now = [_layers_of(following.plan, following.ranks)]
+            ranks_of = [[process] for process in range(session.num_ranks)]
+        now = [_layers_of(following.plan, header, ranks) for ranks in ranks_of]
         moves = moves_of(pipe.layers, held, now)
-        _check_sources(moves)
+        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
+        copies = _checked_sources(pipe, session, moves, {layer for layer, _ in gains})
         for worker in pipe.workers:
             worker.forget_pass()
             worker.train(True)
         _give_memory(pipe.layers, now[session.rank], pipe.device)
-        gains = {(layer, process) for process, own in enumerate(now) for layer in own if layer not in held[process]}
         moved = _moved(pipe, session, moves, bool(gains))
+        if copies.manifests:
+            moved = _with_copies(pipe, session, moves, moved, copies)
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
-        except PipefitError:
+        except PipefitError as problem:
             if session.is_distributed:
                 forget_others(pipe.layers, set(held[session.rank]))
-            raise
+            raise ModelError(f"the stages of the new plan cannot be made, the old one stays: {problem}") from None
         workers, takers = built[0]
         for take in takers:
             take()
@@ -171,7 +181,7 @@ def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list
 
 
 def refuse_unmovable(pipe: Any, plan: Plan) -> None:
-    """Refuses what a live pipeline cannot do.
+    """Refuses plans that a live pipeline cannot leave or take.
 
     Raises:
         PlanError: it cannot go on by the plan.
@@ -190,29 +200,58 @@ def refuse_unmovable(pipe: Any, plan: Plan) -> None:
             )
     if pipe.engine.is_lost:
         raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
-    for layer in pipe.layers:
-        for module in layer.module.modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                raise PlanError(
-                    f"rearrange: layer {layer.name} has a {type(module).__name__} with an extra state, which is not a "
-                    "parameter or buffer and would not move with it; make it a buffer"
-                )
 
 
-def _layers_of(plan: Plan, ranks: Sequence[int]) -> list[int]:
+def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
     """The layers of some ranks of a plan."""
-    found = set[int]()
-    for stage, of_stage in zip(plan.partition.stages, plan.placement.ranks, strict=True):
-        if not set(of_stage).isdisjoint(ranks):
-            found.update(stage.layers)
-    return sorted(found)
+    stages = {stage for rank in ranks for stage in header.stages_of(rank)}
+    return sorted(layer for stage in stages for layer in plan.partition.stages[stage].layers)
 
 
-def _check_sources(moves: Sequence[Move]) -> None:
-    """Checks that some process has everything that moves."""
-    lost = dict.fromkeys(move.name for move in moves if move.source is None)
-    if lost:
-        raise PipefitError(f"no process that is left has {next(iter(lost))} ({len(lost)} tensors): load a checkpoint")
+def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int]) -> Here:
+    """The copies of the last step in the memory of this machine, where no process has some of what moves.
+
+    Raises:
+        PipefitError: on every process: a layer cannot move, or a process lacks a copy that it needs.
+    """
+    copies = Here([], {})
+    if not gained:
+        return copies
+    step = pipe.num_updates
+    lost = [move for move in moves if move.source is None]
+    if lost and pipe.recovery is not None and pipe.recovery.folder is not None:
+        copies = steps_in(pipe.recovery.folder, step, step).get(step, copies)
+
+    def check() -> None:
+        for layer in pipe.layers:
+            if layer.index in gained:
+                _check_can_move(layer)
+        saved = tensors_of(pipe.layers)
+        for name, _, target in lost:
+            if target == session.rank and name in saved and name not in copies.saved:
+                raise PipefitError(
+                    f"no process that is left has {name}, and there is no copy of step {step} in the memory of this "
+                    "machine: load a checkpoint"
+                )
+        if lost and pipe.loop.callbacks.moving:
+            raise PipefitError("no process that is left has the averages of some weights: load a checkpoint")
+
+    agree(session, attempt(check))
+    return copies
+
+
+def _check_can_move(layer: NamedLayer) -> None:
+    """Refuses a layer with a state that is in no plain parameter or buffer.
+
+    Raises:
+        PlanError: it has one.
+    """
+    for module in layer.module.modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise PlanError(f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state")
+    for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+        if type(parameter) is not nn.Parameter:
+            raise PlanError(f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}")
 
 
 # ---- move ----------------------------------------------------------------------------------------------------------
@@ -252,6 +291,22 @@ def _moved(pipe: Any, session: Session, moves: Sequence[Move], gains: bool) -> _
         records = [*msgspec.convert(theirs, list[Optimization]), *records]
         modes = dict(their_modes) | modes
     return _Moved(first, mine | arrived, arrived, records, modes, sent_bytes)
+
+
+@torch.no_grad()
+def _with_copies(pipe: Any, session: Session, moves: Sequence[Move], moved: _Moved, copies: Here) -> _Moved:
+    """The state of this process with what no process had, from the copies in memory."""
+    places = {name: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
+    lost = {name for name, source, target in moves if source is None and target == session.rank}
+    found = {name: {WEIGHT: places[name]} for name in lost}
+    for name in lost & copies.saved.keys():
+        places[name].copy_(copies.saved[name].read())
+    for name, saved in copies.saved.items():
+        weight, key = parameter_and_key(name)
+        if name.startswith(OPTIM) and weight in lost:
+            found[weight][key] = saved.read()
+    records = [record for manifest in copies.manifests for record in manifest.optimization]
+    return moved._replace(everything=moved.everything | found, records=[*records, *moved.records])
 
 
 def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
@@ -309,8 +364,9 @@ def _fill(layer: NamedLayer, moved: _Moved) -> None:
         known = moved.everything[moved.first[name]][WEIGHT]
         if known is not tensor:
             tensor.copy_(known)
-    for module, mode in zip(layer.module.modules(), moved.modes[layer.index], strict=True):
-        module.training = mode
+    if layer.index in moved.modes:
+        for module, mode in zip(layer.module.modules(), moved.modes[layer.index], strict=True):
+            module.training = mode
 
 
 # ---- follow --------------------------------------------------------------------------------------------------------

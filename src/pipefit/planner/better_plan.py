@@ -54,8 +54,9 @@ def estimate(plan: Plan, profile: Profile, times: Times) -> Estimate:
     took_s = [0.0] * plan.placement.num_ranks
     costs = [0.0] * plan.placement.num_ranks
     for (rank, stage), seconds in times.items():
+        layers = plan.partition.stages[stage].layers
         took_s[rank] += seconds
-        costs[rank] += _cost(profile, plan.partition.stages[stage].layers)
+        costs[rank] += _cost(profile, layers)
     slowness = [seconds / cost for seconds, cost in zip(took_s, costs, strict=True)]
     return Estimate(profile, tuple(slowness))
 
@@ -64,8 +65,10 @@ def learned(plan: Plan, before: Estimate, times: Times) -> Profile:
     """The profile by which ranks are as slow as before a move."""
     layers = list(before.profile.layers)
     for index, (stage, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
-        expected = before.slowness[ranks[0]] * _cost(before.profile, stage.layers)
-        factor = min(max(times[ranks[0], index] / expected, 1 / _MOST), _MOST)
+        slowness = before.slowness[ranks[0]]
+        expected = slowness * _cost(before.profile, stage.layers)
+        factor = times[ranks[0], index] / expected
+        factor = min(max(factor, 1 / _MOST), _MOST)
         for place in stage.layers:
             changed = {name: getattr(layers[place], name) * factor for name in _SECONDS}
             layers[place] = msgspec.structs.replace(layers[place], **changed)
@@ -95,8 +98,8 @@ def _with_best_cut(plan: Plan, now: Estimate) -> Plan:
     of_stage = []
     for ranks in plan.placement.ranks:
         shares = plan.shares or [1] * len(ranks)
-        slowest = max(now.slowness[rank] * share for rank, share in zip(ranks, shares, strict=True))
-        of_stage.append(costs * slowest)
+        waits = [now.slowness[rank] * share for rank, share in zip(ranks, shares, strict=True)]
+        of_stage.append(costs * max(waits))
     counts = divide(of_stage)
     assert counts is not None
     stages = []

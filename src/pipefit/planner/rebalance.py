@@ -79,7 +79,8 @@ class Move:
 
     def __str__(self) -> str:
         times = f"{format_seconds(self.before_s)} → {format_seconds(self.after_s)} per step"
-        return f"after step {self.step}: {self.what}; {self.why}; predicted: {times} ({-self.gain:.0%})"
+        predicted = f"predicted: {times} ({-self.gain:.0%})"
+        return f"after step {self.step}: {self.what}; {self.why}; {predicted}"
 
 
 class _Left(NamedTuple):
@@ -120,7 +121,8 @@ class Rebalance:
         if self._last is not None:
             move, before = self._last
             self._profile = learned(self.plan, before, window.times)
-            if move.before_s - window.period_s < (move.before_s - move.after_s) / 2:
+            gain = 1 - window.period_s / move.before_s
+            if gain < move.gain / 2:
                 self._least *= 2
             self._last = None
         now = estimate(self.plan, self._profile, window.times)
@@ -146,18 +148,22 @@ class Rebalance:
         found = []
         for other in others(self.plan, now, window.times):
             gain = min(self._gain(other, each) for each in estimates)
-            pays = gain * window.period_s * window.steps_left > window.move_s + self._travel_s(other)
-            if gain > least and pays and not self._is_behind(other, now, (1 - least) * window.period_s):
+            saved_s = gain * window.period_s * window.steps_left
+            cost_s = window.move_s + self._travel_s(other)
+            shorter_s = (1 - least) * window.period_s
+            if gain > least and saved_s > cost_s and not self._is_behind(other, now, shorter_s):
                 what = f"{shape_of(self.plan)} → {shape_of(other)}"
-                found.append(Move(other, window.step, what, self._why(window.times, now), gain, window.period_s))
+                why = self._why(window.times, now)
+                found.append(Move(other, window.step, what, why, gain, window.period_s))
         return max(found, key=lambda move: move.gain, default=None)
 
     def _gain(self, other: Plan, by: Estimate) -> float:
         """The part of a step that another plan saves."""
         try:
-            return 1 - by.step_s(other, self._topology) / by.step_s(self.plan, self._topology)
+            after_s = by.step_s(other, self._topology)
         except ScheduleError:  # the schedule has no program for these shares
             return 0.0
+        return 1 - after_s / by.step_s(self.plan, self._topology)
 
     def _is_behind(self, other: Plan, now: Estimate, most_s: float) -> bool:
         """Returns whether the run has left this plan, at the speeds of now, with steps of more than `most_s`."""
@@ -181,11 +187,13 @@ class Rebalance:
 
     def _why(self, times: Times, now: Estimate) -> str:
         """The rank that takes most time for a micro-batch, and the one that takes least."""
-        slow = max(times, key=times.__getitem__)
-        quick = min(times, key=times.__getitem__)
-        each = [f"rank {place[0]} takes {format_seconds(times[place])}" for place in (slow, quick)]
-        ratio = now.slowness[slow[0]] / self._first[slow[0]]
-        return f"{' per micro-batch, '.join(each)}; a layer takes {ratio:.1f} × as long on rank {slow[0]} as at first"
+        most_s, (slow, _) = max((seconds, place) for place, seconds in times.items())
+        least_s, (quick, _) = min((seconds, place) for place, seconds in times.items())
+        ratio = now.slowness[slow] / self._first[slow]
+        most = (
+            f"rank {slow} takes {format_seconds(most_s)} per micro-batch, {ratio:.1f} × as long for a layer as at first"
+        )
+        return f"{most}; rank {quick} takes {format_seconds(least_s)}"
 
 
 def shape_of(plan: Plan) -> str:
@@ -195,7 +203,9 @@ def shape_of(plan: Plan) -> str:
     >>> shape_of(by_hand(6, num_ranks=2, schedule="1f1b", num_microbatches=4, stages=[5, 1]))
     'stages of 5-1 layers'
     """
-    words = f"stages of {'-'.join(str(len(stage.layers)) for stage in plan.partition.stages)} layers"
+    counts = [str(len(stage.layers)) for stage in plan.partition.stages]
+    words = f"stages of {'-'.join(counts)} layers"
     if plan.shares:
-        words += f", copies with {'-'.join(map(str, plan.shares))} micro-batches"
+        shares = map(str, plan.shares)
+        words += f", copies with {'-'.join(shares)} micro-batches"
     return words

@@ -11,6 +11,8 @@ from typing import NamedTuple
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import BACKWARD_OPS, Op
 
+_COUNTED = {Op.FWD, *BACKWARD_OPS}
+
 _ERROR = 1.86
 """Of a normal distribution, the standard error of a median of n values times √n over their median deviation."""
 
@@ -34,10 +36,11 @@ def stage_seconds(
 
     The halves of a backward count together; a replay before it does not.
     """
-    times: dict[tuple[int, Op], list[float]] = defaultdict(list)
+    times = defaultdict(list)
     for i, start, end in zip(instructions, starts, ends, strict=True):
-        if i.op is Op.FWD or i.op in BACKWARD_OPS:
-            times[i.stage, i.op].append(end - start)
+        if i.op in _COUNTED:
+            seconds = end - start
+            times[i.stage, i.op].append(seconds)
     found: dict[int, float] = defaultdict(float)
     for (stage, _), each in times.items():
         found[stage] += median(each)
@@ -50,7 +53,9 @@ def middle(passes: Sequence[Mapping[int, float]]) -> Middle:
     noise = 0.0
     for stage in passes[0]:
         each = [one[stage] for one in passes]
-        seconds[stage] = median(each)
-        deviation = median(abs(value / seconds[stage] - 1) for value in each)
-        noise = max(noise, _ERROR * deviation / math.sqrt(len(each)))
+        mid = median(each)
+        seconds[stage] = mid
+        deviation = median(abs(value / mid - 1) for value in each)
+        error = _ERROR * deviation / math.sqrt(len(each))
+        noise = max(noise, error)
     return Middle(seconds, noise)
