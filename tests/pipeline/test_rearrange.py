@@ -172,12 +172,28 @@ def test_groups_of_an_optimizer_that_cannot_be_joined_are_refused():
     assert [worker.optimizers[stage] for stage, worker in enumerate(pipe.workers)] == [first, second]
     pipe.step(*example(jobs.SAMPLES, 1))
     rearrange(pipe, jobs.plan_of([4, 2, 2], 3))
-    assert [o.param_groups[0]["momentum"] for worker in pipe.workers for o in worker.optimizers.values()] == [
-        0.5,
-        0.9,
-        0.9,
-    ]
-    assert pipe.workers[0].optimizers[0] is first
+    found = [one for worker in pipe.workers for one in worker.optimizers.values()]
+    assert found[:2] == [first, second]
+    assert [one.param_groups[0]["momentum"] for one in found] == [0.5, 0.9, 0.9]
+
+
+def test_an_optimizer_that_the_user_holds_steps_the_weights_that_its_process_has_now():
+    torch.manual_seed(0)
+    model, example = jobs.make("plain")
+    pipe = jobs.pipeline(model, jobs.plan_of([4, 4], 2), optimizer=jobs.momentum)
+    pipe.step(*example(jobs.SAMPLES, 0))
+    held = [optimizer for worker in pipe.workers for optimizer in worker.optimizers.values()]
+    calls = []
+    held[0].register_step_post_hook(lambda *_: calls.append(1))
+    rearrange(pipe, jobs.plan_of([6, 2], 2))
+    for optimizer in held:
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.param_groups[0]["momentum"] = 0.0
+    before = pipe.state_dict()
+    pipe.step(*example(jobs.SAMPLES, 1))
+    after = pipe.state_dict()
+    assert calls == [1]
+    assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
 @pytest.mark.dist

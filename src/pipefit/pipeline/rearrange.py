@@ -9,12 +9,14 @@ follow      the pipeline takes the plan; layers that other processes have now ar
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipefit.checkpoint.manifest import Optimization
 from pipefit.checkpoint.memory import Here, steps_in
@@ -103,9 +105,9 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearrang
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
-    has, and gets the others from one that has them; so only the layers that move need memory twice. `pipe`, its state
-    and the user's modules stay the same objects, and so do the optimizer and the learning-rate schedule of a stage
-    whose weights stay together; those of other stages are made anew and take the states.
+    has, and gets the others from one that has them; so only the layers that move need memory twice. `pipe`, its state,
+    the user's modules and the optimizers stay the same objects, and so does the learning-rate schedule of a stage whose
+    weights stay together. What a module keeps in other attributes than parameters and buffers does not move.
 
     Args:
         pipe: that is trained.
@@ -350,7 +352,23 @@ def _built(pipe: Any, following: _Next, moved: _Moved) -> tuple[list[Worker], li
         for stage, optimizer in worker.optimizers.items():
             if id(optimizer) not in of_before:
                 takers.append(restore_optimizer(worker, stage, moved.records, states))
+    stays = {id(optimizer) for worker in workers for optimizer in worker.optimizers.values()}
+    for before, worker in zip(pipe.workers, workers, strict=False):
+        free = [optimizer for _, optimizer in sorted(before.optimizers.items()) if id(optimizer) not in stays]
+        made = [stage for stage, optimizer in sorted(worker.optimizers.items()) if id(optimizer) not in of_before]
+        takers += [partial(_keep_object, worker, stage, old) for stage, old in zip(made, free, strict=False)]
     return workers, takers
+
+
+def _keep_object(worker: Worker, stage: int, before: Optimizer) -> None:
+    """Lets an optimizer of before step a new stage: the user may hold it, as a schedule that follows a metric does."""
+    made = worker.optimizers[stage]
+    if type(made) is type(before):
+        before.param_groups = made.param_groups
+        before.state = made.state
+        worker.optimizers[stage] = before
+        if stage in worker.schedulers:
+            worker.schedulers[stage].optimizer = before
 
 
 def _read_copy_of(tensor: Tensor) -> Read:

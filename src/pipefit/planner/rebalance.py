@@ -107,7 +107,6 @@ class Rebalance:
         self._topology = topology
         self._state = state_per_weight
         self._least = LEAST_GAIN
-        self._first: Sequence[float] = ()
         self._earlier: Estimate | None = None
         self._last: tuple[Move, Estimate] | None = None
         self._skips = False
@@ -128,7 +127,6 @@ class Rebalance:
         now = estimate(self.plan, self._profile, window.times)
         earlier = self._earlier
         self._earlier = now
-        self._first = self._first or now.slowness
         if earlier is None:
             return None
         return self._best(window, [earlier, now])
@@ -153,7 +151,7 @@ class Rebalance:
             shorter_s = (1 - least) * window.period_s
             if gain > least and saved_s > cost_s and not self._is_behind(other, now, shorter_s):
                 what = f"{shape_of(self.plan)} → {shape_of(other)}"
-                why = self._why(window.times, now)
+                why = _why(window.times, now.slowness)
                 found.append(Move(other, window.step, what, why, gain, window.period_s))
         return max(found, key=lambda move: move.gain, default=None)
 
@@ -185,15 +183,14 @@ class Rebalance:
                 num_bytes += each * len(other.placement.ranks[stage])
         return num_bytes / min(level.bandwidth_bytes_per_s for level in self._topology.levels)
 
-    def _why(self, times: Times, now: Estimate) -> str:
-        """The rank that takes most time for a micro-batch, and the one that takes least."""
-        most_s, (slow, _) = max((seconds, place) for place, seconds in times.items())
-        least_s, (quick, _) = min((seconds, place) for place, seconds in times.items())
-        ratio = now.slowness[slow] / self._first[slow]
-        most = (
-            f"rank {slow} takes {format_seconds(most_s)} per micro-batch, {ratio:.1f} × as long for a layer as at first"
-        )
-        return f"{most}; rank {quick} takes {format_seconds(least_s)}"
+
+def _why(times: Times, slowness: Sequence[float]) -> str:
+    """The rank that takes most time for a micro-batch, and the one that takes least."""
+    most_s, (slow, _) = max((seconds, place) for place, seconds in times.items())
+    least_s, (quick, _) = min((seconds, place) for place, seconds in times.items())
+    ratio = slowness[slow] / min(slowness)
+    each = f"rank {slow} takes {format_seconds(most_s)} per micro-batch, rank {quick} {format_seconds(least_s)}"
+    return f"{each}; rank {slow} takes {ratio:.1f} × as long for a layer as the fastest rank"
 
 
 def shape_of(plan: Plan) -> str:
