@@ -114,7 +114,7 @@ class Rebalance:
 
     def look(self, window: Window) -> Move | None:
         """Takes a window; returns the move that pays, None: none does."""
-        if self._skips:
+        if self._skips or min(window.times.values()) <= 0:
             self._skips = False
             return None
         if self._last is not None:
