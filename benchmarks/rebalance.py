@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import pipefit as pf
 from benchmarks.unequal import SAMPLES, Wait, machine, profile
+from pipefit.pipeline.rebalancing import Rebalancer
 from pipefit.pipeline.request import Decision
 from pipefit.planner import plan as search
 from pipefit.runtime.faults import noted
@@ -81,9 +82,18 @@ def trained(plan: Plan, rebalance: bool, slow: int, times: float, when: int, ste
     return Run(losses, [after - before for before, after in pairwise(moments)], notes)
 
 
-def alternating(repeats: int, width: int) -> list[tuple[float, float]]:
-    """Seconds of 16 steps of two trainings that do not wait, without and with the policy, alternating."""
+def alternating(repeats: int, width: int) -> tuple[list[tuple[float, float]], float]:
+    """Seconds of 16 steps of two trainings that do not wait, without and with the policy, alternating; those of the policy."""
     pipes = []
+    own = [0.0]
+    look = Rebalancer.step
+
+    def timed(self: Rebalancer, record: pf.Record) -> None:
+        began = time.perf_counter()
+        look(self, record)
+        own[0] += time.perf_counter() - began
+
+    Rebalancer.step = timed  # type: ignore[method-assign]
     for rebalance in (False, True):
         torch.manual_seed(0)
         pipe = pf.Pipeline(
@@ -104,7 +114,7 @@ def alternating(repeats: int, width: int) -> list[tuple[float, float]]:
             pipe.fit([(x, x)] * 16)
             pair.append(time.perf_counter() - began)
         found.append((pair[0], pair[1]))
-    return found
+    return found, own[0]
 
 
 def main(
@@ -140,7 +150,9 @@ def main(
         print(f"  {title:22} {median_s:6.3f} s per step, {best_s / median_s:5.1%} of the best plan's throughput")
     apart = max(abs(a - b) for a, b in zip(still.losses, moving.losses, strict=True))
     print(f"  losses differ by at most {apart:.1e} from those without moves, in float64")
-    pairs = launch(alternating, 2, repeats, 512, threads=1, quiet=True)[0]
+    pairs, own_s = launch(alternating, 2, repeats, 512, threads=1, quiet=True)[0]
     without, others = (statistics.median(column) / 16 for column in zip(*pairs, strict=True))
     ratio = statistics.median(b / a for a, b in pairs)
+    share = own_s / sum(pair[1] for pair in pairs)
     print(f"where nothing moves: {1e3 * without:.2f} ms per step, with rebalance {1e3 * others:.2f} ms: {ratio:.3f} ×")
+    print(f"exchanging times and deciding took {share:.1%} of the time")

@@ -140,8 +140,7 @@ def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearrang
             worker.train(True)
         _give_memory(pipe.layers, now[session.rank], pipe.device)
         moved = _moved(pipe, session, moves, bool(gains))
-        if copies.manifests:
-            moved = _with_copies(pipe, session, moves, moved, copies)
+        moved = _with_copies(pipe, session, moves, moved, copies)
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
@@ -172,7 +171,9 @@ def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list
         if session.is_distributed:
             ranks = [session.rank]
         found.append(_Next(own, programs, ranks, session))
+        state = pipe.state.saved()
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
+        alike |= {"micro-batches trained": state["ordinal"], "loss scale": state["loss_scale"]}
         held = {layer.index for worker in pipe.workers for stage in worker.stages.values() for layer in stage.layers}
         return {"alike": alike, "held": sorted(held)}
 
