@@ -21,6 +21,7 @@ MODULES = {
     "partition": "benchmarks.partition",
     "planning-time": "benchmarks.planning_time",
     "prediction": "benchmarks.prediction",
+    "rebalance": "benchmarks.rebalance",
     "recovery": "benchmarks.recovery",
     "spill": "benchmarks.spill",
     "start": "benchmarks.start",

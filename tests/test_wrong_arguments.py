@@ -184,6 +184,7 @@ ACCEPTED: dict[str, dict[str, str]] = {
         "replicas": "list",
         "sequence_parallel": "True",
         "whole_messages": "True",
+        "rebalance": "True",
         "shares": "list",
         "verify_replicas": "None 0",
         "recompute": "True",

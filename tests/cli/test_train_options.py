@@ -57,7 +57,7 @@ def test_every_setting_of_a_run_has_an_option(settings):
         "sample=11 device=cpu data_parallel=2 tensor=2 sequence_parallel whole_messages "
         "precision=bf16 shard=weights loss_scale=2 device_memory=1GiB host_memory=2GiB disk=tier step_on=host "
         "commit_every=3 keep=all activations schedule_option=warmup=2 lora=r=4 context=64 pack evaluate_every=2 "
-        "patience=3 measure=again log=csv compile no_decay=bias,norm nonfinite=skip verify_replicas=12"
+        "patience=3 measure=again log=csv compile no_decay=bias,norm nonfinite=skip verify_replicas=12 rebalance"
     )
     arguments = {name: value for name, _, value in (word.partition("=") for word in words.split())}
     # A setting that is not here has no option yet; epochs come in place of steps, and a cap needs measurements.

@@ -30,6 +30,7 @@ from pipefit.pipeline.nonfinite import finite
 from pipefit.pipeline.plan_model import Planned
 from pipefit.pipeline.pretrained import save_folder
 from pipefit.pipeline.programs import Programs
+from pipefit.pipeline.rebalancing import Rebalancer
 from pipefit.pipeline.recovery import Fit, Recovery
 from pipefit.pipeline.repair import Repair
 from pipefit.pipeline.request import Decision, agreed_plan
@@ -120,7 +121,8 @@ class Pipeline:
         self.layers = list(given.work.layers)
 
         request = Request(schedule, microbatches, stages, plan, parallelism, spill)
-        agreed = agreed_plan(request, given.work, updates, session)
+        decision = agreed_plan(request, given.work, updates, session)
+        agreed = decision.plan
         mesh = sharded_mesh(agreed, self.layers, session)
         self.training = given.training(mesh)
         programs = Programs(agreed, self.training, self.layers, spill)
@@ -134,6 +136,9 @@ class Pipeline:
         self.recovery: Recovery | None = None
         self.follow(agreed, programs, session)
         self.repair = Repair(self)
+        self._rebalancer: Rebalancer | None = None
+        if parallelism.rebalance:
+            self._rebalancer = Rebalancer(self, decision)
         self._verify_every = parallelism.verify_replicas
         self._verified = 0
 
@@ -291,6 +296,9 @@ class Pipeline:
         done, is_done, batches, steps, callbacks = asked
         if is_done:
             return done
+        if self._rebalancer is not None:
+            self._rebalancer.begin(steps, callbacks)
+            callbacks = [*callbacks, self._rebalancer]
         number = number_of(batches)
         if not self.schedule.is_synchronous and steps is None:
             steps = self._position.num_left(batches)

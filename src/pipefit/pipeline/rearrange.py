@@ -52,9 +52,6 @@ from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, stand_in
 from pipefit.stage.split import NamedLayer, split
 
-Pipeline = Any
-"""A `pipefit.Pipeline`, whose module imports this one."""
-
 
 class Rearranged(NamedTuple):
     """What a rearrangement has moved.
@@ -104,7 +101,7 @@ class _Moved(NamedTuple):
     sent_bytes: float
 
 
-def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rearranged:
+def rearrange(pipe: Any, plan: Plan, session: Session | None = None) -> Rearranged:
     """Lets a pipeline go on by another plan, with the same numbers. Every process of the plan must call it.
 
     It is called between two steps of a synchronous schedule, also in a callback. A process keeps the tensors that it
@@ -161,7 +158,7 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
 # ---- prepare -------------------------------------------------------------------------------------------------------
 
 
-def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list[list[int]]]:
+def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list[int]]]:
     """The plan with its proved program, and the layers that each process has; all processes agree on them."""
     found: list[_Next] = []
 
@@ -186,7 +183,7 @@ def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list
     return found[0], [own["held"] for own in every]
 
 
-def refuse_unmovable(pipe: Pipeline, plan: Plan) -> None:
+def refuse_unmovable(pipe: Any, plan: Plan) -> None:
     """Refuses plans that a live pipeline cannot leave or take.
 
     Raises:
@@ -214,7 +211,7 @@ def _layers_of(plan: Plan, header: Header, ranks: Sequence[int]) -> list[int]:
     return sorted(layer for stage in stages for layer in plan.partition.stages[stage].layers)
 
 
-def _checked_sources(pipe: Pipeline, session: Session, moves: Sequence[Move], gained: Collection[int]) -> Here:
+def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained: Collection[int]) -> Here:
     """The copies of the last step in the memory of this machine, where no process has some of what moves.
 
     Raises:
@@ -273,7 +270,7 @@ def _give_memory(layers: Sequence[NamedLayer], wanted: Collection[int], device: 
     stand_in(layers, lambda tensor: torch.empty_like(tensor, device=device), is_lacking)
 
 
-def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move], gains: bool) -> _Moved:
+def _moved(pipe: Any, session: Session, moves: Sequence[Move], gains: bool) -> _Moved:
     """Everything that this process has after the moves.
 
     Args:
@@ -300,7 +297,7 @@ def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move], gains: bool)
 
 
 @torch.no_grad()
-def _with_copies(pipe: Pipeline, session: Session, moves: Sequence[Move], moved: _Moved, copies: Here) -> _Moved:
+def _with_copies(pipe: Any, session: Session, moves: Sequence[Move], moved: _Moved, copies: Here) -> _Moved:
     """The state of this process with what no process had, from the copies in memory."""
     places = {name: tensor for layer in pipe.layers for name, tensor in named_tensors(layer)}
     lost = {name for name, source, target in moves if source is None and target == session.rank}
@@ -328,7 +325,7 @@ def _modes_of(workers: Sequence[Worker]) -> dict[int, list[bool]]:
 # ---- build ---------------------------------------------------------------------------------------------------------
 
 
-def _built(pipe: Pipeline, following: _Next, moved: _Moved) -> tuple[list[Worker], list[Callable[[], None]]]:
+def _built(pipe: Any, following: _Next, moved: _Moved) -> tuple[list[Worker], list[Callable[[], None]]]:
     """The workers of a plan, and the functions that restore the optimizers of those stages that have new ones.
 
     Raises:
@@ -394,7 +391,7 @@ def _fill(layer: NamedLayer, moved: _Moved) -> None:
 # ---- follow --------------------------------------------------------------------------------------------------------
 
 
-def _follow(pipe: Pipeline, following: _Next, workers: Sequence[Worker], moved: _Moved) -> None:
+def _follow(pipe: Any, following: _Next, workers: Sequence[Worker], moved: _Moved) -> None:
     """Lets the pipeline follow a plan with its workers, and frees what this process no longer needs."""
     scales = pipe.state.scales
     for index, worker in enumerate(workers):

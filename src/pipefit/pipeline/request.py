@@ -69,16 +69,16 @@ class Decision(NamedTuple):
     topology: Topology | None = None
 
 
-def agreed_plan(request: Request, work: Workload, updates: Updates, session: Session) -> Plan:
+def agreed_plan(request: Request, work: Workload, updates: Updates, session: Session) -> Decision:
     """The plan for a request of `Pipeline`, which every rank makes alike.
 
     Raises:
         DisagreementError: on every rank: the requests, models or plans differ.
     """
     check_alike(session, lambda: facts_of(request, work, updates), DisagreementError, CURE)
-    plan = decide(request, work, session).plan
-    check_alike(session, lambda: facts_of_plan(plan), DisagreementError, CURE)
-    return plan
+    decision = decide(request, work, session)
+    check_alike(session, lambda: facts_of_plan(decision.plan), DisagreementError, CURE)
+    return decision
 
 
 def decide(

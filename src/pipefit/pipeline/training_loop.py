@@ -56,7 +56,7 @@ class _Pass(NamedTuple):
     began: float
 
 
-class _Times(NamedTuple):
+class Times(NamedTuple):
     """Times of a rank in a pass; see `Execution`."""
 
     starts: list[float]
@@ -101,7 +101,7 @@ class TrainingLoop:
         self.moved_bytes = (0.0, 0.0)
         # The times of the last passes over the newest program, by rank.
         self._newest: Program | None = None
-        self._passes: deque[dict[int, _Times]] = deque(maxlen=_KEPT_PASSES)
+        self._passes: deque[dict[int, Times]] = deque(maxlen=_KEPT_PASSES)
         self._committed: PendingLosses | None = None
 
     def follow(self, schedule: Schedule, num_microbatches: int, program_of: Callable[[int], Program]) -> None:
@@ -367,7 +367,7 @@ class TrainingLoop:
             self._newest = program
             self._passes.clear()
         self.moved_bytes = self._engine.moved_bytes
-        self._passes.append({run.compiled.rank: _Times(run.starts, run.ends, run.launches) for run in runs})
+        self._passes.append({run.compiled.rank: Times(run.starts, run.ends, run.launches) for run in runs})
         self._state.num_updates += num_steps
         self._state.ordinal += num_steps * self._size
         return runs
@@ -383,6 +383,12 @@ class TrainingLoop:
             raise _RefusedStepError(str(problem))
         _log.warning("%s", problem)
 
+    def own_passes(self, last: int) -> list[dict[int, Times]]:
+        """The times of the last passes over the newest program, by the ranks of this process."""
+        for run in self._newest_runs:
+            run.read_times()
+        return list(self._passes)[-last:]
+
     def timeline(self, last: int) -> Timeline:
         """The last passes of all ranks, times in seconds since the first of them began.
 
@@ -393,9 +399,7 @@ class TrainingLoop:
         """
         if self._newest is None:
             raise PipefitError("nothing has run yet: there is no timeline")
-        for run in self._newest_runs:
-            run.read_times()
-        passes = list(self._passes)[-last:]
+        passes = self.own_passes(last)
         own = []
         # Processes that share a rank hold the times of the same instructions: those of its first one count.
         if self._engine.mesh.is_first:

@@ -301,6 +301,7 @@ _FREE = (
     "plan",
     "quick",
     "measure",
+    "rebalance",
 )
 """Options that may differ when another run resumes from the records of this one."""
 

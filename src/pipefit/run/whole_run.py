@@ -125,7 +125,7 @@ def _ready(config: RunConfig, observer: Observer) -> ReadyRun:
         loss=bundle.loss,
         optimizer=optimizer,
         plan=decision,
-        parallelism=Parallelism(device=work.device),
+        parallelism=Parallelism(device=work.device, rebalance=config.request.parallelism.rebalance),
         precision=config.precision,
         updates=replace(config.updates, scheduler=scheduler),
         spill=config.request.spill,
@@ -299,6 +299,8 @@ def _result(run: ReadyRun, trained: _Trained, report: PipelineReport, before: fl
         compile_s=report.compile_s,
         machine=machine_facts(current(), run.pipe.device),
     )
+    if run.pipe.plan != msgspec.structs.replace(run.plan, prediction=run.pipe.plan.prediction):
+        result.predicted = None  # another plan was predicted than the one that was measured
     best = trained.best
     if best.best_step:
         result.notes += _ending(best, config, run.pipe.num_updates)
@@ -320,7 +322,7 @@ def _result(run: ReadyRun, trained: _Trained, report: PipelineReport, before: fl
 
 def _compared(run: ReadyRun, trained: _Trained, measured: Timeline, result: RunResult) -> dict[str, Timeline]:
     """Compares the measured times with those that the costs predict; returns both timelines by name."""
-    if run.costs is None:
+    if run.costs is None or result.predicted is None:
         return {"measured": measured}
     predicted = simulate(measured.program, run.costs.cost, repeats=measured.num_repeats)
     result.rows = compare(predicted, measured)

@@ -19,13 +19,10 @@ from pipefit.units import parse_quantity
 
 MOST_SEED: Final = 2**63 - 1
 """Largest seed of random numbers."""
-
 LARGEST_LOSS_SCALE: Final = 2.0**126
 """Largest scale of a loss: twice that is still a number of float32."""
-
 MOST_THREADS: Final = 1024
 """Most CPU threads of a process."""
-
 AUTO: Final = "auto"
 """The value that leaves a choice to the planner."""
 
@@ -113,6 +110,9 @@ class Parallelism(Checked):
         "Steps between comparisons of the weights of replicas, which are equal bit for bit; 0: none; default: at"
         " each checkpoint.",
         least=0,
+    )
+    rebalance: bool = setting(
+        False, "Layers move between ranks while the run trains, where measured times promise that this pays."
     )
     recompute: Recompute = setting(
         "none",

@@ -1,0 +1,92 @@
+"""Trainings whose layers move by themselves; functions that a rank can import by name."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from tests.pipeline.rearranging_jobs import LAYERS, MICROBATCHES, SAMPLES, Trained, falling, loss, optimizer_for
+from tests.testing.equality_models import make
+
+import pipefit as pf
+from pipefit.pipeline import rebalancing
+from pipefit.pipeline.request import Decision
+from pipefit.planner import by_hand
+from pipefit.runtime.faults import noted
+from pipefit.spec import Layer, Profile
+
+SLOW, WHEN, STEPS = 1, 50, 96
+EACH_S = 10.0
+"""Seconds of every layer on a rank that is not slow."""
+
+
+class Measured(rebalancing.Rebalancer):
+    """Layers that have waited for a clock of the test: ranks are as fast as it says, on any machine."""
+
+    def figures_of(self, passes: Sequence[Any]) -> list[Any]:
+        plan = self._pipe.plan
+        step = self._pipe.num_updates
+        times = []
+        for stage, (spec, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
+            if self._pipe.rank in ranks:
+                slow = 3.0 if self._pipe.rank == SLOW and step > WHEN else 1.0
+                times.append((stage, EACH_S * len(spec.layers) * slow))
+        measured, _, period_s, move_s = super().figures_of(passes)
+        assert period_s > 0 and [stage for stage, _ in measured] == [stage for stage, _ in times]
+        return [times, 0.0, 1000.0, move_s]
+
+
+class Run(NamedTuple):
+    """A training that has ended.
+
+    Attributes:
+        trained: losses and weights.
+        counts: layers of each stage, before and after.
+        shares: of the copies at the end.
+        lines: of the log.
+        notes: in the folder of the run.
+    """
+
+    trained: Trained
+    counts: list[list[int]]
+    shares: tuple[int, ...]
+    lines: list[str]
+    notes: list[dict[str, Any]]
+
+
+class Warnings(logging.Handler):
+    """The lines that a user sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def trained(name: str, ranks: int, rebalance: bool, spread: Mapping[str, Any] = MappingProxyType({})) -> Run:
+    """A training of some steps."""
+    rebalancing.Rebalancer = Measured  # type: ignore[misc]
+    pf.pipeline.pipeline.Rebalancer = Measured  # type: ignore[attr-defined]
+    seen = Warnings()
+    logging.getLogger("pipefit.rebalance").addHandler(seen)
+    torch.manual_seed(0)
+    model, example = make(name)
+    third = EACH_S / 3
+    profile = Profile("model", 1, tuple(Layer(f"layer {i}", third, third, third, 0, 0, 8) for i in range(LAYERS)))
+    plan = by_hand(LAYERS, num_ranks=ranks, schedule="1f1b", num_microbatches=MICROBATCHES, **spread)
+    pipe = pf.Pipeline(
+        model,
+        plan=Decision(plan, profile),
+        loss=loss,
+        optimizer=optimizer_for(name),
+        updates=pf.Updates(seed=7, scheduler=falling, clip_norm=1.0),
+        parallelism=pf.Parallelism(rebalance=rebalance),
+    )
+    counts = [[len(stage.layers) for stage in pipe.plan.partition.stages]]
+    losses = pipe.fit([example(SAMPLES, step) for step in range(STEPS)])
+    counts.append([len(stage.layers) for stage in pipe.plan.partition.stages])
+    notes = noted(pipe.session.folder) if pipe.session.folder else []
+    return Run((losses, pipe.state_dict()), counts, pipe.plan.shares, seen.lines, notes)

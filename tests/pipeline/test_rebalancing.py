@@ -1,0 +1,58 @@
+"""A run whose layers move by themselves: which ones, how often, and that its numbers stay."""
+
+import re
+
+import pytest
+from tests.pipeline import rebalancing_jobs as jobs
+from tests.pipeline.test_rearrange import assert_same
+
+import pipefit as pf
+from pipefit.errors import PlanError
+from pipefit.runtime.faults import described
+from pipefit.runtime.launch import launch
+
+OPTIONS = {"threads": 1, "quiet": True, "deadline_s": 60}
+
+
+@pytest.mark.dist
+def test_layers_leave_a_rank_that_becomes_slow_once_and_the_numbers_stay():
+    found = launch(jobs.trained, 3, "dropout", 3, True, **OPTIONS)
+    expected = jobs.trained("dropout", 1, False).trained
+    for run in found:
+        assert_same(run.trained, expected)
+        before, after = run.counts
+        assert before == [3, 3, 2]
+        # Layers of 10 s, or 30 s on rank 1: no cut has a slowest stage of less than 40 s.
+        assert max(after[0], 3 * after[1], after[2]) == 4
+    assert [len(run.lines) for run in found] == [1, 0, 0]
+    (line,) = found[0].lines
+    assert re.match(r"after step (56|64|72): stages of 3-3-2 layers → stages of .* 3\.0 × .*predicted: ", line)
+    (note,) = found[0].notes
+    assert note["move"] in line and note["why"] in line and f"after step {note['step']}:" in line
+    assert 0.4 < note["gain"] < 0.6 and note["before_s"] > note["after_s"] and note["seconds"] > 0
+    assert note["start"] == 0 and described([note]) == []
+
+
+@pytest.mark.dist
+def test_a_slow_copy_gets_fewer_micro_batches():
+    found = launch(jobs.trained, 2, "plain", 2, True, {"replicas": (2,)}, **OPTIONS)
+    expected = jobs.trained("plain", 1, False).trained
+    for run in found:
+        assert_same(run.trained, expected)
+        assert run.counts == [[8], [8]]
+        assert run.shares == (3, 1)
+    (line,) = found[0].lines
+    assert "stages of 8 layers → stages of 8 layers, copies with 3-1 micro-batches; rank 1 takes" in line
+
+
+@pytest.mark.dist
+def test_what_cannot_move_is_refused_at_the_start():
+    says = r"rebalance: layers of this training cannot move while it runs: .*shard='optimizer'"
+    with pytest.raises(PlanError, match=says):
+        launch(jobs.trained, 2, "plain", 2, True, {"replicas": (2,), "shard": "optimizer"}, **OPTIONS)
+
+
+def test_one_process_has_no_other_to_move_layers_to():
+    with pytest.raises(PlanError, match=r"rebalance: expected several processes, .* got one"):
+        jobs.trained("plain", 2, True)
+    assert pf.Parallelism().rebalance is False
