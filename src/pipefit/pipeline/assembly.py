@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -116,9 +115,6 @@ def assemble(
             stages = RankStages(rank, part, ties, initialise)
             opening = partial(open_tier, rank, header.spill, where, device, run)
             spillings[-1] = Spilling.create(stages, program, training, device, opening, where)
-        staying = [own for stage, own in part.items() if not header.is_spilled(stage)]
-        if not session.is_rehearsal:
-            materialise(list(chain.from_iterable(staying)), training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)
@@ -131,7 +127,10 @@ def assemble(
         shards = {}
         if plan.shard != "none":
             shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
-        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard)
+        fill = None
+        if not session.is_rehearsal:
+            fill = partial(materialise, seed=training.seed, device=device, own=initialise, made={})
+        worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard, fill)
         workers.append(worker)
         for index, own in worker.stages.items():
             own.replay(plan.partition.stages[index].replays, len(layers))

@@ -53,7 +53,6 @@ class Engine:
         self.workers = list(workers)
         self.metric_names: tuple[str, ...] | None = None
         self._prepared: set[str] = set()
-        self._is_whole = False
         self._is_lost = False
         self._between: DistributedTransport | None = None
         if session.is_distributed:
@@ -172,21 +171,19 @@ class Engine:
     def whole_weights(self, header: Header) -> Iterator[None]:
         """The context, between programs, in which weights that replicas share are whole on each of them.
 
-        All ranks must enter together. What is changed in them stays. A rank then holds all of its stages.
+        All ranks must enter together. What is changed in the weights stays. A rank then holds all of its stages.
 
         Args:
             header: of the run's programs.
         """
         gathering = gathering_of(header)
-        if self._is_whole or not any(gathering.ranks):
+        if not any(gathering.ranks):
             yield
             return
         self.run(gathering, {})
-        self._is_whole = True
         try:
             yield
         finally:
-            self._is_whole = False
             for worker in self.workers:
                 for store in worker.stores.values():
                     if isinstance(store, SharedWeightsStore):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -81,8 +81,9 @@ class Worker:
         mesh: Mesh | None = None,
         shards: Mapping[int, tuple[int, int]] = MappingProxyType({}),
         shard: Shard = "optimizer",
+        fill: Callable[[Sequence[NamedLayer]], None] | None = None,
     ) -> Worker:
-        """Builds the stages of a rank from their layers, those of `spilling` without their weights.
+        """Builds the stages of a rank one after the other from their layers, those of `spilling` without their weights.
 
         Args:
             rank: its number.
@@ -94,17 +95,21 @@ class Worker:
             mesh: the processes that share the rank.
             shards: (replica, replicas) of each stage whose replicas share something.
             shard: what they share.
+            fill: gives the layers of a stage their weights when its turn comes; None: they have them.
 
         Raises:
             PlanError: an optimizer cannot be sharded.
         """
-        stages = {index: Stage(index, own, device, training.seed) for index, own in layers.items()}
-        worker = cls(rank, training, device, stages, ties, spilling=spilling, mesh=mesh or Mesh())
+        worker = cls(rank, training, device, {}, ties, spilling=spilling, mesh=mesh or Mesh())
         spilled = spilling.stores if spilling else {}
         if training.loss_scale is not None:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
-        for index, stage in stages.items():
+        shared = _names_in_several(layers)
+        for index, own_layers in layers.items():
+            if fill is not None and index not in spilled:
+                fill(own_layers)
+            stage = worker.stages[index] = Stage(index, own_layers, device, training.seed)
             stage.compiled = compiled_forwards(stage.layers, training.compiler)
             stage.compute_in(training.half)
             owned: list[Owned] = []
@@ -122,7 +127,7 @@ class Worker:
             elif index in shards:
                 tied = [own.tie is not None for own in owned]
                 if shard == "weights":
-                    frozen = _frozen_alone(stage, seen)
+                    frozen = _frozen_alone(stage, shared)
                     store = SharedWeightsStore(parameters, tied, *shards[index], frozen)
                 elif shard == "gradients":
                     store = SharedGradientsStore(parameters, tied, *shards[index])
@@ -223,11 +228,24 @@ class Worker:
         return [own.parameter.grad for own in counted if own.parameter.grad is not None]
 
 
-def _frozen_alone(stage: Stage, seen: set[int]) -> list[nn.Parameter]:
-    """The weights of a stage that it does not train and that no other stage of the rank has; added to those seen."""
-    found = []
-    for _, parameter in stage.named_parameters():
-        if not parameter.requires_grad and id(parameter) not in seen:
-            seen.add(id(parameter))
-            found.append(parameter)
-    return found
+def _names_in_several(layers: Mapping[int, Sequence[NamedLayer]]) -> set[str]:
+    """The names of weights that several stages of a rank have."""
+    names: dict[nn.Parameter, set[str]] = {}
+    holders: dict[nn.Parameter, set[int]] = {}
+    for stage, own in layers.items():
+        for layer in own:
+            for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
+                names.setdefault(parameter, set()).add(name)
+                holders.setdefault(parameter, set()).add(stage)
+    shared = (names[parameter] for parameter, stages in holders.items() if len(stages) > 1)
+    return set[str]().union(*shared)
+
+
+def _frozen_alone(stage: Stage, shared: Container[str]) -> list[nn.Parameter]:
+    """The weights of a stage that it does not train and that no other stage of the rank has.
+
+    Args:
+        stage: of the rank.
+        shared: names of weights that several stages of the rank have.
+    """
+    return [p for name, p in stage.named_parameters() if not p.requires_grad and name not in shared]
