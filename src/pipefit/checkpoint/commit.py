@@ -250,12 +250,9 @@ def _values(pipeline: Trained, worker: Worker, stages: Sequence[int], sharing: S
 
 def _copied(part: Part) -> Part:
     """A part whose values are copies in the host's memory."""
-    values = []
     try:
         header(part.forms, _METADATA)  # refuses at once what the file cannot hold
-        for value in part.values:
-            if part.name:
-                values.append(value.detach().to("cpu", copy=True))
+        values = [value.detach().to("cpu", copy=True) for value in part.values if part.name]
     finally:
         walk(part)
     return part._replace(forms=dict(zip(part.forms, values, strict=False)), values=values)

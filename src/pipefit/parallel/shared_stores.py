@@ -12,6 +12,7 @@ weights, and no numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipefit.errors import ModelError
 from pipefit.parallel.buckets import Bucket, in_order, layout, resize, view_in
 from pipefit.parallel.sharded_weights import ShardedStore
 
@@ -142,9 +144,15 @@ class SharedWeightsStore(SharedGradientsStore):
         self._frozen = list(frozen)
         self._flats[0] += [self._placed(bucket, self._frozen) for bucket in layout(self._frozen, num_replicas)]
         self._frozen_views = [parameter.data for parameter in self._frozen]
+        self._trained_gone: list[Tensor] = []
+        self._frozen_gone: list[Tensor] = []
+        self._forget_changes()
+        self._free()
+
+    def _forget_changes(self) -> None:
+        """Makes new tensors without numbers, to which nobody has written."""
         self._trained_gone = [_without_numbers(parameter) for parameter in self._parameters]
         self._frozen_gone = [_without_numbers(parameter) for parameter in self._frozen]
-        self._free()
 
     @torch.no_grad()
     def _placed(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -191,7 +199,18 @@ class SharedWeightsStore(SharedGradientsStore):
         return list(self._shards)
 
     def gather(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered."""
+        """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered.
+
+        Raises:
+            ModelError: a parameter was changed while it had no numbers.
+        """
+        trained = ((self._parameters[index], self._trained_gone[index]) for index in self._own)
+        if any(_is_changed(*pair) for pair in (*trained, *zip(self._frozen, self._frozen_gone, strict=True))):
+            raise ModelError(
+                "a parameter was changed between two steps, where each replica of its stage has only a part of it "
+                '(shard="weights"), so the change would be lost: change weights with load_state_dict, or use '
+                'shard="gradients"'
+            )
         self.gathers += 1
         for shard, flat in zip(self._shards, self._flats[version], strict=True):
             resize(flat, flat.numel())
@@ -210,8 +229,10 @@ class SharedWeightsStore(SharedGradientsStore):
         self._free()
 
     def forget_pass(self) -> None:
-        """Frees the gradients of a pass that failed, and whole weights."""
+        """Frees the gradients of a pass that failed, and whole weights, of which other replicas have gathered more."""
         super().forget_pass()
+        self.gathers = 0
+        self._forget_changes()
         self._free()
 
     def keep_changes(self) -> None:
@@ -229,6 +250,7 @@ class SharedWeightsStore(SharedGradientsStore):
 
         Nothing is gathered: what is not written is whole on no replica, and stays as it is. After an error all stays.
         """
+        self._forget_changes()
         (version,) = self._flats
         for shard, flat in zip(self._shards, self._flats[version], strict=True):
             resize(flat, flat.numel())
@@ -270,6 +292,15 @@ class SharedWeightsStore(SharedGradientsStore):
         for parameter in self._frozen:
             parameter.data = parameter.data.clone()
         self._is_released = True
+
+
+def _is_changed(parameter: Tensor, gone: Tensor) -> bool:
+    """Returns whether a parameter is not `gone` any more, or has got numbers, which is not looked up on a GPU."""
+    if parameter.data_ptr() != gone.data_ptr():
+        return True
+    if gone.device.type != "cpu" or not gone.is_floating_point() or not gone.numel():
+        return False
+    return not math.isnan(gone.as_strided((), ()).item())
 
 
 def _without_numbers(parameter: Tensor) -> Tensor:

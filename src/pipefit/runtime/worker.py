@@ -25,6 +25,7 @@ from pipefit.stage.payload import Structure
 from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
+from pipefit.stage.ties import shared_parameters
 from pipefit.stage.training import Owned, Tie, Training
 
 
@@ -105,8 +106,10 @@ class Worker:
         if training.loss_scale is not None:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
-        shared = _names_in_several(layers)
+        several = shared_parameters(layers, ties)
         for index, own_layers in layers.items():
+            # By name: those of the meta device are others once they are filled.
+            shared = _names_of(own_layers, several)
             if fill is not None and index not in spilled:
                 fill(own_layers)
             stage = worker.stages[index] = Stage(index, own_layers, device, training.seed)
@@ -228,17 +231,13 @@ class Worker:
         return [own.parameter.grad for own in counted if own.parameter.grad is not None]
 
 
-def _names_in_several(layers: Mapping[int, Sequence[NamedLayer]]) -> set[str]:
-    """The names of weights that several stages of a rank have."""
-    names: dict[nn.Parameter, set[str]] = {}
-    holders: dict[nn.Parameter, set[int]] = {}
-    for stage, own in layers.items():
-        for layer in own:
-            for name, parameter in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
-                names.setdefault(parameter, set()).add(name)
-                holders.setdefault(parameter, set()).add(stage)
-    shared = (names[parameter] for parameter, stages in holders.items() if len(stages) > 1)
-    return set[str]().union(*shared)
+def _names_of(layers: Sequence[NamedLayer], among: Container[int]) -> set[str]:
+    """The names of the parameters with some ids."""
+    found: set[str] = set()
+    for layer in layers:
+        own = layer.module.named_parameters(prefix=layer.prefix)
+        found.update(name for name, parameter in own if id(parameter) in among)
+    return found
 
 
 def _frozen_alone(stage: Stage, shared: Container[str]) -> list[nn.Parameter]:
