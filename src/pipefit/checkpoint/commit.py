@@ -29,7 +29,7 @@ from torch import Tensor
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
 from pipefit.checkpoint.sharded import Sharing, whole_states
-from pipefit.checkpoint.state import aliases_of, saved_forms, saved_stages, saved_tensors
+from pipefit.checkpoint.state import aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
 from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -245,7 +245,8 @@ def _values(pipeline: Trained, worker: Worker, stages: Sequence[int], sharing: S
         if stage in stages:
             yield from saved_tensors(worker, stage, sharing)
         elif pipeline.session.is_distributed:
-            sharing.send(stage)
+            sharing.send(stage, saved_names(worker, stage))
+            sharing.send_states(stage)
 
 
 def _copied(part: Part) -> Part:

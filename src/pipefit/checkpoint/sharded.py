@@ -47,6 +47,13 @@ class _Whole(NamedTuple):
     values: dict[int, Tensor]
 
 
+_Wholes = dict[str, _Whole]
+"""By the name in the file."""
+
+_States = defaultdict[Tensor, dict[str, Any]]
+"""Those of an optimizer, by parameter and key."""
+
+
 class _StatePart(NamedTuple):
     """A part of an optimizer's state as the first replica gets to know it.
 
@@ -76,8 +83,9 @@ class Sharing:
 
     def __init__(self, pipeline: Trained) -> None:
         self._pipeline = pipeline
-        self._found: dict[int, dict[str, _Whole]] = defaultdict(dict)
-        for stage in range(len(pipeline.plan.placement.ranks)):
+        self._ranks = pipeline.plan.placement.ranks
+        self._found: dict[int, _Wholes] = defaultdict(dict)
+        for stage in range(len(self._ranks)):
             self._add_weights(stage)
 
     def whole(self, stage: int, name: str, value: Tensor) -> Tensor:
@@ -88,38 +96,44 @@ class Sharing:
         found = self._found[stage].get(name)
         if found is None:
             return value
-        flat = torch.empty(found.form.numel(), dtype=found.form.dtype, device=self._device)
+        form = found.form
+        flat = torch.empty(form.numel(), dtype=form.dtype, device=self._device)
         for replica, (start, length) in found.places.items():
             place = flat[start : start + length]
             if replica in found.values:
                 place.copy_(found.values[replica])
             elif length:
+                row = place.view(torch.uint8)
                 with self._pipeline.session.progress.waiting():
-                    dist.recv(place.view(torch.uint8), self._process(stage, replica))
-        made = view_in(flat, 0, found.form)
+                    dist.recv(row, self._process(stage, replica))
+        made = view_in(flat, 0, form)
         if not value.is_meta:
             made = made.to(value.device)
         return made
 
-    def send(self, stage: int, names: Iterable[str] | None = None) -> None:
-        """Sends this process's parts of a stage to its first replica.
+    def send(self, stage: int, names: Iterable[str]) -> None:
+        """Sends this process's parts of weights of a stage to its first replica.
 
         Args:
             stage: of which this process has another replica, or none.
-            names: in the order in which they are made whole; None: all.
+            names: in the order in which they are made whole there; those of other tensors are passed over.
         """
-        found = self._found[stage]
-        if names is None:
-            names = list(found)
+        own = self._found[stage]
         for name in names:
-            if name in found:
-                for values in found[name].values.values():
+            if name in own:
+                for values in own[name].values.values():
                     self._send(stage, values)
 
     def _send(self, stage: int, values: Tensor) -> None:
         if len(values):
+            row = values.to(self._device).view(torch.uint8)
             with self._pipeline.session.progress.waiting():
-                dist.send(values.to(self._device).view(torch.uint8), self._process(stage, 0))
+                dist.send(row, self._process(stage, 0))
+
+    def send_states(self, stage: int) -> None:
+        """Sends this process's parts of all states of a stage to its first replica."""
+        names = list(self._found[stage])
+        self.send(stage, [name for name in names if name.startswith(OPTIM)])
 
     @property
     def _device(self) -> torch.device:
@@ -131,15 +145,19 @@ class Sharing:
     def _process(self, stage: int, replica: int) -> int:
         """The process of a replica; those with the same part of a tensor-parallel stage belong together."""
         mesh = self._pipeline.workers[0].mesh
-        return mesh.process_of(self._pipeline.plan.placement.ranks[stage][replica]) + mesh.index
+        rank = self._ranks[stage][replica]
+        return mesh.process_of(rank) + mesh.index
 
     def _holders(self, stage: int) -> dict[int, Worker]:
         """The replicas of a stage that this process runs."""
-        ranks = self._pipeline.plan.placement.ranks[stage]
-        return {ranks.index(worker.rank): worker for worker in self._pipeline.workers if stage in worker.stages}
+        found = {}
+        for worker in self._pipeline.workers:
+            if stage in worker.stages:
+                found[self._ranks[stage].index(worker.rank)] = worker
+        return found
 
     def _add_weights(self, stage: int) -> None:
-        ranks = self._pipeline.plan.placement.ranks[stage]
+        replicas = range(len(self._ranks[stage]))
         for replica, worker in self._holders(stage).items():
             store = worker.stores[stage]
             if not isinstance(store, SharedWeightsStore):
@@ -148,8 +166,9 @@ class Sharing:
                 for name, weight in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
                     home = store.home_of(weight)
                     if home is not None:
-                        places = {other: home.part(other) for other in range(len(ranks))}
-                        found = self._found[stage].setdefault(name, _Whole(home.form, places, {}))
+                        places = {other: home.part(other) for other in replicas}
+                        whole = _Whole(home.form, places, {})
+                        found = self._found[stage].setdefault(name, whole)
                         found.values[replica] = store.part_of(weight)
 
     # ---- states ----------------------------------------------------------------------------------------------------
@@ -160,16 +179,16 @@ class Sharing:
         Returns:
             At the first replica (optimizer, its states): tensors of the meta device stand in for whole ones now.
         """
-        holders = {replica: worker for replica, worker in self._holders(stage).items() if stage in worker.optimizers}
-        if not holders:
+        holders = self._holders(stage)
+        if not holders or any(stage not in worker.optimizers for worker in holders.values()):
             return []
         known: list[_StatePart] = []
         values: dict[tuple[int, str], dict[int, Tensor]] = defaultdict(dict)
         for replica, worker in holders.items():
-            for part, found in _state_parts(worker, stage, replica):
+            for part, elements in _state_parts(worker, stage, replica):
                 known.append(part)
                 if part.counter is None:
-                    values[part.parameter, part.key][replica] = found
+                    values[part.parameter, part.key][replica] = elements
         if self._pipeline.session.is_distributed:
             known = self._told(stage, known, is_first=0 in holders)
         worker = next(iter(holders.values()))
@@ -183,9 +202,10 @@ class Sharing:
                 continue
             form = torch.empty_like(master, dtype=part.dtype, device="meta")
             states[master].setdefault(part.key, form)
-            name = f"{OPTIM}{owned[part.parameter].saved_name}/{part.key}"
+            saved = owned[part.parameter].saved_name
             whole = _Whole(form, {}, values[part.parameter, part.key])
-            self._found[stage].setdefault(name, whole).places[part.replica] = part.place
+            found = self._found[stage].setdefault(f"{OPTIM}{saved}/{part.key}", whole)
+            found.places[part.replica] = part.place
         if 0 not in holders:
             return []
         optimizer = holders[0].optimizers[stage]
@@ -200,7 +220,7 @@ class Sharing:
             dist.send_object_list([own], self._process(stage, 0), device=host)
             return own
         every = list(own)
-        for replica in range(1, len(self._pipeline.plan.placement.ranks[stage])):
+        for replica in range(1, len(self._ranks[stage])):
             box: list[Any] = [None]
             with self._pipeline.session.progress.waiting():
                 dist.recv_object_list(box, self._process(stage, replica), device=host)
@@ -239,13 +259,14 @@ def _state_parts(worker: Worker, stage: int, replica: int) -> Iterator[tuple[_St
                 counter = None
                 if value.dim() == 0:
                     counter = value.detach().cpu()
-                yield _StatePart(piece.index, key, replica, place, value.dtype, counter), value.detach()
+                part = _StatePart(piece.index, key, replica, place, value.dtype, counter)
+                yield part, value.detach()
 
 
-def _whole_of_resident(worker: Worker, stage: int) -> defaultdict[Tensor, dict[str, Any]]:
+def _whole_of_resident(worker: Worker, stage: int) -> _States:
     """The states of weights that are stepped whole."""
     known = worker.optimizers[stage].state
-    states: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    states: _States = defaultdict(dict)
     for master in worker.stores[stage].masters:
         if master in known:
             states[master] = known[master]
@@ -254,13 +275,14 @@ def _whole_of_resident(worker: Worker, stage: int) -> defaultdict[Tensor, dict[s
 
 def put_state(optimizer: Optimizer, store: Store, master: nn.Parameter, key: str, value: Any) -> None:
     """Sets a whole state of a parameter in an optimizer, of which a sharded one keeps its part."""
-    index = next(index for index, own in enumerate(store.masters) if own is master)
+    index = next(index for index, one in enumerate(store.masters) if one is master)
     if store.steps_whole(index):
         optimizer.state[master][key] = value
         return
     for piece in store.pieces:
         if piece.index == index:
-            optimizer.state[piece.master][key] = _part_of(key, value, master, piece.start, piece.stop)
+            own = _part_of(key, value, master, piece.start, piece.stop)
+            optimizer.state[piece.master][key] = own
 
 
 def _part_of(key: str, value: object, master: Tensor, start: int, stop: int) -> object:

@@ -66,6 +66,11 @@ def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
         yield name, known, value
 
 
+def saved_names(worker: Worker, stage: int) -> list[str]:
+    """The names under which the weights and buffers of a stage are saved, in their order."""
+    return [name for name, saved, _ in weights_of(worker, stage) if name == saved]
+
+
 def aliases_of(worker: Worker, stages: Iterable[int]) -> dict[str, str]:
     """Further names of tied weights, each with the name it is saved under."""
     found: dict[str, str] = {}

@@ -140,7 +140,6 @@ class SharedWeightsStore(SharedGradientsStore):
         self._homes: dict[int, Home] = {}
         super().__init__(parameters, whole, replica, num_replicas)
         self.gathers = 0
-        self._is_released = False
         self._frozen = list(frozen)
         self._flats[0] += [self._placed(bucket, self._frozen) for bucket in layout(self._frozen, num_replicas)]
         self._frozen_views = [parameter.data for parameter in self._frozen]
@@ -235,15 +234,6 @@ class SharedWeightsStore(SharedGradientsStore):
         self._forget_changes()
         self._free()
 
-    def keep_changes(self) -> None:
-        """Copies this replica's part of whole weights, which may have been changed, and frees them."""
-        if self._is_released:
-            return
-        (flats,) = self._flats.values()
-        for shard, flat in zip(self._shards, flats, strict=True):
-            shard.copy_(self._part(flat))
-        self._free()
-
     @contextmanager
     def overwritten(self) -> Iterator[None]:
         """The context, between programs, in which whole weights have memory to be written; each replica keeps its part.
@@ -252,16 +242,17 @@ class SharedWeightsStore(SharedGradientsStore):
         """
         self._forget_changes()
         (version,) = self._flats
+        places = []
         for shard, flat in zip(self._shards, self._flats[version], strict=True):
             resize(flat, flat.numel())
-            self._part(flat).copy_(shard)
+            places.append(self._part(flat).copy_(shard))
         self.at(version)
         try:
             yield
-        except BaseException:
+            for shard, place in zip(self._shards, places, strict=True):
+                shard.copy_(place)
+        finally:
             self._free()
-            raise
-        self.keep_changes()
 
     def _free(self) -> None:
         """Frees the memory of whole weights. What is stepped whole stays."""
@@ -291,7 +282,6 @@ class SharedWeightsStore(SharedGradientsStore):
         super().release()
         for parameter in self._frozen:
             parameter.data = parameter.data.clone()
-        self._is_released = True
 
 
 def _is_changed(parameter: Tensor, gone: Tensor) -> bool:

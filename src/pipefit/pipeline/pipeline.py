@@ -474,5 +474,5 @@ class Pipeline:
         if self._is_lent_whole:
             give_back(self.layers, whole_state(self))
             self._is_lent_whole = False
-        with self.engine.whole_weights(self.program.header):
-            release_run(self.engine)
+        self.engine.gather_weights(self.program.header)
+        release_run(self.engine)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipefit.checkpoint.commit import explaining
 from pipefit.checkpoint.sharded import Sharing
-from pipefit.checkpoint.state import saved_stages, weights_of
+from pipefit.checkpoint.state import saved_names, saved_stages, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.checkpoint.whole import whole_state
@@ -106,7 +106,7 @@ def _write_stages(pipe: Trained, model: Any, folder: Path) -> dict[str, str]:
         for stage in worker.stages:
             if stage not in own:
                 if session.is_distributed:
-                    sharing.send(stage, [name for name, saved, _ in weights_of(worker, stage) if name == saved])
+                    sharing.send(stage, saved_names(worker, stage))
                 continue
             with worker.presence(stage):
                 held: dict[str, Tensor] = {}
