@@ -88,9 +88,9 @@ def unequal(what: str) -> str:
     return ""
 
 
-def divided(place: str) -> Told:
-    """Two copies, each of two tensor-parallel processes, with a sharded optimizer; a checkpoint in the middle."""
-    pipe = tensor_jobs.pipeline(tensor_jobs.model(), schedule="data-parallel", tensor=2, shard="optimizer")
+def divided(place: str, shard: str) -> Told:
+    """Two copies, each of two tensor-parallel processes, that share something; a checkpoint in the middle."""
+    pipe = tensor_jobs.pipeline(tensor_jobs.model(), schedule="data-parallel", tensor=2, shard=shard)
     pipe.fit([tensor_jobs.batch(5, step) for step in range(2)])
     pipe.save(place)
     return pipe.fit([tensor_jobs.batch(5, 2)]), pipe.state_dict()

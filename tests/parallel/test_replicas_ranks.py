@@ -112,8 +112,10 @@ def test_unequal_data_are_told_on_every_rank_before_the_first_step(what: str, to
     assert "DistributedSampler" in heard[0]
 
 
-def test_parts_of_states_go_with_parts_of_layers(tmp_path: Path) -> None:
-    (losses, weights), *_ = launch(jobs.divided, 4, str(tmp_path), threads=1, quiet=True)
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_what_is_shared_goes_with_parts_of_layers(shard: str, tmp_path: Path) -> None:
+    """The model has one weight under two names of a stage, which the checkpoint holds once."""
+    (losses, weights), *_ = launch(jobs.divided, 4, str(tmp_path), shard, threads=1, quiet=True)
     pipe = tensor_jobs.pipeline(tensor_jobs.model(), stages=2)
     pipe.fit([tensor_jobs.batch(5, step) for step in range(2)])
     again = tensor_jobs.pipeline(tensor_jobs.model(), stages=2)

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, step_name
 from pipefit.checkpoint.optim import optimization_of
-from pipefit.checkpoint.sharded_optimizer import whole_states
-from pipefit.checkpoint.state import aliases_of, saved_forms, saved_stages, saved_tensors
+from pipefit.checkpoint.sharded import Sharing, whole_states
+from pipefit.checkpoint.state import aliases_of, saved_forms, saved_names, saved_stages, saved_tensors
 from pipefit.checkpoint.tensor_files import header, write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -37,6 +37,7 @@ from pipefit.runtime.collectives import agree, attempt, from_first
 from pipefit.runtime.meeting import TIMEOUT
 from pipefit.runtime.progress import SAVING
 from pipefit.runtime.session import Session
+from pipefit.runtime.worker import Worker
 from pipefit.spec.files import encode, sync_folder
 from pipefit.spec.sealed import seal, write_file
 
@@ -113,8 +114,8 @@ def save(
     parts: list[Part] = []
     is_copied = not wait and pipeline.program.header.spill is None
 
-    def prepared() -> str:
-        parts.extend(map(_copied, parts_of(pipeline) if is_copied else ()))
+    def prepared(sharing: Sharing) -> str:
+        parts.extend(map(_copied, parts_of(pipeline, sharing) if is_copied else ()))
         if session.rank:
             return ""
         facts.update(_facts(pipeline, extra, keep))
@@ -124,8 +125,8 @@ def save(
         if "error" not in outcome:
             pipeline.loop.callbacks.follow("checkpoint", record, path=path)
 
-    with session.at(SAVING), whole_states(pipeline):
-        path = place / agree(session, attempt(prepared))[0]
+    with session.at(SAVING), whole_states(pipeline) as sharing:
+        path = place / agree(session, attempt(partial(prepared, sharing)))[0]
         order = _Order(path, facts, keep, spared)
         if is_copied:
             work = partial(_attempted, _beside(session), order, parts)
@@ -135,7 +136,7 @@ def save(
             write = _written
         else:
             write = _attempted
-        outcome = write(session, order, parts_of(pipeline))
+        outcome = write(session, order, parts_of(pipeline, sharing))
     tell(outcome)
     return path
 
@@ -217,11 +218,12 @@ def make_folder(place: Path) -> None:
         sync_folder(place.parent)
 
 
-def parts_of(pipeline: Trained, among: Container[int] | None = None) -> Iterator[Part]:
+def parts_of(pipeline: Trained, sharing: Sharing, among: Container[int] | None = None) -> Iterator[Part]:
     """The parts of this process's ranks, one after the other.
 
     Args:
         pipeline: inside `whole_states`.
+        sharing: what replicas share, from there.
         among: the first replica of a stage among these ranks writes it; None: among all.
     """
     for worker in pipeline.workers:
@@ -229,7 +231,7 @@ def parts_of(pipeline: Trained, among: Container[int] | None = None) -> Iterator
         forms: dict[str, Tensor] = {}
         for stage in stages:
             forms |= saved_forms(worker, stage)
-        values = (value for stage in stages for value in saved_tensors(worker, stage))
+        values = _values(pipeline, worker, stages, sharing)
         if not worker.mesh.is_first:
             yield Part("", forms, values, {})
             continue
@@ -237,11 +239,36 @@ def parts_of(pipeline: Trained, among: Container[int] | None = None) -> Iterator
         yield Part(f"rank-{worker.rank}.safetensors", forms, values, msgspec.to_builtins(facts))
 
 
+def _values(pipeline: Trained, worker: Worker, stages: Sequence[int], sharing: Sharing) -> Iterator[Tensor]:
+    """The saved tensors of a rank's own stages; of the others it sends its parts when their turn comes."""
+    for stage in worker.stages:
+        if stage in stages:
+            yield from saved_tensors(worker, stage, sharing)
+        elif pipeline.session.is_distributed:
+            sharing.send(stage, saved_names(worker, stage))
+            sharing.send_states(stage)
+
+
 def _copied(part: Part) -> Part:
     """A part whose values are copies in the host's memory."""
-    header(part.forms, _METADATA)  # refuses at once what the file cannot hold
-    values = [value.detach().to("cpu", copy=True) for value in part.values if part.name]
+    try:
+        header(part.forms, _METADATA)  # refuses at once what the file cannot hold
+        values = [value.detach().to("cpu", copy=True) for value in part.values if part.name]
+    finally:
+        walk(part)
     return part._replace(forms=dict(zip(part.forms, values, strict=False)), values=values)
+
+
+def walk(part: Part) -> None:
+    """Goes through the values of a part that are left: processes wait for each other at each of them."""
+    for _ in part.values:
+        pass
+
+
+def _alive(session: Session, value: Tensor) -> Tensor:
+    """Returns a value, which is a sign of life for ranks that wait."""
+    session.progress.again()
+    return value
 
 
 def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dict[str, Any]:
@@ -249,7 +276,7 @@ def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dic
     report: dict[str, Any] = {"files": [], "aliases": {}, "optimization": []}
     for part in parts:
         path = temporary / part.name
-        values = _alive(session, part.values)
+        values = map(partial(_alive, session), part.values)
         try:
             if part.name:
                 size = sum(form.nbytes for form in part.forms.values())
@@ -259,17 +286,9 @@ def write_parts(session: Session, parts: Iterable[Part], temporary: Path) -> dic
                 report["aliases"] |= part.facts["aliases"]
                 report["optimization"] += part.facts["optimization"]
         finally:
-            # The processes of a rank wait for each other at each value: all are walked, even when the disk is full.
-            for _ in values:
-                pass
+            # Also when the disk is full.
+            walk(part)
     return report
-
-
-def _alive(session: Session, values: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The values; each is a sign of life for ranks that wait."""
-    for value in values:
-        session.progress.again()
-        yield value
 
 
 def facts_of(pipeline: Trained, extra: dict[str, Any]) -> dict[str, Any]:

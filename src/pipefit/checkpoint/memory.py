@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from pipefit.checkpoint.commit import facts_of, manifest_of, parts_of, write_parts
+from pipefit.checkpoint.commit import Part, facts_of, manifest_of, parts_of, walk, write_parts
 from pipefit.checkpoint.manifest import FORM, Manifest, candidates, step_name, step_of
-from pipefit.checkpoint.optim import OPTIM, parameter_and_key, read_of
+from pipefit.checkpoint.optim import parameter_and_key, read_of
 from pipefit.checkpoint.restore import Saved, contents, take
-from pipefit.checkpoint.sharded_optimizer import whole_states
+from pipefit.checkpoint.sharded import OPTIM, whole_states
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
@@ -73,19 +73,22 @@ class Memory:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _keep(self, step: int) -> None:
-        with self._pipeline.session.at(SAVING), whole_states(self._pipeline):
+        with self._pipeline.session.at(SAVING), whole_states(self._pipeline) as sharing:
+            parts = list(parts_of(self._pipeline, sharing, self._among))
             try:
                 if not self._failed:
-                    self._write(self._folder / step_name(step))
+                    self._write(parts, self._folder / step_name(step))
             except (OSError, PipefitError) as problem:
                 self._failed = True
                 _log.warning("the training is no longer copied in memory: %s", problem)
+            for part in parts:
+                walk(part)
 
-    def _write(self, place: Path) -> None:
+    def _write(self, parts: Sequence[Part], place: Path) -> None:
         place.mkdir(mode=0o700, exist_ok=True)
         name = f"rank-{self._pipeline.workers[0].rank}"
         (place / f"{name}.safetensors").unlink(missing_ok=True)  # where a rank was lost before all had their copies
-        report = write_parts(self._pipeline.session, parts_of(self._pipeline, self._among), place)
+        report = write_parts(self._pipeline.session, parts, place)
         if report["files"]:
             data = encode("checkpoint", manifest_of(facts_of(self._pipeline, {}), [report]))
             write_sealed(place / f"{name}.json", data, durable=False)

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from pipefit.checkpoint.manifest import Optimization
-from pipefit.checkpoint.sharded_optimizer import put_state
+from pipefit.checkpoint.sharded import OPTIM, put_state
 from pipefit.errors import ModelError, PipefitError
 from pipefit.runtime.worker import Worker
 from pipefit.stage.training import Owned
-
-OPTIM = "optim/"
-"""Prefix of the names of states in a file: "optim/<parameter>/<key>"."""
 
 # Options for the speed of an optimizer: a run keeps its own, so that it may resume on another device.
 _NOT_SAVED = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -222,12 +219,10 @@ def restore_optimizer(
         for (group, members), own in zip(groups, options, strict=True):
             group.update(own or {})
             for saved, master, _ in members:
-                plain = origins[saved].record.values.get(saved, {})
-                state = {key: _like(value, None) for key, value in plain.items()}
+                for key, value in origins[saved].record.values.get(saved, {}).items():
+                    put_state(optimizer, store, master, key, _like(value, None))
                 for key, read in tensors.get(saved, {}).items():
-                    state[key] = read().to(_device_of(key, master, group))
-                if state:
-                    put_state(optimizer, store, master, state)
+                    put_state(optimizer, store, master, key, read().to(_device_of(key, master, group)))
         if scheduler is not None:
             scheduler.load_state_dict(schedule)
 

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipefit.checkpoint.manifest import MANIFEST, Manifest, candidates, read_manifest
-from pipefit.checkpoint.optim import OPTIM, Read, by_parameter, parameter_and_key, restore_optimizer
+from pipefit.checkpoint.optim import Read, by_parameter, parameter_and_key, restore_optimizer
+from pipefit.checkpoint.sharded import OPTIM
 from pipefit.checkpoint.state import tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import DTYPES
 from pipefit.checkpoint.trained import Trained
@@ -96,8 +97,7 @@ def take(
             one()
 
     agree(session, attempt(prepare), ModelError)
-    with pipeline.engine.whole_weights(pipeline.program.header):
-        agree(session, attempt(take_all))
+    agree(session, attempt(take_all))
     if weights_only:
         return
     pipeline.state.resume(manifest.step, manifest)
@@ -212,8 +212,9 @@ def _prepare(
 def _take(worker: Worker, stage: int, weights: dict[str, Saved], restore: Callable[[], None] | None) -> None:
     """Loads the saved tensors of a stage, which is on the device meanwhile."""
     with worker.presence(stage, optim=True, change=True):
-        for name, _, tensor in weights_of(worker, stage):
-            tensor.copy_(_reader(worker.mesh, name, weights[name])())
+        with worker.stores[stage].overwritten():
+            for name, _, tensor in weights_of(worker, stage):
+                tensor.copy_(_reader(worker.mesh, name, weights[name])())
         if restore is not None:
             restore()
 

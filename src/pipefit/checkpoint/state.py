@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoint.optim import optimizer_tensors, parameter_and_key
+from pipefit.checkpoint.sharded import Sharing
 from pipefit.errors import ModelError
 from pipefit.runtime.worker import Worker
 from pipefit.spec import Plan
@@ -65,6 +66,11 @@ def weights_of(worker: Worker, stage: int) -> Iterator[tuple[str, str, Tensor]]:
         yield name, known, value
 
 
+def saved_names(worker: Worker, stage: int) -> list[str]:
+    """The names under which the weights and buffers of a stage are saved, in their order."""
+    return [name for name, saved, _ in weights_of(worker, stage) if name == saved]
+
+
 def aliases_of(worker: Worker, stages: Iterable[int]) -> dict[str, str]:
     """Further names of tied weights, each with the name it is saved under."""
     found: dict[str, str] = {}
@@ -101,11 +107,12 @@ def saved_forms(worker: Worker, stage: int) -> dict[str, Tensor]:
     return forms
 
 
-def saved_tensors(worker: Worker, stage: int) -> Iterator[Tensor]:
+def saved_tensors(worker: Worker, stage: int, sharing: Sharing) -> Iterator[Tensor]:
     """The saved tensors of a stage, whole, in the order of `saved_forms`; each is valid until the next.
 
-    A spilled stage is on the device meanwhile. All processes of a tensor-parallel rank must walk them together.
+    A spilled stage is on the device meanwhile. All processes of a tensor-parallel rank must walk them together, and
+    other replicas must send their parts of them.
     """
     with worker.presence(stage, optim=True):
-        for _, weight, value in _named(worker, stage):
-            yield worker.mesh.whole(weight, value)
+        for name, weight, value in _named(worker, stage):
+            yield worker.mesh.whole(weight, sharing.whole(stage, name, value))

@@ -61,10 +61,10 @@ def write_tensors(
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield head
-        for tensor in tensors.values() if values is None else values:
-            data = payload(tensor)
+        for data in map(payload, tensors.values() if values is None else values):
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield data[start : start + _CHUNK_BYTES]
+            del data  # before the next is made
 
     return write_file(path, chunks())
 

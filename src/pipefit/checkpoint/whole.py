@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipefit.checkpoint.commit import explaining, make_folder
+from pipefit.checkpoint.sharded import Sharing
 from pipefit.checkpoint.state import aliases_of, saved_stages, tensors_of, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
@@ -85,27 +86,28 @@ def _whole_tensors(pipeline: Trained, forms: Mapping[str, Tensor]) -> Iterator[T
     mesh = pipeline.workers[0].mesh
     device = pipeline.workers[0].device
     left = set(forms)
-    with pipeline.engine.whole_weights(pipeline.program.header):
-        for stage, (first, *_) in enumerate(pipeline.plan.placement.ranks):
-            layers = [pipeline.layers[index] for index in pipeline.plan.partition.stages[stage].layers]
-            worker = next((worker for worker in pipeline.workers if worker.rank == first), None)
-            with contextlib.ExitStack() as stack:
-                held = {}
-                if worker is not None:
-                    stack.enter_context(worker.presence(stage))
-                    held = {name: value for name, _, value in weights_of(worker, stage)}
-                for name in tensors_of(layers):
-                    if name not in left:
-                        continue
-                    left.remove(name)
-                    if held:
-                        value = mesh.whole(name, held[name].detach())
-                    else:
-                        value = torch.empty_like(forms[name], device=device)
-                    # Bytes are sent, so it can be of any type.
-                    row = value.contiguous().view(-1)
-                    broadcast(pipeline.session, row.view(torch.uint8), mesh.process_of(first))
-                    yield row.view(value.shape)
+    sharing = Sharing(pipeline)
+    for stage, (first, *_) in enumerate(pipeline.plan.placement.ranks):
+        layers = [pipeline.layers[index] for index in pipeline.plan.partition.stages[stage].layers]
+        worker = next((worker for worker in pipeline.workers if worker.rank == first), None)
+        with contextlib.ExitStack() as stack:
+            held = {}
+            if worker is not None:
+                stack.enter_context(worker.presence(stage))
+                held = {name: value for name, _, value in weights_of(worker, stage)}
+            for name in tensors_of(layers):
+                if name not in left:
+                    continue
+                left.remove(name)
+                if held:
+                    value = mesh.whole(name, sharing.whole(stage, name, held[name].detach()))
+                else:
+                    sharing.send(stage, [name])
+                    value = torch.empty_like(forms[name], device=device)
+                # Bytes are sent, so it can be of any type.
+                row = value.contiguous().view(-1)
+                broadcast(pipeline.session, row.view(torch.uint8), mesh.process_of(first))
+                yield row.view(value.shape)
 
 
 def write_whole(path: Path, forms: Mapping[str, Tensor], aliases: Mapping[str, str], values: Iterator[Tensor]) -> None:

@@ -67,6 +67,17 @@ def view_in(flat: Tensor, start: int, like: Tensor) -> Tensor:
     return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + start)
 
 
+def in_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements of a tensor in the order in which `view_in` lays out another one; a view of it where possible."""
+    if like.is_contiguous() or not is_dense(like):
+        return tensor.reshape(-1)
+    if tensor.stride() == like.stride():
+        return tensor.as_strided((tensor.numel(),), (1,))
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    view_in(flat, 0, like).copy_(tensor)
+    return flat
+
+
 def layout(parameters: Sequence[Tensor], parts: int = 1) -> list[Bucket]:
     """Buckets of parameters of one type each, the last parameters first, because their gradients come first.
 
@@ -123,6 +134,7 @@ class GradientBuckets:
         parameters: in the model's order.
         parts: every bucket can be split into so many equal ones.
         spilled: they are in the slot of the stage, which `place_in` sets.
+        freed: they have no memory until `hold`.
 
     Attributes:
         parameters: in the model's order.
@@ -134,7 +146,9 @@ class GradientBuckets:
         is_watching: whether the last backward of an update runs.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], parts: int = 1, spilled: bool = False) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], parts: int = 1, spilled: bool = False, freed: bool = False
+    ) -> None:
         self.parameters = list(parameters)
         self.buckets = layout(self.parameters, parts)
         self.flats: list[Tensor] = []
@@ -148,7 +162,7 @@ class GradientBuckets:
             self._fields = record_layout(self.parameters)[0]
         else:
             sizes = [(bucket.size + bucket.num_marks, bucket.dtype) for bucket in self.buckets]
-            self._place([torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes])
+            self._place((torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes), freed)
         # Hooks stay: making and removing them for every update takes longer than calling them. They refer to this
         # object weakly, since the user's parameters may outlive it.
         itself = weakref.ref(self)
@@ -161,19 +175,23 @@ class GradientBuckets:
         self._waiting: list[int] = []
         self._started = 0
         self._adopted = False
-        self._is_freed = False
+        self._is_freed = freed
         # Parameters whose gradients are zeros so far, to which autograd adds.
         self._zeros: set[int] = set()
         self._launch: Launch = _nothing
         self.idle: list[int] = []
 
-    def _place(self, flats: list[Tensor]) -> None:
-        self.flats = flats
+    def _place(self, flats: Iterable[Tensor], freed: bool = False) -> None:
+        """Places the gradients in flat tensors, which are made one by one where each is freed at once."""
+        self.flats = []
         for bucket, flat in zip(self.buckets, flats, strict=True):
+            self.flats.append(flat)
             if bucket.num_marks:
                 self.marks = flat[bucket.size :]
             for index, view in zip(bucket.members, bucket.views(flat, self.parameters), strict=True):
                 self._views[index] = view
+            if freed:
+                resize(flat, 0)
 
     def free(self) -> None:
         """Frees the memory of all gradients until `hold`."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipefit.errors import PlanError
-from pipefit.parallel.buckets import GradientBuckets
+from pipefit.parallel.buckets import Bucket, GradientBuckets, layout
 from pipefit.parallel.weights import Piece, WeightStore, places_of
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -47,6 +47,8 @@ class ShardedStore(WeightStore):
         gradients: this replica's part of each bucket, into which the sum is written.
     """
 
+    _frees_gradients = False
+
     def __init__(
         self, parameters: Sequence[nn.Parameter], whole: Sequence[bool], replica: int, num_replicas: int
     ) -> None:
@@ -54,20 +56,28 @@ class ShardedStore(WeightStore):
         self._whole = [index for index, is_whole in enumerate(whole) if is_whole]
         self._replica = replica
         self._num = num_replicas
-        self.buckets = GradientBuckets([parameters[index] for index in self._own], num_replicas)
-        buckets = zip(self.buckets.buckets, self.buckets.flats, strict=True)
-        flats = [torch.zeros_like(flat[: bucket.size]) for bucket, flat in buckets]
-        self._parameters = list(parameters)
-        data = self._views(flats, [parameter.data for parameter in parameters])
-        with torch.no_grad():
-            for index in self._own:
-                data[index].copy_(parameters[index].data)
-                parameters[index].data = data[index]
+        own = [parameters[index] for index in self._own]
+        flats = [self._placed(bucket, own) for bucket in layout(own, num_replicas)]
+        self.buckets = GradientBuckets(own, num_replicas, freed=self._frees_gradients)
         super().__init__(parameters)
         self._flats: dict[int, list[Tensor]] = {0: flats}
-        self.gradients = [self._part(flat) for flat in self.buckets.flats]
+        self.gradients = self._gradient_parts()
         self.pieces = list(self._cut(flats))
         self._groups: list[list[int]] = []
+
+    @torch.no_grad()
+    def _placed(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Moves the parameters of a bucket into a new flat tensor, which is returned."""
+        device = parameters[bucket.members[0]].device
+        flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=device)
+        for member, view in zip(bucket.members, bucket.views(flat, parameters), strict=True):
+            view.copy_(parameters[member].data)
+            parameters[member].data = view
+        return flat
+
+    def _gradient_parts(self) -> list[Tensor]:
+        """This replica's part of each bucket of gradients."""
+        return [self._part(flat) for flat in self.buckets.flats]
 
     def _part(self, flat: Tensor) -> Tensor:
         """This replica's part of a bucket."""

@@ -12,12 +12,16 @@ weights, and no numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipefit.parallel.buckets import layout, resize
+from pipefit.errors import ModelError
+from pipefit.parallel.buckets import Bucket, in_order, layout, resize, view_in
 from pipefit.parallel.sharded_weights import ShardedStore
 
 
@@ -31,16 +35,20 @@ class SharedGradientsStore(ShardedStore):
         num_replicas: of the stage.
     """
 
+    _frees_gradients = True
+
     def __init__(
         self, parameters: Sequence[nn.Parameter], whole: Sequence[bool], replica: int, num_replicas: int
     ) -> None:
         super().__init__(parameters, whole, replica, num_replicas)
         self._reached = torch.zeros_like(self.buckets.marks)
         self._never = set(self._own)
-        # In memory of their own, from the first sum of an update to its step.
-        self.gradients = [torch.zeros_like(part) for part in self.gradients]
         self._free_sums()
-        self.buckets.free()
+
+    def _gradient_parts(self) -> list[Tensor]:
+        """Its parts of sums, in memory of their own: from the first sum of an update to its step."""
+        sizes = [(bucket.size // self._num, bucket.dtype) for bucket in self.buckets.buckets]
+        return [torch.zeros(size, dtype=dtype, device=self.buckets.marks.device) for size, dtype in sizes]
 
     def own_part(self, bucket: int) -> Tensor:
         """Memory for this replica's part of a sum: its own, or in later sums of an update what is added to that."""
@@ -87,6 +95,28 @@ class SharedGradientsStore(ShardedStore):
         return bool(mark.is_meta or mark)
 
 
+class Home(NamedTuple):
+    """The place of a weight among those of a stage.
+
+    Attributes:
+        bucket: its number.
+        start: first element of the weight in the bucket.
+        size: elements of one replica's part of the bucket.
+        form: shape and layout of the weight, on the meta device.
+    """
+
+    bucket: int
+    start: int
+    size: int
+    form: Tensor
+
+    def part(self, replica: int) -> tuple[int, int]:
+        """The first element and the number of elements of a replica's part of the weight."""
+        low = min(max(replica * self.size - self.start, 0), self.form.numel())
+        high = min(max((replica + 1) * self.size - self.start, 0), self.form.numel())
+        return low, high - low
+
+
 class SharedWeightsStore(SharedGradientsStore):
     """Weights that replicas share as they share gradients: whole only from a gather to the end of their use.
 
@@ -107,55 +137,79 @@ class SharedWeightsStore(SharedGradientsStore):
         frozen: Sequence[nn.Parameter],
     ) -> None:
         self._shards: list[Tensor] = []
+        self._homes: dict[int, Home] = {}
         super().__init__(parameters, whole, replica, num_replicas)
         self.gathers = 0
-        self._is_released = False
         self._frozen = list(frozen)
-        self._frozen_buckets = layout(self._frozen, num_replicas)
-        self._frozen_views: list[Tensor] = []
-        self._trained_gone = [_without_numbers(parameter) for parameter in self._parameters]
-        self._frozen_gone = [_without_numbers(parameter) for parameter in self._frozen]
-        given = [parameter.data for parameter in self._frozen]
-        self._make_flats()
-        for view, weight in zip(self._frozen_views, given, strict=True):
-            view.copy_(weight)
-        self._shards += [self._part(flat).clone() for flat in self._flats[0][len(self._shards) :]]
+        self._flats[0] += [self._placed(bucket, self._frozen) for bucket in layout(self._frozen, num_replicas)]
+        self._frozen_views = [parameter.data for parameter in self._frozen]
+        self._trained_gone: list[Tensor] = []
+        self._frozen_gone: list[Tensor] = []
+        self._forget_changes()
         self._free()
 
-    def _make_flats(self) -> None:
-        """New memory for whole weights: buckets of those that train, then of the frozen ones."""
-        (version,) = self._versions
-        data = self._versions[version]
-        flats = [torch.zeros(bucket.size, dtype=bucket.dtype, device=self._device) for bucket in self.buckets.buckets]
-        self._versions = {version: self._views(flats, data)}
-        for index in self._own:
-            self.masters[index].data = self._versions[version][index]
-        self._frozen_views = list(self._frozen_gone)
-        for bucket in self._frozen_buckets:
-            flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=self._device)
-            flats.append(flat)
-            for index, view in zip(bucket.members, bucket.views(flat, self._frozen), strict=True):
-                self._frozen_views[index] = view
-        self._flats = {version: flats}
+    def _forget_changes(self) -> None:
+        """Makes new tensors without numbers, to which nobody has written."""
+        self._trained_gone = [_without_numbers(parameter) for parameter in self._parameters]
+        self._frozen_gone = [_without_numbers(parameter) for parameter in self._frozen]
 
-    @property
-    def _device(self) -> torch.device | None:
-        for parameter in (*self._parameters, *self._frozen):
-            return parameter.device
-        return None
+    @torch.no_grad()
+    def _placed(self, bucket: Bucket, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """Keeps this replica's part of the parameters of a bucket; returns a flat tensor without memory for the whole.
+
+        The given memory is let go before there is any other: a stage is built with hardly more than its own.
+        """
+        members = [parameters[member] for member in bucket.members]
+        forms = [torch.empty_like(parameter, device="meta") for parameter in members]
+        size = bucket.size // self._num
+        shard = torch.zeros(size, dtype=bucket.dtype, device=members[0].device)
+        for parameter, form, start in zip(members, forms, bucket.starts, strict=True):
+            home = self._homes[id(parameter)] = Home(len(self._shards), start, size, form)
+            low, length = home.part(self._replica)
+            if length:
+                offset = start + low - self._replica * size
+                shard[offset : offset + length] = in_order(parameter.data, form)[low : low + length]
+        self._shards.append(shard)
+        for parameter in members:
+            parameter.data = _without_numbers(parameter)
+        flat = torch.empty(bucket.size, dtype=bucket.dtype, device=shard.device)
+        for parameter, form, start in zip(members, forms, bucket.starts, strict=True):
+            parameter.data = view_in(flat, start, form)
+        resize(flat, 0)
+        return flat
 
     def _memory_of(self, number: int, flats: Sequence[Tensor]) -> Tensor:
         """This replica's part of a bucket, in memory of its own."""
-        shard = super()._memory_of(number, flats).clone()
-        self._shards.append(shard)
-        return shard
+        return self._shards[number]
+
+    def home_of(self, parameter: Tensor) -> Home | None:
+        """The place of a weight that is in parts; None: it is whole on every replica."""
+        return self._homes.get(id(parameter))
+
+    def part_of(self, parameter: Tensor) -> Tensor:
+        """This replica's part of a weight, flat."""
+        home = self._homes[id(parameter)]
+        low, length = home.part(self._replica)
+        offset = home.start + low - self._replica * home.size
+        return self._shards[home.bucket][offset : offset + length]
 
     def kept(self) -> list[Tensor]:
         """Its parts of the weights."""
         return list(self._shards)
 
     def gather(self, version: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered."""
+        """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered.
+
+        Raises:
+            ModelError: a parameter was changed while it had no numbers.
+        """
+        trained = ((self._parameters[index], self._trained_gone[index]) for index in self._own)
+        if any(_is_changed(*pair) for pair in (*trained, *zip(self._frozen, self._frozen_gone, strict=True))):
+            raise ModelError(
+                "a parameter was changed between two steps, where each replica of its stage has only a part of it "
+                '(shard="weights"), so the change would be lost: change weights with load_state_dict, or use '
+                'shard="gradients"'
+            )
         self.gathers += 1
         for shard, flat in zip(self._shards, self._flats[version], strict=True):
             resize(flat, flat.numel())
@@ -174,29 +228,39 @@ class SharedWeightsStore(SharedGradientsStore):
         self._free()
 
     def forget_pass(self) -> None:
-        """Frees the gradients of a pass that failed, and whole weights."""
+        """Frees the gradients of a pass that failed, and whole weights, of which other replicas have gathered more."""
         super().forget_pass()
+        self.gathers = 0
+        self._forget_changes()
         self._free()
 
-    def keep_changes(self) -> None:
-        """Copies this replica's part of whole weights, which may have been changed, and frees them.
+    @contextmanager
+    def overwritten(self) -> Iterator[None]:
+        """The context, between programs, in which whole weights have memory to be written; each replica keeps its part.
 
-        Their memory may belong to others by now, such as arrays of NumPy, so it is not used again.
+        Nothing is gathered: what is not written is whole on no replica, and stays as it is. After an error all stays.
         """
-        if self._is_released:
-            return
-        for shard, flat in zip(self._shards, self._flats[self._current], strict=True):
-            shard.copy_(self._part(flat))
-        self._make_flats()
-        self._free()
+        self._forget_changes()
+        (version,) = self._flats
+        places = []
+        for shard, flat in zip(self._shards, self._flats[version], strict=True):
+            resize(flat, flat.numel())
+            places.append(self._part(flat).copy_(shard))
+        self.at(version)
+        try:
+            yield
+            for shard, place in zip(self._shards, places, strict=True):
+                shard.copy_(place)
+        finally:
+            self._free()
 
     def _free(self) -> None:
         """Frees the memory of whole weights. What is stepped whole stays."""
-        (flats,) = self._flats.values()
         for index in self._own:
             self._parameters[index].data = self._trained_gone[index]
         for parameter, gone in zip(self._frozen, self._frozen_gone, strict=True):
             parameter.data = gone
+        (flats,) = self._flats.values()
         for flat in flats:
             resize(flat, 0)
         self._current = -1
@@ -218,7 +282,15 @@ class SharedWeightsStore(SharedGradientsStore):
         super().release()
         for parameter in self._frozen:
             parameter.data = parameter.data.clone()
-        self._is_released = True
+
+
+def _is_changed(parameter: Tensor, gone: Tensor) -> bool:
+    """Returns whether a parameter is not `gone` any more, or has got numbers, which is not looked up on a GPU."""
+    if parameter.data_ptr() != gone.data_ptr():
+        return True
+    if gone.device.type != "cpu" or not gone.is_floating_point() or not gone.numel():
+        return False
+    return not math.isnan(gone.as_strided((), ()).item())
 
 
 def _without_numbers(parameter: Tensor) -> Tensor:

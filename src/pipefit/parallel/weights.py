@@ -131,6 +131,10 @@ class Store(Protocol):
         """
         return nullcontext()
 
+    def overwritten(self) -> AbstractContextManager[None]:
+        """The context, between programs, in which all weights can be written."""
+        return nullcontext()
+
     def saving(self) -> AbstractContextManager[None]:
         """The context of a forward whose weights may be elsewhere in its backward."""
         return nullcontext()

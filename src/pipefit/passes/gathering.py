@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from itertools import groupby
 
 from msgspec.structs import replace
 
@@ -45,6 +46,7 @@ def with_sharing(program: Program) -> Program:
         _add_gradients(header, own, slots, added)
         if header.shard == "weights":
             _add_weights(header, own, slots, added)
+            _add_parts_for_others(header, rank, own, added)
         ranks.append(inserted(own, added))
     return Program(header, tuple(map(tuple, ranks)))
 
@@ -59,17 +61,21 @@ def gathering_of(header: Header) -> Program:
 
 
 def _copies_agree(program: Program) -> bool:
-    """Returns whether all copies of a stage visit their stages in the same order.
+    """Returns whether all copies of a stage that visit any go from stage to stage in the same order.
 
     Others gather once per update, because all copies must gather equally often.
     """
-    orders = []
-    for instructions in program.ranks:
-        orders.append([(i.op, i.stage) for i in instructions if i.op in COMPUTE_OPS])
+    orders = [[_turns(listed, ops) for ops in (COMPUTE_OPS, WEIGHT_GRADIENT_OPS)] for listed in program.ranks]
     for ranks in program.header.placement:
-        if any(orders[rank] != orders[ranks[0]] for rank in ranks):
+        found = [orders[rank] for rank in ranks if any(orders[rank])]
+        if any(order != found[0] for order in found):
             return False
     return True
+
+
+def _turns(listed: Instructions, ops: Collection[Op]) -> list[int]:
+    """The stages that some operations visit, each once for visits that follow each other."""
+    return [stage for stage, _ in groupby(i.stage for i in listed if i.op in ops)]
 
 
 def _is_scatter(header: Header, i: Instruction) -> bool:
@@ -120,6 +126,20 @@ def _add_weights(header: Header, listed: Instructions, slots: int, added: Added)
         added[start].append(Instruction(Op.UNSHARD, stay.stage, version=version))
         drop = Instruction(Op.DROP, stay.stage, version=version)
         added[stay.last + 1].insert(0, drop)
+
+
+def _add_parts_for_others(header: Header, rank: int, listed: Instructions, added: Added) -> None:
+    """Adds the gathers of stages that only other copies visit, which need this copy's parts: fewer samples than copies.
+
+    They come in the order of the stages, in which the others gather them: see `pipefit.schedules.forward`.
+    """
+    visits = [(index, i.stage) for index, i in enumerate(listed) if i.op in COMPUTE_OPS]
+    visited = {stage for _, stage in visits}
+    for stage in filter(header.shares_weights, header.stages_of(rank)):
+        if stage not in visited:
+            place = next((index for index, later in visits if later > stage), len(listed))
+            added[place].append(Instruction(Op.UNSHARD, stage, version=0))
+            added[place].append(Instruction(Op.DROP, stage, version=0))
 
 
 def _steps_before(listed: Sequence[Instruction]) -> dict[StageAt, int]:

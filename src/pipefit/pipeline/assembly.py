@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -117,9 +116,6 @@ def assemble(
             stages = RankStages(rank, part, ties, initialise)
             opening = partial(open_tier, rank, header.spill, where, device, run)
             spillings[-1] = Spilling.create(stages, program, training, device, opening, where)
-        staying = [own for stage, own in part.items() if not header.is_spilled(stage)]
-        if not session.is_rehearsal:
-            materialise(list(chain.from_iterable(staying)), training.seed, device, initialise)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)
@@ -127,7 +123,10 @@ def assemble(
     for rank, part, spilling in zip(ranks, parts, spillings, strict=True):
         if spilling is not None:
             spilling.commit_every = interval
-        workers.append(worker_of(rank, part, plan, layers, training, device, spilling, mesh))
+        fill = None
+        if not session.is_rehearsal:
+            fill = partial(materialise, seed=training.seed, device=device, own=initialise, made={})
+        workers.append(worker_of(rank, part, plan, layers, training, device, spilling, mesh, fill))
     release_others(workers, plan, given, session)
     forget_peak(device)
     return Engine(workers, header.num_stages, session, device)
@@ -142,6 +141,7 @@ def worker_of(
     device: torch.device,
     spilling: Spilling | None = None,
     mesh: Mesh | None = None,
+    fill: Callable[[Sequence[NamedLayer]], None] | None = None,
     kept: Mapping[tuple[int, ...], Stepped] = MappingProxyType({}),
 ) -> Worker:
     """The worker of a rank of a plan.
@@ -155,6 +155,7 @@ def worker_of(
         device: of the rank.
         spilling: of its spilled stages.
         mesh: the processes that share the rank.
+        fill: gives the layers of a stage their weights; see `Worker.create`.
         kept: what steps weights that this process has stepped before; see `Worker.create`.
     """
     replicas = {stage: plan.placement.ranks[stage] for stage in part}
@@ -162,7 +163,7 @@ def worker_of(
     if plan.shard != "none":
         shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
     ties = tied_parameters(layers, plan.partition)
-    worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard, kept)
+    worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard, fill, kept)
     for index, own in worker.stages.items():
         own.replay(plan.partition.stages[index].replays, len(layers))
         if len(replicas[index]) > 1:

@@ -391,11 +391,10 @@ class Pipeline:
             ModelError: a name is missing or has another shape.
         """
         state = {name: self.engine.mesh.part(name, value) for name, value in state.items()}
-        with self.engine.whole_weights(self.program.header):
-            for worker in self.workers:
-                for index, stage in worker.stages.items():
-                    with worker.presence(index, change=True):
-                        stage.load_state_dict(state)
+        for worker in self.workers:
+            for index, stage in worker.stages.items():
+                with worker.presence(index, change=True), worker.stores[index].overwritten():
+                    stage.load_state_dict(state)
         commit_step(self, self.notes, now=True)
 
     @collective
@@ -491,5 +490,5 @@ class Pipeline:
         if self._is_lent_whole:
             give_back(self.layers, whole_state(self))
             self._is_lent_whole = False
-        with self.engine.whole_weights(self.program.header):
-            release_run(self.engine)
+        self.engine.gather_weights(self.program.header)
+        release_run(self.engine)

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from pipefit.checkpoint.commit import explaining
-from pipefit.checkpoint.state import saved_stages, weights_of
+from pipefit.checkpoint.sharded import Sharing
+from pipefit.checkpoint.state import saved_names, saved_stages, weights_of
 from pipefit.checkpoint.tensor_files import write_tensors
 from pipefit.checkpoint.trained import Trained
 from pipefit.checkpoint.whole import whole_state
@@ -55,8 +56,7 @@ def save_folder(pipe: Trained, given: Any, layers: Sequence[NamedLayer], folder:
             adapters = whole_state(pipe, [name for name, p in model.named_parameters() if p.requires_grad])
             agree(session, attempt(lambda: _write_adapters(model, adapters, folder) if is_first else None))
             return
-        with pipe.engine.whole_weights(pipe.program.header):
-            files = agree(session, attempt(lambda: _write_stages(pipe, model, folder)))
+        files = agree(session, attempt(lambda: _write_stages(pipe, model, folder)))
         index = {name: file for of_rank in files for name, file in of_rank.items()}
         agree(session, attempt(lambda: _end(folder, model, index) if is_first else None))
 
@@ -96,16 +96,23 @@ def _write_stages(pipe: Trained, model: Any, folder: Path) -> dict[str, str]:
     """Writes the stages of this process; returns the file of each tensor. One of the processes of a rank writes."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    session = pipe.session
     written: dict[str, str] = {}
     failed: Exception | None = None
     num_stages = len(pipe.plan.partition.stages)
+    sharing = Sharing(pipe)
     for worker in pipe.workers:
-        for stage in saved_stages(pipe.plan, worker):
+        own = saved_stages(pipe.plan, worker)
+        for stage in worker.stages:
+            if stage not in own:
+                if session.is_distributed:
+                    sharing.send(stage, saved_names(worker, stage))
+                continue
             with worker.presence(stage):
                 held: dict[str, Tensor] = {}
                 for name, saved, value in weights_of(worker, stage):
                     if name == saved:
-                        whole = worker.mesh.whole(name, value.detach())
+                        whole = worker.mesh.whole(name, sharing.whole(stage, name, value.detach()))
                         if worker.mesh.is_first:
                             held |= {name: whole}
                 if not held or failed is not None:

@@ -33,7 +33,8 @@ from pipefit.checkpoint.moving import (
     named_tensors,
     other_key,
 )
-from pipefit.checkpoint.optim import OPTIM, Read, optimization_of, parameter_and_key, read_of, restore_optimizer
+from pipefit.checkpoint.optim import Read, optimization_of, parameter_and_key, read_of, restore_optimizer
+from pipefit.checkpoint.sharded import OPTIM
 from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
 from pipefit.ir.program import Header

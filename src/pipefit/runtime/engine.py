@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from pipefit.ir.graph import collective_members, dependency_graph
 from pipefit.ir.op import Op
 from pipefit.ir.program import Header, Program
 from pipefit.parallel.mesh import Mesh
-from pipefit.parallel.shared_stores import SharedWeightsStore
 from pipefit.parallel.threads import let_carriers_wait
 from pipefit.passes.gathering import gathering_of
 from pipefit.runtime.collectives import check_alike
@@ -53,7 +51,6 @@ class Engine:
     def __init__(self, workers: Sequence[Worker], num_stages: int, session: Session, device: torch.device) -> None:
         self.session = session
         self.device = device
-        self._is_whole = False
         self.is_lost = False
         self._between: DistributedTransport | None = None
         self._moments = Moments(device) if is_accelerator(device) else None
@@ -207,29 +204,17 @@ class Engine:
         begun = [i.op for run in self.executions for i in run.compiled.instructions[: run.index + 1]]
         return Op.STEP in begun
 
-    @contextlib.contextmanager
-    def whole_weights(self, header: Header) -> Iterator[None]:
-        """The context, between programs, in which weights that replicas share are whole on each of them.
+    def gather_weights(self, header: Header) -> None:
+        """Makes weights that replicas share whole on each of them, after the last program; all ranks must call it.
 
-        All ranks must enter together. What is changed in them stays. A rank then holds all of its stages.
+        A rank then holds all of its stages.
 
         Args:
             header: of the run's programs.
         """
         gathering = gathering_of(header)
-        if self._is_whole or not any(gathering.ranks):
-            yield
-            return
-        self.run(gathering, {})
-        self._is_whole = True
-        try:
-            yield
-        finally:
-            self._is_whole = False
-            for worker in self.workers:
-                for store in worker.stores.values():
-                    if isinstance(store, SharedWeightsStore):
-                        store.keep_changes()
+        if any(gathering.ranks):
+            self.run(gathering, {})
 
     def prepare(self, program: Program) -> None:
         """Makes the buckets and process groups of a program, before its first pass."""

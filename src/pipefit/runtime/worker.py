@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from pipefit.stage.payload import Structure
 from pipefit.stage.precision import LossScale
 from pipefit.stage.split import NamedLayer
 from pipefit.stage.stage import Stage
+from pipefit.stage.ties import shared_parameters
 from pipefit.stage.training import Owned, Tie, Training
 
 
@@ -96,9 +97,10 @@ class Worker:
         mesh: Mesh | None = None,
         shards: Mapping[int, tuple[int, int]] = MappingProxyType({}),
         shard: Shard = "optimizer",
+        fill: Callable[[Sequence[NamedLayer]], None] | None = None,
         kept: Mapping[tuple[int, ...], Stepped] = MappingProxyType({}),
     ) -> Worker:
-        """Builds the stages of a rank from their layers, those of `spilling` without their weights.
+        """Builds the stages of a rank one after the other from their layers, those of `spilling` without their weights.
 
         Args:
             rank: its number.
@@ -110,18 +112,24 @@ class Worker:
             mesh: the processes that share the rank.
             shards: (replica, replicas) of each stage whose replicas share something.
             shard: what they share.
+            fill: gives the layers of a stage their weights when its turn comes; None: they have them.
             kept: of stages whose parameters stay together, by the ids of the parameters; see `stepped`.
 
         Raises:
             PlanError: an optimizer cannot be sharded.
         """
-        stages = {index: Stage(index, own, device, training.seed) for index, own in layers.items()}
-        worker = cls(rank, training, device, stages, ties, spilling=spilling, mesh=mesh or Mesh())
+        worker = cls(rank, training, device, {}, ties, spilling=spilling, mesh=mesh or Mesh())
         spilled = spilling.stores if spilling else {}
         if training.loss_scale is not None:
             worker.scale = LossScale(training.loss_scale)
         seen: set[int] = set()
-        for index, stage in stages.items():
+        several = shared_parameters(layers, ties)
+        for index, own_layers in layers.items():
+            # By name: those of the meta device are others once they are filled.
+            shared = _names_of(own_layers, several)
+            if fill is not None and index not in spilled:
+                fill(own_layers)
+            stage = worker.stages[index] = Stage(index, own_layers, device, training.seed)
             stage.compiled = compiled_forwards(stage.layers, training.compiler)
             stage.compute_in(training.half)
             owned: list[Owned] = []
@@ -146,7 +154,7 @@ class Worker:
             elif index in shards:
                 tied = [own.tie is not None for own in owned]
                 if shard == "weights":
-                    frozen = _frozen_alone(stage, seen)
+                    frozen = _frozen_alone(stage, shared)
                     store = SharedWeightsStore(parameters, tied, *shards[index], frozen)
                 elif shard == "gradients":
                     store = SharedGradientsStore(parameters, tied, *shards[index])
@@ -255,11 +263,20 @@ class Worker:
         return [own.parameter.grad for own in counted if own.parameter.grad is not None]
 
 
-def _frozen_alone(stage: Stage, seen: set[int]) -> list[nn.Parameter]:
-    """The weights of a stage that it does not train and that no other stage of the rank has; added to those seen."""
-    found = []
-    for _, parameter in stage.named_parameters():
-        if not parameter.requires_grad and id(parameter) not in seen:
-            seen.add(id(parameter))
-            found.append(parameter)
+def _names_of(layers: Sequence[NamedLayer], among: Container[int]) -> set[str]:
+    """The names of the parameters with some ids."""
+    found: set[str] = set()
+    for layer in layers:
+        own = layer.module.named_parameters(prefix=layer.prefix)
+        found.update(name for name, parameter in own if id(parameter) in among)
     return found
+
+
+def _frozen_alone(stage: Stage, shared: Container[str]) -> list[nn.Parameter]:
+    """The weights of a stage that it does not train and that no other stage of the rank has.
+
+    Args:
+        stage: of the rank.
+        shared: names of weights that several stages of the rank have.
+    """
+    return [p for name, p in stage.named_parameters() if not p.requires_grad and name not in shared]

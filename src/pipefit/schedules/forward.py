@@ -27,9 +27,9 @@ def forward_only(header: Header, num_microbatches: int) -> Program:
     )
     order = []
     for rank in range(header.num_ranks):
-        # Stage by stage where stages are fetched, so that each is fetched once; else micro-batch by micro-batch.
+        # Stage by stage where stages are fetched or gathered, so that each is so once; else micro-batch by micro-batch.
         size = header.num_ranks
-        if header.spill and header.num_ranks == 1:
+        if (header.spill and header.num_ranks == 1) or header.shard == "weights":
             size = header.total_microbatches
         placed = []
         for stage in header.stages_of(rank):

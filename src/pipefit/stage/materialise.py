@@ -59,7 +59,10 @@ def _reset_of(module: nn.Module) -> Callable[[], None] | None:
 
 
 def stand_in(
-    layers: Sequence[NamedLayer], make: Callable[[Tensor], Tensor], of: Callable[[Tensor], bool] = lambda t: t.is_meta
+    layers: Sequence[NamedLayer],
+    make: Callable[[Tensor], Tensor],
+    of: Callable[[Tensor], bool] = lambda t: t.is_meta,
+    made: dict[Tensor, nn.Parameter] | None = None,
 ) -> None:
     """Replaces some parameters and buffers by the results of `make`; shared ones stay shared.
 
@@ -67,15 +70,17 @@ def stand_in(
         layers: of the model.
         make: from a parameter or buffer to its replacement.
         of: selects those that are replaced; usually those of the meta device.
+        made: the replacement of each parameter so far, to which these are added; None: none before.
     """
-    made: dict[int, nn.Parameter] = {}
+    if made is None:
+        made = {}
     for layer in layers:
         for module in layer.module.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 if of(parameter):
-                    if id(parameter) not in made:
-                        made[id(parameter)] = _like(parameter, make(parameter))
-                    setattr(module, name, made[id(parameter)])
+                    if parameter not in made:
+                        made[parameter] = _like(parameter, make(parameter))
+                    setattr(module, name, made[parameter])
             for name, buffer in module.named_buffers(recurse=False):
                 if of(buffer):
                     module._buffers[name] = make(buffer)
@@ -191,13 +196,24 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
 
 
 def materialise(
-    layers: Sequence[NamedLayer], seed: int, device: torch.device, own: InitialiseLayer | None = None
+    layers: Sequence[NamedLayer],
+    seed: int,
+    device: torch.device,
+    own: InitialiseLayer | None = None,
+    made: dict[Tensor, nn.Parameter] | None = None,
 ) -> None:
     """Gives layers of the meta device memory and weights.
+
+    Args:
+        layers: all layers that share weights, or some of them.
+        seed: of the weights that modules draw.
+        device: of the memory.
+        own: the model's own function to initialise a layer; None: it has none.
+        made: see `stand_in`.
 
     Raises:
         ModelError: see `initialise`.
     """
     drawn = [layer for layer in layers if is_meta([layer])]
-    stand_in(layers, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    stand_in(layers, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device), made=made)
     initialise(drawn, seed, own)
