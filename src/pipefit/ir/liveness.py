@@ -107,7 +107,8 @@ def working_lifetimes(program: Program, rank: int, summed: bool = False) -> list
     What the first backward of an update makes of the gradients of weights is a part of its work; they are held from its
     end on. Those that replicas sum have memory throughout, or where they share them from the beginning of a stage's
     first backward to their `free`. What a replica receives for its part of a sum, it holds until the sum is needed; a
-    further sum of an update is added to its part then. A message is held by its sender until it must have arrived.
+    further sum of an update is added to its part then. The backward before a sum begins it, with whole weights. A
+    message is held by its sender until it must have arrived.
 
     Args:
         program: that runs.
@@ -133,7 +134,9 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
         dies = max(life.dies, released.get(value, born))
         copies = len(header.placement[value.stage])
         is_summed = summed or copies > 1
-        if value.kind == WGRAD and header.shares_gradients(value.stage):
+        if value.kind == WEIGHTS and header.shares_weights(value.stage):
+            dies = _sum_after(instructions, dies)
+        elif value.kind == WGRAD and header.shares_gradients(value.stage):
             dies = life.dies
         elif value.kind == WGRAD and is_summed:
             if value.at:
@@ -161,6 +164,16 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
             found.append(Lifetime(work, index, index))
     found += _sums(program, rank)
     return found
+
+
+def _sum_after(instructions: Instructions, drop: int) -> int:
+    """The index of the sum that the backward before a drop has begun; without one, that of the drop."""
+    for index, i in enumerate(instructions[drop + 1 :], drop + 1):
+        if i.op in COMPUTE_OPS:
+            break
+        if i.kind == Reduction.SCATTER and i.stage == instructions[drop].stage:
+            return index
+    return drop
 
 
 def _sums(program: Program, rank: int) -> Iterator[Lifetime]:

@@ -429,9 +429,6 @@ def quick_bytes(problem: Problem, config: Config) -> float:
     needs = []
     for fixed, ranks in _room(problem, config):
         needs.append((kept + fixed) / ranks)
-    if config.shares_weights:
-        # At some time the largest stage of each rank is whole.
-        needs.append((_fixed_bytes(problem, config) + total.weight_bytes / config.chunks) / config.depth)
     if is_replayed and config.chunks == 1 and not config.replicas:
         # A backward needs all that its stage saves, of one micro-batch.
         needs.append((total.saved_bytes + _fixed_bytes(problem, config)) / config.depth)

@@ -141,32 +141,24 @@ def collectives_of(config: Config) -> list[tuple[float, float]]:
 
     Those of a large program follow from as many micro-batches as fill it.
     """
-    m = config.per_pipeline
     small = _counted(config)
-    few = small.microbatches
+    program = small_program(small)
+    share = 1.0
+    if not holds_all(config):
+        share = config.per_pipeline / small.microbatches
     found = []
-    for gathers, sums in _collectives(small):
-        share = 1.0
-        if not holds_all(config):
-            share = m / few
-        found.append((gathers * share, sums * share))
+    for stage, ranks in enumerate(program.header.placement):
+        own = [i for i in program.ranks[ranks[0]] if i.stage == stage]
+        gathers = sum(i.op is Op.UNSHARD for i in own)
+        joins = sum(i.kind == Reduction.SHARDS for i in own)
+        sums = sum(i.kind == Reduction.SCATTER for i in own)
+        found.append((gathers * share + joins, sums * share))
     return found
 
 
 def is_counted_whole(config: Config) -> bool:
     """Returns whether the program of a candidate is so small that its values are counted in all of it."""
     return _counted(config).microbatches == config.per_pipeline
-
-
-def _collectives(small: Small) -> list[tuple[float, float]]:
-    program = small_program(small)
-    found = []
-    for stage, ranks in enumerate(program.header.placement):
-        own = [i for i in program.ranks[ranks[0]] if i.stage == stage]
-        sums = sum(i.kind == Reduction.SCATTER for i in own)
-        gathers = sum(i.op is Op.UNSHARD or i.kind == Reduction.SHARDS for i in own)
-        found.append((float(gathers), float(sums)))
-    return found
 
 
 def least_replayed(config: Config) -> tuple[float, ...]:

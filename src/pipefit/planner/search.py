@@ -157,16 +157,16 @@ class Frontier:
     def lacks(self, found: Estimate) -> None:
         """Notes a candidate that does not fit, and offers those whose copies share more."""
         self.failed.append(found.config)
-        if self.space is not None:
-            self.share(found.config, self.space)
+        self.share(found.config)
         other = self.unfit.get(found.config.family)
         if other is None or _lacking(found) < _lacking(other):
             self.unfit[found.config.family] = found
 
-    def share(self, config: Config, space: Space) -> None:
+    def share(self, config: Config) -> None:
         """Offers the candidates that follow one that does not fit."""
-        for following in sharing_more(space, config, len(self.problem.profile)):
-            self.offer(following)
+        if self.space is not None:
+            for following in sharing_more(self.space, config, len(self.problem.profile)):
+                self.offer(following)
 
 
 def _config_of(candidate: Config | Estimate) -> Config:
@@ -215,7 +215,7 @@ def search(problem: Problem, space: Space, listed: list[Config]) -> SearchResult
     frontier = _frontier(problem, listed, is_plain=False, space=space)
     best = plain.next()
     for config in plain.failed:
-        frontier.share(config, space)
+        frontier.share(config)
     if best is not None:
         frontier.add(best.period_s, NOTHING, best)
     winner = frontier.next()
