@@ -11,6 +11,9 @@ with eight language models on A100s of 80 GB. What is allocated once, such as we
 _GROUP_BYTES = 688 * 2**20
 """Buffers of NCCL for a group of devices: measured on A100s with NVLink (NVIDIA/nccl, issue 964)."""
 
+_CONTEXT_BYTES = 300e6
+"""CUDA's own data and kernels in a process of torch (pytorch/pytorch, issue 107667)."""
+
 _VISIBLE = 79.15 * 2**30 / 80e9
 """What CUDA reports of an A100 of "80 GB": 79.15 GiB, in torch's messages when it is exceeded."""
 
@@ -19,7 +22,7 @@ def reserved_bytes(standing_bytes: float, peak_bytes: float, num_groups: int) ->
     """Bytes that a process reserves.
 
     >>> round(reserved_bytes(10e9, 27e9, 0) / 1e9, 1)
-    30.0
+    30.3
 
     Args:
         standing_bytes: of weights, gradients and optimizer states.
@@ -27,7 +30,7 @@ def reserved_bytes(standing_bytes: float, peak_bytes: float, num_groups: int) ->
         num_groups: groups of devices with which it exchanges: its copies, those that share its layers, its pipeline.
     """
     coming_bytes = peak_bytes - standing_bytes
-    return standing_bytes + coming_bytes / (1 - _LOST) + num_groups * _GROUP_BYTES
+    return standing_bytes + coming_bytes / (1 - _LOST) + num_groups * _GROUP_BYTES + _CONTEXT_BYTES
 
 
 def visible_bytes(device: Device) -> float:
