@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipefit as pf
 from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.cost import of_plan
+from pipefit.cost.tensor import tensor_shard
+from pipefit.models import build
 from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import by_hand
 from pipefit.profiling import profile_layers
@@ -23,6 +25,7 @@ from pipefit.runtime.microbatches import feed_of
 from pipefit.runtime.session import current
 from pipefit.simulate import simulate
 from pipefit.spec import Tier, Topology
+from pipefit.spec.profile import WORK
 from pipefit.stage.split import named_layers
 
 SMALL = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -181,9 +184,26 @@ def both(names: list[str], shapes: list[dict[str, Any]]) -> list[tuple[list[list
     return found
 
 
-def several(name: str, groups: list[list[dict[str, Any]]]) -> list[tuple[list[list[float]], list[int]]]:
-    """`both` of one model, for several groups of plans."""
-    return [both([name], shapes)[0] for shapes in groups]
+def several(name: str, groups: list[list[dict[str, Any]]]) -> tuple[list[Any], list[list[float]]]:
+    """`both` of one model, for several groups of plans; and `scaled_work`."""
+    return [both([name], shapes)[0] for shapes in groups], scaled_work()
+
+
+def scaled_work() -> list[list[float]]:
+    """Of each layer of a GPT over two processes the work of a shard: scaled over measured."""
+    torch.manual_seed(0)
+    made = build("gpt", layers=2, hidden=128, heads=4, vocab=512, context=64)
+    layers = named_layers(made.layers)
+    words = torch.randint(512, (8, 64))
+    chosen = by_hand(len(layers), num_ranks=1, schedule="gpipe", num_microbatches=2, tensor=2)
+    work = Workload(layers, made.loss, adamw, torch.device("cpu"), (words, words))
+    measured = profile_of_shard(work, chosen, current(), Topology.local(2))
+    whole = profile_layers(layers, words[:4], made.loss, words[:4], repeats=1, warmup=0, optimizer=adamw)
+    scaled = tensor_shard(whole, 2, Topology.local(2))
+    return [
+        [getattr(one, name) / getattr(other, name) for name in WORK]
+        for one, other in zip(scaled.layers, measured.layers, strict=True)
+    ]
 
 
 def spilled(name: str, schedule: str) -> tuple[float, int]:
