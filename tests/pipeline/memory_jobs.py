@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -68,6 +69,11 @@ SPILLED: dict[str, dict[str, Any]] = {
     "spilled, breadth-first": {"schedule": "breadth-first"},
 }
 """Programs of one rank that visit three stages, each from the host's memory."""
+
+
+def copied(payload: Any, device: torch.device, what: str) -> Any:
+    """A micro-batch that is loaded into memory of its own, as on a GPU; on a CPU it is the user's batch."""
+    return pytree.tree_map_only(Tensor, torch.clone, payload)
 
 
 class Living(TorchDispatchMode):
@@ -145,7 +151,7 @@ def counted(name: str, shape: dict[str, Any]) -> int:
     for optimizer in worker.optimizers.values():
         count.note(pytree.tree_leaves(list(optimizer.state.values())))
     del stage, layer, optimizer
-    with count:
+    with count, patch("pipefit.runtime.handlers.on_device", copied):
         pipe.engine.run(pipe.program, feed)
     return count.most
 
@@ -241,7 +247,7 @@ def spilled(name: str, schedule: str) -> tuple[float, int]:
     for optimizer in worker.optimizers.values():
         count.note(pytree.tree_leaves(list(optimizer.state.values())))
     del stage, layer, optimizer
-    with count:
+    with count, patch("pipefit.runtime.handlers.on_device", copied):
         pipe.engine.run(pipe.program, feed)
     pipe.close()
     return guess, count.most
