@@ -5,21 +5,28 @@ from __future__ import annotations
 import gc
 import weakref
 from typing import Any
+from unittest.mock import patch
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipefit as pf
+from pipefit.calibrate.tensor_shard import profile_of_shard
 from pipefit.cost import of_plan
-from pipefit.pipeline.layer_sizes import state_per_weight
+from pipefit.cost.tensor import tensor_shard
+from pipefit.models import build
+from pipefit.pipeline.layer_sizes import sizes_of, state_per_weight
 from pipefit.planner import by_hand
 from pipefit.profiling import profile_layers
+from pipefit.profiling.workload import Workload
 from pipefit.runtime.microbatches import feed_of
 from pipefit.runtime.session import current
 from pipefit.simulate import simulate
-from pipefit.spec import Topology
+from pipefit.spec import Tier, Topology
+from pipefit.spec.profile import WORK
 from pipefit.stage.split import named_layers
 
 SMALL = {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 4,
@@ -51,6 +58,22 @@ PLANS: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "gpipe, stages replayed": {"schedule": "gpipe", "recompute": "stage"},
 }
+TENSOR: dict[str, dict[str, Any]] = {
+    "1f1b, tensor 2": {"schedule": "1f1b", "tensor": 2},
+    "1f1b, tensor 2, layers replayed": {"schedule": "1f1b", "tensor": 2, "recompute": "layer"},
+}
+"""Plans of ranks of two processes, for the models that bring a plan for tensor parallelism."""
+SHARED = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Phi3ForCausalLM", "Gemma2ForCausalLM"]
+SPILLED: dict[str, dict[str, Any]] = {
+    "spilled, one stage at a time": {"schedule": "spilled"},
+    "spilled, breadth-first": {"schedule": "breadth-first"},
+}
+"""Programs of one rank that visit three stages, each from the host's memory."""
+
+
+def copied(payload: Any, device: torch.device, what: str) -> Any:
+    """A micro-batch that is loaded into memory of its own, as on a GPU; on a CPU it is the user's batch."""
+    return pytree.tree_map_only(Tensor, torch.clone, payload)
 
 
 class Living(TorchDispatchMode):
@@ -106,7 +129,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plan(layers: int, **shape: Any) -> pf.spec.Plan:
-    return by_hand(layers, num_ranks=2, num_microbatches=MICROBATCHES, **shape)
+    return by_hand(layers, num_microbatches=MICROBATCHES, **{"num_ranks": 2, **shape})
 
 
 def counted(name: str, shape: dict[str, Any]) -> int:
@@ -128,7 +151,7 @@ def counted(name: str, shape: dict[str, Any]) -> int:
     for optimizer in worker.optimizers.values():
         count.note(pytree.tree_leaves(list(optimizer.state.values())))
     del stage, layer, optimizer
-    with count:
+    with count, patch("pipefit.runtime.handlers.on_device", copied):
         pipe.engine.run(pipe.program, feed)
     return count.most
 
@@ -136,16 +159,22 @@ def counted(name: str, shape: dict[str, Any]) -> int:
 def predicted(name: str, shapes: list[dict[str, Any]]) -> list[list[float]]:
     """The most bytes of each rank, by profile, costs and simulation."""
     made = pf.cut(model(name), example=batch(name, 4))
-    x = batch(name, SAMPLES // MICROBATCHES)
     layers = named_layers(made)
-    profile = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=adamw)
+    plans = [plan(len(made), **shape) for shape in shapes]
+    local = Topology.local(plans[0].num_processes)
+    if plans[0].tensor == 1:
+        x = batch(name, SAMPLES // MICROBATCHES)
+        profile = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=adamw)
+    else:
+        whole = batch(name)
+        work = Workload(layers, made.loss, adamw, torch.device("cpu"), (whole, whole))
+        profile = profile_of_shard(work, plans[0], current(), local)
     found = []
-    for shape in shapes:
-        chosen = plan(len(made), **shape)
+    for chosen in plans:
         state = state_per_weight(layers, adamw)
-        cost = of_plan(profile, chosen, Topology.local(2), state_per_weight=state)
+        cost = of_plan(profile, chosen, local, state_per_weight=state)
         timeline = simulate(pf.schedules.program_of(chosen), cost, repeats=2)
-        found.append([timeline.peak_bytes(rank) for rank in range(2)])
+        found.append([timeline.peak_bytes(rank) for rank in range(chosen.num_processes // chosen.tensor)])
     return found
 
 
@@ -154,7 +183,71 @@ def both(names: list[str], shapes: list[dict[str, Any]]) -> list[tuple[list[list
     found = []
     for name in names:
         guess: list[list[float]] = []
-        if current().rank == 0:
+        # Processes that share a rank measure their shards together.
+        if current().rank == 0 or "tensor" in shapes[0]:
             guess = predicted(name, shapes)
         found.append((guess, [counted(name, shape) for shape in shapes]))
     return found
+
+
+def several(name: str, groups: list[list[dict[str, Any]]]) -> tuple[list[Any], list[list[float]]]:
+    """`both` of one model, for several groups of plans; and `scaled_work`."""
+    return [both([name], shapes)[0] for shapes in groups], scaled_work()
+
+
+def scaled_work() -> list[list[float]]:
+    """Of each layer of a GPT over two processes the work of a shard: scaled over measured."""
+    torch.manual_seed(0)
+    made = build("gpt", layers=2, hidden=128, heads=4, vocab=512, context=64)
+    layers = named_layers(made.layers)
+    words = torch.randint(512, (8, 64))
+    chosen = by_hand(len(layers), num_ranks=1, schedule="gpipe", num_microbatches=2, tensor=2)
+    work = Workload(layers, made.loss, adamw, torch.device("cpu"), (words, words))
+    measured = profile_of_shard(work, chosen, current(), Topology.local(2))
+    whole = profile_layers(layers, words[:4], made.loss, words[:4], repeats=1, warmup=0, optimizer=adamw)
+    scaled = tensor_shard(whole, 2, Topology.local(2))
+    return [
+        [getattr(one, name) / getattr(other, name) for name in WORK]
+        for one, other in zip(scaled.layers, measured.layers, strict=True)
+    ]
+
+
+def spilled(name: str, schedule: str) -> tuple[float, int]:
+    """The predicted and the counted bytes of one rank whose three stages are in the host's memory."""
+    made = pf.cut(model(name), example=batch(name, 4))
+    layers = named_layers(made)
+    x = batch(name, SAMPLES // MICROBATCHES)
+    profile = profile_layers(layers, x, made.loss, x, repeats=1, warmup=0, optimizer=adamw)
+    state = state_per_weight(layers, adamw)
+    sizes = sizes_of(layers, adamw, 1)
+    whole = batch(name)
+    pipe = pf.Pipeline(
+        made,
+        loss=made.loss,
+        optimizer=adamw,
+        microbatches=MICROBATCHES,
+        schedule=schedule,
+        parallelism=pf.Parallelism(ranks=1, chunks=3),
+        spill=pf.Spilled(host_memory="1 GiB", step_on="device"),
+    )
+    pipe.step(whole, whole)
+    pipe.step(whole, whole)
+    local = msgspec.structs.replace(Topology.local(1), tiers=(Tier("host", 1e12, 1e9, 1e9),))
+    cost = of_plan(profile, pipe.plan, local, state_per_weight=state, sizes=sizes)
+    guess = simulate(pipe.program, cost, repeats=2).peak_bytes(0)
+    worker = pipe.workers[0]
+    feed = feed_of((whole, whole), MICROBATCHES, 8, "train")
+    gc.collect()
+    count = Living()
+    count.note([worker.spilling.arena.slot("weights", 0).bytes])
+    for stage in worker.stages.values():
+        for layer in stage.layers:
+            count.note(layer.module.parameters())
+            count.note(layer.module.buffers())
+    for optimizer in worker.optimizers.values():
+        count.note(pytree.tree_leaves(list(optimizer.state.values())))
+    del stage, layer, optimizer
+    with count, patch("pipefit.runtime.handlers.on_device", copied):
+        pipe.engine.run(pipe.program, feed)
+    pipe.close()
+    return guess, count.most

@@ -1,26 +1,43 @@
 """Predicted and counted memory of ten models of transformers: `python -m tests.pipeline.memory_table`."""
 
+import sys
+
 from tests.pipeline import memory_jobs as jobs
 
 from pipefit.runtime.launch import launch
 
 
-def main() -> None:
-    shapes = list(jobs.PLANS.values())
-    worst = 0.0
-    for name in jobs.MODELS:
-        ranks = launch(jobs.both, 2, [name], shapes, threads=1, quiet=True, deadline_s=600)
-        for number, plan in enumerate(jobs.PLANS):
-            line = f"{name:28} {plan:24}"
-            for rank in range(2):
-                predicted = ranks[0][0][0][number][rank]
-                counted = ranks[rank][0][1][number]
-                error = 100 * (predicted / counted - 1)
-                worst = max(worst, abs(error))
-                line += f"  rank {rank}: {predicted / 1e3:7.0f} {counted / 1e3:7.0f} kB {error:+5.1f} %"
-            print(line, flush=True)
-    print(f"at most {worst:.1f} %")
+def rows(name: str, plans: dict[str, dict[str, object]], width: int) -> list[float]:
+    """Prints a line for each plan of two ranks of so many processes; returns the errors in percent."""
+    found = []
+    processes = launch(jobs.both, 2 * width, [name], list(plans.values()), threads=1, quiet=True, deadline_s=900)
+    for number, plan in enumerate(plans):
+        pairs = [(processes[0][0][0][number][rank], processes[rank * width][0][1][number]) for rank in range(2)]
+        found += line(name, plan, pairs)
+    return found
+
+
+def line(name: str, plan: str, pairs: list[tuple[float, float]]) -> list[float]:
+    text = f"{name:28} {plan:32}"
+    errors = []
+    for rank, (predicted, counted) in enumerate(pairs):
+        errors.append(100 * (predicted / counted - 1))
+        text += f"  rank {rank}: {predicted / 1e3:7.0f} {counted / 1e3:7.0f} kB {errors[-1]:+5.1f} %"
+    print(text, flush=True)
+    return errors
+
+
+def main(names: list[str]) -> None:
+    errors = []
+    for name in names:
+        errors += rows(name, jobs.PLANS, 1)
+        if name in jobs.SHARED:
+            errors += rows(name, jobs.TENSOR, 2)
+        for plan, shape in jobs.SPILLED.items():
+            (pair,) = launch(jobs.spilled, 1, name, shape["schedule"], threads=1, quiet=True, deadline_s=300)
+            errors += line(name, plan, [pair])
+    print(f"at most {max(map(abs, errors)):.1f} %")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or list(jobs.MODELS))

@@ -118,6 +118,16 @@ def test_sequence_parallelism_divides_what_is_between_the_products():
     assert divided.weight_bytes == whole.weight_bytes
 
 
+def test_a_product_may_keep_its_gathered_input_or_a_part_of_it():
+    def kept(settings, tensor=8):
+        return layers_of(f",{settings}", tensor).layers[1].saved_bytes
+
+    stream = 2 * 2048 * 4096
+    more = kept("sequence_parallel=1,gathered=1") - kept("sequence_parallel=1,gathered=0")
+    assert more == 2 * stream * 7 / 8  # the inputs of the two products after the norms
+    assert kept("gathered=1") == kept("gathered=0")
+
+
 BLOCK = "llama:layers=2,hidden=4096,heads=32,ffn=11008,sequence=2048"
 
 
@@ -185,7 +195,7 @@ def test_products_in_8_bits_are_up_to_twice_as_fast_and_the_rest_stays():
     assert fast.layers[-1] == plain.layers[-1]
     assert fast.layers[1].weight_bytes == plain.layers[1].weight_bytes
     assert fast.layers[1].attention_s == plain.layers[1].attention_s
-    with pytest.raises(ProfileError, match=r"device\.fp8_flops: fp8=1 needs it"):
+    with pytest.raises(ProfileError, match=r"device\.fp8_flops: fp8 needs it"):
         layers_of(",fp8=1", machine="8xA100")
 
 

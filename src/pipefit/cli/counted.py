@@ -35,6 +35,9 @@ class ModelSource:
     dtype: Literal["bfloat16", "float16", "float32", "float64"] = setting(
         "bfloat16", "Type of its weights and activations."
     )
+    fp8: bool = setting(
+        False, "Linear layers of blocks take numbers of 8 bits, for devices with fp8_flops; embedding and head do not."
+    )
     lora: str = setting("", "Train adapters of it only, like r=8,alpha=16,target=all-linear.")
 
 
@@ -66,8 +69,11 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
         if machine.name.startswith("local:"):
             inner = 1
         widths = [2**k for k in range(12) if 2**k <= inner]
-    counted = count_model(make, tokens, widths)
-    return counted, f"counted on the modules of {kind}, {source.dtype}{words}"
+    counted = count_model(make, tokens, widths, source.fp8)
+    precision: str = source.dtype
+    if source.fp8:
+        precision += " with products in fp8"
+    return counted, f"counted on the modules of {kind}, {precision}{words}"
 
 
 def _tokens(model: Any, wanted: int | None) -> tuple[str, int, str]:

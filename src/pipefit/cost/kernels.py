@@ -32,6 +32,8 @@ def _kernel_s(device: Device, kernel: Kernel, ring: Ring) -> float:
     sizes = kernel.sizes
     if kernel.kind in PRODUCTS:
         count, m, n, k, element_bytes = sizes
+        if kernel.kind == "product8":
+            device = msgspec.structs.replace(device, flops=device.fp8_flops)
         return product_s(device, m, n, k, count, element_bytes)
     if kernel.kind == "sum":
         return all_reduce_s(ring, sizes[0])

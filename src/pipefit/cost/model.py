@@ -13,6 +13,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import Lifetime, lifetimes, working_lifetimes
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
 from pipefit.ir.values import Value
+from pipefit.spec.plan import COMING_AND_GOING
 from pipefit.spec.topology import Tier, Topology
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ class CostModel:
 
     def lifetimes(self, program: Program, rank: int) -> list[Lifetime]:
         """The values of a rank, with the work of its instructions where that is known."""
-        if self.work_bytes and program.header.spill is None:
+        if self.work_bytes:
             return working_lifetimes(program, rank)
         return lifetimes(program, rank)
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from pipefit.cost.rings import all_reduce_s, ring_of
-from pipefit.spec.profile import Layer, Profile
+from pipefit.spec.profile import WORK, Layer, Profile
 from pipefit.spec.topology import Topology
+
+_WHOLE = {"embedding": (2, 2, 0, 0), "block": (5, 3, 0, 0), "head": (1, 1, 1, 1)}
+"""How much of the work of a layer is not sharded, in outputs of a block, in the order of `WORK`.
+
+A block's forward saves five of them, and has three at once where it saves nothing.
+"""
 
 
 def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
@@ -26,12 +32,17 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
     if tensor == 1:
         return profile
     ring = ring_of(topology, range(tensor))
+    stream = profile.layers[0].output_bytes
     layers = []
     for index, layer in enumerate(profile.layers):
         wait_s = 0.0
         whole = 0.0
         kept = 0.0
-        if 0 < index < len(profile) - 1:
+        kind = "embedding"
+        if index == len(profile) - 1:
+            kind = "head"
+        elif index:
+            kind = "block"
             wait_s = 2 * all_reduce_s(ring, layer.output_bytes)
             whole = min(layer.saved_bytes, 5 * layer.output_bytes)
             # A backward in two halves keeps the inputs of the two products whose outputs are summed.
@@ -62,6 +73,26 @@ def tensor_shard(profile: Profile, tensor: int, topology: Topology) -> Profile:
                 input_bytes=layer.input_bytes,
                 selective_bytes=chosen,
                 attention_s=layer.attention_s / tensor,
+                step_work_bytes=layer.step_work_bytes / tensor,
+                **_work(layer, kind, stream, tensor),
             )
         )
-    return msgspec.structs.replace(profile, layers=tuple(layers), optimizer_s=profile.optimizer_s / tensor, others=())
+    return msgspec.structs.replace(
+        profile,
+        layers=tuple(layers),
+        optimizer_s=profile.optimizer_s / tensor,
+        loss_work_bytes=profile.loss_work_bytes / tensor,
+        step_work_bytes=profile.step_work_bytes / tensor,
+        others=(),
+    )
+
+
+def _work(layer: Layer, kind: str, stream: float, tensor: int) -> dict[str, float]:
+    """The work of a shard, where that of the layer is known."""
+    found = {}
+    for name, multiple in zip(WORK, _WHOLE[kind], strict=True):
+        size = getattr(layer, name)
+        if size is not None:
+            whole = min(size, multiple * stream)
+            found[name] = whole + (size - whole) / tensor
+    return found

@@ -8,7 +8,7 @@ version of weights until it is dropped.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 
 import msgspec
@@ -320,7 +320,9 @@ def arena_bytes(header: Header, rank: int, size: Size) -> float:
     return total
 
 
-def device_peak_bytes(program: Program, rank: int, size: Size, resident_bytes: float = 0.0) -> tuple[float, int]:
+def device_peak_bytes(
+    program: Program, rank: int, size: Size, resident_bytes: float = 0.0, lives: Iterable[Lifetime] | None = None
+) -> tuple[float, int]:
     """The peak of bytes on a rank's device, and the first instruction where it occurs (−1: the start).
 
     Slots count whole from beginning to end; all other values while they are held.
@@ -330,10 +332,12 @@ def device_peak_bytes(program: Program, rank: int, size: Size, resident_bytes: f
         rank: whose device.
         size: bytes of a value.
         resident_bytes: held in addition to values: the states of optimizers that are not moved.
+        lives: of the rank; None: its values, without the work of instructions.
     """
     header = program.header
-    lives = [life for life in lifetimes(program, rank) if not lies_in_slot(header, life.value)]
-    highest, index = peak_at(lives, size)
+    if lives is None:
+        lives = lifetimes(program, rank)
+    highest, index = peak_at([life for life in lives if not lies_in_slot(header, life.value)], size)
     return highest + arena_bytes(header, rank, size) + resident_bytes, index
 
 

@@ -97,9 +97,7 @@ def transformer_profile(
         ProfileError: a device without FLOP/s.
     """
     device = device or Device(flops=312e12)
-    made_for = _with_flops(device)
-    if model.fp8 and not device.fp8_flops:
-        raise ProfileError('device.fp8_flops: fp8=1 needs it; give it in the topology: fp8_flops = "1979 TFLOP/s"')
+    made_for = _with_flops(device, bool(model.fp8))
     if isinstance(microbatch, int):
         many = [microbatch]
     else:
@@ -148,7 +146,7 @@ def counted_profile(
     Raises:
         ProfileError: a device without FLOP/s, or a tensor width that was not counted.
     """
-    made_for = _with_flops(device)
+    made_for = _with_flops(device, counted.needs_fp8)
     pace, ring = _shared(device, tensor, topology)
     layers = []
     for own, count in zip(counted.names, counted.at(microbatch, tensor), strict=True):
@@ -166,10 +164,12 @@ def counted_profile(
     )
 
 
-def _with_flops(device: Device) -> Device:
+def _with_flops(device: Device, needs_fp8: bool) -> Device:
     """A device for which profiles can be computed, without its memory."""
     if device.flops <= 0:
         raise ProfileError('device.flops: computed profiles need it; give it in the topology: flops = "312 TFLOP/s"')
+    if needs_fp8 and not device.fp8_flops:
+        raise ProfileError('device.fp8_flops: fp8 needs it; give it in the topology: fp8_flops = "1979 TFLOP/s"')
     return msgspec.structs.replace(device, memory_bytes=0.0)
 
 
@@ -310,7 +310,8 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
         joined_s = 2 * pass_s(device, 3 * e * between)
     added_s = sum(_added_s(device, model, m * h / t) for m in (model.qkv, h, model.up, model.wide))
     sum_s = all_reduce_s(ring, e * stream)
-    kept = e * (_kept_between(model) * between + (qkv + 1 + up + (1 + model.gated) * wide) * stream / t)
+    inputs = stream if model.gathered else between  # outputs of the norms, of the two products after them
+    kept = e * (_kept_between(model) * between + 2 * inputs + (qkv + 1 + up + (1 + model.gated) * wide) * stream / t)
     vectors = 2 * h
     if model.bias:
         vectors = 4 * h + model.qkv + h + model.up + h
@@ -347,8 +348,8 @@ def _norm_back(model: Transformer, stream: float) -> list[float]:
 
 
 def _kept_between(model: Transformer) -> float:
-    """Elements for each of the stream that a block keeps outside its sharded products: inputs and outputs of norms."""
-    kept = 4.0
+    """Elements for each of the stream that a block keeps outside its products: inputs of norms, masks."""
+    kept = 2.0
     if model.dropout:
         kept += 1  # two masks of a byte
     if not model.fused_norms:

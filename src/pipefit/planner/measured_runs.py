@@ -19,15 +19,15 @@ import msgspec
 import numpy as np
 
 from pipefit.errors import InfeasibleError, PlanError, ProfileError
+from pipefit.planner.candidate import costs_of
 from pipefit.planner.computed_profile import transformer_profile
 from pipefit.planner.methods import problem_of, search_by, space_of
 from pipefit.planner.plan_options import PlanOptions
+from pipefit.planner.reserved import reserved_bytes, visible_bytes
+from pipefit.planner.space import positions
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Device, Level, Topology
 from pipefit.spec.plan import RECOMPUTE, Shard, recompute_kind
-
-USABLE = 0.9
-"""Share of a device's memory that tensors can take, next to the context, buffers of messages, and lost space."""
 
 _STEP = 0.05
 _ROUNDS = 8
@@ -138,11 +138,13 @@ class Expected:
 
     Attributes:
         seconds: of a step.
-        peak_bytes: the most memory of a device.
+        peak_bytes: the most of a device's tensors at once.
+        reserved_bytes: the most memory that a process takes for them.
     """
 
     seconds: float
     peak_bytes: float
+    reserved_bytes: float
 
 
 def predict(run: MeasuredRun, topology: Topology) -> Expected:
@@ -186,7 +188,15 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
         winner = search_by("uniform", problem, replace(space, partitioner="uniform", links=False)).winner
     except (InfeasibleError, PlanError) as error:
         raise PlanError(f"{run}: cannot be planned: {error}") from None
-    return Expected(winner.period_s, max(winner.peak_bytes))
+    assert winner.partition is not None
+    _, sizes = costs_of(problem, winner.config, winner.partition)
+    standing = [0.0] * run.depth
+    for stage, rank in enumerate(positions(winner.config)):
+        standing[rank] += sizes.weight_bytes[stage] + sizes.wgrad_bytes[stage] + sizes.resident_bytes([stage])
+    groups = [run.tensor, run.depth, run.devices // (run.tensor * run.depth)]
+    exchanging = sum(width > 1 for width in groups)
+    taken = [reserved_bytes(*each, exchanging) for each in zip(standing, winner.peak_bytes, strict=True)]
+    return Expected(winner.period_s, max(winner.peak_bytes), max(taken))
 
 
 def _of_size(topology: Topology, run: MeasuredRun) -> Topology:
@@ -205,7 +215,7 @@ def _of_size(topology: Topology, run: MeasuredRun) -> Topology:
 
 def fits(expected: Expected, device: Device) -> bool:
     """Returns whether a run fits a device's memory by prediction."""
-    return expected.peak_bytes <= USABLE * device.memory_bytes
+    return expected.reserved_bytes <= visible_bytes(device)
 
 
 # ---- a machine, fitted ---------------------------------------------------------------------------------------------

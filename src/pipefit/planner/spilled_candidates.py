@@ -180,20 +180,23 @@ def _beside_slots(
 
 
 def _beside_arena(program: Program, cost: CostModel) -> list[float]:
-    """Peak bytes of each device in addition to its slots; sent values are held for a few messages longer."""
+    """Peak bytes of each device in addition to its slots; sent values are held for a few messages longer.
+
+    Where the work of instructions is known, the lifetimes say how long.
+    """
     header = program.header
     size = cost.size_bytes
     more = 0.0
     # The output of the last stage is not sent.
     acts = cost.act_bytes[:-1]
     grads = cost.grad_bytes[:-1]
-    if len(set(header.placement)) > 1:
+    if len(set(header.placement)) > 1 and not cost.work_bytes:
         more += FEW_SENDS * max(map(add, acts, grads))
     if acts and header.spill is not None and header.spill.activations:
         more += UNDER_WAY * max(acts)
     found = []
     for rank in range(header.num_ranks):
-        peak, _ = device_peak_bytes(program, rank, size)
+        peak, _ = device_peak_bytes(program, rank, size, lives=cost.lifetimes(program, rank))
         found.append(peak - arena_bytes(header, rank, size) + more)
     return found
 

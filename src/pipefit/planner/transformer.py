@@ -40,6 +40,8 @@ class Transformer:
         fused_loss: 1: the loss works in place on each device's own logits, as Megatron-LM's; 0: it works on all
             logits, also where the vocabulary is split over devices, and each of its operations makes another copy.
         sequence_parallel: 1: what is between the products is split over a rank's devices, too.
+        gathered: 1: a product keeps its whole input for the backward, also where that is split over the devices between
+            products, as torch does by default; 0: its part, which the backward gathers again, as in Megatron-LM.
         sums: of a block's backward over a rank's devices: 2; 3 where the gate's product sums its own gradient.
         summed_bytes: of an element of gradients while copies sum them; 0: as of weights.
         added_bytes: of an element of the sum of micro-batches' gradients, to which kernels of their own convert and add
@@ -63,6 +65,7 @@ class Transformer:
     fused_norms: int = 1
     fused_loss: int = 1
     sequence_parallel: int = 0
+    gathered: int = 0
     sums: int = 2
     summed_bytes: int = 0
     added_bytes: int = 0
@@ -110,7 +113,16 @@ class Transformer:
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "gpt": {},
-    "llama": {"gated": 1, "tied": 0, "bias": 0, "dropout": 0, "attention": "flash", "vocab": 32000, "sequence": 4096},
+    "llama": {
+        "gated": 1,
+        "tied": 0,
+        "bias": 0,
+        "dropout": 0,
+        "attention": "flash",
+        "vocab": 32000,
+        "sequence": 4096,
+        "gathered": 1,
+    },
 }
 """The settings that differ from those of a GPT, by the first word of a model's text."""
 

@@ -276,12 +276,17 @@ def count_layer(
 def gradients_of(
     counter: KernelCount, outputs: Iterable[Tensor], inputs: list[Tensor], weights: Sequence[Tensor]
 ) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """The kernels of the gradients of inputs, and those that the gradients of weights need in addition."""
+    """The kernels of the gradients of inputs, and those that the gradients of weights need in addition.
+
+    These are added to the gradients of the micro-batches before: two are read, and their sum is written.
+    """
     roots = [leaf for leaf in outputs if leaf.requires_grad]
     trained = [weight for weight in weights if weight.requires_grad]
     of_inputs = _backward(counter, roots, inputs)
     every = _backward(counter, roots, inputs + trained)
     more = Counter(every) - Counter(of_inputs)
+    if every:
+        more.update(Kernel("pass", (0.0, 3.0 * num_bytes([weight]))) for weight in trained)
     return of_inputs, tuple(more.elements())
 
 

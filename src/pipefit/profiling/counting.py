@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from pipefit.parallel.region import Exchange
+from pipefit.profiling.survey import storage_key
 from pipefit.profiling.tensors import num_bytes, tensors_of
 from pipefit.spec.counted import Kernel
 
@@ -32,12 +33,14 @@ class KernelCount(TorchDispatchMode):
 
     Attributes:
         kernels: those since the last `take`.
+        in_8_bits: storages of weights whose products, and those of their gradients, take numbers of 8 bits.
     """
 
     def __init__(self, exchanges: list[Exchange]) -> None:
         super().__init__()
         self._exchanges = exchanges
         self.kernels: list[Kernel] = []
+        self.in_8_bits: set[int] = set()
 
     def take(self) -> tuple[Kernel, ...]:
         """The kernels since the last call, the exchanges at the end."""
@@ -54,6 +57,7 @@ class KernelCount(TorchDispatchMode):
         """Runs the operation and notes it."""
         kwargs = dict(kwargs or {})
         result = func(*args, **kwargs)
+        packet = func.overloadpacket
         if _only_looks(func):
             return result
         products = _products(func, args)
@@ -62,16 +66,34 @@ class KernelCount(TorchDispatchMode):
                 size = result.element_size()
             else:
                 size = args[0].element_size()
-            self.kernels += [Kernel(kind, (*sizes, size)) for kind, *sizes in products]
+            made = [Kernel(kind, (*sizes, size)) for kind, *sizes in products]
+            if self.in_8_bits and packet in _LINEAR:
+                operands = [args[index] for index in _OPERANDS[packet]]
+                made = _in_8_bits(made[0], operands, self.in_8_bits)
+            self.kernels += made
             return result
         moved_bytes = num_bytes(tensors_of((args, kwargs, result)))
         flops = _flops(func, args, kwargs, result)
-        packet = func.overloadpacket
         if packet in _ATTENTION:
             self.kernels.append(_attention(_ATTENTION[packet], args, flops, moved_bytes))
         else:
             self.kernels.append(Kernel("pass", (flops, moved_bytes)))
         return result
+
+
+def _in_8_bits(product: Kernel, operands: list[Tensor], weights: set[int]) -> list[Kernel]:
+    """A linear layer's product with numbers of 8 bits, as torchao's float8 training runs it.
+
+    Its input, or the gradient of its output, is read, and written in 8 bits twice: also transposed, for the product
+    that makes the gradient of the weights. Sizes that are no multiples of 16 stay as they are.
+    """
+    count, m, n, k, element_bytes = product.sizes
+    if any(size % _FP8_ALIGNED for size in (m, n, k)):
+        return [product]
+    made = [Kernel("product8", (count, m, n, k, 1))]
+    if any(storage_key(operand) in weights for operand in operands):
+        made.append(Kernel("pass", (0.0, (element_bytes + 2) * m * k)))
+    return made
 
 
 def _attention(kind: str, args: tuple[Any, ...], flops: float, moved_bytes: float) -> Kernel:
@@ -146,6 +168,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 
 # Where the two matrices of a product stand among the arguments.
 _OPERANDS = {_ATEN.mm: (0, 1), _ATEN.addmm: (1, 2), _ATEN.bmm: (0, 1), _ATEN.baddbmm: (1, 2)}
+_LINEAR = {_ATEN.mm, _ATEN.addmm}
+_FP8_ALIGNED = 16
 # Operations that torch's registry does not know: attention as a CPU runs it, which is also used on fake tensors.
 _ALIKE = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _ATEN._scaled_dot_product_flash_attention,

@@ -50,13 +50,16 @@ _SIZES = (29, 31)
 """Micro-batch sizes at which layers are counted: primes, of which the sizes of models are seldom multiples."""
 
 
-def count_model(make: Callable[[], nn.Module], tokens: int = 0, widths: Iterable[int] = (1,)) -> Counted:
+def count_model(
+    make: Callable[[], nn.Module], tokens: int = 0, widths: Iterable[int] = (1,), fp8: bool = False
+) -> Counted:
     """Counts what the layers of a model of transformers do; layers that are alike once.
 
     Args:
         make: the model, best on the meta device, always a new one.
         tokens: of a sample; 0: its samples are no texts.
         widths: tensor widths to count in addition to 1, those that the model's plan and sizes allow.
+        fp8: linear layers of blocks take numbers of 8 bits; embedding and head do not (torchtitan's docs/float8.md).
 
     Raises:
         ModelError: it cannot be counted.
@@ -68,7 +71,7 @@ def count_model(make: Callable[[], nn.Module], tokens: int = 0, widths: Iterable
     for width in chosen:
         model = make()
         counter = KernelCount(_share(model, width))
-        columns += [count_whole(model, random_batch(model, size, tokens=tokens), counter) for size in _SIZES]
+        columns += [count_whole(model, random_batch(model, size, tokens=tokens), counter, fp8) for size in _SIZES]
     kinds: list[tuple[LayerCount, ...]] = []
     places = []
     for each in zip(*columns, strict=True):
@@ -111,13 +114,14 @@ def _share(model: nn.Module, width: int) -> list[Exchange]:
     return region.exchanges
 
 
-def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCount) -> Named:
+def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCount, fp8: bool = False) -> Named:
     """The layers of a model: the code before its blocks, each block, the code after them with the loss.
 
     Args:
         model: of transformers; its weights may be on the meta device.
         batch: of which only shapes and types matter.
         counter: of kernels.
+        fp8: as of `count_model`.
 
     Raises:
         ModelError: it has no blocks, or its forward cannot be run without numbers.
@@ -128,7 +132,7 @@ def count_whole(model: nn.Module, batch: Mapping[str, Tensor], counter: KernelCo
         raise ModelError(f"{kind} has no list of blocks, so its layers are not known; measure it (`pipefit profile`)")
     args, kwargs = Call.of(model)(batch)
     with in_mode(True, model), pretended(), torch.enable_grad():
-        walk = _Walk(model, blocks, counter)
+        walk = _Walk(model, blocks, counter, fp8)
         try:
             with replaced_forwards(walk.forwards), _one_sequence_each():
                 walk.begin([])
@@ -160,6 +164,7 @@ class _Walk:
         model: whose weights are replaced by `state`.
         blocks: by path.
         counter: of kernels.
+        fp8: as of `count_model`.
 
     Attributes:
         state: fake tensors by name.
@@ -167,11 +172,12 @@ class _Walk:
         layers: counted so far.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], counter: KernelCount) -> None:
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], counter: KernelCount, fp8: bool) -> None:
         self.layers: Named = []
         self.state = pretended_state(model, None)
         self.forwards: dict[nn.Module, Callable[..., Any]] = {}
         self._counter = counter
+        self._fp8 = fp8
         self._persistent = {storage_key(tensor) for tensor in self.state.values()}
         self._known: dict[Any, tuple[LayerCount, Any]] = {}
         self._context = contextlib.ExitStack()
@@ -247,7 +253,10 @@ class _Walk:
                 args, kwargs = given
                 return forward(*args, **kwargs)
 
+            if self._fp8:
+                self._counter.in_8_bits = set(map(storage_key, weights))
             count, output = count_layer(self._counter, run, form, weights, self._persistent)
+            self._counter.in_8_bits = set()
             figures = {**count.figures, "input_bytes": num_bytes(entering)}
             self._known[key] = replace(count, figures=figures), forms_of(output)
         count, output = self._known[key]

@@ -12,7 +12,7 @@ import msgspec
 
 from pipefit.errors import ProfileError
 
-PRODUCTS = ("product", "grouped")
+PRODUCTS = ("product", "grouped", "product8")
 """Kinds of kernels whose sizes are those of matrix products."""
 
 EXCHANGES = ("sum", "gathered", "scattered")
@@ -28,6 +28,7 @@ class Kernel(msgspec.Struct, frozen=True, array_like=True):
         kind: with its sizes:
             product: (count, m, n, k, e): so many products of (m, k) and (k, n) matrices, of elements of e bytes;
             grouped: the same, of experts that get m tokens each;
+            product8: the same of numbers of 8 bits;
             attention, attention-back: (FLOP of two products, or four; FLOP that a fused kernel computes; bytes);
             pass: (FLOP, bytes moved);
             sum, gathered, scattered: (bytes): exchanged by the devices that share a layer.
@@ -146,6 +147,11 @@ class Counted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         share = (microbatch_size - low) / (high - low)
         found = [each[place].towards(each[place + 1], share) for each in self.counts]
         return [found[kind] for kind in self.kinds]
+
+    @property
+    def needs_fp8(self) -> bool:
+        """Whether some products take numbers of 8 bits."""
+        return any(kernel.kind == "product8" for kind in self.counts for kernel in kind[0].forward)
 
     @property
     def flops(self) -> float:

@@ -142,8 +142,8 @@ class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _FIXED = ("weight_bytes", "step_s", "step_work_bytes")
-_WORK = ("forward_work_bytes", "bare_work_bytes", "backward_work_bytes", "first_work_bytes")
-_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", *_WORK)
+WORK = ("forward_work_bytes", "bare_work_bytes", "backward_work_bytes", "first_work_bytes")
+_UNKNOWN = ("grad_bytes", "split_s", "half_bytes", "input_bytes", "selective_bytes", *WORK)
 """Figures that may be None; where they are given they scale as the others do."""
 
 _SCALED = tuple(name for name in Layer.__struct_fields__ if name not in ("name", "trained_bytes", *_FIXED, *_UNKNOWN))
@@ -265,7 +265,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     @cached_property
     def knows_work(self) -> bool:
         """Returns whether the memory that each layer needs while it works is known."""
-        return all(getattr(layer, name) is not None for layer in self.layers for name in _WORK)
+        return all(getattr(layer, name) is not None for layer in self.layers for name in WORK)
 
     def num_frozen(self, partition: Partition) -> int:
         """How many stages of a partition, from the first on, have no layer that trains."""
