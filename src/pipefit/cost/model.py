@@ -13,7 +13,6 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.liveness import Lifetime, lifetimes, working_lifetimes
 from pipefit.ir.op import OP_SPEC, Kind, Lane, Op, Reduction
 from pipefit.ir.values import Value
-from pipefit.spec.plan import COMING_AND_GOING
 from pipefit.spec.topology import Tier, Topology
 
 if TYPE_CHECKING:
