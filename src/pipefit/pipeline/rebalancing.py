@@ -123,7 +123,7 @@ class Rebalancer:
             facts = {"move": move.what, "why": move.why, "step": move.step, "gain": move.gain}
             facts |= {"before_s": move.before_s, "after_s": move.after_s, "seconds": self._move_s}
             if folder := session.folder or self._folder:
-                note(folder, time.time(), **facts, start=session.start.restart)
+                note(folder, time.time(), **facts, start=session.num_faults)
 
     def _fresh(self) -> Rebalance:
         """The policy for the plan that runs, which knows no times yet."""
