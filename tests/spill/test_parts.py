@@ -113,7 +113,10 @@ def test_weights_depend_on_the_seed_and_the_place_of_their_layer():
     assert not torch.equal(drawn(1)[0], drawn(1)[1])
 
 
-def test_ties_of_a_model_without_memory_are_refused():
+@pytest.mark.parametrize(
+    "options", [{}, {"spill": Spilled(), "parallelism": Parallelism(chunks=2)}], ids=["resident", "spilled"]
+)
+def test_ties_of_a_model_without_memory_are_refused(options):
     with torch.device("meta"):
         first, last = nn.Linear(4, 4), nn.Linear(4, 4)
         last.weight = first.weight
@@ -123,8 +126,7 @@ def test_ties_of_a_model_without_memory_are_refused():
             loss=nn.functional.mse_loss,
             optimizer=lambda p: torch.optim.SGD(p, 0.1),
             stages=2,
-            spill=Spilled(),
-            parallelism=Parallelism(chunks=2),
+            **options,
         )
 
 

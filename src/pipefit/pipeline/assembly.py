@@ -32,7 +32,7 @@ from pipefit.stage.accelerator import forget_peak
 from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import shared_parameters, tied_parameters
-from pipefit.stage.training import MakeOptimizer, Training
+from pipefit.stage.training import MakeOptimizer, Tie, Training
 
 MOST_BYTES = 64 << 20
 """Maximum bytes of resident tensors that are committed with each step."""
@@ -98,6 +98,8 @@ def assemble(
     else:
         ranks = list(range(header.num_ranks))
     ties = tied_parameters(layers, plan.partition)
+    if not session.is_rehearsal and not getattr(initialise, "is_complete", False):
+        _check_drawn_once(layers, ties)
     parts = split(layers, plan.partition, [header.stages_of(rank) for rank in ranks])
     spillings: list[Spilling | None] = []
     if header.spill is not None:
@@ -130,6 +132,21 @@ def assemble(
     release_others(workers, plan, given, session)
     forget_peak(device)
     return Engine(workers, header.num_stages, session, device)
+
+
+def _check_drawn_once(layers: Sequence[NamedLayer], ties: Mapping[str, Tie]) -> None:
+    """Refuses tied weights of the meta device: each layer draws its own weights.
+
+    Raises:
+        ModelError: stages share one.
+    """
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
+            if parameter.is_meta and name in ties:
+                raise ModelError(
+                    f"{name} is a weight of several stages, on the meta device, where each layer draws its own "
+                    "weights: build the model in memory, untie them, or put the layers into one stage"
+                )
 
 
 def worker_of(
