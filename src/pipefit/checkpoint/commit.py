@@ -35,7 +35,7 @@ from pipefit.checkpoint.trained import Trained
 from pipefit.errors import PipefitError
 from pipefit.runtime.collectives import agree, attempt, from_first
 from pipefit.runtime.meeting import TIMEOUT
-from pipefit.runtime.progress import SAVING
+from pipefit.runtime.progress import MEETING, SAVING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Worker
 from pipefit.spec.files import encode, sync_folder
@@ -144,7 +144,7 @@ def save(
 def _beside(session: Session) -> Session:
     """The session of the thread: with a process group of its own, and a position that others do not see."""
     if session.is_distributed and session.background.group is None:
-        with session.progress.waiting():
+        with session.at(MEETING):
             session.background.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     return replace(session, group=session.background.group, progress=session.background.progress)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -327,6 +327,8 @@ class Pipeline:
             batches: of (input, target).
             metric: from output and target to a number, averaged like the loss; then (loss, metric) is returned.
         """
+        if self.session.repairs is not None and isinstance(batches, Iterator):
+            self.session.repairs.only_once = "it evaluates on an iterator, which cannot be read again"
         found = evaluate(self.engine, self.program.header, batches, metric, self.given.weigh)
         self.loop.metrics = found.metrics
         if metric is None:

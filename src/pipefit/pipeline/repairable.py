@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipefit.runtime import repairs
 from pipefit.schedules import find
 from pipefit.spec import Plan
+from pipefit.stage.accelerator import backends
 
 
 def why_not(plan: Plan) -> str:
@@ -12,6 +13,8 @@ def why_not(plan: Plan) -> str:
     schedule = find(plan.schedule)
     if repairs.channel is None:
         return "nobody would report it"
+    if backends() != "gloo":
+        return "a GPU may still wait for gradients that its host has committed"
     if not schedule.is_synchronous:
         return f"{plan.schedule} is asynchronous"
     if plan.spill is not None or schedule.spills:

@@ -96,6 +96,7 @@ class Repairs:
     Attributes:
         faults: of the run so far.
         losses: that were repaired.
+        only_once: the reason why the unit that runs cannot be repeated.
         check: refuses a loss that cannot be repaired, by a PipefitError with the reason.
         mend: goes on without the lost ranks, in new process groups.
     """
@@ -103,6 +104,7 @@ class Repairs:
     def __init__(self, channel: Connection, faults: int) -> None:
         self.faults = faults
         self.losses: list[Loss] = []
+        self.only_once = ""
         self.check: Callable[[Loss], None] = _refuse
         self.mend: Callable[[Loss], None] = _refuse
         self._channel = channel
@@ -164,15 +166,11 @@ class Repairs:
 
     # ---- units -----------------------------------------------------------------------------------------------------
 
-    @property
-    def is_due(self) -> bool:
-        """Whether ranks are lost, and this one has not gone on without them yet."""
-        return self._mending is not None
-
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """The context of work that is repeated as a whole: units and commits inside it are parts of it."""
         self.is_inside = True
+        self.only_once = ""
         try:
             yield
         finally:
@@ -263,6 +261,8 @@ class Repairs:
             if loss is None or self._has_ended:
                 raise problem
             try:
+                if self.only_once:
+                    raise PipefitError(self.only_once)
                 self.check(loss)
             except PipefitError as why:
                 self.refuse(str(why))

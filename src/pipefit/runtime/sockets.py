@@ -12,8 +12,6 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch.distributed as dist
-
 _LOOPBACK = "127."
 
 
@@ -25,8 +23,7 @@ def open_sockets() -> set[int]:
 def shut_down(except_for: set[int]) -> None:
     """Shuts down the connections of this process's groups.
 
-    Those are the TCP connections between processes of this machine. With NCCL the groups are aborted in addition, which
-    is its way to end what a GPU waits for.
+    Those are the TCP connections between processes of this machine.
 
     Args:
         except_for: inodes of sockets that were there before the groups.
@@ -36,8 +33,6 @@ def shut_down(except_for: set[int]) -> None:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as one:
                 if _is_connection(one):
                     one.shutdown(socket.SHUT_RDWR)
-    if dist.is_initialized() and "nccl" in str(dist.get_backend()):
-        dist.distributed_c10d._abort_process_group()
 
 
 def _handles() -> Iterator[tuple[int, int]]:
