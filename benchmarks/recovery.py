@@ -22,7 +22,7 @@ from pipefit.models.examples import mean_cross_entropy
 from pipefit.pipeline.callbacks import Record
 from pipefit.planner import by_hand, plan_without
 from pipefit.runtime.launch import launch
-from pipefit.runtime.repairs import Repairs
+from pipefit.runtime.repairs import REPAIR
 from pipefit.runtime.session import current
 from pipefit.schedules import program_of
 from pipefit.simulate import simulate
@@ -33,7 +33,7 @@ WIDTHS = (64, 512, 1448)
 """Of four square layers; with Adam a stage's state is three times its weights."""
 
 GPT = {"layers": 12, "hidden": 768, "heads": 12, "vocab": 32_768, "context": 32, "tied": False}
-"""A model of 135 M parameters."""
+"""A model of 135 M parameters, under SGD."""
 
 _LAYERS = 4
 _LAYOUTS = ((2, 1), (4, 1), (4, 2))
@@ -69,7 +69,6 @@ class Task(NamedTuple):
         steps: in all.
         dies: the step after which the last rank dies; 0: none.
         place: a folder for times; "": no checkpoints.
-        in_place: whether the other ranks may continue without it.
     """
 
     width: int
@@ -77,7 +76,6 @@ class Task(NamedTuple):
     steps: int
     dies: int = 0
     place: str = ""
-    in_place: bool = True
 
 
 def _write(path: Path, number: float) -> None:
@@ -97,12 +95,12 @@ def _model(task: Task) -> tuple[nn.Module, Any, tuple[Tensor, Tensor]]:
 
 def _train(task: Task) -> list[float]:
     """Trains; returns the seconds of the steps."""
-    if not task.in_place:
-        listen = Repairs.listen
-        Repairs.listen = lambda own, why_not="": listen(own, why_not or "restarts are measured")
     model, loss, batch = _model(task)
     parallelism = pf.Parallelism(data_parallel=task.copies)
-    pipe = pf.Pipeline(model, loss=loss, optimizer=torch.optim.Adam, microbatches=4, parallelism=parallelism)
+    optimizer: Any = torch.optim.Adam
+    if not task.width:
+        optimizer = torch.optim.SGD
+    pipe = pf.Pipeline(model, loss=loss, optimizer=optimizer, microbatches=4, parallelism=parallelism)
     place = Path(task.place)
     ends = []
 
@@ -110,11 +108,12 @@ def _train(task: Task) -> list[float]:
         ends.append(time.time())
         if not task.dies:
             return
-        if record.step == task.dies and current().rank == current().start.full - 1:
+        start = current().start
+        if record.step == task.dies and current().rank == start.full - 1 and not start.restart:
             _write(place / "step", statistics.median(after - before for before, after in pairwise(ends[1:])))
             _write(place / "killed", time.time())
             os.kill(os.getpid(), signal.SIGKILL)
-        if record.step == task.dies + 1 and current().rank == 0:
+        if current().rank == 0 and (record.step > task.dies or start.restart) and not (place / "next").exists():
             _write(place / "next", time.time())
 
     saves = [pf.Checkpoints(pipe, place / "checkpoints", every=4)] if task.place and task.width else []
@@ -122,8 +121,9 @@ def _train(task: Task) -> list[float]:
     return [after - before for before, after in pairwise(ends[1:])]
 
 
-def go_on_s(ranks: int, task: Task) -> tuple[float, float]:
+def go_on_s(ranks: int, task: Task, in_place: bool) -> tuple[float, float]:
     """Seconds from the death of the last rank to the next finished step, and the median of a step before it."""
+    os.environ[REPAIR] = str(int(in_place))
     with tempfile.TemporaryDirectory() as place:
         launch(_train, ranks, task._replace(place=place), threads=1, quiet=True, recover=1)
         step, died, went_on = (float(Path(place, name).read_text()) for name in ("step", "killed", "next"))
@@ -205,7 +205,7 @@ def main(repeats: int = 3, large: bool = False) -> None:
 
     Args:
         repeats: runs of each row.
-        large: also the GPT of 135 M parameters on four ranks, which needs 12 GB.
+        large: also the GPT of 135 M parameters on four ranks, which needs 8 GB.
     """
     print("from a death to the end of the next step, median (least)")
     tasks = [(f"{ranks} ranks, {copies} copies", ranks, Task(64, copies, 20, 10)) for ranks, copies in _LAYOUTS]
@@ -214,7 +214,7 @@ def main(repeats: int = 3, large: bool = False) -> None:
     for what, ranks, task in tasks:
         words = []
         for in_place in (True, False):
-            times, steps = zip(*(go_on_s(ranks, task._replace(in_place=in_place)) for _ in range(repeats)), strict=True)
+            times, steps = zip(*(go_on_s(ranks, task, in_place) for _ in range(repeats)), strict=True)
             middle, least = format_seconds(statistics.median(times)), format_seconds(min(times))
             words.append(f"{middle:>9} ({least:>8}) with steps of {format_seconds(statistics.median(steps)):>8}")
         print(f"{what:<32} in place {words[0]}, by a restart {words[1]}", flush=True)

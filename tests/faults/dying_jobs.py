@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tests.faults.shapes import batches
@@ -12,6 +13,7 @@ from tests.runtime import jobs
 from torch import Tensor
 
 from pipefit import Checkpoints
+from pipefit.checkpoint import commit
 from pipefit.runtime.meeting import MEMORY
 from pipefit.runtime.session import current
 
@@ -42,11 +44,13 @@ class Death(NamedTuple):
         rank: that dies.
         instructions: it has come to as many; None: a clock decides.
         seconds: after it has made its pipeline.
+        in_group: it dies when the ranks make a process group for their first checkpoint, before it joins.
     """
 
     rank: int
     instructions: int | None = None
     seconds: float = 0.0
+    in_group: bool = False
 
 
 class Trained(NamedTuple):
@@ -102,7 +106,9 @@ def _counted(deaths: list[Death]) -> list[None]:
 
     progress.at = at
     for death in deaths:
-        if death.instructions is None:
+        if death.in_group:
+            commit.dist = SimpleNamespace(new_group=lambda **_: _die())
+        elif death.instructions is None:
             timer = threading.Timer(death.seconds, _die)
             timer.daemon = True
             timer.start()

@@ -13,7 +13,7 @@ import torch
 from tests.faults.dying_jobs import RANKS, SHAPES, Death, Trained, train
 from tests.faults.shapes import is_there
 
-from pipefit.runtime.faults import noted
+from pipefit.runtime.faults import IN_PLACE, noted
 from pipefit.runtime.launch import launch
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.faults, pytest.mark.timeout(3600)]
@@ -62,6 +62,20 @@ def is_equal(found: Trained, whole: Trained) -> bool:
     if found.losses != pytest.approx(whole.losses, rel=1e-9) or found.weights.keys() != whole.weights.keys():
         return False
     return all(torch.allclose(found.weights[name], value, rtol=1e-9) for name, value in whole.weights.items())
+
+
+def test_a_rank_that_does_not_come_to_a_new_group_is_not_waited_for(trial, tmp_path: Path) -> None:
+    """The others wait for its address in a file, not in a message."""
+    whole = run("data-parallel", tmp_path / "whole", [])
+    found = run("data-parallel", tmp_path / "lost", [Death(2, in_group=True)])
+    sources = [line["source"] for line in noted(tmp_path / "lost/logs") if "resumed" in line]
+    same = all(is_equal(one, whole[0]) for one in found)
+    trial(
+        "a death before a new group",
+        sources,
+        well=sources == [IN_PLACE] and not left_by(tmp_path / "lost"),
+        resumed=same,
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)

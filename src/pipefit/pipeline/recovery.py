@@ -25,7 +25,7 @@ from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.loaders import has_position, number_of
 from pipefit.pipeline.loggers import Logger, entries_of, json_log
 from pipefit.runtime.collectives import from_first
-from pipefit.runtime.faults import note, noted
+from pipefit.runtime.faults import IN_PLACE, note, noted
 from pipefit.runtime.outliving import outliving_folder
 from pipefit.runtime.session import Session
 from pipefit.spec import Plan
@@ -203,7 +203,7 @@ class Recovery:
     def repaired(self) -> None:
         """Notes that the training has gone on without a rank, after its next step."""
         ranks = self._pipe.plan.num_processes
-        source = "the ranks that are left"
+        source = IN_PLACE
         plan = f"planned anew: {_in_words(self._pipe.plan)}"
         self._facts = {"resumed": self._pipe.num_updates, "source": source, "lost": 0, "ranks": ranks, "plan": plan}
 

@@ -56,6 +56,11 @@ def can_restart() -> bool:
     return MEMORY in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
+def store_file(folder: Path, restart: int) -> Path:
+    """The file in which ranks of one machine exchange their addresses, in the run's folder."""
+    return folder / f"pipefit-store-{restart}"
+
+
 def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     """Makes the default process group, unless the user has made it.
 
@@ -80,7 +85,7 @@ def meet(rank: int, num_ranks: int, folder: Path | None) -> Start:
     if folder is not None:
         # Gloo would otherwise look up the host's name, which may resolve to an external address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        store: Any = dist.FileStore(str(folder / f"pipefit-store-{restart}"), num_ranks)
+        store: Any = dist.FileStore(str(store_file(folder, restart)), num_ranks)
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         return start
     try:
