@@ -127,8 +127,8 @@ def assemble(
             spilling.commit_every = interval
         fill = None
         if not session.is_rehearsal:
-            fill = partial(materialise, seed=training.seed, device=device, own=initialise, made={})
-        workers.append(worker_of(rank, part, plan, layers, training, device, spilling, mesh, fill))
+            fill = partial(materialise, seed=training.seed, device=device, own=initialise, whole=layers, made={})
+        workers.append(worker_of(rank, part, plan, ties, training, device, spilling, mesh, fill))
     release_others(workers, plan, given, session)
     forget_peak(device)
     return Engine(workers, header.num_stages, session, device)
@@ -153,7 +153,7 @@ def worker_of(
     rank: int,
     part: dict[int, list[NamedLayer]],
     plan: Plan,
-    layers: Sequence[NamedLayer],
+    ties: dict[str, Tie],
     training: Training,
     device: torch.device,
     spilling: Spilling | None = None,
@@ -167,7 +167,7 @@ def worker_of(
         rank: its number.
         part: the layers of its stages.
         plan: of all ranks.
-        layers: of the whole model.
+        ties: all tied parameters of the model.
         training: loss, optimizer and the like.
         device: of the rank.
         spilling: of its spilled stages.
@@ -179,10 +179,9 @@ def worker_of(
     shards = {}
     if plan.shard != "none":
         shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
-    ties = tied_parameters(layers, plan.partition)
     worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard, fill, kept)
     for index, own in worker.stages.items():
-        own.replay(plan.partition.stages[index].replays, len(layers))
+        own.replay(plan.partition.stages[index].replays, plan.partition.num_layers)
         if len(replicas[index]) > 1:
             own.replicate()
     return worker

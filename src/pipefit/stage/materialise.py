@@ -200,20 +200,45 @@ def materialise(
     seed: int,
     device: torch.device,
     own: InitialiseLayer | None = None,
+    whole: Sequence[NamedLayer] = (),
     made: dict[Tensor, nn.Parameter] | None = None,
 ) -> None:
     """Gives layers of the meta device memory and weights.
 
     Args:
-        layers: all layers that share weights, or some of them.
+        layers: of the meta device, or not.
         seed: of the weights that modules draw.
         device: of the memory.
         own: the model's own function to initialise a layer; None: it has none.
+        whole: see `give_memory`.
         made: see `stand_in`.
 
     Raises:
         ModelError: see `initialise`.
     """
     drawn = [layer for layer in layers if is_meta([layer])]
-    stand_in(layers, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device), made=made)
+    give_memory(layers, device, whole, made)
     initialise(drawn, seed, own)
+
+
+def give_memory(
+    layers: Sequence[NamedLayer],
+    device: torch.device,
+    whole: Sequence[NamedLayer] = (),
+    made: dict[Tensor, nn.Parameter] | None = None,
+) -> None:
+    """Gives memory to the weights and buffers of layers that are on the meta device.
+
+    Args:
+        layers: of the meta device, or not.
+        device: of the memory.
+        whole: all layers of the model; those that share a weight with these still share it afterwards.
+        made: see `stand_in`.
+    """
+    part = joined(layers)
+    wanted = set(map(id, (*part.parameters(), *part.buffers())))
+
+    def waits(tensor: Tensor) -> bool:
+        return tensor.is_meta and id(tensor) in wanted
+
+    stand_in([*layers, *whole], lambda tensor: torch.empty_like(tensor, device=device), waits, made)
