@@ -83,7 +83,7 @@ def trained(plan: Plan, rebalance: bool, slow: int, times: float, when: int, ste
 
 
 def alternating(repeats: int, width: int) -> tuple[list[tuple[float, float]], float]:
-    """Seconds of 16 steps of two trainings that do not wait, without and with the policy, alternating; those of the policy."""
+    """Seconds of 16 steps of two trainings, without and with the policy, alternating; and of the policy in all."""
     pipes = []
     own = [0.0]
     look = Rebalancer.step
