@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -64,8 +65,8 @@ def layers_of(name: str) -> Any:
     return pf.cut(jobs.model(name), example=jobs.batch(name, 2))
 
 
-def counted(name: str, shape: dict[str, Any], level: str) -> tuple[float, float, Program]:
-    """Bytes of this rank before an update and at its peak, and the program."""
+def counted(name: str, shape: dict[str, Any], level: str) -> tuple[float, Program]:
+    """The most bytes of this rank in a later step, and the program."""
     gc.collect()
     others = _storages()
     made = layers_of(name)
@@ -84,7 +85,7 @@ def counted(name: str, shape: dict[str, Any], level: str) -> tuple[float, float,
     events.sort(key=lambda event: event.start_ns())
     program = pipe.program
     pipe.close()
-    return held, held + max(accumulate(event.nbytes() for event in events)), program
+    return held + max(accumulate(event.nbytes() for event in events)), program
 
 
 def _storages() -> dict[int, int]:
@@ -107,17 +108,18 @@ def _profile(name: str) -> tuple[Profile, int, float]:
     return seen, len(layers), state_per_weight(layers, jobs.adamw)
 
 
-def both(name: str, count: int) -> list[tuple[float, float, float]]:
-    """Of each shape and level the predicted peak, the counted one, and the counted bytes before the update."""
+def both(name: str, shapes: list[dict[str, Any]], levels: Sequence[str]) -> list[tuple[float, float]]:
+    """Of each shape and level the predicted peak of this rank, and the counted one."""
+    count = dist.get_world_size()
     seen, num_layers, state = _profile(name)
     found = []
-    for shape in SHAPES[count].values():
-        for level in LEVELS:
-            held, most, program = counted(name, shape, level)
+    for shape in shapes:
+        for level in levels:
+            most, program = counted(name, shape, level)
             plan = plan_of(num_layers, count, shape, level)
             cost = of_plan(seen, plan, Topology.local(count), state_per_weight=state)
             timeline = simulate(program, cost, repeats=2)
-            found.append((timeline.peak_bytes(current().rank), most, held))
+            found.append((timeline.peak_bytes(current().rank), most))
     return found
 
 
@@ -126,12 +128,12 @@ def main(models: list[str]) -> None:
     worst = 0.0
     for count, shapes in SHAPES.items():
         for name in models or list(MODELS):
-            ranks = launch(both, count, name, count, threads=1, quiet=True, deadline_s=600)
+            ranks = launch(both, count, name, list(shapes.values()), LEVELS, threads=1, quiet=True, deadline_s=600)
             labels = [f"{shape}, {level}" for shape in shapes for level in LEVELS]
             for number, label in enumerate(labels):
                 line = f"{name:20} {label:50}"
                 for rank in range(count):
-                    predicted, most, _ = ranks[rank][number]
+                    predicted, most = ranks[rank][number]
                     error = 100 * (predicted / most - 1)
                     worst = max(worst, abs(error))
                     line += f" {predicted / 1e3:6.0f} {most / 1e3:6.0f} {error:+5.1f} %"

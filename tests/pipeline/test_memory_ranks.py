@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 from tests.pipeline import memory_jobs as jobs
+from tests.pipeline import sharing_memory as sharing
 
 from pipefit.runtime.launch import launch
 
@@ -40,3 +41,11 @@ def test_a_model_of_transformers_takes_the_memory_that_is_predicted() -> None:
 def test_a_rank_whose_stages_wait_in_the_hosts_memory_takes_the_memory_that_is_predicted(plan: str) -> None:
     predicted, counted = jobs.spilled(NAME, jobs.SPILLED[plan]["schedule"])
     assert predicted == pytest.approx(counted, rel=0.03)
+
+
+def test_copies_that_share_gradients_or_weights_take_the_memory_that_is_predicted() -> None:
+    """Next to torch's own count; `python -m tests.pipeline.sharing_memory` compares more."""
+    shapes = list(sharing.SHAPES[2].values())
+    for rank in launch(sharing.both, 2, NAME, shapes, sharing.LEVELS, threads=1, quiet=True, deadline_s=240):
+        for predicted, counted in rank:
+            assert predicted == pytest.approx(counted, rel=0.03)

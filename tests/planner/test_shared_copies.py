@@ -11,6 +11,7 @@ import pytest
 
 from pipefit.errors import InfeasibleError
 from pipefit.planner import plan
+from pipefit.planner.explain import explain
 from pipefit.spec import Device, Layer, Level, Profile, Topology
 
 LEVELS = ("none", "optimizer", "gradients", "weights")
@@ -107,3 +108,11 @@ def test_the_search_finds_the_best_level_that_fits(memory: float):
         assert found.prediction.period_s == pytest.approx(best_s)
         assert chosen in [choice[1:] for choice in fitting if choice[0] == pytest.approx(best_s)]
         assert max(found.prediction.peak_bytes) <= memory
+
+
+def test_the_answer_says_why_copies_share_so_much():
+    found = asked(peak(1, 8, "gradients") - 1.0, shard="any")
+    assert found.shard == "weights"
+    assert "sharded weights" in explain(found, width=1000) and "if copies shared less, rank 0 needs" in explain(
+        found, width=1000
+    )

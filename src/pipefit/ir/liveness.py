@@ -135,7 +135,7 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
         copies = len(header.placement[value.stage])
         is_summed = summed or copies > 1
         if value.kind == WEIGHTS and header.shares_weights(value.stage):
-            dies = _sum_after(instructions, dies)
+            dies = _sum_after(instructions, value.stage, dies)
         elif value.kind == WGRAD and header.shares_gradients(value.stage):
             dies = life.dies
         elif value.kind == WGRAD and is_summed:
@@ -166,12 +166,14 @@ def _find_working(program: Program, rank: int, summed: bool) -> list[Lifetime]:
     return found
 
 
-def _sum_after(instructions: Instructions, drop: int) -> int:
+def _sum_after(instructions: Instructions, stage: int, drop: int) -> int:
     """The index of the sum that the backward before a drop has begun; without one, that of the drop."""
-    for index, i in enumerate(instructions[drop + 1 :], drop + 1):
+    after = drop + 1
+    later = instructions[after:]
+    for index, i in enumerate(later, after):
         if i.op in COMPUTE_OPS:
             break
-        if i.kind == Reduction.SCATTER and i.stage == instructions[drop].stage:
+        if i.stage == stage and i.kind == Reduction.SCATTER:
             return index
     return drop
 
@@ -184,14 +186,20 @@ def _sums(program: Program, rank: int) -> Iterator[Lifetime]:
     begun: dict[int, int] = {}
     summed: set[StageAt] = set()
     for index, i in enumerate(program.ranks[rank]):
-        if i.op is Op.REDUCE and i.kind == Reduction.SCATTER:
-            begun[i.stage] = index
-        elif i.stage in begun and i.op in (Op.FREE, Op.STEP):
-            start = begun.pop(i.stage)
-            yield Lifetime(Value(Work.SUM.value, i.stage, index), start, index)
-            if (i.stage, i.version) in summed:
-                yield Lifetime(Value(SUMS, i.stage, -index), start, index)
-            summed.add((i.stage, i.version))
+        stage = i.stage
+        if i.kind == Reduction.SCATTER:
+            begun[stage] = index
+            continue
+        if stage not in begun or i.op not in _AFTER_SUM:
+            continue
+        start = begun.pop(stage)
+        work = Value(Work.SUM.value, stage, index)
+        yield Lifetime(work, start, index)
+        update = (stage, i.version)
+        if update in summed:
+            part = Value(SUMS, stage, -index)
+            yield Lifetime(part, start, index)
+        summed.add(update)
 
 
 def _released(program: Program, rank: int) -> dict[Value, int]:
@@ -236,6 +244,8 @@ def _answer(waiting: Mapping[tuple[int, str], list[Value]], value: Value, index:
         del queue[0]
         found[value] = index
 
+
+_AFTER_SUM = (Op.FREE, Op.STEP)
 
 _WORK = {
     Op.FWD: Work.FORWARD,

@@ -23,7 +23,7 @@ from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op
 from pipefit.ir.program import WeightRule
 from pipefit.planner.holdings import ahead_of, fills, least_in_flight, least_replayed
-from pipefit.planner.shared_copies import once_s, shared_s
+from pipefit.planner.shared_copies import shared_s
 from pipefit.planner.space import Config, Problem, busiest_copy, num_frozen_layers, placement_for, positions
 from pipefit.schedules import find
 from pipefit.spec import Partition, Profile
@@ -294,7 +294,7 @@ def quick_s(problem: Problem, config: Config) -> float:
     # A rank that does not train is a part of the next update meanwhile.
     has_way = p > 1 and config.chunks == 1 and not (config.replicas or total.is_frozen)
     is_filled = has_way and fills(config)
-    bounds = [once_s(problem, config, total.wgrad_bytes)]
+    bounds = []
     for speeds in _speeds_of_pipelines(problem, config):
         # The seconds of all ranks together; a last rank that replays nothing may have most of the forwards.
         again_s = _again_s(config, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Final
 
 from pipefit.cost import FREE, CostModel, of_plan
 from pipefit.cost.rings import all_gather_s, ring_of
@@ -13,6 +14,9 @@ from pipefit.planner.space import Config, Problem, placement_for
 from pipefit.schedules import generate
 from pipefit.schedules.catalogue import shape_of
 from pipefit.spec import Partition, Plan, StageSpec
+
+LESS_SHARED: Final = ", less shared"
+"""The end of the family of a candidate that is the winner if its copies shared less."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 
 from pipefit.cost import speeds_of
+from pipefit.planner.candidate import LESS_SHARED
 from pipefit.planner.plan_figures import at_size_of
 from pipefit.planner.transformer import transformer_of
 from pipefit.spec import Candidate, Plan, Profile, SpillSpec, Topology
@@ -40,7 +41,7 @@ def explain(
         lines += ["", f"predicted: {format_seconds(prediction.period_s)} per update, {rate}"]
         if prediction.minibatch_s != prediction.period_s:
             lines[-1] += f", {format_seconds(prediction.minibatch_s)} per mini-batch"
-        lines[-1] += _over_data_parallel(plan)
+        lines[-1] += _over_data_parallel(plan) + _less_shared(plan)
     lines += spill_lines(plan)
     if any(candidate.why_lost for candidate in plan.candidates):
         lines += ["", *compared_lines(plan.candidates, width, every)]
@@ -62,6 +63,14 @@ def _over_data_parallel(plan: Plan) -> str:
     for each in plan.candidates:
         if each.family == "data parallel" and each.throughput is None:
             return f"; plain data parallelism does not fit: {each.why_lost}"
+    return ""
+
+
+def _less_shared(plan: Plan) -> str:
+    """The reason why copies do not share less, where memory requires it."""
+    for each in plan.candidates:
+        if each.family.endswith(LESS_SHARED):
+            return f"; if copies shared less, {each.why_lost}"
     return ""
 
 

@@ -156,11 +156,6 @@ def collectives_of(config: Config) -> list[tuple[float, float]]:
     return found
 
 
-def is_counted_whole(config: Config) -> bool:
-    """Returns whether the program of a candidate is so small that its values are counted in all of it."""
-    return _counted(config).microbatches == config.per_pipeline
-
-
 def least_replayed(config: Config) -> tuple[float, ...]:
     """Of each stage at least so large a share of its forwards is replayed, if all keep only their input.
 

@@ -21,7 +21,7 @@ import msgspec
 
 from pipefit.errors import InfeasibleError
 from pipefit.planner.bounds import quick_bytes, quick_s
-from pipefit.planner.candidate import Estimate, plan_of
+from pipefit.planner.candidate import LESS_SHARED, Estimate, plan_of
 from pipefit.planner.estimate import bounded, estimate, need_bytes, of_cut_s
 from pipefit.planner.plan_figures import idle_share, sent_bytes
 from pipefit.planner.shared_copies import sharing_more
@@ -304,7 +304,7 @@ def _sharing_less(problem: Problem, config: Config) -> Iterator[Candidate]:
     found = estimate(problem, less)
     if not found.fits:
         unfit = _unfit(problem, found)
-        yield msgspec.structs.replace(unfit, family=f"{unfit.family}, less shared")
+        yield msgspec.structs.replace(unfit, family=unfit.family + LESS_SHARED)
 
 
 def _too_large_for_one(problem: Problem, size: int) -> list[Candidate]:

@@ -14,11 +14,10 @@ from dataclasses import replace
 from itertools import product
 
 from pipefit.cost import CostModel
-from pipefit.cost.rings import over, ring_of
 from pipefit.ir.instruction import Instruction
 from pipefit.ir.op import Op, Reduction
-from pipefit.planner.holdings import collectives_of, holds_all, is_counted_whole
-from pipefit.planner.space import Config, Problem, Space, placement_for, positions
+from pipefit.planner.holdings import holds_all
+from pipefit.planner.space import Config, Space, placement_for, positions
 from pipefit.schedules import find
 from pipefit.spec.plan import SHARD_SLOTS, Shard
 
@@ -55,44 +54,24 @@ def _gathers_seldom(config: Config) -> bool:
     return config.depth == 1 or holds_all(config)
 
 
-def once_s(problem: Problem, config: Config, trained_bytes: float) -> float:
-    """Seconds in which some rank gathers its weights once and sums their gradients once, whatever the cut."""
-    if not config.shares_gradients:
-        return 0.0
-
-    def find_widest() -> float:
-        topology = problem.ranks(config.tensor)
-        size = config.depth * config.data
-        rings = [ring_of(topology, range(rank, size, config.depth)) for rank in range(config.depth)]
-        return max(ring.bandwidth_bytes_per_s for ring in rings)
-
-    widest = problem.once(("widest", config.depth, config.data, config.tensor), find_widest)
-    shared_bytes = trained_bytes * (1 + problem.profile.summed_per_byte) / config.depth
-    return over(shared_bytes * (1 - 1 / config.data), widest)
-
-
 def shared_s(config: Config, cost: CostModel, frozen: int) -> list[float]:
     """Of each rank the seconds of its gathers and sums, which go one at a time.
 
     Every stage is gathered and summed once. Where all forwards come before all backwards, all stages but those that
-    have room then are gathered again. Small programs of other orders are counted.
+    have room then are gathered again.
     """
     ranks = placement_for(config).ranks
-    counts = [(1.0, 1.0)] * config.num_stages
-    if is_counted_whole(config) and not (frozen or holds_all(config)):
-        counts = collectives_of(config)
     gathers_s: list[list[float]] = [[] for _ in range(config.depth)]
     found = [0.0] * config.depth
     for stage, rank in enumerate(positions(config)):
-        gathers, sums = counts[stage]
         gather = Instruction(Op.REDUCE, stage, version=0, kind=Reduction.SHARDS.value)
         if config.shares_weights:
             gather = Instruction(Op.UNSHARD, stage, version=0)
         gathers_s[rank].append(cost.reduce_s(gather, ranks[stage]))
-        found[rank] += gathers * gathers_s[rank][-1]
+        found[rank] += gathers_s[rank][-1]
         if stage >= frozen:
             scatter = Instruction(Op.REDUCE, stage, version=0, kind=Reduction.SCATTER.value)
-            found[rank] += sums * cost.reduce_s(scatter, ranks[stage])
+            found[rank] += cost.reduce_s(scatter, ranks[stage])
     if config.shares_weights and holds_all(config) and not frozen:
         for rank, each_s in enumerate(gathers_s):
             again = max(len(each_s) - SHARD_SLOTS, 0)
