@@ -132,6 +132,18 @@ def test_a_batch_that_cannot_be_split_is_named_with_its_run():
         predict(run_of(microbatch=3), MACHINE)
 
 
+def test_stages_of_equal_weights_have_fewer_blocks_next_to_a_large_vocabulary():
+    """Each table has as many weights as five blocks: 1 + 6 + 6 + 1 blocks in place of 4 + 4 + 4 + 4 (each 3.5)."""
+    model = "llama:layers=14,hidden=2048,heads=16,ffn=5632,vocab=125440,sequence=2048"
+    blocks = MeasuredRun(model, 4, 1, 4, 1, 1, 64, "none", False, None, cut="weights")
+    few = replace(blocks, model=model.replace("layers=14", "layers=12"))
+    # Only the inner stages, which have no table, get the two further blocks, so they take 6 in place of 5 blocks' time.
+    assert predict(blocks, MACHINE).seconds > predict(few, MACHINE).seconds
+    even = replace(few, cut="blocks")
+    assert predict(few, MACHINE).seconds < predict(even, MACHINE).seconds
+    assert predict(few, MACHINE).peak_bytes < predict(even, MACHINE).peak_bytes
+
+
 def written(path: Path, *lines: str) -> Path:
     path.write_text(HEAD + "".join(f"{line}\n" for line in lines))
     return path
@@ -165,6 +177,16 @@ def test_a_file_is_read_line_by_line(tmp_path):
 def test_what_is_wrong_in_a_file_is_said_with_its_line(tmp_path, line, message):
     with pytest.raises(ProfileError, match=message):
         read_runs(written(tmp_path / "runs.csv", line.replace("MODEL", MODEL)))
+
+
+def test_a_cut_may_be_named(tmp_path):
+    path = tmp_path / "runs.csv"
+    header = HEAD.replace("seconds", "cut,seconds")
+    path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,weights,3.5\n"{MODEL}",16,2,2,1,1,256,none,1,,3.5\n')
+    assert [run.cut for run, _ in read_runs(path)] == ["weights", "blocks"]
+    path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,time,3.5\n')
+    with pytest.raises(ProfileError, match="line 2: cut: expected blocks or weights, got 'time'"):
+        read_runs(path)
 
 
 def test_a_missing_column_is_named(tmp_path):

@@ -22,8 +22,11 @@ from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
-_FLASH = {"flash": (FLASH["attention"], FLASH["attention-back"]), "flash1": (0.48, 0.42)}
-"""Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward."""
+_FLASH = {"flash": (FLASH["attention"], FLASH["attention-back"]), "flash1": (0.47, 0.36)}
+"""Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward.
+
+Of FlashAttention 1 the same paper says that it reaches 30 to 50 % and 25 to 35 % of the peak (section 1): the middle.
+"""
 _ALIGNED = 16
 """Bytes of which rows must be multiples for tensor cores (NVIDIA, "Matrix multiplication background", requirements)."""
 _WITHOUT_TENSOR_CORES = 16
@@ -387,6 +390,9 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     joined_s = 0.0
     if not model.fused_loss:
         joined_s = all_gather_s(ring, e * tokens * vocab)
+        if ring.size > 1:
+            # NCCL gathers into one tensor; torch copies it into a list of tensors, which are then joined.
+            joined_s += 2 * pass_s(device, 2 * e * tokens * vocab)
         logits = tokens * vocab
         kept_bytes = (e + 4 + 4 + 4) * logits  # the logits, in 4 bytes, their softmax, and its gradient
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
@@ -394,8 +400,9 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     passes: tuple[int, ...] = (e + 4, 4, 8, 8, 4, 8)
     back: tuple[int, ...] = (8, 4 + e)
     if not model.fused_loss:
-        # Conversion and logarithm of softmax, which reads twice; then zeros, the gradient of softmax, and conversion.
-        passes = e + 4, 12
+        # Conversion; logarithm of softmax, which reads for maximum, sum and result; the largest logits, for an
+        # accuracy. Then zeros, the gradient of softmax, and conversion.
+        passes = e + 4, 16, 4
         back = 4, 16, 4 + e
     forward_s += _passes_s(device, [size * logits for size in passes])
     input_s += _passes_s(device, [size * logits for size in back])

@@ -38,7 +38,8 @@ class Transformer:
         attention: one of `ATTENTION`.
         fused_norms: 1: a norm is one kernel; 0: one for each of its operations.
         fused_loss: 1: the loss works in place on each device's own logits, as Megatron-LM's; 0: it works on all
-            logits, also where the vocabulary is split over devices, and each of its operations makes another copy.
+            logits, also where the vocabulary is split over devices, each of its operations makes another copy, and
+            an accuracy is computed.
         sequence_parallel: 1: what is between the products is split over a rank's devices, too.
         sums: of a block's backward over a rank's devices: 2; 3 where the gate's product sums its own gradient.
         summed_bytes: of an element of gradients while copies sum them; 0: as of weights.
