@@ -292,14 +292,17 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     backward_input = [*_norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
     backward_input += [2 * e * stream / t, 2 * e * qkv * stream / t]  # heads; queries, keys and values side by side
     backward_weight = [2 * e * between] * 2  # norms
+    if not model.fused_norms:
+        backward_weight += [2 * e * between] * 2  # a product, and its sum
     if model.bias:
         forward.append(2 * e * qkv * stream / t)
         backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
         backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
     else:
         turned = (1 + model.keys / model.heads) * stream / t
-        forward += [2 * e * turned, 2 * e * turned, 3 * e * turned]  # halves exchanged; times sine, cosine; added
-        backward_input += [2 * e * turned, 2 * e * turned, 3 * e * turned]
+        # Times cosine; a half negated, halves exchanged, times sine; added. Back, halves come out of zeros.
+        forward += [size * e * turned for size in (2, 1, 2, 2, 3)]
+        backward_input += [size * e * turned for size in (2, 1, 1.5, 1.5, 3, 2, 3)]
     if model.gated:
         forward += [2 * e * wide * stream / t, 3 * e * wide * stream / t]  # SiLU, and its product with the other half
         backward_input += [5 * e * wide * stream / t, 3 * e * wide * stream / t]
@@ -346,7 +349,8 @@ def _norm_back(model: Transformer, stream: float) -> list[float]:
     e = model.bytes
     if model.fused_norms:
         return [3 * e * stream]
-    return [size * stream for size in (2 * e, e + 4, 12, 8, 12, 8, 4 + e)]
+    # Times the weight, to 4 bytes, and of two products, a sum, mean and square their gradients, added; and back.
+    return [size * stream for size in (2 * e, e + 4, 12, 8, 4, 8, 8, 8, 12, 12, 4 + e)]
 
 
 def _kept_between(model: Transformer) -> float:
