@@ -136,8 +136,9 @@ def test_a_llama_by_its_sizes_has_the_numbers_of_the_module_that_it_stands_for()
     text = "llama:layers=3,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=1000,sequence=4096,fused_norms=0"
     block = counted_profile(big, "llama", 1, H100.device).layers[1]
     other = transformer_profile(transformer_of(text), 1, H100.device).layers[1]
-    assert block.forward_s == pytest.approx(other.forward_s, rel=0.05)
-    assert block.backward_s == pytest.approx(other.backward_s, rel=0.1)
+    assert block.forward_s == pytest.approx(other.forward_s, rel=0.01)
+    # The short form also adds the gradients of weights to those of the micro-batches before.
+    assert block.backward_s == pytest.approx(other.backward_s, rel=0.03)
 
 
 def test_a_gpt_by_its_sizes_has_the_numbers_of_the_built_in_module():
