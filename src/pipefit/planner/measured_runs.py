@@ -35,7 +35,8 @@ _STEP = 0.05
 _ROUNDS = 8
 _SLOPED = 2
 """Rounds after which the slopes stay: a factor of a figure changes seconds nearly by a power of it."""
-_PRIOR = 0.3
+_PRIORS = (0.3, 0.6, 0.3, 0.6, 0.3)
+"""How far each of `CONSTANTS` is expected from the figure of a data sheet, as a logarithm; links differ the most."""
 _NOISE = 0.05
 _OUTLIER = 0.1
 _RUNS_FOR_EACH = 2
@@ -255,8 +256,8 @@ class FittedMachine:
 def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachine:
     """Fits the constants of a machine to runs, by least squares of relative errors (Gauss and Newton).
 
-    Each constant may differ from the given figure by a factor; without evidence it stays (a prior of 30 %). Runs that
-    are far off count less (Huber 1964), so that a bad one does not turn the others.
+    Each constant may differ from the given figure by a factor; without evidence it stays (`_PRIORS`). Runs that are
+    far off count less (Huber 1964), so that a bad one does not turn the others.
 
     Args:
         runs: with seconds; at least two for each constant that is fitted, else fewer constants are.
@@ -279,7 +280,7 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
         return np.log([predict(run, machine).seconds for run in runs] / measured)
 
     found = np.zeros(count)
-    weight = (_NOISE / _PRIOR) ** 2 * np.eye(count)
+    weight = np.diag((_NOISE / np.array(_PRIORS[:count])) ** 2)
     for turn in range(_ROUNDS):
         errors = errors_at(found)
         if turn < _SLOPED:
