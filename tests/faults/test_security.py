@@ -172,10 +172,10 @@ def test_figures_of_a_run_that_are_text_or_missing_are_named(tmp_path, capsys):
         metrics.write_text(f"{line}\n" if line else "")
         assert says in refused(capsys, "report", str(tmp_path / "run"))
     metrics.write_text(whole)
-    result.write_text('{"format": "pipefit.run/1", "config": {}}')
-    assert "its files are not those that a run wrote (KeyError: 'result')" in refused(
-        capsys, "report", str(tmp_path / "run")
-    )
+    for data, says in (({"config": {}}, "KeyError: 'result'"), ({"result": None}, "TypeError"), ({"result": []}, "T")):
+        result.write_text(json.dumps({"format": "pipefit.run/1", **data}))
+        said = refused(capsys, "report", str(tmp_path / "run"))
+        assert f"its files are not those that a run wrote ({says}" in said
 
 
 # ---- checksums ---------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -99,8 +101,19 @@ def page_of(place: Path, *, follows: bool = False) -> str:
         data = {}
     if not isinstance(data, dict) or (is_done and data.get("format") != "pipefit.run/1"):
         raise PipefitError(f'{place / RESULT}: expected "format": "pipefit.run/1"; is this the folder of a run?')
-    try:
+    with _of_a_run(place):
         return _render(place, data, follows)
+
+
+@contextlib.contextmanager
+def _of_a_run(place: Path) -> Iterator[None]:
+    """The context in which the files of a run's folder are read.
+
+    Raises:
+        PipefitError: they are not those that a run wrote.
+    """
+    try:
+        yield
     except (
         KeyError,
         IndexError,
@@ -125,18 +138,19 @@ def summary_of(place: Path) -> list[tuple[str, str]]:
     """
     if not (place / RESULT).exists():
         return []
-    data = read_json(place / RESULT)
-    result = data["result"]
     found = []
-    accuracy = result["held_out_accuracy"]
-    if accuracy is not None:
-        found.append(("result", f"{accuracy:.1%} of the held-out samples are right"))
-    if result["predicted"]:
-        predicted = format_seconds(result["predicted"]["period_s"])
-        found.append(("step", f"{predicted} predicted, {format_seconds(result['measured_period_s'])} measured"))
-    speeds = speeds_of(place, data["config"])
-    if speeds:
-        found += [("speed", speeds.verdict), ("", speeds.method)]
+    with _of_a_run(place):
+        data = read_json(place / RESULT)
+        result = data["result"]
+        accuracy = result["held_out_accuracy"]
+        if accuracy is not None:
+            found.append(("result", f"{accuracy:.1%} of the held-out samples are right"))
+        if result["predicted"]:
+            predicted = format_seconds(result["predicted"]["period_s"])
+            found.append(("step", f"{predicted} predicted, {format_seconds(result['measured_period_s'])} measured"))
+        speeds = speeds_of(place, data["config"])
+        if speeds:
+            found += [("speed", speeds.verdict), ("", speeds.method)]
     return found
 
 
