@@ -62,6 +62,14 @@ def test_a_fit_finds_the_machine_that_made_the_runs():
     assert all(each.low < each.times < each.high for each in found.constants)
 
 
+def test_four_runs_show_links_that_are_far_from_their_data_sheet():
+    some = [run_of(1, 1), run_of(1, 2), run_of(2, 1), run_of(2, 2)]
+    found = fit_machine(measured_on(slowed(inner=0.1), some), MACHINE)
+    products, links = found.constants
+    assert products.times == pytest.approx(1, rel=0.12) and links.times < 0.2
+    assert np.abs(found.errors).max() < 0.1
+
+
 def test_one_bad_run_does_not_turn_the_others():
     runs = measured_on(slowed(efficiency=0.8))
     runs[3] = timed(runs[3], 3 * runs[3].seconds)
