@@ -62,6 +62,14 @@ def test_a_fit_finds_the_machine_that_made_the_runs():
     assert all(each.low < each.times < each.high for each in found.constants)
 
 
+def test_four_runs_show_links_that_are_far_from_their_data_sheet():
+    some = [run_of(1, 1), run_of(1, 2), run_of(2, 1), run_of(2, 2)]
+    found = fit_machine(measured_on(slowed(inner=0.1), some), MACHINE)
+    products, links = found.constants
+    assert products.times == pytest.approx(1, rel=0.12) and links.times < 0.2
+    assert np.abs(found.errors).max() < 0.1
+
+
 def test_one_bad_run_does_not_turn_the_others():
     runs = measured_on(slowed(efficiency=0.8))
     runs[3] = timed(runs[3], 3 * runs[3].seconds)
@@ -142,6 +150,16 @@ def test_a_batch_that_cannot_be_split_is_named_with_its_run():
         predict(run_of(microbatch=3), MACHINE)
 
 
+def test_stages_of_equal_weights_have_fewer_blocks_next_to_a_large_table():
+    """Each of both tables weighs as much as five of twelve blocks: stages have 1, 5, 5 and 1 of these, not 3 each."""
+    model = "llama:layers=12,hidden=2048,heads=16,ffn=5632,vocab=125440,sequence=2048"
+    blocks = predict(MeasuredRun(model, 4, 1, 4, 1, 1, 512, "none", False, None), MACHINE)
+    weights = predict(MeasuredRun(model, 4, 1, 4, 1, 1, 512, "none", False, None, cut="weights"), MACHINE)
+    # The last stage is the slowest: the projection takes five blocks' time, too.
+    assert weights.seconds / blocks.seconds == pytest.approx((1 + 5) / (3 + 5), rel=0.05)
+    assert weights.peak_bytes < blocks.peak_bytes
+
+
 def written(path: Path, *lines: str) -> Path:
     path.write_text(HEAD + "".join(f"{line}\n" for line in lines))
     return path
@@ -175,6 +193,16 @@ def test_a_file_is_read_line_by_line(tmp_path):
 def test_what_is_wrong_in_a_file_is_said_with_its_line(tmp_path, line, message):
     with pytest.raises(ProfileError, match=message):
         read_runs(written(tmp_path / "runs.csv", line.replace("MODEL", MODEL)))
+
+
+def test_a_cut_may_be_named(tmp_path):
+    path = tmp_path / "runs.csv"
+    header = HEAD.replace("seconds", "cut,seconds")
+    path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,weights,3.5\n"{MODEL}",16,2,2,1,1,256,none,1,,3.5\n')
+    assert [run.cut for run, _ in read_runs(path)] == ["weights", "blocks"]
+    path.write_text(header + f'"{MODEL}",16,2,2,1,1,256,none,1,time,3.5\n')
+    with pytest.raises(ProfileError, match="line 2: cut: expected blocks or weights, got 'time'"):
+        read_runs(path)
 
 
 def test_a_missing_column_is_named(tmp_path):

@@ -152,11 +152,12 @@ def test_a_loss_on_whole_logits_is_repeated_by_every_device_of_a_rank():
         return head.forward_s + head.backward_s
 
     logits = 2048 * 32000
-    moved_s = (6 + 12 + 4 + 16 + 6) * logits * 7 / 8 / 2810e9
-    gathered_s = 7 / 8 * 2 * logits / 348e9
+    moved_s = (6 + 16 + 4 + 4 + 16 + 6) * logits * 7 / 8 / 2810e9
+    # Gathered, copied into a list, and joined.
+    gathered_s = 7 / 8 * 2 * logits / 348e9 + (4 + 4) * logits / 2810e9
     shared = loss_s(",fused_loss=0", 1) - loss_s("", 1)  # other kernels, on as many logits
     found = loss_s(",fused_loss=0", 8) - loss_s("", 8) - shared / 8
-    assert found == pytest.approx(moved_s + gathered_s, rel=0.1)
+    assert found == pytest.approx(moved_s + gathered_s, rel=0.08)
 
 
 def test_heads_that_are_not_aligned_run_without_tensor_cores():

@@ -29,8 +29,8 @@ def command(
     Example: pipefit fit-machine runs.csv runs/gpt --machine 8xA100:8 -o mine.toml
 
     A file has a line for each run, with the columns model (llama:layers=40,…), devices, tensor, depth, chunks,
-    microbatch, batch, recompute, sharded and seconds; a folder is one run of pipefit train -o with --model gpt. Two
-    runs allow one constant, ten allow all five.
+    microbatch, batch, recompute, sharded and seconds, and cut where stages have equal weights in place of equally many
+    blocks; a folder is one run of pipefit train -o with --model gpt. Two runs allow one constant, ten allow all five.
 
     Args:
         runs: .csv files, and folders of runs.

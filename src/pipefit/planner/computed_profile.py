@@ -22,8 +22,11 @@ from pipefit.spec import Device, Layer, Profile, Topology
 from pipefit.spec.counted import Counted
 from pipefit.spec.profile import ARITHMETIC
 
-_FLASH = {"flash": (FLASH["attention"], FLASH["attention-back"]), "flash1": (0.48, 0.42)}
-"""Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward."""
+_FLASH = {"flash": (FLASH["attention"], FLASH["attention-back"]), "flash1": (0.47, 0.36)}
+"""Shares of the rate of a large product that FlashAttention 2 and 1 reach on an A100, forward and backward.
+
+Of FlashAttention 1 the same paper says that it reaches 30 to 50 % and 25 to 35 % of the peak (section 1): the middle.
+"""
 _ALIGNED = 16
 """Bytes of which rows must be multiples for tensor cores (NVIDIA, "Matrix multiplication background", requirements)."""
 _WITHOUT_TENSOR_CORES = 16
@@ -289,14 +292,17 @@ def _block(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     backward_input = [*_norm_back(model, between) * 2, *(3 * e * between,) * 2]  # residual and branch added up
     backward_input += [2 * e * stream / t, 2 * e * qkv * stream / t]  # heads; queries, keys and values side by side
     backward_weight = [2 * e * between] * 2  # norms
+    if not model.fused_norms:
+        backward_weight += [2 * e * between] * 2  # a product, and its sum
     if model.bias:
         forward.append(2 * e * qkv * stream / t)
         backward_input += [2 * e * stream / t] * 2  # queries and keys scaled
         backward_weight += [e * width * stream for width in (qkv / t, 1, up / t, 1)]
     else:
         turned = (1 + model.keys / model.heads) * stream / t
-        forward += [2 * e * turned, 2 * e * turned, 3 * e * turned]  # halves exchanged; times sine, cosine; added
-        backward_input += [2 * e * turned, 2 * e * turned, 3 * e * turned]
+        # Times cosine; a half negated, halves exchanged, times sine; added. Back, halves come out of zeros.
+        forward += [size * e * turned for size in (2, 1, 2, 2, 3)]
+        backward_input += [size * e * turned for size in (2, 1, 1.5, 1.5, 3, 2, 3)]
     if model.gated:
         forward += [2 * e * wide * stream / t, 3 * e * wide * stream / t]  # SiLU, and its product with the other half
         backward_input += [5 * e * wide * stream / t, 3 * e * wide * stream / t]
@@ -344,7 +350,8 @@ def _norm_back(model: Transformer, stream: float) -> list[float]:
     e = model.bytes
     if model.fused_norms:
         return [3 * e * stream]
-    return [size * stream for size in (2 * e, e + 4, 12, 8, 12, 8, 4 + e)]
+    # Times the weight, to 4 bytes, and of two products, a sum, mean and square their gradients, added; and back.
+    return [size * stream for size in (2 * e, e + 4, 12, 8, 4, 8, 8, 8, 12, 12, 4 + e)]
 
 
 def _kept_between(model: Transformer) -> float:
@@ -388,6 +395,9 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     joined_s = 0.0
     if not model.fused_loss:
         joined_s = all_gather_s(ring, e * tokens * vocab)
+        if ring.size > 1:
+            # NCCL gathers into one tensor; torch copies it into a list of tensors, which are then joined.
+            joined_s += 2 * pass_s(device, 2 * e * tokens * vocab)
         logits = tokens * vocab
         kept_bytes = (e + 4 + 4 + 4) * logits  # the logits, in 4 bytes, their softmax, and its gradient
     forward_s, input_s, weight_s = _products_s(device, [(tokens, own, h)], e)
@@ -395,8 +405,9 @@ def _head(device: Device, model: Transformer, b: int, ring: Ring) -> Layer:
     passes: tuple[int, ...] = (e + 4, 4, 8, 8, 4, 8)
     back: tuple[int, ...] = (8, 4 + e)
     if not model.fused_loss:
-        # Conversion and logarithm of softmax, which reads twice; then zeros, the gradient of softmax, and conversion.
-        passes = e + 4, 12
+        # Conversion; logarithm of softmax, which reads for maximum, sum and result; the largest logits, for an
+        # accuracy. Then zeros, the gradient of softmax, and conversion.
+        passes = e + 4, 16, 4
         back = 4, 16, 4 + e
     forward_s += _passes_s(device, [size * logits for size in passes])
     input_s += _passes_s(device, [size * logits for size in back])

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipefit.cost import speeds_of
-from pipefit.partition import gpipe, uniform
+from pipefit.partition import gpipe, minmax, uniform
 from pipefit.partition.balance import Array, allowed, divide, layer_times, least_maximum, message_spans, spans
 from pipefit.planner.computed_profile import num_blocks
 from pipefit.planner.holdings import Holding, fills, holdings_of, least_replayed, most_bytes
@@ -69,6 +69,8 @@ def _divided(problem: Problem, config: Config, recomputed: set[int], within: Wit
     slow = problem.slowness_of(config)
     if config.partitioner == "uniform":
         return _uniform(profile, config.num_stages)
+    if config.partitioner == "weights":
+        return minmax(profile, config.num_stages, [layer.weight_bytes for layer in profile.layers])
     if config.partitioner == "gpipe":
         speeds = [1 / slow[rank] for rank in positions(config)]
         return gpipe(profile, config.num_stages, speeds=speeds)

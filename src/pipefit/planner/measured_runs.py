@@ -6,6 +6,8 @@ A run is a line of a CSV file with these columns (more are allowed):
     devices      in all
     tensor, depth, chunks, microbatch, batch, recompute (none, stage, layer, selective), sharded (0 or 1)
     seconds      of a step; empty: it ran out of memory
+    cut          optional: blocks (equally many in each stage, as Megatron-LM cuts) or weights (stages of equal
+                 weights, as DeepSpeed cuts where nothing is said); empty: blocks
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _STEP = 0.05
 _ROUNDS = 8
 _SLOPED = 2
 """Rounds after which the slopes stay: a factor of a figure changes seconds nearly by a power of it."""
-_PRIOR = 0.3
+_PRIORS = (0.3, 0.6, 0.3, 0.6, 0.3)
+"""How far each of `CONSTANTS` is expected from the figure of a data sheet, as a logarithm; links differ the most."""
 _NOISE = 0.05
 _OUTLIER = 0.1
 _RUNS_FOR_EACH = 2
@@ -55,6 +58,7 @@ class MeasuredRun:
         sharded: whether copies share the optimizer.
         seconds: of a step; None: it ran out of memory.
         place: its file and line, or its folder, for messages.
+        cut: what all stages have equally much of, a key of `CUTS`.
     """
 
     model: str
@@ -68,6 +72,7 @@ class MeasuredRun:
     sharded: bool
     seconds: float | None
     place: str = "a run"
+    cut: str = "blocks"
 
     def question(self) -> MeasuredRun:
         """The run without its result and its place, equal for two measurements of one thing."""
@@ -77,6 +82,9 @@ class MeasuredRun:
         widths = f"{self.devices} devices, tensor {self.tensor}, depth {self.depth}, micro-batch {self.microbatch}"
         return f"{self.place}: {widths}"
 
+
+CUTS = {"blocks": "uniform", "weights": "weights"}
+"""The partitioner of each cut."""
 
 _NUMBERS = ("devices", "tensor", "depth", "chunks", "microbatch", "batch")
 
@@ -122,13 +130,16 @@ def _run(path: Path, number: int, line: dict[str, str]) -> MeasuredRun:
         raise ProfileError(f"{where}: recompute: expected one of {', '.join(RECOMPUTE)}, got {line['recompute']!r}")
     if line["sharded"] not in ("0", "1"):
         raise ProfileError(f"{where}: sharded: expected 0 or 1, got {line['sharded']!r}")
+    cut = line.get("cut") or "blocks"
+    if cut not in CUTS:
+        raise ProfileError(f"{where}: cut: expected {' or '.join(CUTS)}, got {cut!r}")
     try:
         transformer_of(line["model"])
     except ProfileError as problem:
         raise ProfileError(f"{where}: {problem}") from None
     sharded = line["sharded"] == "1"
     return MeasuredRun(
-        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, place=where
+        line["model"], **sizes, recompute=line["recompute"], sharded=sharded, seconds=seconds, place=where, cut=cut
     )
 
 
@@ -148,7 +159,7 @@ class Expected:
 
 
 def predict(run: MeasuredRun, topology: Topology) -> Expected:
-    """Seconds and memory of a run on a machine, whose stages have equally many blocks, as Megatron-LM cuts.
+    """Seconds and memory of a run on a machine.
 
     Args:
         run: what is trained, and how.
@@ -185,7 +196,7 @@ def predict(run: MeasuredRun, topology: Topology) -> Expected:
     )
     space = space_of(problem, options)
     try:
-        winner = search_by("uniform", problem, replace(space, partitioner="uniform", links=False)).winner
+        winner = search_by("uniform", problem, replace(space, partitioner=CUTS[run.cut], links=False)).winner
     except (InfeasibleError, PlanError) as error:
         raise PlanError(f"{run}: cannot be planned: {error}") from None
     assert winner.partition is not None
@@ -258,8 +269,8 @@ class FittedMachine:
 def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachine:
     """Fits the constants of a machine to runs, by least squares of relative errors (Gauss and Newton).
 
-    Each constant may differ from the given figure by a factor; without evidence it stays (a prior of 30 %). Runs that
-    are far off count less (Huber 1964), so that a bad one does not turn the others.
+    Each constant may differ from the given figure by a factor; without evidence it stays (`_PRIORS`). Runs that are
+    far off count less (Huber 1964), so that a bad one does not turn the others.
 
     Args:
         runs: with seconds; at least two for each constant that is fitted, else fewer constants are.
@@ -282,7 +293,7 @@ def fit_machine(runs: Sequence[MeasuredRun], topology: Topology) -> FittedMachin
         return np.log([predict(run, machine).seconds for run in runs] / measured)
 
     found = np.zeros(count)
-    weight = (_NOISE / _PRIOR) ** 2 * np.eye(count)
+    weight = np.diag((_NOISE / np.array(_PRIORS[:count])) ** 2)
     for turn in range(_ROUNDS):
         errors = errors_at(found)
         if turn < _SLOPED:

@@ -97,7 +97,8 @@ class Config:
         num_microbatches: per weight update, over all copies.
         recompute: of all stages, a kind of `pipefit.spec.plan.RECOMPUTE`; or "some": stages where memory requires it.
         shard: what its copies share.
-        partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform".
+        partitioner: "minmax", "links" (the same with messages counted as work), "gpipe", "uniform", "weights" (the
+            least maximum of their bytes).
         replicas: of each stage where they differ; then data is 1.
         layers: of each stage, where a partitioner has chosen them already.
         spill: slots and places of the steps, where stages are spilled.

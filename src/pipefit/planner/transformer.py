@@ -38,7 +38,8 @@ class Transformer:
         attention: one of `ATTENTION`.
         fused_norms: 1: a norm is one kernel; 0: one for each of its operations.
         fused_loss: 1: the loss works in place on each device's own logits, as Megatron-LM's; 0: it works on all
-            logits, also where the vocabulary is split over devices, and each of its operations makes another copy.
+            logits, also where the vocabulary is split over devices, each of its operations makes another copy, and
+            an accuracy is computed.
         sequence_parallel: 1: what is between the products is split over a rank's devices, too.
         gathered: 1: a product keeps its whole input for the backward, also where that is split over the devices between
             products, as torch does by default; 0: its part, which the backward gathers again, as in Megatron-LM.
