@@ -36,7 +36,7 @@ def is_same(found, expected) -> bool:
 )
 def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, tmp_path, caplog):
     expected, folder = whole
-    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 2, "deadline_s": 3}
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 2, "deadline_s": 10}
     found = launch(train, 4, str(tmp_path), COPIES, faults, **options)
     assert len(found) == left
     assert all(is_same(one, expected) for one in found)

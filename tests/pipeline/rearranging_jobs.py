@@ -115,6 +115,9 @@ def lose_a_copy(
     session = leave(pipe.session, [rank for rank in range(4) if rank != gone], place)
     if session is None:
         return None
+    for own in worker.owned.values():  # as a pass leaves them that was interrupted
+        for _, parameter, _ in own:
+            parameter.grad = torch.ones_like(parameter)
     plan = placed(plan_of([4, 4], 3, replicas=tuple(map(len, ranks))), *map(tuple, ranks))
     moved = rearrange(pipe, plan, session)
     (after,) = pipe.workers[0].optimizers.values()

@@ -120,6 +120,36 @@ def test_half_copies_the_loss_scale_and_compiled_layers_are_as_after_a_resume(pr
     assert all(torch.equal(weights[name], value) for name, value in expected[1].items())
 
 
+@torch.no_grad()
+def drawn(prefix, module):
+    for parameter in module.parameters():
+        generator = torch.Generator().manual_seed(parameter.numel())
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
+
+
+drawn.is_complete = True
+
+
+def test_a_tied_weight_from_the_meta_device_stays_tied():
+    def trained(meta, plans):
+        model, example = jobs.make("tied ends")
+        if meta:
+            model = model.to("meta")
+            model[-1].weight = model[0].weight  # `to` has replaced it in each
+        else:
+            drawn("", model)
+        model.initialise_layer = drawn
+        pipe = jobs.pipeline(model, plans[0], optimizer=jobs.decaying)
+        losses = []
+        for step, plan in enumerate(plans):
+            rearrange(pipe, plan)
+            losses.append(pipe.step(*example(jobs.SAMPLES, step)))
+        return losses, pipe.state_dict()
+
+    plans = [jobs.plan_of(counts, len(counts)) for counts in ([3, 5], [2, 3, 3], [7, 1], [8])]
+    assert_same(trained(True, plans), trained(False, ONE[:1] * len(plans)))
+
+
 REFUSED = [
     ({"schedule": "pipedream"}, "pipedream is asynchronous"),
     ({"replicas": (2,), "shard": "optimizer"}, "shard='optimizer'"),

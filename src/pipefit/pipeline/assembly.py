@@ -33,7 +33,7 @@ from pipefit.stage.accelerator import forget_peak
 from pipefit.stage.materialise import InitialiseLayer, forget_others, is_meta, materialise, stand_in
 from pipefit.stage.split import NamedLayer, split
 from pipefit.stage.ties import shared_parameters, tied_parameters
-from pipefit.stage.training import MakeOptimizer, Training
+from pipefit.stage.training import MakeOptimizer, Tie, Training
 
 MOST_BYTES = 64 << 20
 """Maximum bytes of resident tensors that are committed with each step."""
@@ -119,7 +119,7 @@ def assemble(
             spillings[-1] = Spilling.create(stages, program, training, device, opening, where)
         staying = [own for stage, own in part.items() if not header.is_spilled(stage)]
         if not session.is_rehearsal:
-            materialise(list(chain.from_iterable(staying)), training.seed, device, initialise)
+            materialise(list(chain.from_iterable(staying)), training.seed, device, initialise, layers)
     if spill is not None and spill.resume is not False:
         agree_on_step(session, spillings)
     interval = _commit_every(spill, header, layers, plan.partition, training.optimizer)
@@ -127,7 +127,7 @@ def assemble(
     for rank, part, spilling in zip(ranks, parts, spillings, strict=True):
         if spilling is not None:
             spilling.commit_every = interval
-        workers.append(worker_of(rank, part, plan, layers, training, device, spilling, mesh))
+        workers.append(worker_of(rank, part, plan, ties, training, device, spilling, mesh))
     release_others(workers, plan, given, session)
     forget_peak(device)
     return Engine(workers, header.num_stages, session, device)
@@ -137,7 +137,7 @@ def worker_of(
     rank: int,
     part: dict[int, list[NamedLayer]],
     plan: Plan,
-    layers: Sequence[NamedLayer],
+    ties: dict[str, Tie],
     training: Training,
     device: torch.device,
     spilling: Spilling | None = None,
@@ -150,7 +150,7 @@ def worker_of(
         rank: its number.
         part: the layers of its stages.
         plan: of all ranks.
-        layers: of the whole model.
+        ties: all tied parameters of the model.
         training: loss, optimizer and the like.
         device: of the rank.
         spilling: of its spilled stages.
@@ -161,10 +161,9 @@ def worker_of(
     shards = {}
     if plan.shard != "none":
         shards = {stage: (of.index(rank), len(of)) for stage, of in replicas.items() if len(of) > 1}
-    ties = tied_parameters(layers, plan.partition)
     worker = Worker.create(rank, training, part, ties, device, spilling, mesh, shards, plan.shard, kept)
     for index, own in worker.stages.items():
-        own.replay(plan.partition.stages[index].replays, len(layers))
+        own.replay(plan.partition.stages[index].replays, plan.partition.num_layers)
         if len(replicas[index]) > 1:
             own.replicate()
     return worker

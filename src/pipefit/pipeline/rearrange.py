@@ -49,8 +49,9 @@ from pipefit.runtime.worker import Stepped, Worker
 from pipefit.schedules import find
 from pipefit.spec import Plan
 from pipefit.stage.accelerator import settle
-from pipefit.stage.materialise import forget_others, stand_in
+from pipefit.stage.materialise import forget_others, give_memory
 from pipefit.stage.split import NamedLayer, split
+from pipefit.stage.ties import tied_parameters
 
 Pipeline = Any
 """A `pipefit.Pipeline`, whose module imports this one."""
@@ -141,10 +142,10 @@ def rearrange(pipe: Pipeline, plan: Plan, session: Session | None = None) -> Rea
         for worker in pipe.workers:
             worker.forget_pass()
             worker.train(True)
-        _give_memory(pipe.layers, now[session.rank], pipe.device)
+        own = now[session.rank]
+        give_memory([layer for layer in pipe.layers if layer.index in own], pipe.device, pipe.layers)
         moved = _moved(pipe, session, moves, bool(gains))
-        if copies.manifests:
-            moved = _with_copies(pipe, session, moves, moved, copies)
+        moved = _with_copies(pipe, session, moves, moved, copies)
         built: list[tuple[list[Worker], list[Callable[[], None]]]] = []
         try:
             agree(session, attempt(lambda: built.append(_built(pipe, following, moved))), ModelError)
@@ -175,7 +176,9 @@ def _prepared(pipe: Pipeline, plan: Plan, session: Session) -> tuple[_Next, list
         if session.is_distributed:
             ranks = [session.rank]
         found.append(_Next(own, programs, ranks, session))
+        state = pipe.state.saved()
         alike = facts_of_plan(own) | {"program": program.digest, "step": pipe.num_updates}
+        alike |= {"micro-batches trained": state["ordinal"], "loss scale": state["loss_scale"]}
         held = {layer.index for worker in pipe.workers for stage in worker.stages.values() for layer in stage.layers}
         return {"alike": alike, "held": sorted(held)}
 
@@ -262,16 +265,6 @@ def _check_can_move(layer: NamedLayer) -> None:
 # ---- move ----------------------------------------------------------------------------------------------------------
 
 
-def _give_memory(layers: Sequence[NamedLayer], wanted: Collection[int], device: torch.device) -> None:
-    """Gives memory to layers that this process does not have yet; weights that they share stay shared."""
-    lacking = {id(tensor) for layer in layers if layer.index in wanted for _, tensor in named_tensors(layer)}
-
-    def is_lacking(tensor: Tensor) -> bool:
-        return tensor.is_meta and id(tensor) in lacking
-
-    stand_in(layers, lambda tensor: torch.empty_like(tensor, device=device), is_lacking)
-
-
 def _moved(pipe: Pipeline, session: Session, moves: Sequence[Move], gains: bool) -> _Moved:
     """Everything that this process has after the moves.
 
@@ -344,13 +337,14 @@ def _built(pipe: Pipeline, following: _Next, moved: _Moved) -> tuple[list[Worker
     states = {}
     for name, tensors in moved.everything.items():
         states[name] = {key: reader(tensor) for key, tensor in tensors.items() if is_state(key)}
+    ties = tied_parameters(pipe.layers, plan.partition)
     workers = []
     takers = []
     parts = split(pipe.layers, plan.partition, [header.stages_of(rank) for rank in following.ranks])
     for rank, part in zip(following.ranks, parts, strict=True):
         for layer in chain.from_iterable(part.values()):
             _fill(layer, moved)
-        worker = worker_of(rank, part, plan, pipe.layers, pipe.training, pipe.device, kept=kept)
+        worker = worker_of(rank, part, plan, ties, pipe.training, pipe.device, kept=kept)
         workers.append(worker)
         for stage, optimizer in worker.optimizers.items():
             if id(optimizer) not in of_before:

@@ -35,6 +35,7 @@ PLACES = {
 }
 
 LEAVE = "leaving the run"
+TOGETHER = "a save or something else that all do together"
 CALLS = (
     "",
     LEAVE,
@@ -50,6 +51,7 @@ CALLS = (
     "Pipeline.timeline()",
     "Pipeline.report()",
     "Pipeline.close()",
+    TOGETHER,
 )
 """Names of what all ranks do together and begin with a roll call; the first one: nothing."""
 

@@ -33,6 +33,7 @@ from pipefit.runtime.progress import (
     LEAVING,
     OUTSIDE,
     SAVING,
+    TOGETHER,
     Progress,
     position_in,
     progress_file,
@@ -156,7 +157,7 @@ class Session:
             assert self.repairs is not None
             with self.repairs.inside():
                 result = work()
-            current()._end_unit()
+            current()._call(TOGETHER)
             return result
 
         return self.repairs.repeated(whole)
@@ -165,7 +166,7 @@ class Session:
         """A unit after which no rank goes on before all have done it, also where nothing is repaired."""
         self.unit(work)
         if self.repairs is None:
-            self._end_unit()
+            self._call(TOGETHER)
 
     def refuse_repair(self, why: str) -> None:
         """Says that this rank was interrupted where it cannot go on, outside of all units."""
@@ -178,11 +179,6 @@ class Session:
         if self.repairs is None:
             return self.start.restart
         return self.repairs.faults
-
-    def _end_unit(self) -> None:
-        if self.calls is not None:
-            with self.progress.waiting():
-                self._commit(torch.zeros(1, dtype=torch.float64))
 
     def without(self, loss: Loss) -> Session:
         """The session of the ranks that are left, which this process joins; this one has ended."""

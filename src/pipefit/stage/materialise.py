@@ -191,13 +191,41 @@ def initialise(layers: Sequence[NamedLayer], seed: int, own: InitialiseLayer | N
 
 
 def materialise(
-    layers: Sequence[NamedLayer], seed: int, device: torch.device, own: InitialiseLayer | None = None
+    layers: Sequence[NamedLayer],
+    seed: int,
+    device: torch.device,
+    own: InitialiseLayer | None = None,
+    whole: Sequence[NamedLayer] = (),
 ) -> None:
     """Gives layers of the meta device memory and weights.
+
+    Args:
+        layers: of the meta device, or not.
+        seed: of the weights.
+        device: for them.
+        own: the model's own function to draw them.
+        whole: see `give_memory`.
 
     Raises:
         ModelError: see `initialise`.
     """
     drawn = [layer for layer in layers if is_meta([layer])]
-    stand_in(layers, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
+    give_memory(layers, device, whole)
     initialise(drawn, seed, own)
+
+
+def give_memory(layers: Sequence[NamedLayer], device: torch.device, whole: Sequence[NamedLayer] = ()) -> None:
+    """Gives memory to the weights and buffers of layers that are on the meta device.
+
+    Args:
+        layers: of the meta device, or not.
+        device: for their weights.
+        whole: all layers of the model; those that share a weight with these still share it afterwards.
+    """
+    part = joined(layers)
+    wanted = set(map(id, (*part.parameters(), *part.buffers())))
+
+    def waits(tensor: Tensor) -> bool:
+        return tensor.is_meta and id(tensor) in wanted
+
+    stand_in([*layers, *whole], lambda tensor: torch.empty_like(tensor, device=device), waits)

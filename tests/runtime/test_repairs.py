@@ -1,0 +1,145 @@
+"""The protocol of a repair, with threads in place of ranks: a commit is passed by all that are left, or by none."""
+
+import threading
+from collections.abc import Callable
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+import torch
+
+from pipefit.errors import PipefitError
+from pipefit.runtime import repairs as module
+from pipefit.runtime.faults import noted
+from pipefit.runtime.repairs import WORDS, Interrupted, Loss, Repairs
+from pipefit.runtime.survivors import Survivors
+
+
+class Ranks:
+    """Three ranks, of which the last one dies; the launcher's side is in the test."""
+
+    def __init__(self, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "shut_down", lambda before: None)
+        ends = [Pipe() for _ in range(3)]
+        self.pipes = [ours for ours, _ in ends]
+        self.mended: list[Loss] = []
+        self.own = [Repairs(theirs, 0) for _, theirs in ends]
+        for one in self.own:
+            one.check = lambda loss: None
+            one.mend = self.mended.append
+        self.survivors = Survivors([None] * 3, self.pipes, place, 0, 2, 60.0)
+        self.ended = threading.Event()
+
+    def run(self, *works: Callable[[], Any]) -> list[Any]:
+        """Loses the last rank while the others work; returns their results or errors."""
+        results: list[Any] = [None] * len(works)
+
+        def act(rank: int) -> None:
+            self.own[rank].listen()
+            try:
+                results[rank] = works[rank]()
+            except (PipefitError, RuntimeError, Interrupted) as problem:
+                results[rank] = problem
+
+        threads = [threading.Thread(target=act, args=(rank,)) for rank in range(len(works))]
+        for thread in threads:
+            thread.start()
+        heard = dict.fromkeys(range(len(works)))
+        while any(thread.is_alive() for thread in threads):
+            for rank in heard:
+                while self.pipes[rank].poll(0.01):
+                    word, what = self.pipes[rank].recv()
+                    assert word in WORDS
+                    self.survivors.hears(rank, word, what)
+                    heard[rank] = heard[rank] or word
+            if all(heard.values()) and not self.survivors.lost and self.survivors.faults == 0:
+                self.survivors.lose({2: ("died", -9)}, ["rank 2 died"], set())
+        return results
+
+
+def broken() -> None:
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+
+
+def once_broken(result: str) -> Callable[[], str]:
+    """A unit that is interrupted the first time."""
+    left = [broken]
+
+    def work() -> str:
+        while left:
+            left.pop()()
+        return result
+
+    return work
+
+
+def test_a_rank_that_is_behind_takes_the_sum_of_one_that_has_passed(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    ahead, behind = ranks.own[:2]
+
+    def passes() -> str:
+        ahead.commit(lambda: None, torch.tensor([3.0, 4.0]))
+        return ahead.repeated(once_broken("the next unit, again"))
+
+    def waits() -> list[float]:
+        total = torch.zeros(2)
+        behind.repeated(lambda: behind.commit(broken, total))
+        return total.tolist()
+
+    assert ranks.run(passes, waits) == ["the next unit, again", [3.0, 4.0]]
+    assert [loss.lost for loss in ranks.mended] == [[2], [2]] and ranks.mended[0].left == [0, 1]
+    assert (ahead.faults, behind.faults) == (1, 1)
+    assert [line["fault"] for line in noted(tmp_path)] == ["rank 2 died"]
+
+
+def test_a_commit_that_nobody_has_passed_is_repeated_by_all(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    begun: list[int] = []
+
+    def unit(rank: int) -> Callable[[], None]:
+        waits = [broken, lambda: None]
+
+        def work() -> None:
+            begun.append(rank)
+            ranks.own[rank].commit(waits.pop(0), torch.zeros(1))
+
+        return lambda: ranks.own[rank].repeated(work)
+
+    assert ranks.run(unit(0), unit(1)) == [None, None]
+    assert sorted(begun) == [0, 0, 1, 1] and len(ranks.mended) == 2
+
+
+def test_a_rank_that_refuses_ends_the_repair_for_all(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+
+    def refuses(loss: Loss) -> None:
+        raise PipefitError("no copy of stage 1 is left")
+
+    ranks.own[1].check = refuses
+    found = ranks.run(*(lambda own=own: own.repeated(broken) for own in ranks.own[:2]))
+    assert all("Connection closed by peer" in str(one) for one in found)
+    assert ranks.survivors.why_not == ["rank 1: no copy of stage 1 is left"] and not ranks.mended
+
+
+def test_an_iterator_that_is_used_up_is_not_read_again(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    own = ranks.own[0]
+
+    def unit() -> None:
+        with own.inside():
+            own.only_once = "its batches are an iterator"
+            broken()
+
+    ranks.run(lambda: own.repeated(unit), lambda: ranks.own[1].repeated(broken))
+    assert ranks.survivors.why_not == ["rank 0: its batches are an iterator"]
+
+
+def test_an_error_of_other_code_is_no_loss(tmp_path, monkeypatch):
+    own = Ranks(tmp_path, monkeypatch).own[0]
+    own.listen()
+
+    def fails() -> None:
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        own.repeated(fails)
