@@ -2,7 +2,8 @@
 
 A thread checks the rank's position. When it has been at one instruction for longer than a deadline, the thread follows
 the waits through the ranks' positions to a rank that waits for no other, writes one page about it, and ends the
-process; the launcher then ends the others and shows the page's first lines.
+process; the launcher then ends the others and shows the page's first lines. Where the others can go on without the rank
+that causes the wait, the launcher ends that one instead (`pipefit.runtime.repairs`).
 """
 
 from __future__ import annotations
