@@ -53,12 +53,15 @@ def test_the_ranks_that_are_left_go_on_in_their_processes(faults, left, whole, t
 @pytest.mark.slow
 @pytest.mark.faults
 def test_a_rank_that_is_lost_while_all_make_process_groups_is_not_waited_for(whole, tmp_path, caplog):
-    """The others wait for its address in a file, which is no message."""
+    """The others wait for its address, which ends at once, or for its connection: then all are started again."""
     expected, _ = whole
     options = {"folder": tmp_path / "logs", "quiet": True, "recover": 1}
     found = launch(train, 4, str(tmp_path), COPIES, [Fault(3, MEETING, 0)], **options)
-    assert len(found) == 3 and all(is_same(one, expected) for one in found)
-    assert "repair 1 of 1: 3 ranks go on" in caplog.text
+    assert all(is_same(one, expected) for one in found)
+    if len(found) == 3:
+        assert "repair 1 of 1: 3 ranks go on" in caplog.text
+    else:
+        assert "making process groups" in caplog.text and "start 2 of 2: 4 ranks" in caplog.text
 
 
 def test_a_repair_that_turns_out_to_be_impossible_counts_once(whole, tmp_path, caplog):

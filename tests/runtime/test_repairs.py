@@ -11,6 +11,7 @@ import torch
 from pipefit.errors import PipefitError
 from pipefit.runtime import repairs as module
 from pipefit.runtime.faults import noted
+from pipefit.runtime.progress import Progress
 from pipefit.runtime.repairs import WORDS, Interrupted, Loss, Repairs
 from pipefit.runtime.survivors import Survivors
 
@@ -23,7 +24,7 @@ class Ranks:
         ends = [Pipe() for _ in range(3)]
         self.pipes = [ours for ours, _ in ends]
         self.mended: list[Loss] = []
-        self.own = [Repairs(theirs, 0) for _, theirs in ends]
+        self.own = [Repairs(theirs, 0, Progress()) for _, theirs in ends]
         for one in self.own:
             one.check = lambda loss: None
             one.mend = self.mended.append

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from pipefit.errors import CommunicationError, PipefitError, is_lost_peer
+from pipefit.runtime.progress import MEETING, Progress
 from pipefit.runtime.sockets import open_sockets, shut_down
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ END = "end"
 REPAIR = "PIPEFIT_REPAIR"
 """Variable that turns repairs off where it is 0: then all ranks are started again, with the same plan."""
 
+_LOOK_S = 1.0
 _WORD_S = 5.0
 """A rank that has lost another one waits so long for the launcher's word: it knows of every death."""
 
@@ -92,6 +94,7 @@ class Repairs:
     Args:
         channel: to the launcher.
         faults: of the run before this start.
+        progress: of this rank.
 
     Attributes:
         faults: of the run so far.
@@ -101,7 +104,8 @@ class Repairs:
         mend: goes on without the lost ranks, in new process groups.
     """
 
-    def __init__(self, channel: Connection, faults: int) -> None:
+    def __init__(self, channel: Connection, faults: int, progress: Progress) -> None:
+        self._progress = progress
         self.faults = faults
         self.losses: list[Loss] = []
         self.only_once = ""
@@ -152,6 +156,12 @@ class Repairs:
         """Hears the launcher, and ends the waits of this process when a rank is lost."""
         with contextlib.suppress(OSError, EOFError):
             while True:
+                patience_s = None
+                if self._loss is not None:
+                    patience_s = _LOOK_S
+                if not self._channel.poll(patience_s):
+                    self._look()
+                    continue
                 word, what = self._channel.recv()
                 with self._changed:
                     if word == LOST:
@@ -163,6 +173,13 @@ class Repairs:
                     self._changed.notify_all()
                 if word == LOST:
                     shut_down(self._before)
+
+    def _look(self) -> None:
+        """Gives a repair up where this rank still makes process groups: a connection that it awaits never comes."""
+        with self._changed:
+            is_stuck = self._loss is not None and self._progress.position.index == MEETING
+        if is_stuck:
+            self.refuse("it was making process groups")
 
     # ---- units -----------------------------------------------------------------------------------------------------
 

@@ -324,7 +324,7 @@ def join() -> Session:
     if is_elastic:
         die_with_parent()
     if num_ranks > 1 and repairs.channel is not None:
-        own_repairs = Repairs(repairs.channel, int(os.environ[RESTART]))
+        own_repairs = Repairs(repairs.channel, int(os.environ[RESTART]), progress)
     else:
         own_repairs = None
     give_streams_queues()

@@ -133,11 +133,15 @@ class Survivors:
         return True
 
     def _end_waits(self) -> None:
-        """Ends the waits of ranks for the address of a lost one: a folder in place of the file of addresses."""
+        """Ends the waits of ranks for the address of a lost one: a folder in place of the file of addresses.
+
+        A rank that adds an address makes the file anew.
+        """
         store = self._store
-        if not store.is_dir():
+        while not store.is_dir():
             store.unlink(missing_ok=True)
-            store.mkdir()
+            with contextlib.suppress(FileExistsError):
+                store.mkdir()
 
     @property
     def _store(self) -> Path:
