@@ -7,8 +7,6 @@ from itertools import combinations
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pipefit.planner import by_hand
 from pipefit.planner.better_plan import estimate, learned
@@ -120,21 +118,23 @@ def slow_from(when: int, slow: int, times: float) -> Slowness:
     return lambda step, rank: times if rank == slow and step > when else 1.0
 
 
-seeds = st.integers(0, 10**6)
-noises = st.sampled_from([0.0, 0.02, 0.05, 0.1])
+NOISES = [0.0, 0.02, 0.05, 0.1]
+"""Of single times; a window of 8 steps measures with half of it."""
+
+SEEDS = range(8)
 
 
-@settings(max_examples=10, deadline=None)
-@given(seeds, noises)
-def test_nothing_moves_while_nothing_changes_whatever_single_steps_do(seed, noise):
-    one = world(seed, even, error=0.0, noise=noise, bad=0.05)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_moves_while_nothing_changes_whatever_single_steps_do(seed):
+    one = world(seed, even, error=0.0, noise=NOISES[seed % 4], bad=0.05)
     assert train(policy_of(one), one, seed) == []
 
 
-@settings(max_examples=10, deadline=None)
-@given(seeds, noises, st.integers(0, RANKS - 1), st.floats(2.0, 6.0), st.integers(30, 200))
-def test_a_lasting_change_is_answered_soon_and_the_new_cut_is_nearly_the_best(seed, noise, slow, times, when):
-    one = world(seed, slow_from(when, slow, times), noise=noise)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_lasting_change_is_answered_soon_and_the_new_cut_is_nearly_the_best(seed):
+    draw = random.Random(seed)
+    when = draw.randint(30, 200)
+    one = world(seed, slow_from(when, seed % RANKS, draw.uniform(2.0, 6.0)), error=0.0, noise=NOISES[seed % 4])
     policy = policy_of(one)
     before = cut(policy.plan)
     made = train(policy, one, seed)
@@ -142,33 +142,35 @@ def test_a_lasting_change_is_answered_soon_and_the_new_cut_is_nearly_the_best(se
     if lost > 0.3:
         assert when < made[0].step <= when + 4 * WINDOW
     assert slowest(one, cut(policy.plan), STEPS) <= 1.3 * best(one, STEPS)
-    assert len(made) <= 3
+    assert len(made) <= 2
 
 
-@settings(max_examples=10, deadline=None)
-@given(seeds, noises, st.sampled_from(["step", "there and back", "ramp", "burst", "drift of all"]), st.booleans())
-def test_nothing_goes_back_and_forth(seed, noise, kind, is_measured):
+SPEEDS: dict[str, tuple[Slowness, int]] = {
+    "step": (slow_from(60, 1, 3.0), 1),
+    "there and back": (lambda step, rank: 3.0 if rank == 1 and 60 < step <= 200 else 1.0, 2),
+    "ramp": (lambda step, rank: 1.0 + (min(step, 250) / 125 if rank == 2 else 0.0), 2),
+    "burst": (lambda step, rank: 8.0 if rank == 0 and 100 < step <= 103 else 1.0, 0),
+    "drift of all": (lambda step, rank: 1.0 + step / 100, 0),
+}
+"""Speeds of ranks, and how often they change."""
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+@pytest.mark.parametrize("kind", SPEEDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_goes_back_and_forth(seed, kind, is_measured):
     """A cut that was left comes again only after a rank has changed its speed, or where its steps were faster."""
-    speeds: dict[str, Slowness] = {
-        "step": slow_from(60, 1, 3.0),
-        "there and back": lambda step, rank: 3.0 if rank == 1 and 60 < step <= 240 else 1.0,
-        "ramp": lambda step, rank: 1.0 + (min(step, 400) / 200 if rank == 2 else 0.0),
-        "burst": lambda step, rank: 8.0 if rank == 0 and 100 < step <= 103 else 1.0,
-        "drift of all": lambda step, rank: 1.0 + step / 100,
-    }
-    one = world(seed, speeds[kind], error=0.05 if is_measured else 0.4, noise=noise)
+    slowness, num_changes = SPEEDS[kind]
+    one = world(seed, slowness, error=0.05 if is_measured else 0.4, noise=NOISES[1 + seed])
     policy = policy_of(one)
     cuts = [cut(policy.plan)]
     made = train(policy, one, seed)
     for move in made:
         assert move.gain > LEAST_GAIN
         cuts.append(cut(move.plan))
-    changes_of_speed = {"step": 1, "there and back": 2, "ramp": 2, "burst": 0, "drift of all": 0}
     again = len(cuts) - len(set(cuts))
-    assert again <= max(changes_of_speed[kind] - 1, 0) + (not is_measured)
-    assert len(made) <= 2 * changes_of_speed[kind] + 4
-    if kind in ("burst", "drift of all") and is_measured:
-        assert len(made) <= 1
+    assert again <= max(num_changes - 1, 0) + (not is_measured)
+    assert len(made) <= num_changes + (1 if is_measured else 3)
 
 
 def test_costs_that_were_assumed_wrongly_are_learned_and_do_not_look_like_a_slow_rank():
