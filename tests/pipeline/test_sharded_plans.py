@@ -42,8 +42,8 @@ def test_a_sharded_optimizer_makes_plans_fit_that_would_not() -> None:
     assert made.shard == "optimizer"
     assert made.data == 2
     with pytest.raises(InfeasibleError):
-        found(small, sharded=False)
-    assert found(100 * small, sharded=False).shard == "none"
+        found(small, shard="none")
+    assert found(100 * small, shard="none").shard == "none"
 
 
 def test_what_is_predicted_is_what_the_program_holds() -> None:
@@ -73,7 +73,7 @@ def test_such_a_plan_runs_as_it_is() -> None:
 
 
 def test_who_asks_for_it_gets_it_with_any_plan() -> None:
-    made = found(1e9, sharded=False)
+    made = found(1e9, shard="none")
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     settings = {"loss": nn.functional.mse_loss, "optimizer": torch.optim.Adam, "plan": made}
     assert Pipeline(model, **grouped(**settings)).program.header.shard == "none"
@@ -81,7 +81,7 @@ def test_who_asks_for_it_gets_it_with_any_plan() -> None:
 
 
 def test_a_plan_of_before_there_were_levels_is_read(tmp_path) -> None:
-    plan = msgspec.structs.replace(found(1e9, sharded=False), shard="optimizer")
+    plan = msgspec.structs.replace(found(1e9, shard="none"), shard="optimizer")
     data = json.loads(plan.save(tmp_path / "plan.json").read_text())
     del data["shard"]
     (tmp_path / "old.json").write_text(json.dumps({**data, "sharded_optimizer": True}))

@@ -52,7 +52,7 @@ def test_the_prediction_of_a_registered_schedule_is_that_of_its_own_program(regi
     """The planner once took a schedule whose first rank held all micro-batches for GPipe, and added waits."""
     profile = model(8)
     found = plan(
-        profile, MACHINE, num_microbatches=count, schedules=[registered], depths=[4], recompute=recompute, sharded=False
+        profile, MACHINE, num_microbatches=count, schedules=[registered], depths=[4], recompute=recompute, shard="none"
     )
     assert found.schedule == registered
     cost = of_plan(profile.at(found.microbatch_size), found, MACHINE, runtime=FREE)
