@@ -69,7 +69,7 @@ def test_processes_that_share_a_rank_do_not_make_its_bubble_smaller() -> None:
     """Two ranks of two processes that only wait; the sum of the first ones' was once divided by four."""
     program = SimpleNamespace(header=SimpleNamespace(num_ranks=2))
     compiled = SimpleNamespace(program=program, instructions=[Instruction(Op.LOAD, 0, 0)])
-    worker = SimpleNamespace(device=torch.device("cpu"))
+    worker = SimpleNamespace(device=torch.device("cpu"), optimizers={})
     idle = SimpleNamespace(compiled=compiled, worker=worker, starts=[0.0], ends=[1.0], rates={})
     first, second = (own_figures(Session(process, 4, None, Progress()), [idle], [idle]) for process in (0, 2))
     assert first[0] + second[0] == 1.0

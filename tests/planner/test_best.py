@@ -77,6 +77,12 @@ def asked(profile: Profile, topology: Topology, **options: object) -> Plan | Non
     return None
 
 
+def shares_more(plan: Plan, other: Plan) -> bool:
+    """Returns whether the copies of a plan share gradients or weights, where another request did not need that."""
+    levels = ("none", "optimizer", "gradients", "weights")
+    return levels.index(plan.shard) > max(1, levels.index(other.shard))
+
+
 @most(12)
 @given(models(), machines(), st.data())
 def test_what_a_restricted_request_finds_is_never_better(profile: Profile, topology: Topology, data: st.DataObject):
@@ -95,8 +101,10 @@ def test_what_a_restricted_request_finds_is_never_better(profile: Profile, topol
         own = asked(
             profile, topology, global_batch=batch, **first, **{k: v for k, v in second.items() if k not in first}
         )
-        if own is not None:
-            assert found is not None, f"{first} {second} finds a plan where the search found none"
+        if own is None:
+            continue
+        assert found is not None, f"{first} {second} finds a plan where the search found none"
+        if not shares_more(own, found):
             assert found.prediction.period_s <= own.prediction.period_s * (1 + 1e-9), f"{first} {second}"
 
 
@@ -109,6 +117,8 @@ def test_a_family_is_never_faster_than_the_table_says(profile: Profile, topology
         if not depth.isdigit():
             continue
         own = asked(profile, topology, global_batch=12, schedules=[name], depths=[int(depth)])
+        if own is not None and shares_more(own, found):
+            continue
         if line.throughput is None:
             assert own is None, line
         else:

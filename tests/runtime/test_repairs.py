@@ -144,3 +144,15 @@ def test_an_error_of_other_code_is_no_loss(tmp_path, monkeypatch):
 
     with pytest.raises(RuntimeError, match="shapes do not match"):
         own.repeated(fails)
+
+
+def test_a_hang_without_a_known_cause_is_that_of_a_rank_which_another_one_reports(tmp_path, monkeypatch):
+    """A rank that is being ended is in no state of a process that is stopped or has ended."""
+    ranks = Ranks(tmp_path, monkeypatch)
+    found = ranks.run(lambda: ranks.own[0].hung(None, "a cycle"), lambda: None)
+    assert found[0] is True
+    monkeypatch.setattr(module, "_WORD_S", 0.01)
+    alone = Ranks(tmp_path, monkeypatch).own[0]
+    assert not alone.hung(None, "a cycle")
+    alone.listen()
+    assert not alone.hung(None, "a cycle")

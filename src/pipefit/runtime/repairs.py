@@ -132,13 +132,26 @@ class Repairs:
         self._can = not why_not
         self.say(CAN, why_not)
 
-    def hung(self, rank: int, page: str) -> bool:
-        """Reports a rank that hangs, which the launcher then ends; returns whether it can be repaired."""
+    def hung(self, rank: int | None, page: str) -> bool:
+        """Reports a rank that hangs, which the launcher then ends; returns whether it can be repaired.
+
+        Args:
+            rank: its number; None: not known. Another rank may have reported it already: one that is being ended seems
+                to wait like all others.
+            page: about it.
+        """
+        if not self._can:
+            return False
         with self._changed:
-            is_under_way = self._loss is not None or self._mending is not None
-        if self._can and not is_under_way:
+            if rank is None:
+                return self._changed.wait_for(self._is_under_way, _WORD_S)
+            is_under_way = self._is_under_way()
+        if not is_under_way:
             self.say(HUNG, (rank, self.faults, page))
-        return self._can
+        return True
+
+    def _is_under_way(self) -> bool:
+        return self._loss is not None or self._mending is not None
 
     def take_terminal(self) -> None:
         """Lets this process write to the terminal, as rank 0 does."""
