@@ -99,11 +99,24 @@ def failed_save(pipe: Pipeline, place: str, wait: bool) -> str:
     return str(caught.value)
 
 
+def refused_save(pipe: Pipeline, place: str) -> str:
+    """The message of a save after the last process alone has changed a weight of which it has a part; then undone."""
+    before = pipe.state_dict()
+    if pipe.rank == pipe.session.num_ranks - 1:
+        nn.init.zeros_(pipe.workers[0].owned[1][0].parameter)
+    with pytest.raises(PipefitError) as caught:
+        pipe.save(place)
+    pipe.load_state_dict(before)
+    return str(caught.value)
+
+
 def frugal(copies: int, place: str) -> Frugal:
     pipe, built = held(lambda: pipeline(copies))
     pipe.fit(batches(0))
     assert "the disk is full" in failed_save(pipe, place, wait=True)
     assert "no space" in failed_save(pipe, place, wait=False)
+    assert f"rank {copies - 1}: a parameter was changed" in refused_save(pipe, place)
+    assert not list(Path(place).glob("step-*"))
     _, saved = held(lambda: pipe.save(place))
     pipe.save(f"{place}/beside", wait=False)
     losses = pipe.fit(batches(2))

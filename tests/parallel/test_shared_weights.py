@@ -1,6 +1,8 @@
 """Shared weights in the hands of a user: what is frozen and tied, few samples, changes between steps."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipefit import Pipeline
-from pipefit.errors import ModelError
+from pipefit.errors import ModelError, PipefitError
 from pipefit.ir.op import Op
 from pipefit.ir.program import Program
 from pipefit.schedules import Shape, generate
@@ -86,10 +88,15 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_a_weight_that_would_be_lost_is_refused(change: str) -> None:
+def test_a_change_of_a_weight_that_would_be_lost_is_refused(change: str, tmp_path: Path) -> None:
     pipe, same = pipeline("weights"), pipeline("weights")
     weight = pipe.workers[0].owned[1][0].parameter
     CHANGES[change](weight)
+    savings = (pipe.state_dict, partial(pipe.save, tmp_path), partial(pipe.save, tmp_path / "model.safetensors"))
+    for saving in savings:
+        with pytest.raises(PipefitError, match="a parameter was changed between two steps"):
+            saving()
+    assert not list(tmp_path.iterdir())
     with pytest.raises(ModelError, match="a parameter was changed between two steps"):
         pipe.fit([batch(8)])
     assert pipe.fit([batch(8)]) == same.fit([batch(8)])

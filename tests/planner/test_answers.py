@@ -152,11 +152,19 @@ def test_figures_are_those_of_the_program(schedule):
     assert idle_share(made, model(12), topology, period_s) == pytest.approx(1 - busy_s / (4 * period_s))
 
 
-def test_data_parallelism_sends_a_ring_of_the_weights():
+@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "weights"])
+def test_data_parallelism_sends_a_ring_of_the_weights(shard):
+    """Whatever the copies of one stage share. Those that share gradients or weights once counted as sending nothing."""
     profile = model(3)
-    made = Plan(Partition.even(3, 1), Placement(((0, 1, 2, 3),)), "data-parallel", 8, 2, data=4)
+    made = Plan(Partition.even(3, 1), Placement(((0, 1, 2, 3),)), "data-parallel", 8, 2, data=4, shard=shard)
     weights = sum(layer.weight_bytes for layer in profile.layers)
     assert sent_bytes(made, profile, Topology.local(4)) == pytest.approx(2 * 3 * weights / 16)
+
+
+def test_data_parallelism_can_be_requested():
+    """A pipeline of that name was once cut too, and its ranks were not found."""
+    found = plan(model(12), Topology.local(4), global_batch=8, schedules=["data-parallel"])
+    assert (found.schedule, len(found.partition.stages)) == ("data-parallel", 1)
 
 
 def test_tensor_width_sends_four_sums_per_block():

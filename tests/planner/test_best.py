@@ -160,7 +160,8 @@ CONFIGS = [
 CONFIGS += [
     Config(name, 2, depth, 1, chunks, 1, count * 2, recompute, shard)
     for name, depth, chunks in [
-        ("breadth-first", 1, 3), ("breadth-first", 2, 3), ("interleaved", 1, 4), ("interleaved", 2, 3), ("1f1b", 2, 1)
+        ("breadth-first", 1, 3), ("breadth-first", 2, 3), ("interleaved", 1, 4), ("interleaved", 2, 3), ("1f1b", 2, 1),
+        ("data-parallel", 1, 1),
     ]
     for count in (1, 2, 3, 4, 6)
     for recompute in ("none", "stage")

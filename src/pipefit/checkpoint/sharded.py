@@ -21,9 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipefit.errors import ModelError
 from pipefit.parallel.buckets import in_order, view_in
 from pipefit.parallel.shared_stores import SharedWeightsStore
 from pipefit.parallel.weights import Store
+from pipefit.runtime.collectives import agree, attempt
 
 if TYPE_CHECKING:
     from pipefit.checkpoint.trained import Trained
@@ -77,14 +79,21 @@ class _StatePart(NamedTuple):
 class Sharing:
     """The tensors of this process's stages of which replicas have parts, by stage and name in the file.
 
+    All ranks must make one together.
+
     Args:
         pipeline: between two steps.
+
+    Raises:
+        ModelError: on every rank: a weight that is in parts was changed, and would be saved as it was.
     """
 
     def __init__(self, pipeline: Trained) -> None:
         self._pipeline = pipeline
         self._ranks = pipeline.plan.placement.ranks
         self._found: dict[int, _Wholes] = defaultdict(dict)
+        if pipeline.plan.shard == "weights":
+            agree(pipeline.session, attempt(self._check_unchanged), ModelError)
         for stage in range(len(self._ranks)):
             self._add_weights(stage)
 
@@ -156,6 +165,12 @@ class Sharing:
                 found[self._ranks[stage].index(worker.rank)] = worker
         return found
 
+    def _check_unchanged(self) -> None:
+        for worker in self._pipeline.workers:
+            for store in worker.stores.values():
+                if isinstance(store, SharedWeightsStore):
+                    store.check_unchanged()
+
     def _add_weights(self, stage: int) -> None:
         replicas = range(len(self._ranks[stage]))
         for replica, worker in self._holders(stage).items():
@@ -190,7 +205,7 @@ class Sharing:
                 if part.counter is None:
                     values[part.parameter, part.key][replica] = elements
         if self._pipeline.session.is_distributed:
-            known = self._told(stage, known, is_first=0 in holders)
+            known = self._known(stage, known, is_first=0 in holders)
         worker = next(iter(holders.values()))
         owned = worker.owned[stage]
         masters = worker.stores[stage].masters
@@ -213,7 +228,7 @@ class Sharing:
         optimizer.state = states
         return before
 
-    def _told(self, stage: int, own: list[_StatePart], is_first: bool) -> list[_StatePart]:
+    def _known(self, stage: int, own: list[_StatePart], is_first: bool) -> list[_StatePart]:
         """The parts of all replicas, where this process has the first one; else its own."""
         host = torch.device("cpu")
         if not is_first:

@@ -201,7 +201,20 @@ class SharedWeightsStore(SharedGradientsStore):
         """Gives whole weights memory; (this replica's part, the whole) of each bucket, which is then to be gathered.
 
         Raises:
-            ModelError: a parameter was changed while it had no numbers.
+            ModelError: see `check_unchanged`.
+        """
+        self.check_unchanged()
+        self.gathers += 1
+        for shard, flat in zip(self._shards, self._flats[version], strict=True):
+            resize(flat, flat.numel())
+            yield shard, flat
+        self.at(version)
+
+    def check_unchanged(self) -> None:
+        """Checks that nobody has written to a parameter while it has no numbers.
+
+        Raises:
+            ModelError: somebody has.
         """
         trained = ((self._parameters[index], self._trained_gone[index]) for index in self._own)
         if any(_is_changed(*pair) for pair in (*trained, *zip(self._frozen, self._frozen_gone, strict=True))):
@@ -210,11 +223,6 @@ class SharedWeightsStore(SharedGradientsStore):
                 '(shard="weights"), so the change would be lost: change weights with load_state_dict, or use '
                 'shard="gradients"'
             )
-        self.gathers += 1
-        for shard, flat in zip(self._shards, self._flats[version], strict=True):
-            resize(flat, flat.numel())
-            yield shard, flat
-        self.at(version)
 
     def at(self, version: int) -> None:
         """Makes the parameters those of a version, which is whole."""

@@ -230,6 +230,8 @@ def small_program(small: Small) -> Program:
     if small.shard != "none":
         replicas = (2,)
         count *= 2
+        if schedule.layout == "replicas":
+            depth = 2
     # Two weight versions only meet where one update follows another.
     if schedule.is_synchronous:
         steps = 1

@@ -1,10 +1,10 @@
 """Candidates whose copies share gradients or weights: those to try where less sharing does not fit, and their bounds.
 
-Sharing more moves at least as many bytes, so a level is not tried where the one before it fits. Gradients of one stage
-are whole at a time, and weights of `SHARD_SLOTS`: with no more stages than these nothing is saved. Of the orders that
-have more, those are tried that visit a stage for all micro-batches together, and on ranks that hold the whole model
-also those that take one micro-batch after the other; between ranks these would gather a stage again for every group of
-micro-batches.
+With the same stages, sharing more moves at least as many bytes, so a level is tried for candidates that do not fit at
+the one before. Gradients of one stage are whole at a time, and weights of `SHARD_SLOTS`: with no more stages than these
+nothing is saved. Of the orders that have more, those are tried that visit a stage for all micro-batches together, and
+on ranks that hold the whole model also those that take one micro-batch after the other; between ranks these would
+gather a stage again for every group of micro-batches.
 """
 
 from __future__ import annotations

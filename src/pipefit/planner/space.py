@@ -428,10 +428,10 @@ def _paces(problem: Problem, depth: int, tensor: int) -> list[float]:
 def _at_shape(
     space: Space, data: int, depth: int, tensor: int, size: int, count: int, num_layers: int
 ) -> Iterator[Config]:
-    # With one stage every schedule is data parallelism.
+    # With one stage every schedule is data parallelism, and with several none is.
     names = ["data-parallel"]
     if depth > 1:
-        names = list(dict.fromkeys(space.schedules))
+        names = [name for name in dict.fromkeys(space.schedules) if find(name).layout != "replicas"]
     shards: Sequence[Shard] = ("none",)
     if data > 1:
         shards = space.shards
