@@ -13,7 +13,14 @@ from pipefit.ir.program import WeightRule
 from pipefit.planner.bounds import quick_bytes
 from pipefit.planner.candidate import plan_of
 from pipefit.planner.estimate import estimate
-from pipefit.planner.holdings import first_holdings, holdings_of, least_in_flight, least_replayed, replayed
+from pipefit.planner.holdings import (
+    collectives_of,
+    first_holdings,
+    holdings_of,
+    least_in_flight,
+    least_replayed,
+    replayed,
+)
 from pipefit.planner.space import Config, Problem
 from pipefit.schedules import Shape, find, generate, names, program_of
 from pipefit.simulate import simulate
@@ -120,3 +127,14 @@ def test_the_work_of_layers_counts_as_in_the_simulation(monkeypatch, schedule, m
     monkeypatch.setattr("pipefit.planner.holdings._SMALL", 0)
     again = estimate(Problem(profile, topology, microbatches, 2.0), found.config)
     assert again.peak_bytes == pytest.approx(found.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "schedule, depth, chunks", [("data-parallel", 1, 1), ("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved", 4, 2)]
+)
+def test_stages_that_all_have_room_are_gathered_and_summed_once_per_update(schedule, depth, chunks):
+    """Of many micro-batches, those of a part of the program were once multiplied."""
+    for shard in ("gradients", "weights"):
+        for count in (32, 4096):
+            asked = replace(config(schedule, depth, chunks, count), data=2, shard=shard)
+            assert collectives_of(asked) == [(1.0, 1.0)] * (depth * chunks)

@@ -93,9 +93,7 @@ class Sharing:
         self._ranks = pipeline.plan.placement.ranks
         self._found: dict[int, _Wholes] = defaultdict(dict)
         if pipeline.plan.shard == "weights":
-            agree(pipeline.session, attempt(self._check_unchanged), ModelError)
-        for stage in range(len(self._ranks)):
-            self._add_weights(stage)
+            agree(pipeline.session, attempt(self._add_weights), ModelError)
 
     def whole(self, stage: int, name: str, value: Tensor) -> Tensor:
         """A tensor, whole, at the first replica of its stage; the given one where it is not in parts.
@@ -141,8 +139,7 @@ class Sharing:
 
     def send_states(self, stage: int) -> None:
         """Sends this process's parts of all states of a stage to its first replica."""
-        names = list(self._found[stage])
-        self.send(stage, [name for name in names if name.startswith(OPTIM)])
+        self.send(stage, [name for name in self._found[stage] if name.startswith(OPTIM)])
 
     @property
     def _device(self) -> torch.device:
@@ -165,26 +162,21 @@ class Sharing:
                 found[self._ranks[stage].index(worker.rank)] = worker
         return found
 
-    def _check_unchanged(self) -> None:
-        for worker in self._pipeline.workers:
-            for store in worker.stores.values():
-                if isinstance(store, SharedWeightsStore):
-                    store.check_unchanged()
-
-    def _add_weights(self, stage: int) -> None:
-        replicas = range(len(self._ranks[stage]))
-        for replica, worker in self._holders(stage).items():
-            store = worker.stores[stage]
-            if not isinstance(store, SharedWeightsStore):
-                return
-            for layer in worker.stages[stage].layers:
-                for name, weight in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
-                    home = store.home_of(weight)
-                    if home is not None:
-                        places = {other: home.part(other) for other in replicas}
-                        whole = _Whole(home.form, places, {})
-                        found = self._found[stage].setdefault(name, whole)
-                        found.values[replica] = store.part_of(weight)
+    def _add_weights(self) -> None:
+        for stage, ranks in enumerate(self._ranks):
+            for replica, worker in self._holders(stage).items():
+                store = worker.stores[stage]
+                if not isinstance(store, SharedWeightsStore):
+                    break
+                store.check_unchanged()
+                for layer in worker.stages[stage].layers:
+                    for name, weight in layer.module.named_parameters(prefix=layer.prefix, remove_duplicate=False):
+                        home = store.home_of(weight)
+                        if home is not None:
+                            places = {other: home.part(other) for other in range(len(ranks))}
+                            whole = _Whole(home.form, places, {})
+                            found = self._found[stage].setdefault(name, whole)
+                            found.values[replica] = store.part_of(weight)
 
     # ---- states ----------------------------------------------------------------------------------------------------
 

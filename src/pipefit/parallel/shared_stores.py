@@ -216,6 +216,8 @@ class SharedWeightsStore(SharedGradientsStore):
         Raises:
             ModelError: somebody has.
         """
+        if not self._homes:
+            return
         trained = ((self._parameters[index], self._trained_gone[index]) for index in self._own)
         if any(_is_changed(*pair) for pair in (*trained, *zip(self._frozen, self._frozen_gone, strict=True))):
             raise ModelError(
@@ -290,6 +292,7 @@ class SharedWeightsStore(SharedGradientsStore):
         super().release()
         for parameter in self._frozen:
             parameter.data = parameter.data.clone()
+        self._homes.clear()
 
 
 def _is_changed(parameter: Tensor, gone: Tensor) -> bool:

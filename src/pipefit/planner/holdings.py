@@ -29,7 +29,7 @@ from pipefit.ir.values import ACT, SAVED, WEIGHTS, Value
 from pipefit.partition.balance import Array
 from pipefit.planner.space import Config
 from pipefit.schedules import Schedule, Shape, find
-from pipefit.spec.plan import Shard
+from pipefit.spec.plan import SHARD_SLOTS, Shard
 
 # Forwards of a program that is counted whole.
 _SMALL = 600
@@ -139,12 +139,13 @@ def replayed(config: Config) -> tuple[float, ...]:
 def collectives_of(config: Config) -> list[tuple[float, float]]:
     """Of each stage of shared gradients or weights how often per update these are gathered, and summed.
 
-    Those of a large program follow from as many micro-batches as fill it.
+    Those of a large program follow from as many micro-batches as fill it. Where all stages of a rank have room, each is
+    gathered and summed once.
     """
     small = _counted(config)
     program = small_program(small)
     share = 1.0
-    if not holds_all(config):
+    if config.chunks > SHARD_SLOTS and not holds_all(config):
         share = config.per_pipeline / small.microbatches
     found = []
     for stage, ranks in enumerate(program.header.placement):
