@@ -1,4 +1,4 @@
-"""What replicas share, up to the weights: the same numbers, a part of the memory, checkpoints in the ordinary form."""
+"""Sharing between replicas, up to the weights: equal numbers, a part of the memory, ordinary checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path

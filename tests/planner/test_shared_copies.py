@@ -1,4 +1,4 @@
-"""What copies share, as the search chooses it, next to an exhaustive computation in closed form.
+"""The level of sharing that the search chooses, next to an exhaustive computation in closed form.
 
 Legend: p depth, v chunks, d copies, m micro-batches of a copy, q layers of a stage; all layers are alike, and links
 take no time. Breadth-first takes (m + (p − 1)/v)·v·q layers' forwards and backwards; a rank with one stage holds one

@@ -40,7 +40,7 @@ _BUDGET = 10_000
 _PLAIN = "data parallel"
 
 NOTHING, SIMULATION, MEMORY, CUT, TIMES = range(5)
-"""What is missing next of a candidate: of equal bounds the most exact one comes first."""
+"""The next missing figure of a candidate: of equal bounds the most exact one comes first."""
 
 
 @dataclass
