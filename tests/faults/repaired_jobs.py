@@ -7,14 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from tests.runtime import jobs
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from pipefit import Checkpoints
 from pipefit.ir.op import Op
+from pipefit.pipeline import pipeline as module
 from pipefit.pipeline.loggers import csv_log
-from pipefit.runtime.session import current
+from pipefit.runtime.progress import TOGETHER
+from pipefit.runtime.repairs import Interrupted
+from pipefit.runtime.session import Session, current
 
 COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
 
@@ -97,6 +101,39 @@ def is_at(pipe: Any, here: int, wanted: str | int) -> bool:
 def steps_in(log: Path) -> list[str]:
     """The steps in a log, in the order of its lines."""
     return [line.partition(",")[0] for line in log.read_text().splitlines()[1:]]
+
+
+def close_after_an_interruption() -> list[bool]:
+    """Closes a pipeline whose two ranks are interrupted once: the first with the whole weights, the other after that.
+
+    Returns whether each weight of the model then lacks memory.
+    """
+    pipe = jobs.pipeline(stages=2)
+    pipe.step(*jobs.batches(1)[0])
+    interruptions = iter([Interrupted()])
+    whole_state = module.whole_state
+    call = Session._call
+
+    def whole_state_once_in_vain(*args: Any) -> Any:
+        result = whole_state(*args)
+        for one in interruptions:
+            raise one
+        return result
+
+    def call_once_in_vain(session: Session, name: str) -> None:
+        if name == TOGETHER:
+            for one in interruptions:
+                raise one
+        call(session, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if pipe.rank == 0:
+            patch.setattr(module, "whole_state", whole_state_once_in_vain)
+        else:
+            patch.setattr(Session, "_call", call_once_in_vain)
+        pipe.close()
+    assert next(interruptions, None) is None
+    return [parameter.is_meta for parameter in pipe.model.parameters()]
 
 
 def lose_many(times: int) -> tuple[int, int, int]:

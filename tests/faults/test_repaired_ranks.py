@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from tests.faults.repaired_jobs import COPIES, Fault, steps_in, train
+from tests.faults.repaired_jobs import COPIES, Fault, close_after_an_interruption, steps_in, train
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
@@ -72,6 +72,12 @@ def test_a_repair_that_turns_out_to_be_impossible_counts_once(whole, tmp_path, c
     assert len(found) == 4 and all(is_same(one, expected) for one in found)
     assert "not repaired in place: " in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
     assert [line["start"] for line in noted(tmp_path / "logs") if "fault" in line] == [0, 1]
+
+
+def test_closing_is_repeated_by_all_where_one_had_given_the_model_back(tmp_path):
+    """The others once waited for its weights, as long as the first step of a run may take."""
+    found = launch(close_after_an_interruption, 2, folder=tmp_path / "logs", quiet=True, recover=1, deadline_s=20)
+    assert found == [[False] * len(found[0])] * 2
 
 
 def test_an_error_of_the_users_code_is_no_loss(tmp_path):

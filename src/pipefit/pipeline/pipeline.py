@@ -481,7 +481,7 @@ class Pipeline:
             if worker.spilling:
                 worker.spilling.settle()
 
-    @collective
+    @rolled
     def close(self) -> None:
         """Gives the model back: all its weights in every process that had them, and its own classes.
 
@@ -489,8 +489,10 @@ class Pipeline:
         parallelism stay in parts. Worker processes of a loader end.
         """
         self._position.resume(None)
-        if self._is_lent_whole:
-            give_back(self.layers, whole_state(self))
-            self._is_lent_whole = False
+        # A unit may be repeated, so it changes nothing.
+        state = self.session.unit(lambda: whole_state(self) if self._is_lent_whole else {})
         self.engine.gather_weights(self.program.header)
+        if self._is_lent_whole:
+            give_back(self.layers, state)
+            self._is_lent_whole = False
         release_run(self.engine)

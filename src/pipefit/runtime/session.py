@@ -341,7 +341,10 @@ def _joined(session: Session, shared: Path | None) -> Session:
     watchdog = None
     if num_ranks > 1:
         deadline = deadline_from_environment()
-        watchdog = Watchdog(rank, num_ranks, session.progress, session.folder, shared, deadline, session.repairs)
+        places = session.folder, shared
+        watchdog = Watchdog(
+            rank, num_ranks, session.progress, *places, deadline, session.repairs, before=session.watchdog
+        )
     session.progress.at(JOINING)
     start = meet(rank, num_ranks, session.folder)
     calls = None

@@ -70,6 +70,7 @@ class Watchdog:
         shared: folder of the positions of the ranks on this machine; None: unknown.
         floor_s: smallest deadline; 0: no deadline.
         repairs: of the run: the rank that causes a hang is lost, and the others go on; None: there are none.
+        before: the one that watched this process before a repair, whose steps count; None: this is the first.
 
     Attributes:
         stands_before: returns the function that asks this rank's GPU, as long as there is one.
@@ -84,6 +85,7 @@ class Watchdog:
         shared: Path | None,
         floor_s: float | None = None,
         repairs: Repairs | None = None,
+        before: Watchdog | None = None,
     ) -> None:
         self._repairs = repairs
         self._rank = rank
@@ -93,7 +95,7 @@ class Watchdog:
         self._given_s = floor_s
         self._program: Program | None = None
         self.stands_before: Callable[[], Callable[[], int] | None] = lambda: None
-        self._steps_s: deque[float] = deque(maxlen=_KEPT_PASSES)
+        self._steps_s: deque[float] = deque(before._steps_s if before else (), maxlen=_KEPT_PASSES)
         self._stop = threading.Event()
         threading.Thread(target=self._watch, name="pipefit-watchdog", daemon=True).start()
         # A store that cannot be reached blocks this thread, but not the one above.
