@@ -59,7 +59,7 @@ def policy_of(one: World) -> Rebalance:
 
 
 def seconds(one: World, plan: Plan, step: int, draw: random.Random) -> dict[tuple[int, int], float]:
-    """What the ranks measure in a step."""
+    """The times that the ranks measure in a step."""
     found = {}
     for stage, (spec, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
         for rank in ranks:

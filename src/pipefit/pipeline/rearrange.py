@@ -1,4 +1,4 @@
-"""Another plan for a live pipeline, between two steps: what moves is sent, everything else stays where it is.
+"""Another plan for a live pipeline, between two steps: layers that move are sent, everything else stays where it is.
 
 prepare     the plan is compared among the processes, and its program proved; nothing has changed yet
 move        layers that a process lacks get memory, and their state from one that has it
@@ -35,7 +35,6 @@ from pipefit.checkpoint.moving import (
 )
 from pipefit.checkpoint.optim import Read, optimization_of, parameter_and_key, read_of, restore_optimizer
 from pipefit.checkpoint.sharded import OPTIM
-from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
@@ -224,11 +223,9 @@ def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained:
             if layer.index in gained and (why := why_stays(layer)):
                 raise PlanError(why)
         # Buffers that no state holds stay in every process, unless the model was made without memory.
-        wanted = set(tensors_of(pipe.layers))
-        for layer in pipe.layers:
-            wanted.update(name for name, tensor in named_tensors(layer) if tensor.is_meta)
+        absent = {name for layer in pipe.layers for name, tensor in named_tensors(layer) if tensor.is_meta}
         for name, _, target in lost:
-            if target == session.rank and name in wanted and name not in copies.saved:
+            if target == session.rank and name in absent and name not in copies.saved:
                 raise PipefitError(
                     f"no process that is left has {name}, and there is no copy of step {step} in the memory of this "
                     "machine that has it: load a checkpoint"

@@ -179,9 +179,9 @@ class Rebalance:
 
     def _fits(self, other: Plan) -> bool:
         """Returns whether no rank needs more memory than its device has, unless it needs as much now."""
-        for rank, (before, needed) in enumerate(zip(self._peaks(self.plan), self._peaks(other), strict=True)):
-            room = self._topology.device_of(rank).memory_bytes
-            if needed > max(before, room):
+        now = self._peaks(self.plan)
+        for rank, needed in enumerate(self._peaks(other)):
+            if needed > max(now[rank], self._topology.device_of(rank).memory_bytes):
                 return False
         return True
 
