@@ -31,7 +31,7 @@ def update_averages(norms: Sequence[RunningAverages], update: int) -> None:
 
 
 def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]:
-    """The properties that norms must have in common to be updated together: first the share."""
+    """The figures that norms have in common if they are updated together: first the share."""
     seen = norm.seen(update, number)
     mean = norm.module._buffers["running_mean"]
     assert mean is not None
