@@ -74,6 +74,17 @@ def test_a_repair_that_turns_out_to_be_impossible_counts_once(whole, tmp_path, c
     assert [line["start"] for line in noted(tmp_path / "logs") if "fault" in line] == [0, 1]
 
 
+def test_a_rank_that_hangs_while_the_others_meet_again_is_ended(whole, tmp_path, caplog):
+    """They once waited for it without an end."""
+    expected, _ = whole
+    faults = [Fault(3, "bwd", 2), Fault(1, MEETING, 2, signal.SIGSTOP)]
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 2, "deadline_s": 5}
+    found = launch(train, 4, str(tmp_path), COPIES, faults, **options)
+    assert len(found) == 4 and all(is_same(one, expected) for one in found)
+    assert "repair 1 of 2: 3 ranks go on" in caplog.text
+    assert "a rank was lost while the others met again" in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
+
+
 def test_closing_is_repeated_by_all_where_one_had_given_the_model_back(tmp_path):
     """The others once waited for its weights, as long as the first step of a run may take."""
     found = launch(close_after_an_interruption, 2, folder=tmp_path / "logs", quiet=True, recover=1, deadline_s=20)
