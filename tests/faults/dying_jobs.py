@@ -54,7 +54,7 @@ class Death(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a rank has at the end.
+    """The results of a rank.
 
     Attributes:
         losses: of all steps, and of an evaluation.
