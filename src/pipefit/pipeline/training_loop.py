@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -349,14 +348,11 @@ class TrainingLoop:
             worker.train(True)
         # In the second pass of a synchronous schedule: then the optimizers have states.
         due = self.held_bytes is None and (self._state.num_updates > 0 or not self._schedule.is_synchronous)
+        watch = None
         if due and len(workers) == 1:
             tell = in_use(workers[0].device)
-        else:
-            tell = None
-        if tell:
-            watch = HeldMemory(workers[0], tell)
-        else:
-            watch = None
+            if tell:
+                watch = HeldMemory(workers[0], tell)
         if watch:
             with watch.counting():
                 runs = self._engine.run(program, feed, look=watch.look, commit=self._commit)
@@ -379,8 +375,11 @@ class TrainingLoop:
         return runs
 
     def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        stages = (stage for worker in self._engine.workers for stage in worker.stages.values())
-        return list(chain.from_iterable(stage.saved_buffers() for stage in stages))
+        found: list[tuple[str, torch.Tensor]] = []
+        for worker in self._engine.workers:
+            for stage in worker.stages.values():
+                found += stage.saved_buffers()
+        return found
 
     def check_repeatable(self) -> None:
         """Refuses to repeat a step whose forwards have changed a buffer: they would change it once more.
