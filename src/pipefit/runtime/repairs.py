@@ -58,7 +58,7 @@ terminal: Sequence[int] = ()
 """Handles of the terminal's standard output and errors, of a rank that writes to its log."""
 
 
-class Interrupted(Exception):  # noqa: N818
+class Interrupted(Exception):  # noqa: N818  # no error: the unit is repeated
     """A unit was interrupted by the loss of a rank, and is to be repeated."""
 
 
