@@ -137,14 +137,20 @@ def counted(name: str, shape: dict[str, Any]) -> int:
     made = pf.cut(model(name), example=batch(name, 4))
     whole = batch(name)
     pipe = pf.Pipeline(made, loss=made.loss, optimizer=adamw, plan=plan(len(made), **shape))
+    return in_a_step(pipe, whole)
+
+
+def in_a_step(pipe: pf.Pipeline, whole: Any) -> int:
+    """The most bytes of tensors of this rank in a step after the first two."""
     pipe.step(whole, whole)
     pipe.step(whole, whole)
     worker = pipe.workers[0]
     feed = feed_of((whole, whole), MICROBATCHES, 8, "train")
     gc.collect()
     count = Living()
-    stages = worker.stages.values()
-    for stage in stages:
+    if worker.spilling is not None:
+        count.note([worker.spilling.arena.slot("weights", 0).bytes])
+    for stage in worker.stages.values():
         for layer in stage.layers:
             count.note(layer.module.parameters())
             count.note(layer.module.buffers())
@@ -230,24 +236,9 @@ def spilled(name: str, schedule: str) -> tuple[float, int]:
         parallelism=pf.Parallelism(ranks=1, chunks=3),
         spill=pf.Spilled(host_memory="1 GiB", step_on="device"),
     )
-    pipe.step(whole, whole)
-    pipe.step(whole, whole)
+    most = in_a_step(pipe, whole)
     local = msgspec.structs.replace(Topology.local(1), tiers=(Tier("host", 1e12, 1e9, 1e9),))
     cost = of_plan(profile, pipe.plan, local, state_per_weight=state, sizes=sizes)
     guess = simulate(pipe.program, cost, repeats=2).peak_bytes(0)
-    worker = pipe.workers[0]
-    feed = feed_of((whole, whole), MICROBATCHES, 8, "train")
-    gc.collect()
-    count = Living()
-    count.note([worker.spilling.arena.slot("weights", 0).bytes])
-    for stage in worker.stages.values():
-        for layer in stage.layers:
-            count.note(layer.module.parameters())
-            count.note(layer.module.buffers())
-    for optimizer in worker.optimizers.values():
-        count.note(pytree.tree_leaves(list(optimizer.state.values())))
-    del stage, layer, optimizer
-    with count, patch("pipefit.runtime.handlers.on_device", copied):
-        pipe.engine.run(pipe.program, feed)
     pipe.close()
-    return guess, count.most
+    return guess, most

@@ -8,6 +8,7 @@ from tests.pipeline import rearranging_jobs as jobs
 from torch import nn
 
 import pipefit as pf
+from pipefit.checkpoint.moving import Move
 from pipefit.errors import ModelError, PipefitError, PlanError
 from pipefit.pipeline.rearrange import _checked_sources, rearrange
 from pipefit.runtime.launch import launch
@@ -188,6 +189,16 @@ def test_a_layer_whose_state_is_elsewhere_stays_where_it_is():
     session = dataclasses.replace(pipe.session)
     with pytest.raises(PipefitError, match="layer 4 cannot move: its Counting has an extra state"):
         _checked_sources(pipe, session, [], {4})
+
+
+def test_a_buffer_that_neither_a_process_nor_the_memory_has_is_not_made_up():
+    """No state holds it, and the model was made without memory: a process that never ran its layer has no value."""
+    model, _ = jobs.make("plain")
+    model[4].register_buffer("mask", torch.ones(1), persistent=False)
+    pipe = jobs.pipeline(model, jobs.plan_of([4, 4], 2), optimizer=jobs.momentum)
+    model[4].mask = model[4].mask.to("meta")
+    with pytest.raises(PipefitError, match=r"no process that is left has 4\.mask"):
+        _checked_sources(pipe, pipe.session, [Move("4.mask", None, 0)], {4})
 
 
 def test_groups_of_an_optimizer_that_cannot_be_joined_are_refused():

@@ -4,10 +4,13 @@ import re
 
 import pytest
 from tests.pipeline import rebalancing_jobs as jobs
+from tests.pipeline.rearranging_jobs import momentum, pipeline, plan_of
 from tests.pipeline.test_rearrange import assert_same
+from tests.testing.equality_models import make
 
 import pipefit as pf
 from pipefit.errors import PlanError
+from pipefit.pipeline.rebalancing import _counted
 from pipefit.runtime.faults import events_of
 from pipefit.runtime.launch import launch
 
@@ -47,10 +50,23 @@ def test_a_slow_copy_gets_fewer_micro_batches():
 
 
 @pytest.mark.dist
-def test_what_cannot_move_is_refused_at_the_start():
-    says = r"rebalance: layers of this training cannot move while it runs: .*shard='optimizer'"
-    with pytest.raises(PlanError, match=says):
-        launch(jobs.trained, 2, "plain", 2, True, {"replicas": (2,), "shard": "optimizer"}, **OPTIONS)
+def test_what_cannot_move_is_refused_at_the_start_or_stays_where_it_is():
+    found = launch(jobs.troubled, 2, **OPTIONS)
+    for messages, run in found:
+        shared, elsewhere = messages
+        assert re.match(r"rebalance: layers of this training cannot move while it runs: .*shard='optimizer'", shared)
+        assert "layer 4 cannot move: its Counting has an extra state" in elsewhere
+        assert run.counts == [[4, 4], [4, 4]] and len(run.trained[0]) == jobs.STEPS
+        (line,) = run.lines
+        assert "layers no longer move" in line and "momentum of the optimizer was" in line
+
+
+def test_layers_before_the_first_one_that_trains_are_not_expected_to_go_backward():
+    model, _ = make("a frozen first half")
+    pipe = pipeline(model, plan_of([4, 4], 2), optimizer=momentum)
+    profile = _counted(pipe.given.work, pipe.plan)
+    assert [bool(layer.backward_s) for layer in profile.layers] == [False] * 4 + [True] * 4
+    assert all(layer.total_s == pytest.approx(3 * layer.forward_s) for layer in profile.layers[4:])
 
 
 def test_one_process_has_no_other_to_move_layers_to():

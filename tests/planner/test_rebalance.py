@@ -11,7 +11,7 @@ import pytest
 from pipefit.planner import by_hand
 from pipefit.planner.better_plan import estimate, learned
 from pipefit.planner.rebalance import LEAST_GAIN, Move, Rebalance, Window, shape_of
-from pipefit.spec import Layer, Plan, Profile, Topology
+from pipefit.spec import Device, Layer, Level, Plan, Profile, Topology
 from pipefit.timeline.stage_seconds import middle
 
 WINDOW, STEPS, RANKS = 8, 320, 3
@@ -59,7 +59,7 @@ def policy_of(one: World) -> Rebalance:
 
 
 def seconds(one: World, plan: Plan, step: int, draw: random.Random) -> dict[tuple[int, int], float]:
-    """What the ranks measure in a step."""
+    """The times that the ranks measure in a step."""
     found = {}
     for stage, (spec, ranks) in enumerate(zip(plan.partition.stages, plan.placement.ranks, strict=True)):
         for rank in ranks:
@@ -241,3 +241,14 @@ def test_where_a_move_brings_nothing_the_next_one_must_promise_more():
             gains.append(move.gain)
     assert 1 <= len(gains) <= 4
     assert all(gain > LEAST_GAIN * 2**number for number, gain in enumerate(gains))
+
+
+@pytest.mark.parametrize(("room", "num_moves"), [(float("inf"), 1), (4 * 32, 1), (4 * 32 - 1, 0)])
+def test_no_layer_moves_to_a_device_that_lacks_memory_for_it(room, num_moves):
+    """A layer takes 32 bytes: its weights, their gradients, and twice as much for Adam."""
+    one = World([1.0] * 9, [1.0] * 9, slow_from(50, 1, 6.0))
+    layers = tuple(Layer(f"layer {i}", 1 / 3, 1 / 3, 1 / 3, 0, 0, 8) for i in range(9))
+    plan = by_hand(9, num_ranks=RANKS, schedule="1f1b", num_microbatches=8)
+    topology = Topology((Level("machine", RANKS, 1e12),), Device(memory_bytes=room))
+    made = train(Rebalance(plan, Profile("model", 1, layers), topology), one, 0)
+    assert [[len(stage) for stage in cut(move.plan)] for move in made] == [[4, 1, 4]] * num_moves

@@ -139,8 +139,8 @@ def test_a_llama_by_its_sizes_has_the_numbers_of_the_module_that_it_stands_for()
     other = transformer_profile(transformer_of(text), 1, H100.device).layers[1]
     assert block.forward_s == pytest.approx(other.forward_s, rel=0.01)
     # Products of gradients, and adding these up over micro-batches.
-    assert block.backward_weight_s == pytest.approx(other.backward_weight_s, rel=0.04)
-    assert block.backward_s == pytest.approx(other.backward_s, rel=0.04)
+    assert block.backward_weight_s == pytest.approx(other.backward_weight_s, rel=0.015)
+    assert block.backward_s == pytest.approx(other.backward_s, rel=0.035)
 
 
 def test_linear_layers_of_blocks_in_8_bits_gain_what_a_llama_by_its_sizes_gains():

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipefit.errors import PipefitError
+from pipefit.errors import CommunicationError, PipefitError
 from pipefit.runtime import repairs as module
 from pipefit.runtime.faults import noted
 from pipefit.runtime.progress import Progress
-from pipefit.runtime.repairs import WORDS, Interrupted, Loss, Repairs
+from pipefit.runtime.repairs import CAN, CANNOT, WORDS, Interrupted, Loss, Repairs
+from pipefit.runtime.session import Session
 from pipefit.runtime.survivors import Survivors
 
 
@@ -187,3 +188,14 @@ def test_a_hang_while_the_others_meet_again_is_no_part_of_the_loss_before(tmp_pa
     own.mend = mend
     ranks.run(lambda: own.repeated(once_broken("")), lambda: ranks.own[1].repeated(once_broken("")))
     assert found == [False, True]
+
+
+def test_a_rank_that_loses_another_one_between_two_steps_says_so_to_the_launcher():
+    ours, theirs = Pipe()
+    own = Repairs(theirs, 0, Progress())
+    own.listen()
+    session = Session(0, 2, None, Progress(), repairs=own)
+    with pytest.raises(CommunicationError), session.sharing_errors():
+        raise RuntimeError("Connection closed by peer")
+    said = [ours.recv(), ours.recv()]
+    assert said == [(CAN, ""), (CANNOT, "it was in an exchange between two steps")]

@@ -50,7 +50,7 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
         tensors: tensor widths to plan; None: the powers of two that the machine allows.
 
     Raises:
-        PipefitError: no such model, or a sequence that it does not take.
+        PipefitError: no such model, a sequence that it does not take, or no product that runs in fp8.
     """
     from pipefit.models.factory_options import parse_text
     from pipefit.models.hub import without_weights
@@ -72,6 +72,11 @@ def count_of(source: ModelSource, machine: Topology, tensors: Sequence[int] | No
     counted = count_model(make, tokens, widths, source.fp8)
     precision: str = source.dtype
     if source.fp8:
+        if not counted.needs_fp8:
+            raise PipefitError(
+                "--fp8: expected linear layers in the blocks of which all sizes, and the tokens of a sample, are "
+                "multiples of 16; there are none: leave it out, or change --sequence"
+            )
         precision += " with products in fp8"
     return counted, f"counted on the modules of {kind}, {precision}{words}"
 

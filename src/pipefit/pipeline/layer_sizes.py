@@ -30,7 +30,7 @@ _log = getLogger("pipefit.plan")
 def layer_costs(work: Workload) -> list[float]:
     """The cost of each layer, by which stages are balanced where nothing is measured; the same on every rank.
 
-    With an example these are FLOP of its forward and backward, and one for each parameter, which a step changes.
+    With an example these are FLOP of its forward, and one for each parameter, which a step changes.
     Without an example, or where the FLOP cannot be counted, parameters count alone.
     """
     costs = [0.0] * len(work.layers)

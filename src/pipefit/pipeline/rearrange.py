@@ -1,4 +1,4 @@
-"""Another plan for a live pipeline, between two steps: what moves is sent, everything else stays where it is.
+"""Another plan for a live pipeline, between two steps: layers that move are sent, everything else stays where it is.
 
 prepare     the plan is compared among the processes, and its program proved; nothing has changed yet
 move        layers that a process lacks get memory, and their state from one that has it
@@ -35,19 +35,18 @@ from pipefit.checkpoint.moving import (
 )
 from pipefit.checkpoint.optim import Read, optimization_of, parameter_and_key, read_of, restore_optimizer
 from pipefit.checkpoint.sharded import OPTIM
-from pipefit.checkpoint.state import tensors_of
 from pipefit.errors import DisagreementError, ModelError, PipefitError, PlanError
 from pipefit.ir.program import Header
 from pipefit.parallel.alike import differences
 from pipefit.pipeline.assembly import release_others, worker_of
 from pipefit.pipeline.facts import CURE, facts_of_plan
 from pipefit.pipeline.programs import Programs
+from pipefit.pipeline.repairable import why_fixed
 from pipefit.pipeline.request import fitted
 from pipefit.runtime.collectives import agree, attempt, exchange
 from pipefit.runtime.progress import MEETING
 from pipefit.runtime.session import Session
 from pipefit.runtime.worker import Stepped, Worker
-from pipefit.schedules import find
 from pipefit.spec import Plan
 from pipefit.stage.accelerator import settle
 from pipefit.stage.materialise import forget_others, give_memory
@@ -56,7 +55,7 @@ from pipefit.stage.ties import tied_parameters
 
 
 class Rearranged(NamedTuple):
-    """What a rearrangement has moved.
+    """A rearrangement that was made.
 
     Attributes:
         num_layers: layers of which some process got weights, counted once for each process.
@@ -166,7 +165,7 @@ def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list
     found: list[_Next] = []
 
     def prepare() -> dict[str, Any]:
-        refuse_unmovable(pipe, plan)
+        _refuse_unmovable(pipe, plan)
         own = fitted(plan, pipe.given.work, session)
         programs = Programs(own, pipe.training, pipe.layers, None)
         program = programs.shortest()
@@ -186,24 +185,15 @@ def _prepared(pipe: Any, plan: Plan, session: Session) -> tuple[_Next, list[list
     return found[0], [own["held"] for own in every]
 
 
-def refuse_unmovable(pipe: Any, plan: Plan) -> None:
+def _refuse_unmovable(pipe: Any, plan: Plan) -> None:
     """Refuses plans that a live pipeline cannot leave or take.
 
     Raises:
         PlanError: it cannot go on by the plan.
     """
     for one in (pipe.plan, plan):
-        if not find(one.schedule).is_synchronous:
-            raise PlanError(
-                f"rearrange: {one.schedule} is asynchronous, so there is no moment between two steps; use a "
-                "synchronous schedule, or save, and load the checkpoint into a new pipeline"
-            )
-        if one.tensor > 1 or one.shard != "none" or one.spill is not None:
-            raise PlanError(
-                "rearrange: expected plans whose layers are whole and on their devices, got one with "
-                f"tensor={one.tensor}, shard={one.shard!r}, {'spilled' if one.spill else 'no spilled'} stages; save, "
-                "and load the checkpoint into a new pipeline"
-            )
+        if why := why_fixed(one):
+            raise PlanError(f"rearrange: {why}; save, and load the checkpoint into a new pipeline")
     if pipe.engine.is_lost:
         raise PlanError("rearrange: a step has failed after some of its updates; load a checkpoint from before")
 
@@ -230,14 +220,15 @@ def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained:
 
     def check() -> None:
         for layer in pipe.layers:
-            if layer.index in gained:
-                _check_can_move(layer)
-        saved = tensors_of(pipe.layers)
+            if layer.index in gained and (why := why_stays(layer)):
+                raise PlanError(why)
+        # Buffers that no state holds stay in every process, unless the model was made without memory.
+        absent = {name for layer in pipe.layers for name, tensor in named_tensors(layer) if tensor.is_meta}
         for name, _, target in lost:
-            if target == session.rank and name in saved and name not in copies.saved:
+            if target == session.rank and name in absent and name not in copies.saved:
                 raise PipefitError(
                     f"no process that is left has {name}, and there is no copy of step {step} in the memory of this "
-                    "machine: load a checkpoint"
+                    "machine that has it: load a checkpoint"
                 )
         if lost and pipe.loop.callbacks.moving:
             raise PipefitError("no process that is left has the averages of some weights: load a checkpoint")
@@ -246,18 +237,15 @@ def _checked_sources(pipe: Any, session: Session, moves: Sequence[Move], gained:
     return copies
 
 
-def _check_can_move(layer: NamedLayer) -> None:
-    """Refuses a layer with a state that is in no plain parameter or buffer.
-
-    Raises:
-        PlanError: it has one.
-    """
+def why_stays(layer: NamedLayer) -> str:
+    """The reason why a layer cannot move, a state that is in no plain parameter or buffer; "": it can."""
     for module in layer.module.modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise PlanError(f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state")
+            return f"layer {layer.name} cannot move: its {type(module).__name__} has an extra state"
     for name, parameter in layer.module.named_parameters(prefix=layer.prefix):
         if type(parameter) is not nn.Parameter:
-            raise PlanError(f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}")
+            return f"layer {layer.name} cannot move: {name} is a {type(parameter).__name__}"
+    return ""
 
 
 # ---- move ----------------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from typing import Any
 import msgspec
 from torch.nn.parameter import is_lazy
 
-from pipefit.errors import PlanError
+from pipefit.errors import ModelError, PlanError
 from pipefit.pipeline.callbacks import Checkpoints, Record
 from pipefit.pipeline.layer_sizes import layer_costs, state_per_weight
-from pipefit.pipeline.rearrange import rearrange, refuse_unmovable
+from pipefit.pipeline.rearrange import rearrange, why_stays
+from pipefit.pipeline.repairable import why_fixed
 from pipefit.pipeline.request import Decision
 from pipefit.pipeline.training_loop import Times
 from pipefit.planner.plan_figures import at_size_of
@@ -64,6 +65,7 @@ class Rebalancer:
         self._decision = decision
         self._policy: Rebalance | None = None
         self._move_s = _FIRST_S
+        self._has_ended = False
         self._end: int | None = None
         self._folder: Path | None = None
 
@@ -78,7 +80,7 @@ class Rebalancer:
     def step(self, record: Record) -> None:
         """Looks at the last window when it is complete. Every rank calls it."""
         pipe = self._pipe
-        if record.step % self.every or record.step != pipe.num_updates:
+        if self._has_ended or record.step % self.every or record.step != pipe.num_updates:
             return
         passes = pipe.loop.own_passes(self.every)
         if len(passes) < self.every:
@@ -114,7 +116,12 @@ class Rebalancer:
         """Makes a move, and notes it with its reason."""
         assert self._policy is not None
         began = time.perf_counter()
-        rearrange(self._pipe, move.plan)
+        try:
+            rearrange(self._pipe, move.plan)
+        except ModelError as problem:
+            _log.warning("layers no longer move: %s", problem)
+            self._has_ended = True
+            return
         self._move_s = time.perf_counter() - began
         self._policy.moved(replace(move, plan=self._pipe.plan))
         session = self._pipe.session
@@ -146,24 +153,31 @@ def _check(pipe: Any) -> None:
     Raises:
         PlanError: the message names the reason.
     """
-    if not pipe.session.is_distributed or pipe.plan.placement.num_ranks == 1:
+    if not pipe.session.is_distributed:
         raise PlanError(
             "rebalance: expected several processes, between which layers can move, got one; start as many as the plan "
             "has ranks (pipefit run -n 2 …), or leave it out"
         )
-    try:
-        refuse_unmovable(pipe, pipe.plan)
-    except PlanError as problem:
-        raise PlanError(f"rebalance: layers of this training cannot move while it runs: {problem}") from None
+    why = why_fixed(pipe.plan)
+    for layer in pipe.layers:
+        why = why or why_stays(layer)
+    if why:
+        raise PlanError(f"rebalance: layers of this training cannot move while it runs: {why}; leave the option out")
 
 
 def _counted(work: Workload, plan: Plan) -> Profile:
     """A profile whose seconds are in proportion to FLOP and parameters."""
     layers = []
+    trains = False
     for layer, cost in zip(work.layers, layer_costs(work), strict=True):
         parameters = [parameter for parameter in layer.module.parameters() if not is_lazy(parameter)]
         trained = num_bytes(parameter for parameter in parameters if parameter.requires_grad)
-        third = (cost + 1) / 3
+        trains = trains or trained > 0
+        forward_s = (cost + 1) / 3
+        backward_s = 0.0  # of layers before the first one that trains
+        if trains:
+            backward_s = forward_s
+        name = f"layer {layer.index}"
         size = num_bytes(parameters)
-        layers.append(Layer(f"layer {layer.index}", third, third, third, 0.0, 0.0, size, trained_bytes=trained))
+        layers.append(Layer(name, forward_s, backward_s, backward_s, 0.0, 0.0, size, trained_bytes=trained))
     return Profile(work.model, plan.microbatch_size or 1, tuple(layers), source="FLOP and parameters")

@@ -1,4 +1,4 @@
-"""Whether a training can be repaired in place, by its plan."""
+"""Whether a training can go on by another plan, and so be repaired in place."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from pipefit.stage.accelerator import backends
 
 def why_not(plan: Plan) -> str:
     """The reason why a run by a plan cannot go on without a rank; "": it may be able to."""
-    schedule = find(plan.schedule)
     if repairs.channel is None:
         return "nobody would report it"
     if backends() != "gloo":
         return "a GPU may still wait for gradients that its host has committed"
+    if why := why_fixed(plan):
+        return why
+    if all(len(ranks) == 1 for ranks in plan.placement.ranks):
+        return "no stage has a copy"
+    return ""
+
+
+def why_fixed(plan: Plan) -> str:
+    """The reason why a live pipeline can neither leave nor take a plan; "": it can."""
+    schedule = find(plan.schedule)
     if not schedule.is_synchronous:
         return f"{plan.schedule} is asynchronous"
     if plan.spill is not None or schedule.spills:
         return "stages are spilled"
     if plan.shard != "none" or plan.tensor > 1:
-        return "ranks share the weights of a stage"
-    if all(len(ranks) == 1 for ranks in plan.placement.ranks):
-        return "no stage has a copy"
+        return f"ranks share the weights of a stage (tensor={plan.tensor}, shard={plan.shard!r})"
     return ""

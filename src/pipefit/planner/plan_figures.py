@@ -128,6 +128,5 @@ def sent_bytes(plan: Plan, profile: Profile, topology: Topology) -> float:
         # Without a flush, replicas sum their gradients once each of them has had a mini-batch.
         per_update = max(plan.num_microbatches, copies)
         gathers, scatters = moved[stage]
-        reduced = gathers * cost.wgrad_bytes[stage] + scatters * cost.wgrad_bytes[stage]
-        total += (copies - 1) * width * reduced / per_update
+        total += (copies - 1) * width * (gathers + scatters) * cost.wgrad_bytes[stage] / per_update
     return total / size

@@ -9,6 +9,7 @@ A window holds the medians of some steps, so one bad step is not seen. Another p
 - by the times of this window and by those of the window before, steps are shorter by more than the least gain, and by
   more than some times the noise of the measurement: what passes within a window moves nothing;
 - the gain over the steps that are left is more than the cost of the move;
+- no device lacks memory for it;
 - it is no plan that the run has left, unless a rank has since changed its speed by a quarter, or steps were shorter.
 
 Where a move has not brought half of its gain, the least gain doubles.
@@ -20,8 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from pipefit.cost import of_plan
 from pipefit.errors import ScheduleError
 from pipefit.planner.better_plan import Estimate, Times, estimate, learned, others
+from pipefit.schedules import program_of
+from pipefit.simulate import simulate
 from pipefit.spec import Plan, Profile, Topology
 from pipefit.units import format_seconds
 
@@ -149,7 +153,8 @@ class Rebalance:
             saved_s = gain * window.period_s * window.steps_left
             cost_s = window.move_s + self._travel_s(other)
             shorter_s = (1 - least) * window.period_s
-            if gain > least and saved_s > cost_s and not self._is_behind(other, now, shorter_s):
+            pays = gain > least and saved_s > cost_s
+            if pays and self._fits(other) and not self._is_behind(other, now, shorter_s):
                 what = f"{shape_of(self.plan)} → {shape_of(other)}"
                 why = _why(window.times, now.slowness)
                 found.append(Move(other, window.step, what, why, gain, window.period_s))
@@ -171,6 +176,20 @@ class Rebalance:
             if left.plan == other and is_same and left.period_s > most_s:
                 return True
         return False
+
+    def _fits(self, other: Plan) -> bool:
+        """Returns whether no rank needs more memory than its device has, unless it needs as much now."""
+        now = self._peaks(self.plan)
+        for rank, needed in enumerate(self._peaks(other)):
+            if needed > max(now[rank], self._topology.device_of(rank).memory_bytes):
+                return False
+        return True
+
+    def _peaks(self, plan: Plan) -> list[float]:
+        """Peak bytes of each rank in a step."""
+        cost = of_plan(self._profile, plan, self._topology, state_per_weight=self._state)
+        timeline = simulate(program_of(plan), cost)
+        return list(map(timeline.peak_bytes, range(plan.placement.num_ranks)))
 
     def _travel_s(self, other: Plan) -> float:
         """Seconds in which weights and optimizer states travel, one layer after the other over the slowest link."""

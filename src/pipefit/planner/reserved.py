@@ -5,17 +5,17 @@ from __future__ import annotations
 from pipefit.spec import Device
 
 _LOST = 0.15
-"""Share that is lost between the blocks of torch's allocator: what GMLake (Guo et al., ASPLOS 2024) saves on average
-with eight language models on A100s of 80 GB. What is allocated once, such as weights, loses nothing."""
+"""Share that is lost between the blocks of torch's allocator: GMLake (Guo et al., ASPLOS 2024) saves so much on average
+with eight language models on A100s of 80 GB. Weights and states, allocated once, are assumed to lose nothing."""
 
 _GROUP_BYTES = 688 * 2**20
-"""Buffers of NCCL for a group of devices: measured on A100s with NVLink (NVIDIA/nccl, issue 964)."""
+"""Buffers of NCCL for a group of devices: measured on A100s with NVLink, for more than two (NVIDIA/nccl, issue 964)."""
 
 _CONTEXT_BYTES = 300e6
-"""CUDA's own data and kernels in a process of torch (pytorch/pytorch, issue 107667)."""
+"""CUDA's own data and kernels in a process of torch, from CUDA 11.7 on (pytorch/pytorch, issue 107667)."""
 
 _VISIBLE = 79.15 * 2**30 / 80e9
-"""What CUDA reports of an A100 of "80 GB": 79.15 GiB, in torch's messages when it is exceeded."""
+"""CUDA reports 79.15 GiB of an A100 of "80 GB", in torch's messages when memory runs out."""
 
 
 def reserved_bytes(standing_bytes: float, peak_bytes: float, num_groups: int) -> float:

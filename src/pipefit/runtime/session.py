@@ -237,6 +237,7 @@ class Session:
             if kind:
                 raise kind_of(kind)(text) from None
             if is_lost_peer(problem):
+                self.refuse_repair("it was in an exchange between two steps")
                 raise lost_peer(self.rank, problem) from None
             raise
 

@@ -1,4 +1,4 @@
-"""What the layers of a model do, counted: kernels with their sizes, and bytes. No seconds, so it holds for any device.
+"""The work of a model's layers, counted: kernels with their sizes, and bytes. No seconds, so it holds for any device.
 
 A layer is counted at two micro-batch sizes. All sizes of its kernels lie on lines over the samples, so others follow.
 """

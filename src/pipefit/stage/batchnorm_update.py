@@ -31,7 +31,7 @@ def update_averages(norms: Sequence[RunningAverages], update: int) -> None:
 
 
 def _kind(norm: RunningAverages, update: int, number: int) -> tuple[object, ...]:
-    """What a norm has in common with those that are updated together: first its share."""
+    """The figures that norms have in common if they are updated together: first the share."""
     seen = norm.seen(update, number)
     mean = norm.module._buffers["running_mean"]
     assert mean is not None
