@@ -54,7 +54,7 @@ class Death(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a rank has at the end.
+    """The results of a rank.
 
     Attributes:
         losses: of all steps, and of an evaluation.
@@ -89,7 +89,7 @@ def train(shape: str, place: str, deaths: list[Death]) -> Trained:
 def _num_sockets() -> int:
     """Open sockets of this process: those of groups that were left are closed."""
     links = Path("/proc/self/fd").iterdir()
-    return sum(os.readlink(link).startswith("socket:") for link in links if link.is_symlink())  # noqa: PTH115
+    return sum(str(link.readlink()).startswith("socket:") for link in links if link.is_symlink())
 
 
 def _counted(deaths: list[Death]) -> list[None]:

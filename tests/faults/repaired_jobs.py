@@ -2,14 +2,14 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from tests.runtime import jobs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pipefit import Checkpoints
@@ -21,6 +21,20 @@ from pipefit.runtime.repairs import Interrupted
 from pipefit.runtime.session import Session, current
 
 COPIES: dict[str, Any] = {"replicas": 2, "microbatches": 4}
+
+
+class Counting(nn.Module):
+    """Scales its input by the number of its forwards, which it keeps in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.count += 1
+        return x * self.count
 
 
 class Fault(NamedTuple):
@@ -40,7 +54,7 @@ class Fault(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """What a rank has at the end.
+    """The results of a rank.
 
     Attributes:
         figures: losses of the steps, and of evaluations.
@@ -70,6 +84,16 @@ def train(place: str, options: dict[str, Any], faults: list[Fault]) -> Trained:
     pipe.report()
     pipe.close()
     return Trained(figures, weights, os.getpid())
+
+
+def count_forwards(fault: Fault) -> tuple[list[float], int]:
+    """Losses of a training, and the forwards of its last stage, which has no copy."""
+    model = jobs.model().double().append(Counting())
+    pipe = jobs.pipeline(model=model, stages=2, replicas=(2, 1), microbatches=4)
+    if current().rank == fault.rank and not current().start.restart:
+        suffer(pipe, [fault])
+    losses = pipe.fit([(x.double(), y) for x, y in jobs.batches(3)])
+    return losses, int(pipe.state_dict()["6.count"])
 
 
 def suffer(pipe: Any, faults: list[Fault]) -> None:
@@ -134,17 +158,3 @@ def close_after_an_interruption() -> list[bool]:
         pipe.close()
     assert next(interruptions, None) is None
     return [parameter.is_meta for parameter in pipe.model.parameters()]
-
-
-def lose_many(times: int) -> tuple[int, int, int]:
-    """Descriptors and threads after the first loss and after the last; the ranks that are left."""
-    pipe = jobs.pipeline(replicas=times + 1, stages=1, microbatches=times + 1)
-    data = jobs.batches(1)[0]
-    files = []
-    for _ in range(times):
-        if current().rank == current().num_ranks - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        pipe.step(*data)
-        files.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
-        time.sleep(0)
-    return files[0], files[-1], current().num_ranks

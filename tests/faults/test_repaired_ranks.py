@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from tests.faults.repaired_jobs import COPIES, Fault, close_after_an_interruption, steps_in, train
+from tests.faults.repaired_jobs import COPIES, Fault, close_after_an_interruption, count_forwards, steps_in, train
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
@@ -72,6 +72,27 @@ def test_a_repair_that_turns_out_to_be_impossible_counts_once(whole, tmp_path, c
     assert len(found) == 4 and all(is_same(one, expected) for one in found)
     assert "not repaired in place: " in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
     assert [line["start"] for line in noted(tmp_path / "logs") if "fault" in line] == [0, 1]
+
+
+def test_a_rank_that_hangs_while_the_others_meet_again_is_ended(whole, tmp_path, caplog):
+    """They once waited for it without an end."""
+    expected, _ = whole
+    faults = [Fault(3, "bwd", 2), Fault(1, MEETING, 2, signal.SIGSTOP)]
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 2, "deadline_s": 5}
+    found = launch(train, 4, str(tmp_path), COPIES, faults, **options)
+    assert len(found) == 4 and all(is_same(one, expected) for one in found)
+    assert "repair 1 of 2: 3 ranks go on" in caplog.text
+    assert "a rank was lost while the others met again" in caplog.text and "start 3 of 3: 4 ranks" in caplog.text
+
+
+def test_a_step_whose_forwards_change_a_buffer_is_not_repeated(tmp_path, caplog):
+    """They once changed it twice."""
+    fault = Fault(1, "bwd", 2)
+    found = launch(count_forwards, 3, fault, folder=tmp_path / "logs", quiet=True, recover=1)
+    [(losses, count)] = launch(count_forwards, 1, fault, quiet=True)
+    assert [one[1] for one in found] == [count] * 3 == [12] * 3
+    assert all(one[0] == pytest.approx(losses, rel=1e-12) for one in found)
+    assert "rank 2: a forward of the step has changed the buffer 6.count" in caplog.text
 
 
 def test_closing_is_repeated_by_all_where_one_had_given_the_model_back(tmp_path):

@@ -136,6 +136,21 @@ def test_an_iterator_that_is_used_up_is_not_read_again(tmp_path, monkeypatch):
     assert ranks.survivors.why_not == ["rank 0: its batches are an iterator"]
 
 
+def test_a_unit_that_can_be_repeated_follows_one_that_cannot(tmp_path, monkeypatch):
+    ranks = Ranks(tmp_path, monkeypatch)
+    own = ranks.own[0]
+
+    def once() -> None:
+        with own.inside():
+            own.only_once = "its batches are an iterator"
+
+    def both() -> str:
+        own.repeated(once)
+        return own.repeated(once_broken("a step"))
+
+    assert ranks.run(both, lambda: ranks.own[1].repeated(once_broken("a step"))) == ["a step"] * 2
+
+
 def test_an_error_of_other_code_is_no_loss(tmp_path, monkeypatch):
     own = Ranks(tmp_path, monkeypatch).own[0]
     own.listen()
@@ -150,13 +165,29 @@ def test_an_error_of_other_code_is_no_loss(tmp_path, monkeypatch):
 def test_a_hang_without_a_known_cause_is_that_of_a_rank_which_another_one_reports(tmp_path, monkeypatch):
     """A rank that is being ended is in no state of a process that is stopped or has ended."""
     ranks = Ranks(tmp_path, monkeypatch)
-    found = ranks.run(lambda: ranks.own[0].hung(None, "a cycle"), lambda: None)
+    found = ranks.run(lambda: ranks.own[0].hung(None, 0, "a cycle"), lambda: None)
     assert found[0] is True
     monkeypatch.setattr(module, "_WORD_S", 0.01)
     alone = Ranks(tmp_path, monkeypatch).own[0]
-    assert not alone.hung(None, "a cycle")
+    assert not alone.hung(None, 0, "a cycle")
     alone.listen()
-    assert not alone.hung(None, "a cycle")
+    assert not alone.hung(None, 0, "a cycle")
+
+
+def test_a_hang_while_the_others_meet_again_is_no_part_of_the_loss_before(tmp_path, monkeypatch):
+    """The watchdogs once left it to the repair that was under way, which waited for ever."""
+    ranks = Ranks(tmp_path, monkeypatch)
+    own = ranks.own[0]
+    found: list[bool] = []
+
+    def mend(loss: Loss) -> None:
+        monkeypatch.setattr(module, "_WORD_S", 0.01)
+        found.append(own.hung(None, own.faults, "a cycle"))
+        found.append(own.hung(None, own.faults - 1, "a cycle of the ranks before"))
+
+    own.mend = mend
+    ranks.run(lambda: own.repeated(once_broken("")), lambda: ranks.own[1].repeated(once_broken("")))
+    assert found == [False, True]
 
 
 def test_a_rank_that_loses_another_one_between_two_steps_says_so_to_the_launcher():

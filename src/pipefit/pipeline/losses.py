@@ -163,11 +163,9 @@ def evaluate(
     for batch in _compared(engine, batches):
         x, y = pair_of(batch)
         engine.check(x)
-        found = samples_of(y)
-        if found is None:
+        samples = samples_of(y)
+        if samples is None:
             samples = 1
-        else:
-            samples = found
         num = max(min(header.num_microbatches, samples), 1)
         if weigh:
             count = weigh(y)

@@ -93,11 +93,9 @@ class Recovery:
         trainings = self._session.trainings
         trainings.append(self)
         if folder is None:
-            own = None
-        else:
-            own = folder / f"training-{len(trainings)}"
-        if own is not None:
-            own.mkdir(mode=0o700, exist_ok=True)
+            return None
+        own = folder / f"training-{len(trainings)}"
+        own.mkdir(mode=0o700, exist_ok=True)
         return own
 
     # ---- resuming --------------------------------------------------------------------------------------------------
@@ -108,10 +106,9 @@ class Recovery:
         self._resume(asked.callbacks)
         batches = asked.batches
         steps = asked.steps
-        if steps is None:
-            most = len(self._losses)
-        else:
-            most = min(steps, len(self._losses))
+        most = len(self._losses)
+        if steps is not None:
+            most = min(steps, most)
         if not most:
             return asked
         if has_position(batches):
@@ -202,10 +199,14 @@ class Recovery:
 
     def repaired(self) -> None:
         """Notes that the training has gone on without a rank, after its next step."""
-        ranks = self._pipe.plan.num_processes
-        source = IN_PLACE
-        plan = f"planned anew: {_in_words(self._pipe.plan)}"
-        self._facts = {"resumed": self._pipe.num_updates, "source": source, "lost": 0, "ranks": ranks, "plan": plan}
+        plan = self._pipe.plan
+        self._facts = {
+            "resumed": self._pipe.num_updates,
+            "source": IN_PLACE,
+            "lost": 0,
+            "ranks": plan.num_processes,
+            "plan": f"planned anew: {_in_words(plan)}",
+        }
 
     # ---- the callback ----------------------------------------------------------------------------------------------
 
@@ -227,10 +228,8 @@ class Recovery:
             now = time.time()
             # A clock that was set back gives no duration.
             if faults and now >= faults[-1]["time"]:
-                seconds = {"seconds": now - faults[-1]["time"]}
-            else:
-                seconds = {}
-            note(folder, now, **facts, **seconds, start=start)
+                facts["seconds"] = now - faults[-1]["time"]
+            note(folder, now, **facts, start=start)
         if self._memory is not None and record.step == self._pipe.num_updates:
             self._memory.keep()
 

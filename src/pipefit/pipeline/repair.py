@@ -50,11 +50,12 @@ class Repair:
         """Finds the plan for the ranks that are left.
 
         Raises:
-            PipefitError: there is none, or no rank that is left has the state of a stage.
+            PipefitError: there is none, no rank that is left has the state of a stage, or a step cannot be repeated.
         """
         pipe = self._pipe()
         if pipe is None:
             raise PipefitError("the pipeline is gone")
+        pipe.loop.check_repeatable()
         self._plan = _without(pipe, pipe.plan, loss)
 
     def mend(self, loss: Loss) -> None:

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from pipefit.checkpoint.run_state import RunState
-from pipefit.errors import DataError, NonFiniteLossError, PipefitError
+from pipefit.errors import DataError, ModelError, NonFiniteLossError, PipefitError
 from pipefit.ir.program import Program
 from pipefit.pipeline.batches import BatchStream, size_of
 from pipefit.pipeline.callbacks import Callbacks, Record
@@ -103,6 +103,8 @@ class TrainingLoop:
         self._newest: Program | None = None
         self._passes: deque[dict[int, Times]] = deque(maxlen=_KEPT_PASSES)
         self._committed: PendingLosses | None = None
+        # The saved buffers before the step that runs, each with the number of its changes.
+        self._buffers: list[tuple[str, torch.Tensor, int]] = []
 
     def follow(self, schedule: Schedule, num_microbatches: int, program_of: Callable[[int], Program]) -> None:
         """Follows a plan from now on; the times of passes are those of the last one until it has run.
@@ -340,18 +342,17 @@ class TrainingLoop:
         self._committed = None
         program = self._program_of(num_steps)
         workers = self._engine.workers
+        if self._engine.session.repairs is not None:
+            self._buffers = [(name, buffer, buffer._version) for name, buffer in self._saved_buffers()]
         for worker in workers:
             worker.train(True)
         # In the second pass of a synchronous schedule: then the optimizers have states.
         due = self.held_bytes is None and (self._state.num_updates > 0 or not self._schedule.is_synchronous)
+        watch = None
         if due and len(workers) == 1:
             tell = in_use(workers[0].device)
-        else:
-            tell = None
-        if tell:
-            watch = HeldMemory(workers[0], tell)
-        else:
-            watch = None
+            if tell:
+                watch = HeldMemory(workers[0], tell)
         if watch:
             with watch.counting():
                 runs = self._engine.run(program, feed, look=watch.look, commit=self._commit)
@@ -370,7 +371,26 @@ class TrainingLoop:
         self._passes.append({run.compiled.rank: Times(run.starts, run.ends, run.launches) for run in runs})
         self._state.num_updates += num_steps
         self._state.ordinal += num_steps * self._size
+        self._buffers = []
         return runs
+
+    def _saved_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        found: list[tuple[str, torch.Tensor]] = []
+        for worker in self._engine.workers:
+            for stage in worker.stages.values():
+                found += stage.saved_buffers()
+        return found
+
+    def check_repeatable(self) -> None:
+        """Refuses to repeat a step whose forwards have changed a buffer: they would change it once more.
+
+        Raises:
+            ModelError: they have.
+        """
+        now = dict(self._saved_buffers())
+        for name, buffer, version in self._buffers:
+            if now[name] is not buffer or buffer._version != version:
+                raise ModelError(f"a forward of the step has changed the buffer {name}")
 
     def _refuse(self, runs: Sequence[Execution], num_steps: int) -> None:
         """Raises the error of a step that no rank has made, or reports one that is left out."""

@@ -58,7 +58,7 @@ terminal: Sequence[int] = ()
 """Handles of the terminal's standard output and errors, of a rank that writes to its log."""
 
 
-class Interrupted(Exception):  # noqa: N818
+class Interrupted(Exception):  # noqa: N818  # no error: the unit is repeated
     """A unit was interrupted by the loss of a rank, and is to be repeated."""
 
 
@@ -132,26 +132,22 @@ class Repairs:
         self._can = not why_not
         self.say(CAN, why_not)
 
-    def hung(self, rank: int | None, page: str) -> bool:
+    def hung(self, rank: int | None, faults: int, page: str) -> bool:
         """Reports a rank that hangs, which the launcher then ends; returns whether it can be repaired.
 
         Args:
             rank: its number; None: not known. Another rank may have reported it already: one that is being ended seems
                 to wait like all others.
+            faults: of the run when the ranks got their numbers. After a later one the launcher takes no report.
             page: about it.
         """
         if not self._can:
             return False
-        with self._changed:
-            if rank is None:
-                return self._changed.wait_for(self._is_under_way, _WORD_S)
-            is_under_way = self._is_under_way()
-        if not is_under_way:
-            self.say(HUNG, (rank, self.faults, page))
+        if rank is None:
+            with self._changed:
+                return self._changed.wait_for(lambda: self._loss is not None or faults != self.faults, _WORD_S)
+        self.say(HUNG, (rank, faults, page))
         return True
-
-    def _is_under_way(self) -> bool:
-        return self._loss is not None or self._mending is not None
 
     def take_terminal(self) -> None:
         """Lets this process write to the terminal, as rank 0 does."""
@@ -222,6 +218,7 @@ class Repairs:
                 self._meet(problem)
                 self.go_on()
             else:
+                self.only_once = ""
                 self.go_on()
                 return result
 

@@ -84,7 +84,7 @@ class Survivors:
             self._can[process] = what
         elif word == CANNOT and self.lost:
             self._fail(f"rank {self.rank_of(process)}: {what}")
-        elif word == CANNOT and self._joining and not self.undone:
+        elif word == CANNOT and self._joining and not self._has_ended:
             self.undone = self._fault
             self.faults -= 1
             self._fail(what)

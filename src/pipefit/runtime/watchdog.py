@@ -88,6 +88,9 @@ class Watchdog:
         before: Watchdog | None = None,
     ) -> None:
         self._repairs = repairs
+        self._faults = 0
+        if repairs is not None:
+            self._faults = repairs.faults
         self._rank = rank
         self._num_ranks = num_ranks
         self._progress = progress
@@ -198,7 +201,7 @@ class Watchdog:
     def _is_repaired(self, positions: dict[int, Position], page: str) -> bool:
         """Reports the rank that causes a hang, where the others can go on without it."""
         cause, _ = cause_of(self._rank, self._program, positions, self._num_ranks)
-        return self._repairs is not None and self._repairs.hung(cause, page)
+        return self._repairs is not None and self._repairs.hung(cause, self._faults, page)
 
     def _end(self, page: str) -> None:
         if self._folder is not None and any(self._folder.glob("rank-*.hang")):

@@ -281,6 +281,14 @@ class Stage:
         for layer in self.layers:
             yield from layer.module.named_buffers(prefix=layer.prefix)
 
+    def saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers under the user's names that a `state_dict` has."""
+        for layer in self.layers:
+            for path, module in modules_of(layer.module, layer.prefix):
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and key not in module._non_persistent_buffers_set:
+                        yield f"{path}.{key}", buffer
+
     def state_dict(self) -> dict[str, Tensor]:
         """Weights and buffers under the user's names."""
         result: dict[str, Tensor] = {}
