@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from pipefit import Checkpoints
 from pipefit.ir.op import Op
+from pipefit.pipeline import callbacks
 from pipefit.pipeline import pipeline as module
 from pipefit.pipeline.loggers import csv_log
 from pipefit.runtime.progress import TOGETHER
@@ -127,34 +128,39 @@ def steps_in(log: Path) -> list[str]:
     return [line.partition(",")[0] for line in log.read_text().splitlines()[1:]]
 
 
-def close_after_an_interruption() -> list[bool]:
-    """Closes a pipeline whose two ranks are interrupted once: the first with the whole weights, the other after that.
+def go_on_after_an_interruption(what: str, place: str) -> list[bool]:
+    """Two ranks are interrupted once in a unit: the first one after a function, the other when it has done all.
 
-    Returns whether each weight of the model then lacks memory.
+    Args:
+        what: "close" or "checkpoint".
+        place: a folder.
+
+    Returns:
+        Whether each weight of the model lacks memory at the end.
     """
-    pipe = jobs.pipeline(stages=2)
-    pipe.step(*jobs.batches(1)[0])
-    interruptions = iter([Interrupted()])
-    whole_state = module.whole_state
+    owner, name = {"close": (module, "whole_state"), "checkpoint": (callbacks, "from_first")}[what]
+    function = getattr(owner, name)
     call = Session._call
+    interruptions = iter([Interrupted()])
+    done = []
+    pipe = jobs.pipeline(stages=2)
 
-    def whole_state_once_in_vain(*args: Any) -> Any:
-        result = whole_state(*args)
-        for one in interruptions:
+    def function_once_in_vain(*args: Any) -> Any:
+        result = function(*args)
+        done.append(result)
+        for one in interruptions if pipe.rank == 0 else ():
             raise one
         return result
 
     def call_once_in_vain(session: Session, name: str) -> None:
-        if name == TOGETHER:
-            for one in interruptions:
-                raise one
+        for one in interruptions if done and name == TOGETHER else ():
+            raise one
         call(session, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        if pipe.rank == 0:
-            patch.setattr(module, "whole_state", whole_state_once_in_vain)
-        else:
-            patch.setattr(Session, "_call", call_once_in_vain)
+        patch.setattr(owner, name, function_once_in_vain)
+        patch.setattr(Session, "_call", call_once_in_vain)
+        pipe.fit(jobs.batches(2), callbacks=[Checkpoints(pipe, place, every=1)])
         pipe.close()
     assert next(interruptions, None) is None
     return [parameter.is_meta for parameter in pipe.model.parameters()]

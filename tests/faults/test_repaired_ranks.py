@@ -4,7 +4,7 @@ import signal
 
 import pytest
 import torch
-from tests.faults.repaired_jobs import COPIES, Fault, close_after_an_interruption, count_forwards, steps_in, train
+from tests.faults.repaired_jobs import COPIES, Fault, count_forwards, go_on_after_an_interruption, steps_in, train
 
 from pipefit.runtime.faults import noted
 from pipefit.runtime.launch import LaunchError, launch
@@ -95,9 +95,11 @@ def test_a_step_whose_forwards_change_a_buffer_is_not_repeated(tmp_path, caplog)
     assert "rank 2: a forward of the step has changed the buffer 6.count" in caplog.text
 
 
-def test_closing_is_repeated_by_all_where_one_had_given_the_model_back(tmp_path):
-    """The others once waited for its weights, as long as the first step of a run may take."""
-    found = launch(close_after_an_interruption, 2, folder=tmp_path / "logs", quiet=True, recover=1, deadline_s=20)
+@pytest.mark.parametrize("what", ["close", "checkpoint"])
+def test_what_is_interrupted_is_repeated_by_those_that_had_done_it_too(what, tmp_path):
+    """Such a rank once skipped a part of it in the repetition, and the others waited for it until their deadline."""
+    options = {"folder": tmp_path / "logs", "quiet": True, "recover": 1, "deadline_s": 20}
+    found = launch(go_on_after_an_interruption, 2, what, str(tmp_path / "checkpoints"), **options)
     assert found == [[False] * len(found[0])] * 2
 
 

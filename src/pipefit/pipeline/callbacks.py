@@ -194,9 +194,6 @@ class Checkpoints:
 
     def step(self, record: Record) -> None:
         """Saves a checkpoint when it is due."""
-        self._pipe.session.unit(lambda: self._step(record))
-
-    def _step(self, record: Record) -> None:
         self._look_around(record.step)
         if self._is_due(record.step):
             began = self._clock()
@@ -211,13 +208,10 @@ class Checkpoints:
 
     def end(self, record: Record) -> None:
         """Saves a checkpoint, unless that of the last step exists."""
-        self._pipe.session.unit(lambda: self._end(record))
-
-    def _end(self, record: Record) -> None:
         self._look_around(record.step)
-        self._pipe.session.settle()
+        self._pipe.session.unit(self._pipe.session.settle)
         # After the loss of a rank, some of the others may not know whether the last checkpoint is whole.
-        if from_first(self._pipe.session, lambda: self._saved != record.step):
+        if self._of_first(lambda: self._saved != record.step):
             self._save(wait=True)
 
     def _is_due(self, step: int) -> bool:
@@ -227,17 +221,22 @@ class Checkpoints:
             return False
         background = self._pipe.session.background
         look = partial(self._interval.look, step, background.is_busy, background.cpu_s)
-        is_due, self._next = from_first(self._pipe.session, look)  # by the clock of the first rank
+        is_due, self._next = self._of_first(look)  # by the clock of the first rank
         return bool(is_due)
 
     def _look_around(self, step: int) -> None:
         """Notes the checkpoints in the folder that are not of this training, or of those from which it resumed."""
         if self._earlier is None:
             # Every process knows them: another one may be rank 0 later.
-            self._earlier = set(from_first(self._pipe.session, lambda: _others_in(self.folder, step)))
+            self._earlier = set(self._of_first(lambda: _others_in(self.folder, step)))
+
+    def _of_first(self, look: Callable[[], Any]) -> Any:
+        """The result of rank 0 on all ranks."""
+        return self._pipe.session.unit(lambda: from_first(self._pipe.session, look))
 
     def _save(self, wait: bool) -> None:
-        save(self._pipe, self.folder, keep=self._keep, spared=self._earlier or (), wait=wait)
+        spared = self._earlier or ()
+        self._pipe.session.unit(lambda: save(self._pipe, self.folder, keep=self._keep, spared=spared, wait=wait))
 
 
 def _others_in(folder: Path, step: int) -> list[str]:

@@ -149,7 +149,10 @@ class Session:
             self.repairs.commit(work.wait, total)
 
     def unit(self, work: Callable[[], T]) -> T:
-        """Does what all ranks do together; again from its beginning, if a rank is lost before all have done it."""
+        """Does what all ranks do together; again from its beginning, if a rank is lost before all have done it.
+
+        The work must leave nothing behind that changes what a repetition exchanges: some ranks may have ended theirs.
+        """
         if self.repairs is None or self.repairs.is_inside:
             return work()
 
