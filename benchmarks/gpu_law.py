@@ -55,7 +55,9 @@ DEADLINES_S = {"parts": 38.0, "blocks": 30.0, "compiled": 50.0}
 _MARGIN_S = 4.0
 """Seconds before a deadline after which no trial begins."""
 
-_MIB = 1 << 20
+_LEFT_BYTES = 8 << 30
+"""Memory that trials may leave in cycles of references."""
+
 _QUEUED_CYCLES = 20_000_000
 """Cycles of a GPU, about 11 ms, for which it waits, so that it does not have to wait for the host later."""
 
@@ -528,8 +530,8 @@ def measure(part: str, place: Place, shapes: Mapping[str, str], size: int) -> It
         except Exception as problem:
             yield row | {"failed": f"{type(problem).__name__}: {problem}"[:600]}
         trial = None
-        gc.collect()
-        if cuda:
+        if cuda and torch.cuda.memory_allocated() > _LEFT_BYTES:
+            gc.collect()  # slow: it visits all of torch's and transformers' objects
             torch.cuda.empty_cache()
 
 

@@ -1,4 +1,4 @@
-"""The measurement of parts of blocks on a GPU, tiny and on a CPU: trials run, and one that fails is a line that says why."""
+"""The measurement of blocks on a GPU, tiny and on a CPU: trials run, and one that fails is a line that says why."""
 
 import time
 
