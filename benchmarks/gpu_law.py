@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,13 +52,15 @@ TINY = {
     "llama-tiny": "llama:layers=1,hidden=64,heads=4,kv_heads=2,ffn=96,vocab=256,sequence=32",
     "gpt-tiny": "gpt:layers=1,hidden=64,heads=4,vocab=256,sequence=32,attention=flash,dropout=0",
 }
-DEADLINES_S = {"parts": 38.0, "blocks": 30.0, "compiled": 50.0}
+DEADLINES_S = {"parts": 38.0, "blocks": 30.0, "blocking": 15.0, "compiled": 45.0}
+_BLOCKING = "CUDA_LAUNCH_BLOCKING"
 _MARGIN_S = 4.0
 """Seconds before a deadline after which no trial begins."""
 
 _LEFT_BYTES = 8 << 30
 """Memory that trials may leave in cycles of references."""
 
+_SMALL_KERNELS = 200
 _QUEUED_CYCLES = 20_000_000
 """Cycles of a GPU, about 11 ms, for which it waits, so that it does not have to wait for the host later."""
 
@@ -95,7 +98,7 @@ class Place:
 
 def _rounds(ways: Sequence[Way], count: int, device: torch.device) -> list[list[float]]:
     """The seconds of each work in so many rounds."""
-    if device.type != "cuda":
+    if device.type != "cuda" or os.environ.get(_BLOCKING) == "1":
         return [[_by_clock(way) for way in ways] for _ in range(count)]
     marks = []
     torch.cuda._sleep(_QUEUED_CYCLES)
@@ -435,6 +438,20 @@ def blocks(place: Place, shapes: Mapping[str, str]) -> Iterator[tuple[str, str, 
         yield label, "adamw", partial(_steps, place, model)
 
 
+def blocking(place: Place, shapes: Mapping[str, str]) -> Iterator[tuple[str, str, Callable[[], Trial]]]:
+    """Trials of blocks by the host's clock, in a process in which every launch waits for its kernel."""
+    small = place.random(128)
+
+    def many() -> None:
+        for _ in range(_SMALL_KERNELS):
+            small.add_(1.0)
+
+    yield "device", f"{_SMALL_KERNELS} small kernels", lambda: Trial({"add": many})
+    for label, text in shapes.items():
+        if not transformer_of(text).gated:
+            yield label, "block, every launch waits", partial(_block, place, transformer_of(text), False, "")
+
+
 def compiled(place: Place, shapes: Mapping[str, str]) -> Iterator[tuple[str, str, Callable[[], Trial]]]:
     """Trials of blocks under `torch.compile`."""
     backend = "inductor" if place.device.type == "cuda" else "aot_eager"
@@ -507,7 +524,7 @@ def sustained(ways: Sequence[Way], place: Place, seconds: float) -> dict[str, An
 def measure(part: str, place: Place, shapes: Mapping[str, str], size: int) -> Iterator[dict[str, Any]]:
     """The figures of a part's trials, one after the other."""
     cuda = place.device.type == "cuda"
-    makers = {"parts": partial(parts, size=size), "blocks": blocks, "compiled": compiled}
+    makers = {"parts": partial(parts, size=size), "blocks": blocks, "blocking": blocking, "compiled": compiled}
     for label, name, make in makers[part](place, shapes):
         row: dict[str, Any] = {"part": part, "model": label, "name": name}
         if time.monotonic() > place.until:
@@ -520,7 +537,7 @@ def measure(part: str, place: Place, shapes: Mapping[str, str], size: int) -> It
             row["measured_s"] = dict(zip(trial.ways, found, strict=True))
             row["law_s"] = dict(trial.law_s)
             yield row | {"took_s": time.monotonic() - start}
-            if cuda and part != "parts" and "adamw" not in name:
+            if cuda and part in ("blocks", "compiled") and name != "adamw":
                 yield row | {"name": f"{name}: kernels", "kernels": kernels_of(trial.ways.values())}
             if cuda and (name == f"product of {size}³" or (name == "block" and label == next(iter(shapes)))):
                 yield row | {
@@ -578,8 +595,11 @@ def run_part(part: str, tiny: bool) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks", "gpu-law", "--part", part]
     if tiny:
         command.append("--tiny")
+    environment = dict(os.environ)
+    if part == "blocking":
+        environment[_BLOCKING] = "1"
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=output, stderr=errors)
+        process = subprocess.Popen(command, stdout=output, stderr=errors, env=environment)
         problem = ""
         try:
             if process.wait(timeout=deadline_s):
@@ -603,7 +623,7 @@ def main(part: str = "", output: Path = Path("gpu-law.json"), only: str = "", ti
     Args:
         part: Only this part, in this process; its rows go to standard output as JSON.
         output: File of the rows.
-        only: Names of parts, separated by commas; default: parts, blocks, compiled.
+        only: Names of parts, separated by commas; default: parts, blocks, blocking, compiled.
         tiny: Tiny sizes on the CPU, to try this command.
     """
     if not tiny and not torch.cuda.is_available():

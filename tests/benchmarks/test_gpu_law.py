@@ -19,7 +19,7 @@ def place(until=float("inf")):
 
 
 def test_every_part_is_measured_next_to_the_seconds_that_the_law_predicts():
-    rows = [row for part in ("parts", "blocks") for row in bench.measure(part, place(), bench.TINY, 64)]
+    rows = [row for part in ("parts", "blocks", "blocking") for row in bench.measure(part, place(), bench.TINY, 64)]
     failed = {row["name"] for row in rows if "failed" in row}
     assert failed == {"attention: cudnn", "attention: memory-efficient"}  # which a CPU has not
     found = {(row["model"], row["name"]): row for row in rows}
