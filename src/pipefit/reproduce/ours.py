@@ -20,14 +20,16 @@ Points without a feasible plan are left out of the last four.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import truediv
 from typing import Any
 
 from pipefit.errors import InfeasibleError, PipefitError, look_up
+from pipefit.reproduce.drawings import metric
 from pipefit.reproduce.entry import Bench, Make, Scalar
-from pipefit.reproduce.named_figures import FIGURES, metric
+from pipefit.reproduce.named_figures import FIGURES
 from pipefit.reproduce.record_parts import Record, only, without
 from pipefit.reproduce.steps import Draw, Step, filled, is_call, step_of
 
@@ -36,19 +38,11 @@ Points = Sequence[tuple[Any, Any]]
 """Figures with their x."""
 
 
-def _over(a: float, b: float) -> float:
-    return a / b
-
-
-def _gain_over(a: float, b: float) -> float:
-    return a / b - 1
-
-
-def _saved_over(a: float, b: float) -> float:
-    return 1 - a / b
-
-
-_RATIOS = {"over": _over, "gain_over": _gain_over, "saved_over": _saved_over}
+_RATIOS: Mapping[str, Ratio] = {
+    "over": truediv,
+    "gain_over": lambda a, b: a / b - 1,
+    "saved_over": lambda a, b: 1 - a / b,
+}
 _OWN = ("figure", "given", "at", *_RATIOS)
 
 
