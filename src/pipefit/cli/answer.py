@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ INTERNAL_ERROR = 70
 def picked(thing: object, *names: str) -> dict[str, Any]:
     """Some attributes of an object, as data for `--json`."""
     return {name: getattr(thing, name) for name in names}
+
+
+def is_first() -> bool:
+    """Returns whether this process prints: under a launcher of several processes every rank runs the command."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def code_of(is_good: bool) -> int:

@@ -88,14 +88,9 @@ def compare_rank(
     from pipefit.compare.rounds import compare_on_ranks
     from pipefit.runtime.session import current
 
-    say: Callable[[str], None] = _silent
-    if current().rank == 0 and not quiet:
-        say = _reporter()
-    return compare_on_ranks(settings, say, asked, began_s)
-
-
-def _silent(line: str) -> None:
-    """Shows nothing."""
+    if current().rank > 0 or quiet:
+        return compare_on_ranks(settings, asked=asked, began_s=began_s)
+    return compare_on_ranks(settings, _reporter(), asked, began_s)
 
 
 def _reporter() -> Callable[[str], None]:

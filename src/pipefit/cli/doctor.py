@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import pipefit
 from pipefit.cli.answer import Answer, code_of, picked
-from pipefit.cli.nodes import UNCLEAR, compare_nodes, counted_names, link_text, measured_links
+from pipefit.cli.nodes import UNCLEAR, compare_nodes, counted_names, link_text, measured_links, verdict
 from pipefit.cli.options import Count, Json, Ranks
 from pipefit.cli.version import version_of
 from pipefit.errors import CommunicationError, PipefitError
@@ -92,10 +92,7 @@ def command(
         rows.append((_MARKS[check.state], check.name, check.found))
         if check.fix:
             rows.append(("", "", f"fix: {check.fix}"))
-    last = "All is well."
-    if problems:
-        last = f"{len(problems)} to fix, marked x."
-    return Answer(data, "\n".join([*columns(rows), "", last]), code_of(not problems))
+    return Answer(data, "\n".join([*columns(rows), "", verdict(len(problems))]), code_of(not problems))
 
 
 def _examined(folder: Path) -> Answer:

@@ -168,10 +168,14 @@ def _text(nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], prob
     for state, text in problems:
         lines += wrapped(f"{marks[state]}  {text}", width, "   ")
     num_bad = sum(state == "bad" for state, _ in problems)
-    last = "All is well."
+    return "\n".join([*lines, "", verdict(num_bad)])
+
+
+def verdict(num_bad: int) -> str:
+    """The last line, for so many problems to fix."""
     if num_bad:
-        last = f"{num_bad} to fix, marked x."
-    return "\n".join([*lines, "", last])
+        return f"{num_bad} to fix, marked x."
+    return "All is well."
 
 
 def _row(facts: Mapping[str, Any], is_first: bool) -> tuple[str, ...]:

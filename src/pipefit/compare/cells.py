@@ -61,6 +61,11 @@ class Cell:
     losses: list[float] = field(default_factory=list)
     rise: float | None = None
 
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.strategy} m={self.num_microbatches}"
+
 
 @dataclass(frozen=True)
 class Task:

@@ -126,7 +126,6 @@ def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left:
     """Measures each cell once, with its memory, and says so; returns the cells for which there was no time."""
     longest_s = 0.0
     for index, cell in enumerate(cells):
-        name = f"{cell.strategy} m={cell.num_microbatches}"
         began = time.monotonic()
         if index and left.is_over(longest_s):
             if left.is_asked:
@@ -134,12 +133,12 @@ def _first_rows(cells: list[Cell], task: Task, session: Session, say: Say, left:
             else:
                 why = f"no time within --limit {task.config.limit:g}"
             return [Refusal(late.strategy, late.num_microbatches, why) for late in cells[index:]]
-        say(f"measuring: {index + 1} of {len(cells)}, {name}")
+        say(f"measuring: {index + 1} of {len(cells)}, {cell.name}")
         for keep in (False, True):
             _measure(cell, task.batches, session, keep)
         cell.rise = _rise_bytes(partial(cell.trainer.train, task.batches[: cell.steps]))
         rate = task.config.batch / cell.seconds[0]
-        say(f"measured {index + 1:2} of {len(cells)}  {name:<20}  {rate:8.1f} samples/s")
+        say(f"measured {index + 1:2} of {len(cells)}  {cell.name:<20}  {rate:8.1f} samples/s")
         longest_s = max(longest_s, time.monotonic() - began)
     return []
 
@@ -154,8 +153,7 @@ def _repeat(cells: list[Cell], task: Task, session: Session, say: Say, left: _Ti
         began = time.monotonic()
         say(f"repetition {repetition} of {task.config.repeats}, {counted(len(cells), 'cell')}")
         for index, cell in enumerate(cells):
-            name = f"{cell.strategy} m={cell.num_microbatches}"
-            say(f"measuring: repetition {repetition}, {index + 1} of {len(cells)}, {name}")
+            say(f"measuring: repetition {repetition}, {index + 1} of {len(cells)}, {cell.name}")
             _measure(cell, task.batches, session, keep=True)
         for num, profiles in task.profiles.items():
             size = largest_part(task.batches[0][0], num)

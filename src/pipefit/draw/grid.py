@@ -80,10 +80,9 @@ def _scale(scene: Scene, room: int) -> tuple[float, bool, bool]:
     The shortest cell gets a whole number of columns where that fits, so that equal cells look equal.
     """
     makespan = scene.facts.makespan_s or 1.0
-    boxes = [box for box in scene.boxes if box.letter != "S" and box.duration_s > 0]
-    unit = min((box.duration_s for box in boxes), default=1.0)
+    unit = min((box.duration_s for box in scene.cells), default=1.0)
     several = scene.facts.num_chunks > 1
-    longest = max((len(_label(box, several)) for box in boxes), default=1)
+    longest = max((len(_label(box, several)) for box in scene.cells), default=1)
     for columns in range(longest + 1, 0, -1):
         if makespan * columns / unit <= room:
             return columns / unit, columns >= longest, True

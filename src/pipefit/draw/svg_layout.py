@@ -179,10 +179,10 @@ def layout_of(scene: Scene, width: float | None, room: int = 0) -> Layout:
 
 def _typical_cell(scene: Scene) -> tuple[float, int]:
     """The duration that nine of ten cells reach, and the digits of the highest number."""
-    cells = sorted(box.duration_s for box in scene.boxes if box.letter != "S" and box.duration_s > 0)
+    lengths = sorted(box.duration_s for box in scene.cells)
     typical = 1.0
-    if cells:
-        typical = cells[len(cells) // 10]
+    if lengths:
+        typical = lengths[len(lengths) // 10]
     highest = max([0, *(box.mb for box in scene.boxes)])
     return typical, len(str(highest))
 

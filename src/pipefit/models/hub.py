@@ -54,10 +54,6 @@ def hub_parts(name: str, options: Mapping[str, object], lora: str = "") -> tuple
         ModelError: transformers is not installed, there is no such class or field, the folder cannot be read, or the
             model cannot be cut.
     """
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise ModelError(f"{name}: {_NEEDED}") from None
     if name.startswith(PREFIX):
         # Its buffers are computed when it is built, so it is always built with memory.
         with torch.device("cpu"):
@@ -112,10 +108,6 @@ def without_weights(name: str, options: Mapping[str, object], *, dtype: str = "b
         ModelError: transformers is not installed, there is no such configuration, class or field, or its sizes are
             impossible.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ModelError(f"{name}: {_NEEDED}") from None
     own: dict[str, Any] = {}
     if name.startswith(PREFIX):
         kind = _class_named(name)
@@ -123,7 +115,7 @@ def without_weights(name: str, options: Mapping[str, object], *, dtype: str = "b
     else:
         usual = _configuration(Path(name))
         kind = _class_of(Path(name), usual)
-        own, _ = transformers.PreTrainedConfig.get_config_dict(name, local_files_only=True)
+        own, _ = usual.get_config_dict(name, local_files_only=True)
         # What is trained is not quantised.
         own.pop("quantization_config", None)
     try:
@@ -223,8 +215,10 @@ def _of_class(name: str, options: Mapping[str, object]) -> nn.Module:
 
 def _class_named(name: str) -> Any:
     """The class of transformers that a name such as `transformers:LlamaForCausalLM` names."""
-    import transformers
-
+    try:
+        import transformers
+    except ImportError:
+        raise ModelError(f"{name}: {_NEEDED}") from None
     kind = name.removeprefix(PREFIX)
     found: Any = getattr(transformers, kind, None)
     if getattr(found, "config_class", None) is None:

@@ -161,19 +161,17 @@ def _trained(config: RunConfig) -> str:
 def _with_rates(config: RunConfig) -> RunConfig:
     if config.epochs and config.steps:
         raise PipefitError("--steps and --epochs: give one of them")
-    if not Path(config.model).is_dir() and (config.context or config.pack or config.learn == "all"):
+    is_folder = Path(config.model).is_dir()
+    if not is_folder and (config.context or config.pack or config.learn == "all"):
         raise PipefitError(
             f"--context, --pack and --learn are for models with a tokenizer, in a folder; {config.model} has none"
         )
-    if config.lora and not Path(config.model).is_dir():
+    if config.lora and not is_folder:
         raise PipefitError(f"--lora: adapters are trained over the weights of a folder; {config.model} has none")
     if config.epochs and config.spill.disk:
         raise PipefitError("--epochs: a run on a disk must know its steps: give --steps")
     if config.lr is None:
-        lr = _PEAKS[_trained(config)]
-    else:
-        lr = config.lr
-    config = replace(config, lr=lr)
+        config = replace(config, lr=_PEAKS[_trained(config)])
     if config.epochs:
         return config
     return with_steps(config, config.steps or _USUAL_STEPS)
@@ -182,10 +180,8 @@ def _with_rates(config: RunConfig) -> RunConfig:
 def with_steps(config: RunConfig, steps: int) -> RunConfig:
     """The configuration with this number of steps, and the warm-up that follows from it."""
     if config.warmup is None:
-        warmup = -(-steps // 10)
-    else:
-        warmup = config.warmup
-    return replace(config, steps=steps, warmup=warmup)
+        config = replace(config, warmup=-(-steps // 10))
+    return replace(config, steps=steps)
 
 
 def _usual_ranks(request: Request) -> int:

@@ -30,6 +30,7 @@ from pipefit.parallel.alike import described
 from pipefit.pipeline.facts import structure_of
 from pipefit.profiling.measure import description
 from pipefit.profiling.workload import Workload
+from pipefit.run.config import num_cores
 from pipefit.runtime.collectives import exchange, from_first
 from pipefit.runtime.outliving import kept
 from pipefit.runtime.session import Session
@@ -123,8 +124,7 @@ def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], sessi
         sizes: of the micro-batches.
         session: the ranks of the run.
     """
-    cores = getattr(os, "sched_getaffinity", lambda pid: range(os.cpu_count() or 1))
-    here = [platform.node(), description(work.device, work.half), len(cores(0))]
+    here = [platform.node(), description(work.device, work.half), num_cores()]
     ranks = exchange(session, here)
     hosts = [host for host, *_ in ranks]
     if len(set(hosts)) == 1:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from pipefit.errors import look_up, nearest
+from pipefit.errors import look_up
 from pipefit.spec.files import check_format, parse_toml, read_text
 from pipefit.spec.options import check_least
 from pipefit.study.stopping import RULES, Rule
@@ -168,7 +168,6 @@ def _trial(shared: Mapping[str, Any], own: Mapping[str, Any], point: Mapping[str
 
 
 def _check_keys(given: Iterable[str], known: Iterable[str]) -> None:
-    known = tuple(known)
+    table = dict.fromkeys(known)
     for key in given:
-        if key not in known:
-            raise StudyError(f"unknown key {key!r}; {nearest(key, known)}")
+        look_up(key, table, "unknown key", StudyError)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pipefit.errors import PipefitError, look_up, nearest
+from pipefit.errors import PipefitError, look_up
 from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, in_bytes, setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
@@ -106,9 +106,8 @@ class Trial:
         check_least(self)
         listed = isinstance(self.data, tuple)
         is_named = isinstance(self.model, str)
-        if not callable(self.optimizer) and self.optimizer not in OPTIMIZERS:
-            hint = nearest(str(self.optimizer), OPTIMIZERS)
-            raise StudyError(f"optimizer: unknown {self.optimizer!r}; {hint}")
+        if not callable(self.optimizer):
+            look_up(self.optimizer, dict.fromkeys(OPTIMIZERS), "optimizer: unknown", StudyError)
         if listed and self.batch < self.microbatches:
             raise StudyError(f"batch: {self.batch} samples are too few for {self.microbatches} micro-batches")
         if not is_named and (self.loss is None or listed):
