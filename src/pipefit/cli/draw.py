@@ -52,7 +52,7 @@ def command(
     """
     from pipefit.draw.drawing import drawing_by
 
-    given: dict[str, Any] = dict(cast(Any, option or {}))
+    given = dict(cast(Any, option or {}))
     for name, value in (("warmup", warmup), ("group", group)):
         if value is not None:
             given[name] = value

@@ -41,7 +41,7 @@ def command(
     from pipefit.planner.measured_runs import fit_machine, read_runs
     from pipefit.planner.run_folders import run_of_folder
 
-    every: list[MeasuredRun] = []
+    every = []
     for path in runs:
         if path.is_dir():
             every.append(run_of_folder(path))
@@ -53,7 +53,7 @@ def command(
     fitted = fit_machine(timed, load_topology(topology))
     if output:
         fitted.topology.save(output)
-    data: dict[str, Any] = {
+    data = {
         "constants": fitted.constants,
         "runs": [{"run": run.place, "error": error} for run, error in zip(timed, fitted.errors, strict=True)],
     }

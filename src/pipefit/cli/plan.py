@@ -219,7 +219,7 @@ def _swept(model: Profile | str, machine: Topology, options: PlanOptions, wanted
     output = wanted.output
     if output is not None and output.suffix == ".json":
         raise PipefitError(f"-o {output}: expected .svg or .png for the chart of --sweep; --json prints its figures")
-    over: dict[str, list[Any]] = {}
+    over = {}
     for text in wanted.sweep:
         name, _, values = text.partition("=")
         each = [value.strip() for value in values.split(",") if value.strip()]

@@ -124,7 +124,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """The comparison as JSON data."""
         choice = self.choice
-        data: dict[str, Any] = {"format": "pipefit.comparison/1", **asdict(self), "largest_error": self.largest_error}
+        data = {"format": "pipefit.comparison/1", **asdict(self), "largest_error": self.largest_error}
         if choice is not None:
             named = {which: [row.strategy, row.num_microbatches] for which, row in choice._asdict().items()}
             data["choice"] = named | {"over_best": choice.over_best}

@@ -40,7 +40,7 @@ class Trainer(Protocol):
 
 def bytes_of(modules: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> float:
     """Bytes of weights, buffers and the states of optimizers; shared memory counts once."""
-    tensors: list[Tensor] = []
+    tensors = []
     for module in modules:
         tensors += [*module.parameters(), *module.buffers()]
     for optimizer in optimizers:

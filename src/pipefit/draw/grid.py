@@ -141,7 +141,7 @@ def _owners(boxes: list[Box], per_second: float, length: int) -> list[Box | None
             most, _ = shown[column].get(box.letter, (0.0, box))
             if covered > most:
                 shown[column][box.letter] = covered, box
-    owners: list[Box | None] = []
+    owners = []
     due: dict[str, float] = defaultdict(float)
     for kinds, best in zip(filled, shown, strict=True):
         idle = 1 - sum(kinds.values())

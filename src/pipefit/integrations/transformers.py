@@ -144,7 +144,7 @@ class PipelineTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """The batches of an update, which rank 0 reads, and the number of their labels."""
-        found: Any = None
+        found = None
         if self.session.rank == 0:
             found, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = from_rank(self.session, found)

@@ -55,7 +55,7 @@ def convnet(
         model.append((f"block{index}", _norm_block(width, outputs, 2 if halve else 1)))
         size = (size + 1) // 2 if halve else size
         width = outputs
-    head: list[tuple[str, nn.Module]] = [
+    head = [
         ("pool", nn.AdaptiveAvgPool2d(1)),
         ("flatten", nn.Flatten()),
         ("dropout", nn.Dropout(dropout)),

@@ -108,7 +108,7 @@ def without_weights(name: str, options: Mapping[str, object], *, dtype: str = "b
         ModelError: transformers is not installed, there is no such configuration, class or field, or its sizes are
             impossible.
     """
-    own: dict[str, Any] = {}
+    own = {}
     if name.startswith(PREFIX):
         kind = _class_named(name)
         usual = kind.config_class()

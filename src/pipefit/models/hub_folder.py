@@ -134,7 +134,7 @@ class FolderWeights:
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         base = self._model.base_model_prefix
         groups: dict[str, _Group] = {}
-        shown: dict[str, str] = {}
+        shown = {}
         for name in sorted(self._file_of, key=_by_number):
             target, pattern = rename_source_key(name, renamings, converters, base, dict(state))
             if target not in state and name in state:

@@ -36,7 +36,7 @@ def lectures_page(outcomes: Sequence[Outcome]) -> str:
 def _by_deck(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """The outcomes of each deck, without decks that have none."""
     by_name = {outcome.entry.name: outcome for outcome in outcomes}
-    decks: dict[str, list[Outcome]] = {}
+    decks = {}
     for deck, entries in DECKS.items():
         found = [by_name[entry.name] for entry in entries if entry.name in by_name]
         if found:

@@ -75,7 +75,7 @@ def course(run: Bench, data: str, schedule: str) -> list[tuple[float, float]]:
     step = _trained(data, schedule)
     run(step)
     text = (Path(step.options["output"]) / "metrics.jsonl").read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    entries = [json.loads(line) for line in text.splitlines()]
     seconds = {entry["step"]: entry["seconds"] for entry in entries if "seconds" in entry}
     return [(seconds[entry["step"]], entry["held_out_loss"]) for entry in entries if "held_out_loss" in entry]
 

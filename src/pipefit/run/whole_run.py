@@ -268,8 +268,8 @@ def _result(run: ReadyRun, trained: _Trained, report: PipelineReport, before: fl
     config = run.config
     source = run.source
     timeline = report.timeline
-    held_out_loss: float | None = None
-    accuracy: float | None = None
+    held_out_loss = None
+    accuracy = None
     if source.counts_hits:
         held_out_loss, accuracy = run.pipe.evaluate(
             source.held_out, lambda output, y: (output.argmax(1) == y).float().mean().item()

@@ -142,7 +142,7 @@ def _channel(cost: CostModel, i: Instruction, rank: int) -> Key:
 
 def _kept(graph: Graph, later: bool) -> frozenset[int]:
     """The fetches that move nothing, by number."""
-    found: set[int] = set()
+    found = set()
     for rank, start in enumerate(graph.starts[:-1]):
         found |= {start + index for index in kept_fetches(graph.program, rank, later)}
     return frozenset(found)

@@ -54,7 +54,7 @@ def picture(outcome: StudyTimeline, names: Sequence[str], num_devices: int, titl
 
 def trace(outcome: StudyTimeline, names: Sequence[str]) -> dict[str, Any]:
     """The timeline as a Chrome trace, which Perfetto opens: a process per device."""
-    items: list[dict[str, Any]] = [
+    items = [
         {"ph": "M", "name": "process_name", "pid": device, "tid": 0, "args": {"name": f"device {device}"}}
         for device in sorted({turn.device for turn in outcome.turns})
     ]

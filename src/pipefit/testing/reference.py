@@ -30,7 +30,7 @@ def reference(case: Case) -> Outcome:
     averages = MiniBatchAverages(model.root)
     trained = {name: parameter for name, parameter in model.root.named_parameters() if parameter.requires_grad}
     optimizer = None
-    scheduler: Any = None
+    scheduler = None
     if trained:
         optimizer = optimizer_of(case, model.root, list(trained.items()))
         if case.updates.scheduler:
@@ -145,7 +145,7 @@ def _spared(no_decay: Sequence[str] | str, root: nn.Module) -> set[str]:
     if isinstance(no_decay, str):
         no_decay = no_decay.split(",")
     words = [word.strip().lower() for word in no_decay if word.strip()]
-    chosen: set[nn.Parameter] = set()
+    chosen = set()
     for path, module in root.named_modules(remove_duplicate=False):
         kind = type(module).__name__
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

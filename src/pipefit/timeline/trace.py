@@ -32,7 +32,7 @@ _THREADS = {"compute": 0, "comm": 100, "fetch": 200, "evict": 300, "host_step": 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """A JSON object in Chrome's trace event format (times there in microseconds)."""
     threads = _threads(timeline)
-    items: list[dict[str, Any]] = list(_names(timeline, threads))
+    items = list(_names(timeline, threads))
     items += [_slice(timeline, event, threads[event]) for event in timeline.events]
     items += [_launch(timeline, event) for event in timeline.launches]
     items += _arrows(timeline, threads)
@@ -98,7 +98,7 @@ def load_trace(path: str | Path) -> Timeline:
 
 def _threads(timeline: Timeline) -> dict[Event, int]:
     """The thread of each event: the first of its lane on which it crosses no other."""
-    threads: dict[Event, int] = {}
+    threads = {}
     free: dict[tuple[int, str], list[float]] = defaultdict(list)
     for event in sorted(timeline.events, key=attrgetter("start_s", "end_s")):
         lane = _lane(timeline, event)
