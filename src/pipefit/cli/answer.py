@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from pipefit.spec.files import JsonObject
+
 FINE = 0
 FINDING = 1
 USAGE = 2
@@ -18,7 +20,7 @@ INTERNAL_ERROR = 70
 """Exit codes: success; a finding (or a run that failed); bad input; an error inside pipefit."""
 
 
-def picked(thing: object, *names: str) -> dict[str, Any]:
+def picked(thing: object, *names: str) -> JsonObject:
     """Some attributes of an object, as data for `--json`."""
     return {name: getattr(thing, name) for name in names}
 

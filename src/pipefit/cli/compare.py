@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from pipefit.cli.heartbeat import NEXT_S
 from pipefit.cli.models import importable
 from pipefit.cli.options import Folder, Json, Ranks, verb
 from pipefit.compare.settings import WHOLE, CompareConfig
+from pipefit.run.observer import Say
 from pipefit.units import columns, counted
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def compare_rank(
     return compare_on_ranks(settings, _reporter(), asked, began_s)
 
 
-def _reporter() -> Callable[[str], None]:
+def _reporter() -> Say:
     """A function that shows the progress in lines: details on a terminal in one that changes, else one each 5 s."""
     reported_s = time.monotonic()
 

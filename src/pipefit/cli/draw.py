@@ -12,6 +12,7 @@ from pipefit.cli.options import Amount, Count, Json, Pairs, Picture, verb
 from pipefit.cli.programs import check_forwards
 from pipefit.draw.draw_options import DrawOptions
 from pipefit.errors import PipefitError
+from pipefit.spec.files import JsonObject
 
 if TYPE_CHECKING:
     from pipefit.draw.drawing import Drawing
@@ -85,7 +86,7 @@ def check_name(words: Sequence[str]) -> None:
         find(words[0])
 
 
-def _figures(drawing: Drawing, num_microbatches: int) -> dict[str, Any]:
+def _figures(drawing: Drawing, num_microbatches: int) -> JsonObject:
     """The figures of a drawing, for the requested micro-batches."""
     header = drawing.program.header
     data = drawing.metrics | {"num_updates": header.num_steps, "total_microbatches": header.total_microbatches}

@@ -15,6 +15,7 @@ from typing import Any
 
 import pipefit
 from pipefit.cli.answer import Answer, code_of, picked
+from pipefit.spec.files import JsonObject
 from pipefit.spec.host import usable_bytes
 from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
 
@@ -40,7 +41,7 @@ def compare_nodes(folder: Path) -> Answer:
     everyone = exchange(session, _facts() | {"shared": bool(mark) and (folder / mark).is_file()})
     if session.rank == 0 and mark:
         (folder / mark).unlink()
-    nodes: dict[str, dict[str, Any]] = {}
+    nodes: dict[str, JsonObject] = {}
     for rank, facts in enumerate(everyone):
         first = nodes.setdefault(facts["node"], facts | {"ranks": []})
         first["ranks"].append(rank)
@@ -60,7 +61,7 @@ def compare_nodes(folder: Path) -> Answer:
     return Answer(data, _text(found, links, problems, folder), code_of(is_good))
 
 
-def _facts() -> dict[str, Any]:
+def _facts() -> JsonObject:
     """The versions and the hardware of this process's machine, as JSON data."""
     import torch
 
@@ -92,7 +93,7 @@ def _marked(folder: Path) -> str:
     return ""
 
 
-def measured_links() -> list[dict[str, Any]]:
+def measured_links() -> list[JsonObject]:
     """Links inside a machine and between machines; none when the machines are too busy for a measurement.
 
     Every rank calls it.
@@ -110,7 +111,7 @@ def measured_links() -> list[dict[str, Any]]:
     return found
 
 
-def _problems(nodes: Sequence[dict[str, Any]], folder: Path, writable: bool) -> Iterator[tuple[str, str]]:
+def _problems(nodes: Sequence[JsonObject], folder: Path, writable: bool) -> Iterator[tuple[str, str]]:
     """Differences between the machines: ("bad" or "warn", text)."""
     first = nodes[0]
     for name in ("pipefit", "torch", "python", "cuda", "gpus"):
@@ -153,7 +154,7 @@ def link_text(bandwidth_bytes_per_s: float, latency_s: float) -> str:
     return f"{format_bytes(bandwidth_bytes_per_s)}/s, latency {format_seconds(latency_s)}"
 
 
-def _text(nodes: Sequence[dict[str, Any]], links: Sequence[dict[str, Any]], problems: Any, folder: Path) -> str:
+def _text(nodes: Sequence[JsonObject], links: Sequence[JsonObject], problems: Any, folder: Path) -> str:
     width = shutil.get_terminal_size((100, 24)).columns
     rows = [_COLUMNS, *(_row(facts, facts is nodes[0]) for facts in nodes)]
     lines = [f"{counted(len(nodes), 'machine')}; folder {folder.resolve()}", "", *table(rows, width), ""]

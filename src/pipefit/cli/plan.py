@@ -8,13 +8,14 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pipefit.cli.answer import Answer, picked
 from pipefit.cli.counted import ModelSource, count_of
 from pipefit.cli.options import Json, Machine, ending, verb
 from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import Checked, flag_of, refuse_unused, setting
 from pipefit.units import format_seconds, wrapped
 
@@ -308,7 +309,7 @@ def _answer(
     return Answer(data, text, output=written)
 
 
-def _stages(made: Plan) -> list[dict[str, Any]]:
+def _stages(made: Plan) -> list[JsonObject]:
     found = []
     for stage in made.partition.stages:
         layers: Sequence[int] = stage.layers

@@ -19,6 +19,7 @@ from pipefit.cli.options import Count, Json, Threads, verb
 from pipefit.errors import PipefitError
 from pipefit.run.claim import check_free
 from pipefit.run.config import RunConfig, checkpoints_of, choices, with_defaults
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import as_flat
 from pipefit.units import columns
 
@@ -161,7 +162,7 @@ def _remove_if_only_logs(logs: Path) -> None:
         logs.parent.rmdir()
 
 
-def _data(settings: RunConfig, result: Any) -> dict[str, Any]:
+def _data(settings: RunConfig, result: Any) -> JsonObject:
     data = {"config": as_flat(settings), **asdict(result), "final_loss": None}
     if result.losses:
         data["final_loss"] = result.losses[-1]

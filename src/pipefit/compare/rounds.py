@@ -23,12 +23,14 @@ from pipefit.calibrate.overhead import runtime_costs
 from pipefit.compare.cells import Cell, Task, build_cells, make_task
 from pipefit.compare.comparison import Comparison, Refusal, Row
 from pipefit.compare.settings import CompareConfig
-from pipefit.compare.strategies import Batch, ScheduledPipeline
+from pipefit.compare.strategies import ScheduledPipeline
 from pipefit.cost import RuntimeCosts, of_plan
 from pipefit.errors import PipefitError
+from pipefit.models.examples import Batch
 from pipefit.profiling.agreed import agreed_profile, median_profile
 from pipefit.profiling.clock import half_interquartile_range
 from pipefit.profiling.links import links_of
+from pipefit.run.observer import Say
 from pipefit.run.optimizers import STATE_PER_WEIGHT
 from pipefit.runtime.collectives import gather_rows
 from pipefit.runtime.malloc import trim
@@ -37,8 +39,6 @@ from pipefit.runtime.session import Session, current
 from pipefit.simulate import simulate
 from pipefit.spec import Topology
 from pipefit.units import counted
-
-Say = Callable[[str], None]
 
 _KEPT_LOSSES = 4
 _WARM_UP_S = 0.4

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipefit.models.examples import Batch
 from pipefit.pipeline.pipeline import Pipeline
 from pipefit.planner import by_hand
 from pipefit.profiling.tensors import tensors_of
@@ -23,8 +24,6 @@ from pipefit.spec import Partition, Plan, Profile
 from pipefit.spec.options import Parallelism, Updates
 from pipefit.stage.training import with_metrics
 from pipefit.timeline import Timeline
-
-Batch = tuple[Any, Any]
 
 
 class Trainer(Protocol):
@@ -171,7 +170,7 @@ class ScheduledPipeline:
             updates=Updates(seed=seed),
         )
 
-    def train(self, batches: Sequence[tuple[Any, Any]]) -> Sequence[float]:
+    def train(self, batches: Sequence[Batch]) -> Sequence[float]:
         """Trains one update per batch; a schedule without a flush drains at the end."""
         return self.pipe.fit(list(batches), steps=len(batches))
 

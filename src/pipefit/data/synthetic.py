@@ -7,6 +7,7 @@ from typing import Any
 
 from pipefit.data.position import Resumable
 from pipefit.errors import DataError
+from pipefit.spec.files import JsonObject
 
 
 class SyntheticBatches(Resumable):
@@ -35,5 +36,5 @@ class SyntheticBatches(Resumable):
         """Batch number `index`, without moving the position."""
         return self._made[index % len(self._made)]
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> JsonObject:
         return {"seed": self._seed, "batch": self._batch}

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from pipefit.draw.caption import title_of
 from pipefit.draw.reasons import Reason, Why, reasons
 from pipefit.draw.scene import Box, Scene
 from pipefit.draw.slots import Stay, stays_of
 from pipefit.ir.op import Op
+from pipefit.spec.files import JsonObject
 from pipefit.units import format_bytes
 
 LETTERS = "FRBIWS"
@@ -18,7 +18,7 @@ COPIED_KINDS = ("weights", "wgrad", "optim", "act", "input", "", "grad")
 _FINEST = 1_000_000  # ticks of a timeline whose times are not multiples of a simple fraction
 
 
-def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
+def encode_scene(name: str, scene: Scene) -> JsonObject:
     """A scene as JSON data.
 
     `ranks[r]` has, for each box of rank r: letter, chunk, micro-batch, version, ticks since the end of the previous
@@ -61,7 +61,7 @@ def encode_scene(name: str, scene: Scene) -> dict[str, Any]:
     }
 
 
-def _spilled(scene: Scene, found: list[Reason], tick: float) -> dict[str, Any]:
+def _spilled(scene: Scene, found: list[Reason], tick: float) -> JsonObject:
     spill = scene.timeline.program.header.spill
     assert spill is not None
     copies: list[list[int]] = [[] for _ in scene.stages]

@@ -18,7 +18,7 @@ from pipefit.cutting import Cut, cut
 from pipefit.cutting.own import without_adapters
 from pipefit.errors import PipefitError, PlanError
 from pipefit.integrations.one_replica import as_one_replica, from_rank
-from pipefit.integrations.split_losses import ITEMS, Batch, for_each_sample, split_of
+from pipefit.integrations.split_losses import ITEMS, Arguments, Batch, for_each_sample, split_of
 from pipefit.integrations.stage_optimizers import StageOptimizers
 from pipefit.integrations.trainer_arguments import check_arguments
 from pipefit.integrations.trainer_passes import forward, train
@@ -42,7 +42,7 @@ _ANY_NORM = 1e30
 class _CalledError(Exception):
     """Ends a loss function when it calls its model, and has the arguments of the call."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
 
 
@@ -202,10 +202,10 @@ class PipelineTrainer(Trainer):
 
     # ---- the passes -------------------------------------------------------------------------------------------------
 
-    def _arguments(self, batch: Batch, num_items: Any) -> dict[str, Any]:
+    def _arguments(self, batch: Batch, num_items: Any) -> Arguments:
         """The arguments with which the loss function calls the model for a batch."""
 
-        def note(arguments: dict[str, Any]) -> Any:
+        def note(arguments: Arguments) -> Any:
             raise _CalledError(arguments)
 
         try:

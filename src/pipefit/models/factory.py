@@ -15,11 +15,14 @@ from typing import Any
 
 from pipefit.errors import ModelError, PipefitError, nearest
 
+Factory = Callable[..., Any]
+"""Makes a model from its options."""
+
 # A script without a main guard may leave through sys.exit while it is imported; Ctrl-C must still pass.
 _RAISED = (Exception, SystemExit)
 
 
-def find_factory(path: str) -> Callable[..., Any]:
+def find_factory(path: str) -> Factory:
     """The callable of `pkg.mod:name` or `folder/file.py:name`; modules are also searched in the working directory.
 
     Raises:
@@ -81,7 +84,7 @@ def _import_file(file: str, path: str) -> ModuleType:
     return module
 
 
-def call_factory(factory: Callable[..., Any], options: Mapping[str, Any], model: str) -> Any:
+def call_factory(factory: Factory, options: Mapping[str, Any], model: str) -> Any:
     """Calls the factory; pipefit's errors pass, any other becomes a `ModelError` with its message and place."""
     try:
         return factory(**options)

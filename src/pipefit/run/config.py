@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pipefit.errors import PipefitError
 from pipefit.pipeline.loggers import check_installed
 from pipefit.schedules import find
 from pipefit.spec import Plan
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import AUTO, Precision, Request, Saves, Spilled, Updates, as_flat, check_least, setting
 from pipefit.units import counted
 
@@ -302,7 +303,7 @@ _FREE = (
 """Options that may differ when another run resumes from the records of this one."""
 
 
-def facts_of(config: RunConfig) -> dict[str, Any]:
+def facts_of(config: RunConfig) -> JsonObject:
     """The options of a run that determine its numbers, by their names on the command line, as JSON data."""
     facts = {f"--{name.replace('_', '-')}": value for name, value in as_flat(config).items() if name not in _FREE}
     return dict(json.loads(json.dumps(facts)))

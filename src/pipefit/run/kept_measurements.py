@@ -34,7 +34,7 @@ from pipefit.run.config import num_cores
 from pipefit.runtime.collectives import exchange, from_first
 from pipefit.runtime.outliving import kept
 from pipefit.runtime.session import Session
-from pipefit.spec.files import is_own_folder
+from pipefit.spec.files import JsonObject, is_own_folder
 from pipefit.spec.sealed import read_sealed, write_sealed
 
 T = TypeVar("T")
@@ -61,8 +61,8 @@ class KeptMeasurements:
         self.path = path
         self._facts = facts
         self._session = session
-        self._kept: dict[str, Any] = {}
-        self._new: dict[str, Any] = {}
+        self._kept: JsonObject = {}
+        self._new: JsonObject = {}
         if not again:
             self._kept = from_first(session, self._read)
         self.made_at = float(self._kept.get(_MADE_AT, 0.0))
@@ -106,7 +106,7 @@ class KeptMeasurements:
             with contextlib.suppress(PipefitError):
                 write_sealed(self.path, data, durable=False)
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self) -> JsonObject:
         if self.path is None:
             return {}
         try:
@@ -115,7 +115,7 @@ class KeptMeasurements:
             return {}
 
 
-def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], session: Session) -> dict[str, Any]:
+def facts_of_measurement(work: Workload, optimizer: str, sizes: list[int], session: Session) -> JsonObject:
     """Everything that measurements of a model's layers on the ranks of a run depend on.
 
     Args:

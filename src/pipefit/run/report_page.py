@@ -25,7 +25,7 @@ from pipefit.run.speeds import speeds_of
 from pipefit.runtime.faults import events_of, noted
 from pipefit.spec import Plan
 from pipefit.spec.assets import rendered
-from pipefit.spec.files import read_json, write_atomically
+from pipefit.spec.files import JsonObject, read_json, write_atomically
 from pipefit.spec.options import as_flat
 from pipefit.timeline import Timeline
 from pipefit.timeline.compare import Row, notable
@@ -146,7 +146,7 @@ def summary_of(place: Path) -> list[tuple[str, str]]:
     return found
 
 
-def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
+def _render(place: Path, data: JsonObject, follows: bool) -> str:
     result = None
     if data:
         result = data["result"]
@@ -185,7 +185,7 @@ def _render(place: Path, data: dict[str, Any], follows: bool) -> str:
     )
 
 
-def _of_result(place: Path, config: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+def _of_result(place: Path, config: JsonObject, result: JsonObject) -> JsonObject:
     """The content of the page of a run that has ended, in addition to the content of every page."""
     plan = Plan.load(place / "plan.json")
     return {
@@ -200,13 +200,13 @@ def _of_result(place: Path, config: dict[str, Any], result: dict[str, Any]) -> d
     }
 
 
-def _rows(data: list[dict[str, Any]]) -> list[Row]:
+def _rows(data: list[JsonObject]) -> list[Row]:
     """The rows of the table of predicted and measured times."""
     rows = [Row(**{"error": 0.0, **row}) for row in data]
     return [row for row in notable(rows) if row.name.split()[0] in ("period", "bubble", *SHOWN)]
 
 
-def _settings(config: dict[str, Any]) -> dict[str, str]:
+def _settings(config: JsonObject) -> dict[str, str]:
     """The options of a run that a reader wants to know, by their names in words."""
     usual = as_flat(RunConfig())
     found = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,9 +16,11 @@ from pipefit.data import ArrayBatches, SyntheticBatches, TextBatches, digits, sp
 from pipefit.data.records import TokenBatches
 from pipefit.errors import DataError, ModelError
 from pipefit.models import ModelBundle, build, parse_options
+from pipefit.models.examples import Batch
 from pipefit.models.hub import is_folder
 from pipefit.models.registry import hub_bundle
 from pipefit.run.config import RunConfig
+from pipefit.run.observer import Say
 from pipefit.run.texts import HeldOutPrompt, Texts, is_named, texts_of
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
@@ -51,7 +53,7 @@ class Source:
     tokens_per_sample: int = 0
     longest: int = 0
     counts_hits: bool = False
-    example: tuple[Any, Any] | None = None
+    example: Batch | None = None
     is_tuned: bool = False
     tokenizer: Any = None
     prompts: tuple[HeldOutPrompt, ...] = ()
@@ -64,7 +66,7 @@ class Source:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
-def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, Any]:
+def example_of(bundle: ModelBundle, source: Source, batch: int) -> Batch:
     """A batch of `batch` samples in the shapes of the run: the model's random example, else one from the data.
 
     Raises:
@@ -80,7 +82,7 @@ def example_of(bundle: ModelBundle, source: Source, batch: int) -> tuple[Any, An
         return source.example
 
 
-def model_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[ModelBundle, Source]:
+def model_and_data(config: RunConfig, doing: Say) -> tuple[ModelBundle, Source]:
     """The model of a run and its data.
 
     Args:
@@ -100,7 +102,7 @@ def model_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[Mod
     return bundle, source_of(bundle, config.data, config.batch, seed, config.eval_data)
 
 
-def _folder_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[ModelBundle, Source]:
+def _folder_and_data(config: RunConfig, doing: Say) -> tuple[ModelBundle, Source]:
     """The model of a folder, without weights, and its data; the user's records are read first, to refuse them soon."""
     seed = config.updates.seed
     is_own = bool(config.data) and not is_named(config.data)

@@ -13,6 +13,7 @@ from pipefit.reproduce.lectures import ENTRIES
 from pipefit.reproduce.lectures_page import lectures_page
 from pipefit.reproduce.outcome import run_all
 from pipefit.reproduce.run_scores import published_runs
+from pipefit.run.observer import Say
 from pipefit.site.course_pages import Draw, course_pages
 from pipefit.site.plan_grid import plan_grid
 from pipefit.site.site_frame import page
@@ -35,7 +36,7 @@ class Site:
 
     folder: Path
     draw: Draw
-    say: Callable[[str], None]
+    say: Say
     models: Mapping[str, str]
 
     def write(self, name: str, text: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from pipefit.errors import PipefitError, look_up
+from pipefit.spec.files import JsonObject
 from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, in_bytes, setting
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
@@ -123,9 +124,13 @@ class Trial:
         sizes = (self.batch, self.microbatches, self.shards, self.clip > 0, plain(self.optimizer))
         return repr((self.model, sorted(self.options.items()), plain(self.data), *sizes))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The trial as JSON data; callables by their names."""
         return {key: plain(value) for key, value in vars(self).items()}
+
+
+Define = Callable[[Mapping[str, Any]], Trial]
+"""Makes a trial of values that a search has chosen."""
 
 
 def plain(value: Any) -> Any:
@@ -215,7 +220,7 @@ class StudySpec:
         alike = [replace(other, name=f"{number}") for number, other in enumerate((*others[:1], trial))]
         replace(self, trials=tuple(alike))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """The study as JSON data."""
         if self.stop is None:
             stop = None

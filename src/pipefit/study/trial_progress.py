@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipefit.spec.files import JsonObject
 from pipefit.study.simulation import TrialCost
 from pipefit.study.trial import Progress, Trial, plain
 
@@ -110,7 +111,7 @@ class TrialProgress:
             curve.append(last)
         return curve
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Its result as JSON data."""
         return {key: plain(getattr(self, key)) for key in _ROW}
 

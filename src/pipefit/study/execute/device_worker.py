@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from pipefit.stage import accelerator
 from pipefit.study.execute import runner
 from pipefit.study.execute.open_trial import OpenTrial
 from pipefit.study.simulation import TimedTurn
-from pipefit.study.trial import Job, NoRoomError, StudySpec, Trial
+from pipefit.study.trial import Define, Job, NoRoomError, StudySpec, Trial
 
 _KEPT_BYTES = 1 << 30
 """Bytes of trials that a worker keeps on its device between turns where no limit is given."""
@@ -49,7 +49,7 @@ class Settings(NamedTuple):
     folder: Path
     log: Path
     trials: Sequence[Trial]
-    define: Callable[[Mapping[str, Any]], Trial] | None
+    define: Define | None
 
     @property
     def threads(self) -> int:

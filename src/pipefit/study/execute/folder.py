@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from pipefit.spec.files import is_own_folder
+from pipefit.spec.files import JsonObject, is_own_folder
 from pipefit.spec.lock import locked
 from pipefit.spec.options import in_bytes
 from pipefit.spec.sealed import write_sealed
@@ -97,7 +97,7 @@ class StudyFolder:
         """Writes the values that a search has chosen so far."""
         write_sealed(self.path / "chosen.json", {"format": _CHOSEN, "chosen": plain(values)}, indent=1)
 
-    def chosen(self) -> list[dict[str, Any]]:
+    def chosen(self) -> list[JsonObject]:
         """The trials that a search chose in an earlier run."""
         path = self.path / "chosen.json"
         if path.exists():

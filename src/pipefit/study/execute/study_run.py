@@ -7,7 +7,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from pipefit.study.execute.folder import StudyFolder
 from pipefit.study.execute.pool import Pool
 from pipefit.study.execute.trial_files import read_progress
 from pipefit.study.results import StudyResult, read_entry, result_of, save_result, write_entry
-from pipefit.study.trial import Job, StudyError, StudySpec, Trial, file_name
+from pipefit.study.trial import Define, Job, StudyError, StudySpec, Trial, file_name
 from pipefit.study.trial_progress import TrialProgress
 from pipefit.study.trial_search import Search
 
 _GRACE_S = 10.0
 _MOST_RESTARTS = 20
-Define = Callable[[Mapping[str, Any]], Trial]
 
 
 class StudyRun:
