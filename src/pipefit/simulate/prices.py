@@ -81,7 +81,7 @@ def prices_of(layout: FlatProgram, cost: CostModel, contention: bool = False, re
             if tier.name == spill.tier and tier.commit_s:
                 between += tier.commit_s
                 closing = _closing(layout, Op.EVICT)
-    copies: Copies = {}
+    copies = {}
     if any(i.op in COPY_OPS for i, _ in layout.kinds):
         copies = _copies(graph, kept_later)
     return Prices(
