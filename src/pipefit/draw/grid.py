@@ -18,15 +18,6 @@ from pipefit.timeline import Timeline
 
 _IDLE = "·"
 _LINE = "─"
-# Backgrounds and texts of the 256 colours that every terminal knows, by chunk parity.
-_ANSI = {
-    "F": ((153, 17), (117, 17)),
-    "R": ((183, 53), (140, 16)),
-    "B": ((25, 231), (18, 231)),
-    "I": ((30, 231), (23, 231)),
-    "W": ((221, 52), (178, 16)),
-    "S": ((240, 231), (240, 231)),
-}
 Paint = Callable[[Box | None, str], str]
 
 
@@ -186,7 +177,7 @@ def _plain(box: Box | None, text: str) -> str:
 def _painted(box: Box | None, text: str) -> str:
     if box is None:
         return f"\x1b[2m{text}\x1b[0m"
-    back, front = _ANSI[box.letter][box.chunk % 2]
+    back, front = FAMILIES[box.letter].terminal[box.chunk % 2]
     shown = text
     if box.mb >= 0:
         # The colour shows the kind, so the small space is for the micro-batch, or its last digit.

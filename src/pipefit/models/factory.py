@@ -98,13 +98,17 @@ def _cause(error: BaseException) -> str:
     """The exception and the innermost line of the user's code, not the line of a library that refused."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
+    return f"{type(error).__name__}: {error}{place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """The innermost line of the user's code in words; "": there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     users = [frame for frame in frames if not _is_library(frame.filename)] or frames
-    place = ""
-    if users:
-        last = users[-1]
-        place = f" ({last.filename}, line {last.lineno}, in {last.name})"
-    return f"{type(error).__name__}: {error}{place}"
+    if not users:
+        return ""
+    last = users[-1]
+    return f" ({last.filename}, line {last.lineno}, in {last.name})"
 
 
 def _is_library(filename: str) -> bool:

@@ -94,12 +94,13 @@ def result_of(board: Board, name: str, interrupted: bool, resumed: bool, folder:
         figures = {key: before[key] for key in _FIGURES}
     else:
         measured = board.measured()
-        simulated = {policy: board.in_hindsight(policy) for policy in POLICIES if board.turns}
         policies = {}
         bound = 0.0
-        for policy, found in simulated.items():
-            policies[policy] = {"makespan_s": found.makespan_s, "gap": found.gap}
-            bound = max(bound, found.bound_s)
+        if board.turns:
+            for policy in POLICIES:
+                found = board.in_hindsight(policy)
+                policies[policy] = {"makespan_s": found.makespan_s, "gap": found.gap}
+                bound = max(bound, found.bound_s)
         if bound:
             for way, seconds in board.one_by_one().items():
                 policies[way] = {"makespan_s": seconds, "gap": seconds / bound - 1}

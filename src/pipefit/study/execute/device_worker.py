@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipefit.errors import DamageError, PipefitError, TierError
+from pipefit.models.factory import place_of
 from pipefit.runtime.malloc import give_back_freed
 from pipefit.runtime.signals import die_with_launcher
 from pipefit.stage import accelerator
@@ -217,9 +218,4 @@ def reason_of(problem: BaseException, doing: str = "") -> str:
     text = str(problem)
     if isinstance(problem, MemoryError) or type(problem).__name__ == "OutOfMemoryError" or "allocate memory" in text:
         return f"out of memory: {text.splitlines()[0] if text else 'the process got no more'}"
-    frames = [f for f in traceback.extract_tb(problem.__traceback__) if "site-packages" not in f.filename]
-    if frames:
-        place = f" ({frames[-1].filename}, line {frames[-1].lineno})"
-    else:
-        place = ""
-    return f"{type(problem).__name__} {doing}: {text or 'no message'}{place}"
+    return f"{type(problem).__name__} {doing}: {text or 'no message'}{place_of(problem)}"
