@@ -241,59 +241,46 @@ def _curves(scene: Scene, plan: Layout) -> Iterator[str]:
         yield f'<path class="bar" d="{line}"><title>{words}</title></path>'
 
 
-def _memory(scene: Scene, plan: Layout) -> list[str]:
+def _memory(scene: Scene, plan: Layout) -> Iterator[str]:
+    """The peak of each rank as a bar, then its figures, each kind below its head."""
     facts = scene.facts
-    peaks = facts.peak_inflight
-    versions = facts.weight_versions
     x = plan.memory_left
-    x_weights = x + WEIGHTS_OFFSET
-    x_bytes = x + plan.bytes_offset
-    above = plan.top - 12
-    highest = max(peaks, default=0) or 1
+    peaks = facts.peak_inflight
     head = "peak in flight"
     if any(facts.kept_inputs):
         head = "in flight + inputs"
-    parts = [_text("soft small", x, above, head)]
-    several = max(versions, default=1) > 1
-    if several:
-        parts.append(_text("soft small", x_weights, above, "weights"))
-    sizes = [format_bytes(float(f"{size:.3g}")) for size in facts.peak_bytes]
-    if sizes:
-        parts.append(_text("soft small", x_bytes, above, "memory"))
+    heads = {x: head}
+    figures = {x + PEAK_WIDTH + 8: [peak_words(scene, rank) for rank in range(scene.num_ranks)]}
+    if max(facts.weight_versions, default=1) > 1:
+        place = x + WEIGHTS_OFFSET
+        heads[place] = "weights"
+        figures[place] = [counted(held, "version") for held in facts.weight_versions]
+    if facts.peak_bytes:
+        place = x + plan.bytes_offset
+        heads[place] = "memory"
+        figures[place] = [format_bytes(float(f"{size:.3g}")) for size in facts.peak_bytes]
+    for place, words in heads.items():
+        yield _text("soft small", place, plan.top - 12, words)
+    highest = max(peaks, default=0) or 1
     for rank, peak in enumerate(peaks):
         middle = plan.y(rank) + plan.cell_height / 2
-        base = middle + 4
-        length = float(PEAK_WIDTH * peak / highest)
-        parts.append(_rect("lane", x, middle - 5, PEAK_WIDTH, 10))
-        parts.append(_rect("bar", x, middle - 5, length, 10))
-        words = peak_words(scene, rank)
-        parts.append(_text("ink", x + PEAK_WIDTH + 8, base, words))
-        if several:
-            held = counted(versions[rank], "version")
-            parts.append(_text("ink", x_weights, base, held))
-        if sizes:
-            parts.append(_text("ink", x_bytes, base, sizes[rank]))
-    return parts
+        yield _rect("lane", x, middle - 5, PEAK_WIDTH, 10)
+        yield _rect("bar", x, middle - 5, PEAK_WIDTH * peak / highest, 10)
+        for place, each in figures.items():
+            yield _text("ink", place, middle + 4, each[rank])
 
 
-def _legend(plan: Layout) -> list[str]:
+def _legend(plan: Layout) -> Iterator[str]:
     """Swatches and words, in as many lines as the layout counted for them."""
-    parts = []
-    y = plan.bottom + 40
     for item in plan.legend:
         x = plan.left + item.x
-        top = y + item.line * 20
+        top = plan.bottom + 40 + item.line * 20
         height = 12
-        shift = 0
         if item.thin:
             height = 4
-            shift = 4
         for name in item.classes:
-            swatch = _rect(name, x, top + shift, item.swatch, height)
-            parts.append(swatch)
+            yield _rect(name, x, top + (12 - height) / 2, item.swatch, height)
             x += item.swatch + 1
         if item.classes:
             x += 5
-        words = escape(item.words)
-        parts.append(_text("soft", x, top + 10, words))
-    return parts
+        yield _text("soft", x, top + 10, escape(item.words))

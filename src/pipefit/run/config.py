@@ -208,9 +208,7 @@ def num_gpus() -> int:
 
 def num_cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def choices(asked: RunConfig, config: RunConfig) -> list[tuple[str, str]]:

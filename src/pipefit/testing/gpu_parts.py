@@ -207,8 +207,7 @@ def prediction(device: str) -> Figures:
         request = Request("1f1b", 4, 1, parallelism=Parallelism(device=device))
         work = Workload(named_layers(bundle.layers), bundle.loss, _adam, place, (x, y), half=half, model=name)
         made = decide(request, work, current(), measure=True)
-        if made.profile is None or made.topology is None:
-            raise PipefitError(f"{name}: the layers were not measured")
+        assert made.profile is not None and made.topology is not None
         costs = of_plan(made.profile.at(2), made.plan, made.topology)
         predicted_s = update_s(made.plan, costs)[1]
         pipe = Pipeline(
