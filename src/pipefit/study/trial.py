@@ -19,6 +19,12 @@ from pipefit.spec.options import MOST_SEED, MOST_THREADS, check_least, in_bytes,
 from pipefit.study.simulation import POLICIES
 from pipefit.study.stopping import HELD_OUT, Rule
 
+Values = Mapping[str, Any]
+"""Values by their names: options, or the values that a search has chosen for a trial."""
+
+Evaluations = list[tuple[int, float]]
+"""(step, loss) of every evaluation on held-out data, steps from 1."""
+
 OPTIMIZERS = ("adamw", "adam", "sgd")
 """By name."""
 
@@ -76,7 +82,7 @@ class Trial:
 
     name: str = ""
     model: str | Callable[[], Any] = "gpt"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Values = field(default_factory=dict)
     loss: Callable[[Any, Any], Any] | None = None
     data: str | tuple[str, ...] | Callable[[int], tuple[Any, Any]] = ()
     held_out: Callable[[], Sequence[tuple[Any, Any]]] | None = None
@@ -91,7 +97,7 @@ class Trial:
     clip: float = setting(0.0, least=0.0)
     seed: int = setting(0, least=0, most=MOST_SEED)
     shards: int = setting(0, least=0)
-    values: Mapping[str, Any] = field(default_factory=dict)
+    values: Values = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.data, str):
@@ -129,7 +135,7 @@ class Trial:
         return {key: plain(value) for key, value in vars(self).items()}
 
 
-Define = Callable[[Mapping[str, Any]], Trial]
+Define = Callable[[Values], Trial]
 """Makes a trial of values that a search has chosen."""
 
 
@@ -259,7 +265,7 @@ class Progress(NamedTuple):
 
     turn: int
     losses: list[float]
-    held_out: list[tuple[int, float]]
+    held_out: Evaluations
 
 
 class Job(NamedTuple):
@@ -278,7 +284,7 @@ class Job(NamedTuple):
     trial: int = -1
     argument: Any = None
     name: str = ""
-    values: Mapping[str, Any] | None = None
+    values: Values | None = None
     alive: frozenset[int] = frozenset()
 
 
