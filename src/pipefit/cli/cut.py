@@ -8,7 +8,7 @@ from typing import Annotated
 from pipefit.cli.answer import Answer
 from pipefit.cli.models import ModelName, ModelOptions, make_model
 from pipefit.cli.options import Json, Seed, ending, verb
-from pipefit.spec.files import JsonObject
+from pipefit.spec.files import JsonObject, write_atomically
 
 
 @verb()
@@ -54,7 +54,6 @@ def command(
     written = []
     if output is not None:
         from pipefit.cutting.layers_picture import picture
-        from pipefit.spec.files import write_atomically
 
         written.append(write_atomically(output, picture(made, model)))
     return Answer(data, lambda: f"{model}: {table(made)}", output=written)

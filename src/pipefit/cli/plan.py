@@ -15,7 +15,7 @@ from pipefit.cli.counted import ModelSource, count_of
 from pipefit.cli.options import Json, Machine, ending, verb
 from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
-from pipefit.spec.files import JsonObject
+from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.spec.options import Checked, flag_of, refuse_unused, setting
 from pipefit.units import format_seconds, wrapped
 
@@ -215,7 +215,6 @@ def _swept(model: Profile | str, machine: Topology, options: PlanOptions, wanted
     """The plans of `--sweep`: a table, JSON, and a chart where there is a path for it."""
     from pipefit.draw.save import save_bitmap
     from pipefit.planner.sweeps import sweep
-    from pipefit.spec.files import write_atomically
 
     output = wanted.output
     if output is not None and output.suffix == ".json":
@@ -258,7 +257,6 @@ def _refitted(profile: Profile, trace: Path, of: Path | None) -> Profile:
 def _drawn(made: Plan, profile: Profile, machine: Topology, options: PlanOptions, wanted: Wanted) -> list[Path]:
     """Draws the plan, and the charts over all candidates, each where there is a path for it, and returns the paths."""
     from pipefit.planner.pictures import depth_svg, explore, pareto_svg, partition_svg
-    from pipefit.spec.files import write_atomically
 
     written = []
     if wanted.picture is not None:

@@ -196,14 +196,14 @@ def _cell(box: Box, scene: Scene, plan: Layout, y: float) -> Iterator[str]:
 
 def _spilled(scene: Scene, plan: Layout) -> Iterator[str]:
     """The lanes of copies and of steps on the host."""
-    for rank, lane in product(range(scene.num_ranks), scene.lanes):
-        yield from _lane(plan, plan.lane_y(rank, lane), lane)
+    for rank, (number, lane) in product(range(scene.num_ranks), enumerate(scene.lanes)):
+        yield from _lane(plan, plan.lane_y(rank, number), lane)
     size = 8.5
     for bar in sorted(scene.bars, key=lambda bar: bar.lane == "host"):
         own = scene.timeline.program.ranks[bar.rank]
         words = escape(str(own[bar.position]))
         x = plan.x(bar.start_s)
-        y = plan.lane_y(bar.rank, bar.lane)
+        y = plan.lane_y(bar.rank, scene.lanes.index(bar.lane))
         width = max(plan.x(bar.end_s) - x, 1.5)
         yield _rect(bar.lane, x + 0.4, y, width - 0.8, BAR_HEIGHT, words=words)
         if len(bar.short) * 0.6 * size <= width - 2:
@@ -213,13 +213,14 @@ def _spilled(scene: Scene, plan: Layout) -> Iterator[str]:
 def _launches(scene: Scene, plan: Layout) -> Iterator[str]:
     """The lane of the host's launches, where a device computes."""
     timeline = scene.timeline
+    number = plan.num_lanes - 1
     for rank in sorted({event.rank for event in timeline.launches}):
-        yield from _lane(plan, plan.launch_y(rank), "launches")
+        yield from _lane(plan, plan.lane_y(rank, number), "launches")
     for event in timeline.launches:
         x = plan.x(max(event.start_s - timeline.start_s, 0.0))
         width = plan.x(max(event.end_s - timeline.start_s, 0.0)) - x
         words = f"launch {escape(str(timeline.instruction(event)))}"
-        yield _rect("host", x, plan.launch_y(event.rank), max(width, 0.5), BAR_HEIGHT, words=words)
+        yield _rect("host", x, plan.lane_y(event.rank, number), max(width, 0.5), BAR_HEIGHT, words=words)
 
 
 def _curves(scene: Scene, plan: Layout) -> Iterator[str]:
