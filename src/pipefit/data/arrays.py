@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pipefit.data.position import Batch, Resumable, batch_seed
 from pipefit.errors import DataError
-from pipefit.spec.files import JsonObject
 
 
 class Digits(NamedTuple):
@@ -81,6 +80,8 @@ class ArrayBatches(Resumable):
         self._batch = batch
         self._seed = seed
         self._ragged = ragged
+        sizes = {"batch": batch, "num_samples": len(x)}
+        self._identity = {"seed": seed, **sizes, "shuffle": True, "ragged": ragged}
         self._cached: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __len__(self) -> int:
@@ -113,7 +114,3 @@ class ArrayBatches(Resumable):
             generator = torch.Generator().manual_seed(batch_seed(self._seed, epoch))
             self._cached = (epoch, torch.randperm(len(self._x), generator=generator))
         return self._cached[1]
-
-    def _identity(self) -> JsonObject:
-        sizes = {"seed": self._seed, "batch": self._batch, "num_samples": len(self._x)}
-        return sizes | {"shuffle": True, "ragged": self._ragged}

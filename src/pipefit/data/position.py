@@ -17,10 +17,8 @@ class Resumable:
     """Batches by number; a checkpoint keeps only the number of the next one."""
 
     _position = 0
-
-    def _identity(self) -> JsonObject:
-        """Seed and sizes: if one differs, a position means other batches."""
-        raise NotImplementedError
+    _identity: JsonObject
+    """Seed and sizes: if one differs, a position means other batches."""
 
     def batch_at(self, index: int) -> Batch:
         """Batch number `index`, counted from the start, without moving the position."""
@@ -35,7 +33,7 @@ class Resumable:
 
     def state_dict(self) -> JsonObject:
         """The position, the seed, and the sizes to which the position refers."""
-        return {"position": self._position, **self._identity()}
+        return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Sets the position to that of `state`.
@@ -43,7 +41,7 @@ class Resumable:
         Raises:
             DataError: the state belongs to other data, seed or sizes, so the position would mean other batches.
         """
-        identity = self._identity()
+        identity = self._identity
         missing = [key for key in ("position", *identity) if key not in state]
         if missing:
             raise DataError(f"data: the saved position lacks {', '.join(missing)}; it is not a state of these batches")

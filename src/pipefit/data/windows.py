@@ -8,7 +8,6 @@ import torch
 
 from pipefit.data.position import Batch, Resumable, batch_seed
 from pipefit.errors import DataError
-from pipefit.spec.files import JsonObject
 
 
 class TextBatches(Resumable):
@@ -42,6 +41,7 @@ class TextBatches(Resumable):
         self._context = context
         self._seed = seed
         self._end = num_batches
+        self._identity = {"seed": seed, "batch": batch, "context": context, "corpus_bytes": len(corpus)}
 
     def __len__(self) -> int:
         """Batches from the start to the end; an endless stream has no length."""
@@ -59,7 +59,3 @@ class TextBatches(Resumable):
         starts = torch.randint(0, len(self._tokens) - self._context, (self._batch,), generator=generator)
         windows = self._tokens[starts[:, None] + torch.arange(self._context + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-
-    def _identity(self) -> JsonObject:
-        sizes = {"seed": self._seed, "batch": self._batch, "context": self._context}
-        return sizes | {"corpus_bytes": len(self._tokens)}

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from pipefit.models.hub import is_folder
 from pipefit.models.registry import hub_bundle
 from pipefit.run.config import RunConfig
 from pipefit.run.observer import Say
-from pipefit.run.texts import HeldOutPrompt, Texts, is_named, texts_of
+from pipefit.run.texts import HeldOutPrompt, Texts, files_of, is_named, texts_of
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
 
@@ -153,11 +152,7 @@ def source_of(bundle: ModelBundle, data: Sequence[str], batch: int, seed: int, e
 
 def _of_bytes(data: Sequence[str], eval_data: str, context: int, batch: int, seed: int) -> Source:
     """Text as bytes; without data to evaluate on, its last tenth is held out."""
-    if data == ("text",):
-        paths = None
-    else:
-        paths = [Path(path) for path in data]
-    train = text(paths)
+    train = text(files_of(data))
     if eval_data:
         held = text(eval_data)
     else:
