@@ -20,6 +20,10 @@ INTERNAL_ERROR = 70
 """Exit codes: success; a finding (or a run that failed); bad input; an error inside pipefit."""
 
 
+Text = str | Callable[[], str]
+"""A text, or a function that makes it, where that takes time."""
+
+
 def picked(thing: object, *names: str) -> JsonObject:
     """Some attributes of an object, as data for `--json`."""
     return {name: getattr(thing, name) for name in names}
@@ -49,7 +53,7 @@ class Answer:
     """
 
     data: Mapping[str, Any]
-    text: str | Callable[[], str]
+    text: Text
     code: int = FINE
     output: Path | Sequence[Path] | None = None
 

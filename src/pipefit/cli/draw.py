@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from cyclopts import Parameter
 
-from pipefit.cli.answer import Answer
+from pipefit.cli.answer import Answer, Text
 from pipefit.cli.options import Amount, Count, Json, Pairs, Picture, verb
 from pipefit.cli.programs import check_forwards
 from pipefit.draw.draw_options import DrawOptions
@@ -61,7 +61,7 @@ def command(
     drawing = drawing_by(schedule, stages, microbatches, chunks, asked, given)
     if follow is not None and (output is None or output.suffix not in (".svg", ".png")):
         raise PipefitError("--follow draws arrows into pictures: give -o with a name that ends in .svg or .png")
-    text: str | Callable[[], str] = drawing.grid
+    text: Text = drawing.grid
     if output is not None:
         text = ""
         arrows = {}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pipefit.cli.answer import Answer
-from pipefit.cli.options import Json, Machine, ending
+from pipefit.cli.options import Json, Machine, TomlFile
 from pipefit.errors import PipefitError
 from pipefit.units import columns
 
@@ -21,7 +21,7 @@ _BADLY = 0.1
 def command(
     *runs: Path,
     topology: Machine,
-    output: Annotated[Path | None, ending(".toml", alias="-o")] = None,
+    output: TomlFile = None,
     json: Json = False,
 ) -> Answer:
     """Fit the constants of a machine to measured runs, so that plans for it predict what it really does.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 import time
 import uuid
 from collections import Counter
@@ -17,7 +16,7 @@ import pipefit
 from pipefit.cli.answer import Answer, code_of, picked
 from pipefit.spec.files import JsonObject
 from pipefit.spec.host import usable_bytes
-from pipefit.units import counted, format_bytes, format_seconds, table, wrapped
+from pipefit.units import counted, format_bytes, format_seconds, table, terminal_width, wrapped
 
 _MESSAGE_BYTES = (1 << 10, 1 << 16, 1 << 20, 1 << 22)
 _CLOCK_ROUNDS = 9
@@ -155,7 +154,7 @@ def link_text(bandwidth_bytes_per_s: float, latency_s: float) -> str:
 
 
 def _text(nodes: Sequence[JsonObject], links: Sequence[JsonObject], problems: Any, folder: Path) -> str:
-    width = shutil.get_terminal_size((100, 24)).columns
+    width = terminal_width()
     rows = [_COLUMNS, *(_row(facts, facts is nodes[0]) for facts in nodes)]
     lines = [f"{counted(len(nodes), 'machine')}; folder {folder.resolve()}", "", *table(rows, width), ""]
     for link in links:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from pipefit.errors import PipefitError
 from pipefit.planner.plan_options import PlanOptions
 from pipefit.spec.files import JsonObject, write_atomically
 from pipefit.spec.options import Checked, flag_of, refuse_unused, setting
-from pipefit.units import format_seconds, wrapped
+from pipefit.units import format_seconds, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from pipefit.spec import Plan, Profile, Topology
@@ -297,7 +296,7 @@ def _answer(
     command = run_command(made, machine, shlex.quote(path))
     if command:
         data["run"] = command
-        width = shutil.get_terminal_size((100, 24)).columns
+        width = terminal_width()
         lines += ["", f"to run it, on each machine (HOST is one of them{hint}):"]
         lines.append(" \\\n".join(wrapped(f"  {command}", width - 2, "    ")))
 

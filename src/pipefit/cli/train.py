@@ -6,13 +6,12 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pipefit.cli.answer import Answer, is_first
+from pipefit.cli.answer import Answer, Text, is_first
 from pipefit.cli.display import report
 from pipefit.cli.models import importable
 from pipefit.cli.options import Count, Json, Threads, verb
@@ -67,7 +66,7 @@ def command(
     if not (json or quiet) and is_first():
         print("\n".join(columns(choices(asked, run))), "loading torch …", sep="\n", flush=True)
     result = _run(run, transport, starts, quiet=json or quiet)
-    text: str | Callable[[], str] = ""
+    text: Text = ""
     if is_first():
         text = partial(report, result)
     return Answer(_data(run, result), text)

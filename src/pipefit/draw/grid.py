@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from pipefit.draw.caption import counts, duration, measures, peak_words, title_o
 from pipefit.draw.look import FAMILIES
 from pipefit.draw.scene import COPIED, Box, Scene, scene_of
 from pipefit.timeline import Timeline
+from pipefit.units import terminal_width
 
 _IDLE = "·"
 _LINE = "─"
@@ -36,7 +36,7 @@ def grid(timeline: Timeline, width: int | None = None, color: bool | None = None
     if color is None:
         color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     if width is None:
-        width = shutil.get_terminal_size((100, 24)).columns
+        width = terminal_width()
     scene = scene_of(timeline, seconds)
     width = max(width, 40)
     paint = _plain
