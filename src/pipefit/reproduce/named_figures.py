@@ -12,10 +12,10 @@ from pipefit.reproduce.topology_picture import topology_picture
 FIGURES: dict[str, Callable[..., Any]] = {}
 """Every figure by its name: a function of the bench, of the step where it needs one, and of what is given."""
 
-for module in (amoebanet, drawings, hydra, measured, predicted, questions):
-    for name, function in getmembers(module, isfunction):
-        if function.__module__ == module.__name__:
-            FIGURES[name] = function
+for _module in (amoebanet, drawings, hydra, measured, predicted, questions):
+    for _name, _function in getmembers(_module, isfunction):
+        if _function.__module__ == _module.__name__ and not _name.startswith("_"):
+            FIGURES[_name] = _function
 
 PICTURES: Mapping[str, Callable[..., Any]] = {"sharp": hydra.sharp_picture, "topology": topology_picture}
 """Every picture of its own kind by its name."""
