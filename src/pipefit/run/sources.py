@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,7 +19,6 @@ from pipefit.models.examples import Batch
 from pipefit.models.hub import is_folder
 from pipefit.models.registry import hub_bundle
 from pipefit.run.config import RunConfig
-from pipefit.run.observer import Say
 from pipefit.run.texts import HeldOutPrompt, Texts, files_of, is_named, texts_of
 from pipefit.stage.materialise import can_be_drawn, initialise, is_meta
 from pipefit.stage.split import named_layers
@@ -81,7 +80,7 @@ def example_of(bundle: ModelBundle, source: Source, batch: int) -> Batch:
         return source.example
 
 
-def model_and_data(config: RunConfig, doing: Say) -> tuple[ModelBundle, Source]:
+def model_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[ModelBundle, Source]:
     """The model of a run and its data.
 
     Args:
@@ -101,7 +100,7 @@ def model_and_data(config: RunConfig, doing: Say) -> tuple[ModelBundle, Source]:
     return bundle, source_of(bundle, config.data, config.batch, seed, config.eval_data)
 
 
-def _folder_and_data(config: RunConfig, doing: Say) -> tuple[ModelBundle, Source]:
+def _folder_and_data(config: RunConfig, doing: Callable[[str], None]) -> tuple[ModelBundle, Source]:
     """The model of a folder, without weights, and its data; the user's records are read first, to refuse them soon."""
     seed = config.updates.seed
     is_own = bool(config.data) and not is_named(config.data)
